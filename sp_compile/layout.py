@@ -1,0 +1,126 @@
+"""Where a value lives on the sequence axis of the mesh: frozen data, no algorithms.
+
+A sharded dim is the product outer * window * inner: `(B, S, D) -> (B*S, D)` keeps a sharded S inside a flat dim
+(outer = B). The window lies in a Frame: the axis that all values of one sequence share, padded once to a multiple of
+the number of ranks. Rank r of n holds the frame's positions [r*s, (r+1)*s) with s = ceil(size / n), whatever the window.
+Positions outside the window hold copies of valid rows (finite, never read by a rule that has not masked them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from .shapes import Size, ceil_div, divides, product, same
+
+
+@dataclass(frozen=True)
+class Frame:
+    """`size` positions shared out over the ranks; the value is valid in [start, start + length)."""
+
+    size: Size
+    start: Size
+    length: Size
+
+    @staticmethod
+    def full(size: Size) -> Frame:
+        return Frame(size, 0, size)
+
+    def local(self, n: int) -> Size:
+        return ceil_div(self.size, n)
+
+    def exact(self, n: int) -> bool:
+        """Every position of every rank is valid: no padding to mask."""
+        return same(self.start, 0) and same(self.length, self.size) and divides(n, self.size)
+
+    def like(self, other: Frame) -> bool:
+        return same(self.size, other.size) and same(self.start, other.start) and same(self.length, other.length)
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """The same value on every rank.
+
+    partial_grad: its gradient is still one summand per rank (spmd_types' R); otherwise the gradient, too, is the same
+    on every rank (I, invariant).
+    """
+
+    partial_grad: bool = False
+
+    def __str__(self) -> str:
+        return "R+" if self.partial_grad else "R"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Dim `dim` is outer * frame.length * inner in the global view and outer * frame.local(n) * inner on a rank."""
+
+    dim: int
+    frame: Frame
+    outer: Size = 1
+    inner: Size = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+    def on(self, dim: int) -> Shard:
+        return self if dim == self.dim else replace(self, dim=dim)
+
+    def matches(self, other: Shard) -> bool:
+        """The same positions on the same ranks, whatever dim they lie in."""
+        return self.frame.like(other.frame) and same(self.outer, other.outer) and same(self.inner, other.inner)
+
+    def local_size(self, n: int) -> Size:
+        return product((self.outer, self.frame.local(n), self.inner))
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank holds a summand; the value is their sum."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return "P"
+
+
+Placement = Replicate | Shard | Partial
+REPLICATE = Replicate()
+
+
+@dataclass(frozen=True)
+class Demand:
+    """`node` needs its operand whole (or scanned, reduced, attended) along `factor`, and it is placed as `have`.
+
+    kind: whole | align | reduce | mean | select | attend | no rule: the reason; strategies claim by it.
+    keeps_sharding: the node goes on running on shards of another operand, so a gathered operand's gradient is partial.
+    """
+
+    node: Node
+    operand: int
+    factor: str
+    kind: str
+    have: Placement
+    keeps_sharding: bool = False
+    why: str = ""
+
+
+@dataclass
+class Plan:
+    """What propagation found; recomputed after every rewrite, never patched.
+
+    placements: of each node's result (a tuple for a node with several results).
+    wants: for nodes that run on shards, how each tensor operand must arrive.
+    """
+
+    placements: dict[Node, Placement | tuple[Placement, ...]] = field(default_factory=dict)
+    wants: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)
+    demands: list[Demand] = field(default_factory=list)
+
+    def of(self, node: Node) -> Placement:
+        """The placement of a single-result node."""
+        placement = self.placements.get(node, REPLICATE)
+        if isinstance(placement, tuple):
+            return placement[0] if len(placement) == 1 else REPLICATE
+        return placement

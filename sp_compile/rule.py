@@ -1,0 +1,301 @@
+"""The rule notation and the registry: what an op does to the dims of its operands, as one einops-like line.
+
+    rule(aten.linear.default, "... i, o i -> ... o", sum="i")
+
+Each comma-separated group names the dims of one tensor operand, in the order of the op's schema (absent optional
+tensors are skipped; a tensor list counts as that many operands). A factor that stands in the result passes through.
+One that vanishes must be classified, or registration fails:
+
+    sum=     the result is Partial(sum) when the factor is sharded      linear's i
+    mean=    as sum, divided by the whole count                        mse_loss with reduction="mean"
+    whole=   the op needs all of it                                     softmax's dim (also if it stays in the result)
+    attend=  attention mixes it                                         scaled_dot_product_attention's q and k
+
+Ops whose behaviour depends on arguments register a function from the Call to a rule with `@rule_of(op, ...)`.
+The notation is that of einops and of Shardy's op sharding rules (openxla.org/shardy); `attend` is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from .errors import SpError
+from .layout import Shard
+from .shapes import Size, same, sizes
+
+KINDS = ("sum", "mean", "whole", "attend")
+Dims = tuple[str, ...]  # one factor name per dim; "" is a dim of size 1 that broadcasts
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+@lru_cache(maxsize=None)
+def _signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
+    return tuple(
+        (a.name, a.kwarg_only, a.has_default_value(), a.default_value if a.has_default_value() else None)
+        for a in target._schema.arguments
+    )
+
+
+class Call:
+    """One call of an ATen op: its arguments by schema name, its tensor operands in schema order, their shapes."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.args: dict[str, Any] = {}
+        for i, (name, kwarg_only, has_default, default) in enumerate(_signature(node.target)):
+            if i < len(node.args) and not kwarg_only:
+                self.args[name] = node.args[i]
+            elif name in node.kwargs:
+                self.args[name] = node.kwargs[name]
+            elif has_default:
+                self.args[name] = default
+        leaves = pytree.tree_leaves(list(self.args.values()))
+        self.operands: list[Node] = [leaf for leaf in leaves if is_tensor(leaf)]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.args.get(name, default)
+
+    def shape(self, operand: int | str = 0) -> tuple[Size, ...]:
+        node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
+        return sizes(node.meta["val"].shape)
+
+    def ndim(self, operand: int | str = 0) -> int:
+        node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
+        return int(node.meta["val"].ndim)
+
+    def dim(self, name: str = "dim", operand: int = 0) -> int:
+        """The argument `name` as a non-negative dim of the operand."""
+        return int(self.args[name]) % max(self.ndim(operand), 1)
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        return tuple(v for v in pytree.tree_leaves(self.node.meta["val"]) if isinstance(v, torch.Tensor))
+
+    def result_shapes(self) -> tuple[tuple[Size, ...], ...]:
+        return tuple(sizes(v.shape) for v in self.results())
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A rule at one call: factor names for every dim of every operand and result, and what mixes them.
+
+    sizes: the schema argument that spells the result's sizes (made local when the result is sharded).
+    lazy: the op only moves data, so it does not by itself decide that a replicated value is worth sharding.
+    pad: (operand, value): the operand to fill outside the window, and with what, so that a sum ignores padding.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    sizes: str | None = None
+    lazy: bool = False
+    pad: tuple[int, Any] | None = None
+
+    def kind(self, factor: str) -> str:
+        return self.kinds.get(factor, "pass")
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """Row-major regrouping of dims (view, flatten, unflatten, ...): a sharded factor keeps its strides."""
+
+    before: tuple[Size, ...]
+    after: tuple[Size, ...]
+    sizes: str | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Contiguous pieces of one dim (slice, narrow, split, chunk): (start, length) per result.
+
+    On the sharded dim a piece is the same frame with a shorter window, and no data moves.
+    """
+
+    dim: int
+    spans: tuple[tuple[Size, Size], ...] | None  # None: not contiguous or not provable
+
+
+Rule = Factors | Reshape | Window
+RuleFunction = Callable[[Call], Rule | None]
+_REGISTRY: dict[Any, RuleFunction] = {}
+
+
+def lookup(node: Node) -> tuple[Call, Rule | None] | None:
+    """The call and its rule; None when the node is not an ATen-like op; rule None when nothing is known of it."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    call = Call(node)
+    function = _REGISTRY.get(node.target)
+    if function is None:
+        from .rules.pointwise import pointwise_rule
+
+        function = pointwise_rule if torch.Tag.pointwise in node.target.tags else None
+    rule_ = function(call) if function is not None and isinstance(call.node.meta.get("val"), object) else None
+    return call, rule_
+
+
+def registered() -> Mapping[Any, RuleFunction]:
+    return dict(_REGISTRY)
+
+
+def rule_of(*ops: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Decorator: the rule of these op overloads depends on their arguments."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for op in ops:
+            _REGISTRY[op] = function
+        return function
+
+    return register
+
+
+def rule(op: Any, *texts: str, **options: Any) -> None:
+    """Register the sharding behaviour of an op overload (or of a list of them) as text; see the module's docstring.
+
+    Several texts: the one with as many operand groups as the call has tensor operands is taken.
+    Options: sum, mean, whole, attend (space-separated factors), sizes, lazy, pad as in Factors.
+    Raises SpError when a vanishing factor is not classified or an option is unknown.
+    """
+    parsed = [Pattern.parse(text, **options) for text in texts]
+    by_count = {len(p.operands): p for p in parsed}
+
+    def instantiate(call: Call) -> Factors | None:
+        pattern = by_count.get(len(call.operands))
+        return pattern.at(call) if pattern is not None else None
+
+    for one in op if isinstance(op, (list, tuple)) else [op]:
+        _REGISTRY[one] = instantiate
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A parsed rule text, not yet tied to a call."""
+
+    text: str
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    kinds: Mapping[str, str]
+    options: Mapping[str, Any]
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def _groups(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+        left, arrow, right = text.partition("->")
+        if not arrow:
+            raise SpError(f"rule {text!r}: no '->' between operands and results")
+        split = [tuple(tuple(g.split()) for g in side.split(",")) if side.strip() else ((),) for side in (left, right)]
+        return (split[0] if left.strip() else ()), split[1]
+
+    @staticmethod
+    def parse(text: str, **options: Any) -> Pattern:
+        operands, results = Pattern._groups(text)
+        kinds = {f: kind for kind in KINDS for f in str(options.pop(kind, "")).split()}
+        unknown = set(options) - {"sizes", "lazy", "pad"}
+        if unknown:
+            raise SpError(f"rule {text!r}: unknown option {sorted(unknown)}; known: {', '.join(KINDS)}, sizes, lazy, pad")
+        named = {f for dims in operands for f in dims}
+        for f in kinds:
+            if f not in named:
+                raise SpError(f"rule {text!r}: {f!r} is classified but names no dim of an operand")
+        lost = sorted(named - {f for dims in results for f in dims} - set(kinds))
+        if lost:
+            raise SpError(f"rule {text!r}: {lost} vanish from the result; say how: {', '.join(f'{k}=' for k in KINDS)}")
+        return Pattern(text, operands, results, kinds, options)
+
+    def at(self, call: Call) -> Factors | None:
+        """Bind the text to a call's shapes; None if the number of dims does not fit."""
+        shapes = [call.shape(i) for i in range(len(call.operands))]
+        bound = [_bind(dims, len(s)) for dims, s in zip(self.operands, shapes)]
+        if len(shapes) != len(self.operands) or any(b is None for b in bound):
+            return None
+        depth = max((len(s) - len(d) + 1 for d, s in zip(self.operands, shapes) if "..." in d), default=0)
+        results = tuple(
+            tuple(f for name in dims for f in (_ellipsis(depth) if name == "..." else [name])) for dims in self.results
+        )
+        kinds = dict(self.kinds)
+        if "..." in kinds:
+            kind = kinds.pop("...")
+            kinds.update({f: kind for f in _ellipsis(depth)})
+        extent = _extents([*zip(bound, shapes), *zip(results, call.result_shapes())])
+        operands = tuple(
+            tuple("" if s == 1 and extent[f] != 1 else f for f, s in zip(dims, shape)) for dims, shape in zip(bound, shapes)
+        )
+        return Factors(operands, results, kinds, **self.options)
+
+
+def _ellipsis(depth: int) -> list[str]:
+    return [f"~{i}" for i in range(depth - 1, -1, -1)]
+
+
+def _bind(dims: Dims, ndim: int) -> list[str] | None:
+    if "..." not in dims:
+        return list(dims) if len(dims) == ndim else None
+    extra = ndim - (len(dims) - 1)
+    if extra < 0:
+        return None
+    at = dims.index("...")
+    return [*dims[:at], *_ellipsis(extra), *dims[at + 1 :]]
+
+
+def _extents(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:
+    """The size of each factor: that of a dim that does not broadcast."""
+    out: dict[str, Size] = {}
+    for dims, shape in pairs:
+        for f, s in zip(dims, shape):
+            if f not in out or out[f] == 1:
+                out[f] = s
+    return out
+
+
+def move(rule_: Reshape | Window, shard: Shard) -> tuple[Shard, ...] | None:
+    """Where the sharded factor lies in each result of a reshape or window; None if it has no single place."""
+    if isinstance(rule_, Window):
+        return _windowed(rule_, shard)
+    moved = _regroup(rule_, shard)
+    return (moved,) if moved is not None else None
+
+
+def _windowed(rule_: Window, shard: Shard) -> tuple[Shard, ...] | None:
+    from .layout import Frame
+    from .shapes import at_least
+
+    if rule_.spans is None:
+        return None
+    if rule_.dim != shard.dim:
+        return tuple(shard for _ in rule_.spans)
+    if not (same(shard.outer, 1) and same(shard.inner, 1)):
+        return None
+    frame = shard.frame
+    out = []
+    for start, length in rule_.spans:
+        # A short window would have every rank compute on mostly invalid rows: gathering is cheaper.
+        if not at_least(2 * length, frame.size):
+            return None
+        out.append(Shard(shard.dim, Frame(frame.size, frame.start + start, length)))
+    return tuple(out)
+
+
+def _regroup(rule_: Reshape, shard: Shard) -> Shard | None:
+    """Find the result dim that holds outer' * window * inner' with the same row-major strides."""
+    from .shapes import product, quotient
+
+    before = product(rule_.before[: shard.dim]) * shard.outer
+    after = product(rule_.before[shard.dim + 1 :]) * shard.inner
+    for dim, extent in enumerate(rule_.after):
+        outer = quotient(before, product(rule_.after[:dim]))
+        inner = quotient(after, product(rule_.after[dim + 1 :]))
+        if outer is not None and inner is not None and same(extent, product((outer, shard.frame.length, inner))):
+            return Shard(dim, shard.frame, outer, inner)
+    return None
