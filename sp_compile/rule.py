@@ -8,6 +8,7 @@ One that vanishes must be classified, or registration fails:
 
     sum=     the result is Partial(sum) when the factor is sharded      linear's i
     mean=    as sum, divided by the whole count                        mse_loss with reduction="mean"
+    total=   a sum whose padding no fill of one operand removes         mse_loss with reduction="sum"
     whole=   the op needs all of it                                     softmax's dim (also if it stays in the result)
     attend=  attention mixes it                                         scaled_dot_product_attention's q and k
 
@@ -27,10 +28,10 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from .errors import SpError
-from .layout import Shard
-from .shapes import Size, same, sizes
+from .layout import Frame, Placement, Shard
+from .shapes import Size, mostly, product, quotient, same, sizes
 
-KINDS = ("sum", "mean", "whole", "attend")
+KINDS = ("sum", "mean", "total", "whole", "attend")
 Dims = tuple[str, ...]  # one factor name per dim; "" is a dim of size 1 that broadcasts
 
 
@@ -83,6 +84,27 @@ class Call:
     def results(self) -> tuple[torch.Tensor, ...]:
         return tuple(v for v in pytree.tree_leaves(self.node.meta["val"]) if isinstance(v, torch.Tensor))
 
+    def rebuild(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of the same call with other tensor operands, and other values for some arguments."""
+        fresh = iter(operands)
+
+        def swap(value: Any) -> Any:
+            return pytree.tree_map(lambda leaf: next(fresh) if is_tensor(leaf) else leaf, value)
+
+        values = {name: swap(value) for name, value in self.args.items()}
+        values.update(changed)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        positional = True
+        for i, (name, kwarg_only, _, _) in enumerate(_signature(self.node.target)):
+            given = (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
+            positional = positional and given and not kwarg_only
+            if given and positional:
+                args.append(values[name])
+            elif given:
+                kwargs[name] = values[name]
+        return tuple(args), kwargs
+
     def result_shapes(self) -> tuple[tuple[Size, ...], ...]:
         return tuple(sizes(v.shape) for v in self.results())
 
@@ -94,6 +116,7 @@ class Factors:
     sizes: the schema argument that spells the result's sizes (made local when the result is sharded).
     lazy: the op only moves data, so it does not by itself decide that a replicated value is worth sharding.
     pad: (operand, value): the operand to fill outside the window, and with what, so that a sum ignores padding.
+    masks: operands that are only looked up by position; computed whole on every rank as long as that is free.
     """
 
     operands: tuple[Dims, ...]
@@ -102,6 +125,7 @@ class Factors:
     sizes: str | None = None
     lazy: bool = False
     pad: tuple[int, Any] | None = None
+    masks: tuple[int, ...] = ()
 
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, "pass")
@@ -129,7 +153,10 @@ class Window:
 
 Rule = Factors | Reshape | Window
 RuleFunction = Callable[[Call], Rule | None]
+TransferFunction = Callable[[Call], tuple[Placement, ...]]
+POINTWISE = torch.Tag.pointwise  # registering this key gives the rule of every op that carries the tag
 _REGISTRY: dict[Any, RuleFunction] = {}
+_TRANSFERS: dict[Any, TransferFunction] = {}
 
 
 def lookup(node: Node) -> tuple[Call, Rule | None] | None:
@@ -138,12 +165,9 @@ def lookup(node: Node) -> tuple[Call, Rule | None] | None:
         return None
     call = Call(node)
     function = _REGISTRY.get(node.target)
-    if function is None:
-        from .rules.pointwise import pointwise_rule
-
-        function = pointwise_rule if torch.Tag.pointwise in node.target.tags else None
-    rule_ = function(call) if function is not None and isinstance(call.node.meta.get("val"), object) else None
-    return call, rule_
+    if function is None and torch.Tag.pointwise in node.target.tags:
+        function = _REGISTRY[POINTWISE]
+    return call, function(call) if function is not None else None
 
 
 def registered() -> Mapping[Any, RuleFunction]:
@@ -159,6 +183,21 @@ def rule_of(*ops: Any) -> Callable[[RuleFunction], RuleFunction]:
         return function
 
     return register
+
+
+def transfer(*ops: Any) -> Callable[[TransferFunction], TransferFunction]:
+    """Decorator: where the results of an op lie that changes placements and nothing else (the sp:: exchanges)."""
+
+    def register(function: TransferFunction) -> TransferFunction:
+        for op in ops:
+            _TRANSFERS[op] = function
+        return function
+
+    return register
+
+
+def transfer_of(target: Any) -> TransferFunction | None:
+    return _TRANSFERS.get(target)
 
 
 def rule(op: Any, *texts: str, **options: Any) -> None:
@@ -202,7 +241,7 @@ class Pattern:
     def parse(text: str, **options: Any) -> Pattern:
         operands, results = Pattern._groups(text)
         kinds = {f: kind for kind in KINDS for f in str(options.pop(kind, "")).split()}
-        unknown = set(options) - {"sizes", "lazy", "pad"}
+        unknown = set(options) - {"sizes", "lazy", "pad", "masks"}
         if unknown:
             raise SpError(f"rule {text!r}: unknown option {sorted(unknown)}; known: {', '.join(KINDS)}, sizes, lazy, pad")
         named = {f for dims in operands for f in dims}
@@ -268,9 +307,6 @@ def move(rule_: Reshape | Window, shard: Shard) -> tuple[Shard, ...] | None:
 
 
 def _windowed(rule_: Window, shard: Shard) -> tuple[Shard, ...] | None:
-    from .layout import Frame
-    from .shapes import at_least
-
     if rule_.spans is None:
         return None
     if rule_.dim != shard.dim:
@@ -281,7 +317,7 @@ def _windowed(rule_: Window, shard: Shard) -> tuple[Shard, ...] | None:
     out = []
     for start, length in rule_.spans:
         # A short window would have every rank compute on mostly invalid rows: gathering is cheaper.
-        if not at_least(2 * length, frame.size):
+        if not mostly(length, frame.size):
             return None
         out.append(Shard(shard.dim, Frame(frame.size, frame.start + start, length)))
     return tuple(out)
@@ -289,8 +325,6 @@ def _windowed(rule_: Window, shard: Shard) -> tuple[Shard, ...] | None:
 
 def _regroup(rule_: Reshape, shard: Shard) -> Shard | None:
     """Find the result dim that holds outer' * window * inner' with the same row-major strides."""
-    from .shapes import product, quotient
-
     before = product(rule_.before[: shard.dim]) * shard.outer
     after = product(rule_.before[shard.dim + 1 :]) * shard.inner
     for dim, extent in enumerate(rule_.after):

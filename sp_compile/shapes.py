@@ -83,11 +83,10 @@ def divides(n: int, a: Size) -> bool:
     return quotient(a, n) is not None
 
 
-def at_least(a: Size, b: Size) -> bool:
-    """Is a >= b provable, for symbols that are positive integers?"""
-    difference = sympy.expand(sympy.sympify(a) - sympy.sympify(b))
-    return bool(difference.is_nonnegative)
-
-
-def show(value: Size) -> str:
-    return str(value)
+def mostly(part: Size, whole: Size) -> bool:
+    """Is part at least half of whole for long sequences? Decides cost, never correctness."""
+    if isinstance(part, int) and isinstance(whole, int):
+        return 2 * part >= whole
+    part, whole = sympy.sympify(part), sympy.sympify(whole)
+    long = {s: 1 << 20 for s in part.free_symbols | whole.free_symbols}
+    return bool(2 * part.subs(long) >= whole.subs(long))

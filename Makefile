@@ -1,0 +1,47 @@
+# Everything a fresh machine with Python >= 3.11 needs. A stamp file in the environment makes second runs quick.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow bench lint format clean
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/train_lm.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m slow
+
+bench: $(VENV)/.examples
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/compile_time.py
+
+# Type checkers do not follow the package-dir mapping of an editable install, so they get the installed shape as links.
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typecheck && mkdir -p build/typecheck/sp_compile
+	ln -s $(CURDIR)/sp_compile/* $(CURDIR)/passes $(CURDIR)/lowering build/typecheck/sp_compile/
+	$(BIN)/mypy build/typecheck/sp_compile
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.torch:
+	$(PYTHON) -c 'import sys; sys.exit("sp_compile needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q $(TORCH)
+	touch $@
+
+$(VENV)/.test $(VENV)/.examples $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
+	$(BIN)/pip install -q -e .[$*]
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,117 @@
+"""The primitive layer under every ``sp::`` operator: six calls, and whose job it is to answer them.
+
+Every exchange works on dim 0 with equal shares, takes any strides and returns a new contiguous tensor.
+With one rank each returns its argument. No call is differentiable: the operators above hold the pairs.
+"""
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+# Registers the meta kernels of torch.ops._c10d_functional, which need no process group. Tried on 2.13.
+import torch.distributed._functional_collectives
+from torch import Tensor
+
+
+def _rank_in_group(group: str) -> int:
+    """This process's index in the process group called ``group``."""
+    from torch.distributed.distributed_c10d import _resolve_process_group  # tried on 2.13
+
+    return dist.get_rank(_resolve_process_group(group))
+
+
+class Communicator(ABC):
+    """Collectives over the ``n`` ranks of a group, as seen by one of them."""
+
+    def all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
+        """Sum over the ranks: (...) -> (...)."""
+        return x if n == 1 else self._all_reduce(x, n, group)
+
+    def all_gather(self, x: Tensor, n: int, group: str) -> Tensor:
+        """Concatenate the ranks' tensors: (s, ...) -> (n * s, ...)."""
+        return x if n == 1 else self._all_gather(x, n, group)
+
+    def reduce_scatter(self, x: Tensor, n: int, group: str) -> Tensor:
+        """Sum over the ranks, keep this rank's share: (n * s, ...) -> (s, ...)."""
+        return x if n == 1 else self._reduce_scatter(x, n, group)
+
+    def all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
+        """Share p goes to rank p; the result holds rank p's at p: (n, ...) -> (n, ...)."""
+        return x if n == 1 else self._all_to_all(x, n, group)
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, group: str) -> Tensor:
+        """Rank 0's tensor: (...) -> (...)."""
+
+    @abstractmethod
+    def rank(self, group: str) -> int:
+        """This rank's index in the group. Only operators that stay opaque in a graph may ask."""
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor, n: int, group: str) -> Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, x: Tensor, n: int, group: str) -> Tensor: ...
+
+    @abstractmethod
+    def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor: ...
+
+
+class FunctionalCommunicator(Communicator):
+    """Real ranks: torch's functional collectives, which trace, compile and run in eager."""
+
+    def broadcast(self, x: Tensor, group: str) -> Tensor:
+        return _sent(x, lambda y: torch.ops._c10d_functional.broadcast(y, 0, group))
+
+    def rank(self, group: str) -> int:
+        return _rank_in_group(group)
+
+    def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
+        return _sent(x, lambda y: torch.ops._c10d_functional.all_reduce(y, "sum", group))
+
+    def _all_gather(self, x: Tensor, n: int, group: str) -> Tensor:
+        return _sent(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
+
+    def _reduce_scatter(self, x: Tensor, n: int, group: str) -> Tensor:
+        return _sent(x, lambda y: torch.ops._c10d_functional.reduce_scatter_tensor(y, "sum", n, group))
+
+    def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
+        ones = [1] * n
+        return _sent(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
+
+
+def _sent(x: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run one collective on ``x`` and wait for it."""
+    # Bool collectives give wrong values under Inductor, and not every backend knows complex numbers.
+    if x.dtype == torch.bool:
+        return _sent(x.to(torch.uint8), collective).to(torch.bool)
+    if x.is_complex():
+        return torch.view_as_complex(_sent(torch.view_as_real(x), collective))
+    return torch.ops._c10d_functional.wait_tensor(collective(x.contiguous()))
+
+
+_FUNCTIONAL = FunctionalCommunicator()
+_active = threading.local()
+
+
+def current() -> Communicator:
+    """The communicator of this thread: a simulated rank's inside ``use``, the functional one otherwise."""
+    return getattr(_active, "communicator", _FUNCTIONAL)
+
+
+@contextlib.contextmanager
+def use(communicator: Communicator) -> Iterator[None]:
+    """Answer this thread's collectives with ``communicator``."""
+    previous = current()
+    _active.communicator = communicator
+    try:
+        yield
+    finally:
+        _active.communicator = previous

@@ -1,0 +1,45 @@
+"""Finds replicated nodes that are better computed with per-rank gradients, up to the parameters they come from.
+
+`x @ w.t()` with a sharded x wants w.t() as a summand. Converting w instead of w.t() gives the same gradient and lets
+all parameters share one bucketed reduction. A node can be lifted if nothing wants its gradient invariant.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..layout import REPLICATE, Plan, Replicate
+from ..rule import is_tensor, lookup, transfer_of
+
+
+def lifted_nodes(gm: GraphModule, plan: Plan) -> set[Node]:
+    """Nodes that run alike on every rank and whose every use takes a summand of the gradient."""
+    lifted: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if _liftable(node, plan) and node.users and all(_takes_summand(node, u, plan, lifted) for u in node.users):
+            lifted.add(node)
+    return lifted
+
+
+def _liftable(node: Node, plan: Plan) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node in plan.wants:
+        return False
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and plan.of(node) == REPLICATE
+        and transfer_of(node.target) is None
+        and any(is_tensor(a) and a.meta["val"].is_floating_point() for a in node.all_input_nodes)
+    )
+
+
+def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> bool:
+    if user in lifted:
+        return True
+    found = lookup(user) if user in plan.wants else None
+    if found is None or transfer_of(user.target) is not None:
+        return False
+    wants = [w for o, w in zip(found[0].operands, plan.wants[user]) if o is node]
+    return bool(wants) and all(isinstance(w, Replicate) and w.partial_grad for w in wants)

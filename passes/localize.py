@@ -1,0 +1,257 @@
+"""Global view -> the program of one rank, the same text on every rank.
+
+    x: f32[B, S, D] -> linear(x, w)    becomes    linear(sp.shard(x), sp.reduce_grad(w))  on f32[B, ceil(S/n), D]
+
+Inserts what an edge of the Plan needs and nothing else: `sp::shard` where a replicated value meets a sharded one (a
+local slice), `sp::reduce_grad` where a replicated value enters sharded compute (the identity; its backward sums the
+gradient), `sp::mask` where a sum would count padding. Arguments that spell sizes become local. Bytes moved forward:
+none. Refuses: a plan with open demands, sizes that no input determines.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..layout import Frame, Partial, Placement, Plan, Replicate, Shard
+from ..materialize import Sizes
+from ..mesh import Ranks
+from ..rule import Call, Factors, Reshape, Window, is_tensor, lookup, transfer_of
+from ..shapes import size
+from .lift import lifted_nodes
+
+sp, aten = torch.ops.sp, torch.ops.aten
+BUCKET_BYTES = 25 << 20  # as DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward
+KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "original_aten", "seq_nr")
+
+
+class Localize:
+    """Rewrites a graph in the global view, whose Plan has no demand left, into the graph of one rank."""
+
+    def __init__(self, gm: GraphModule, plan: Plan, ranks: Ranks, param_grads: str = "reduce") -> None:
+        self.old, self.plan, self.ranks, self.param_grads = gm, plan, ranks, param_grads
+        self.graph = Graph()
+        self.graph._codegen = gm.graph._codegen
+        self.env: dict[Node, Node] = {}
+        self.aliases: dict[Node, tuple[Node, ...]] = {}  # windows: one local value stands for several results
+        self.converted: dict[tuple[Node, Placement], Node] = {}
+        self.lifted = lifted_nodes(gm, plan)
+
+    def run(self) -> GraphModule:
+        """The local GraphModule, with `meta['sp_global']` on every node that stands for a node of the global view."""
+        assert not self.plan.demands, [str(d) for d in self.plan.demands]
+        sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
+        for node in [n for n in sources if n.op == "placeholder"]:
+            self._keep(node, self.graph.node_copy(node, self._lookup))
+        self.sizes = Sizes(self.graph)
+        self._localize_symbols(sources)
+        params = [n for n in sources if n.op == "get_attr" and is_tensor(n)]
+        for node in params:
+            self._keep(node, self.graph.node_copy(node, self._lookup))
+        self._reduce_param_grads(sources)
+        for node in self.old.graph.nodes:
+            if node.op == "output":
+                self.graph.output(torch.fx.map_arg(node.args[0], self._lookup)).meta.update(node.meta)
+            elif node not in self.env and node not in self.aliases:
+                self._emit(node)
+        local = GraphModule(self.old, self.graph)
+        local.meta.update(self.old.meta)
+        _drop_dead(local)
+        return local
+
+    def _lookup(self, node: Node) -> Node:
+        return self.env[node]
+
+    def _keep(self, old: Node, new: Node) -> None:
+        """`new` computes on this rank what `old` computes in the global view."""
+        new.meta.update({k: v for k, v in old.meta.items()})
+        new.meta["sp_global"] = old
+        self.env[old] = new
+
+    def _localize_symbols(self, sources: Iterable[Node]) -> None:
+        """With inputs='local' a rank is given S/n where the global view says S = n * (S/n)."""
+        for node in sources:
+            scale = node.meta.get("sp_scale")
+            if node.op == "placeholder" and scale:
+                with self.graph.inserting_after(self.sizes.last):
+                    self.sizes.last = self.graph.call_function(operator.mul, (self.env[node], scale))
+                self.sizes.last.meta["val"] = node.meta["val"]
+                self.env[node] = self.sizes.last
+                self.sizes.known[size(node.meta["val"])] = self.sizes.last
+
+    def _emit(self, node: Node) -> None:
+        if node.op != "call_function":
+            self._keep(node, self.graph.node_copy(node, self._lookup))
+        elif node.target is operator.getitem and node.args[0] in self.aliases:
+            self.env[node] = self.aliases[node.args[0]][node.args[1]]
+        elif node in self.plan.wants:
+            self._emit_on_shards(node)
+        elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
+            self.env[node] = self._value(size(node.meta["val"]))  # sizes keep their global meaning
+        else:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._plain(node))
+            self._keep(node, self.graph.call_function(node.target, args, kwargs))
+
+    def _is_local(self, node: Node) -> bool:
+        return is_tensor(node) and isinstance(self.plan.of(node), Shard)
+
+    def _value(self, value) -> Node:
+        node = self.sizes(value)
+        return node if isinstance(node, Node) else self.graph.call_function(operator.add, (node, 0))
+
+    def _plain(self, node: Node):
+        """How a node that runs alike on every rank sees its operands; a lifted one has partial gradients throughout."""
+        want = Replicate(partial_grad=True) if node in self.lifted else None
+
+        def see(operand: Node) -> Node:
+            if want is None or not is_tensor(operand):
+                return self.env[operand]
+            return self._convert(operand, want, node)
+
+        return see
+
+    def _emit_on_shards(self, node: Node) -> None:
+        found = lookup(node)
+        assert found is not None
+        call, rule = found
+        wants = self.plan.wants[node]
+        operands = [self._convert(o, w, node) for o, w in zip(call.operands, wants)]
+        if isinstance(rule, Window) and self._on_sequence(rule, wants[0]):
+            self._alias(node, operands[0])
+            return
+        if isinstance(rule, Reshape):
+            shape = self._local_shape(node)
+            self._keep(node, self._call(aten.reshape.default, (operands[0], shape), node))
+            return
+        if isinstance(rule, Factors):
+            operands = self._masked(call, rule, operands, wants)
+        changed = {}
+        if isinstance(rule, Factors) and rule.sizes and isinstance(self.plan.of(node), Shard):
+            changed[rule.sizes] = self._local_shape(node)
+        args, kwargs = call.rebuild(operands, **changed)
+        args, kwargs = torch.fx.map_arg((args, kwargs), lambda a: self.env.get(a, a))
+        self._keep(node, self._call(node.target, args, node, kwargs))
+
+    def _on_sequence(self, rule: Window, have: Placement) -> bool:
+        return isinstance(have, Shard) and have.dim == rule.dim
+
+    def _alias(self, node: Node, local: Node) -> None:
+        if isinstance(node.meta["val"], (list, tuple)):
+            self.aliases[node] = (local,) * len(node.meta["val"])
+        else:
+            self.env[node] = local
+
+    def _local_shape(self, node: Node) -> list[int | Node]:
+        placement = self.plan.of(node)
+        shape = list(size(s) for s in node.meta["val"].shape)
+        if isinstance(placement, Shard):
+            shape[placement.dim] = placement.local_size(self.ranks.n)
+        return self.sizes.list(shape)
+
+    def _masked(self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]) -> list[Node]:
+        """Make padded rows vanish from a sum over the sharded factor."""
+        placements = self.plan.placements[call.node]
+        if not any(isinstance(p, Partial) for p in placements):
+            return operands
+        index, value = rule.pad or (next(i for i, w in enumerate(wants) if isinstance(w, Shard)), 0)
+        want = wants[index]
+        if isinstance(want, Shard) and not want.frame.exact(self.ranks.n):
+            args = (operands[index], want.dim, self._frame(want), value, self.ranks.n, self.ranks.group)
+            operands[index] = self._call(sp.mask.default, args, call.node)
+        return operands
+
+    def _frame(self, shard: Shard) -> list[int | Node]:
+        frame: Frame = shard.frame
+        return self.sizes.list((shard.outer, frame.size, frame.start, frame.length))
+
+    def _call(self, target, args, like: Node, kwargs=None) -> Node:
+        node = self.graph.call_function(target, tuple(args), kwargs or {})
+        node.meta.update({k: like.meta[k] for k in KEPT_META if k in like.meta})
+        return node
+
+    def _convert(self, source: Node, want: Placement, user: Node) -> Node:
+        """The operand as its user wants it. Conversions are made once, beside the producer (so in its grad mode)."""
+        have = self.plan.of(source)
+        if isinstance(want, Replicate) and not isinstance(have, Replicate):
+            raise AssertionError(f"{source} is {have} where {user} wants {want}: a demand was not discharged")
+        if isinstance(want, Shard) and isinstance(have, Replicate):
+            return self._converted(source, want, user)
+        if isinstance(want, Replicate) and want.partial_grad and _differentiable(source):
+            if not (isinstance(have, Replicate) and have.partial_grad) and source not in self.lifted:
+                return self._converted(source, want, user)
+        return self.env[source]
+
+    def _converted(self, source: Node, want: Placement, user: Node) -> Node:
+        key = (source, want)
+        if key not in self.converted:
+            local, n, group = self.env[source], self.ranks.n, self.ranks.group
+            frame = self._frame(want) if isinstance(want, Shard) else None
+            after = self.sizes.last if local.op == "placeholder" else local  # sizes come before any conversion
+            if isinstance(want, Shard):
+                with self.graph.inserting_after(after):
+                    new = self._call(sp.shard.default, (local, want.dim, frame, n, group), user)
+            else:
+                with self.graph.inserting_after(after):
+                    both = self._call(sp.reduce_grad.default, ([local], self.param_grads, n, group), user)
+                with self.graph.inserting_after(both):
+                    new = self._call(operator.getitem, (both, 0), user)
+            self.converted[key] = new
+        return self.converted[key]
+
+    def _reduce_param_grads(self, sources: Iterable[Node]) -> None:
+        """One sp::reduce_grad per bucket of parameters: one collective a bucket in the backward, not one a parameter."""
+        want = Replicate(partial_grad=True)
+        wanted = [s for s in sources if _differentiable(s) and self._enters_shards(s)]
+        for bucket in _buckets(wanted):
+            args = ([self.env[s] for s in bucket], self.param_grads, self.ranks.n, self.ranks.group)
+            both = self.graph.call_function(sp.reduce_grad.default, args)
+            for i, source in enumerate(bucket):
+                self.converted[source, want] = self.graph.call_function(operator.getitem, (both, i))
+
+    def _enters_shards(self, source: Node) -> bool:
+        for user in source.users:
+            if user in self.lifted:
+                return True
+            if user in self.plan.wants and transfer_of(user.target) is None:
+                found = lookup(user)
+                assert found is not None
+                pairs = zip(found[0].operands, self.plan.wants[user])
+                if any(o is source and isinstance(w, Replicate) and w.partial_grad for o, w in pairs):
+                    return True
+        return False
+
+
+def _differentiable(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and node.meta.get(
+        "sp_grad", True
+    )
+
+
+def _buckets(sources: list[Node]) -> list[list[Node]]:
+    """Runs of parameters, in the order of their use, of at most BUCKET_BYTES (but at least one parameter) each."""
+    buckets: list[list[Node]] = []
+    filled = BUCKET_BYTES + 1
+    for source in sources:
+        value = source.meta["val"]
+        numel = size(value.numel())
+        nbytes = numel * value.element_size() if isinstance(numel, int) else 0
+        if filled + nbytes > BUCKET_BYTES and filled:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(source)
+        filled += nbytes
+    return buckets
+
+
+def _drop_dead(gm: GraphModule) -> None:
+    """Sizes and slices that nobody uses any more; never an op with an effect."""
+    for node in reversed(gm.graph.nodes):
+        pure = isinstance(node.meta.get("val"), torch.SymInt) or node.target in (sp.shard.default, aten.sym_size.int)
+        if node.op == "call_function" and not node.users and pure:
+            gm.graph.erase_node(node)
+    gm.recompile()
+

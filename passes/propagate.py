@@ -1,0 +1,218 @@
+"""Graph + rules -> Plan: the placement of every value, and the demands nobody has met yet. Changes nothing.
+
+One forward sweep. A node with a sharded operand runs on shards if its rule lets the factor pass; otherwise it states a
+demand. A node whose operands are all replicated stays replicated, unless it is the place where a sequence of floats
+begins (an embedding, the first pointwise op on an input): there its operands are wanted sharded, which is a free slice.
+Propagation never inserts a collective; see the design's section 4, and Shardy's factor propagation for the idea.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..axes import Axes
+from ..layout import REPLICATE, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
+from ..rule import Call, Factors, Reshape, Window, is_tensor, lookup, move, transfer_of
+from ..shapes import divides, product, same
+
+SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one node does: how its operands must arrive, where its results lie, what it cannot do alone."""
+
+    wants: tuple[Placement, ...] | None
+    results: tuple[Placement, ...]
+    demands: tuple[Demand, ...] = ()
+
+
+def propagate(
+    gm: GraphModule, axes: Axes, n: int, inputs: Mapping[Node, Placement] | None = None, gather_outputs: bool = True
+) -> Plan:
+    """The Plan of a graph for `n` ranks. `inputs`: placements of placeholders that arrive sharded."""
+    plan = Plan()
+    whole = _wanted_whole(gm)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            plan.placements[node] = (inputs or {}).get(node, REPLICATE)
+        elif node.op == "output":
+            _visit_output(plan, node, gather_outputs)
+        elif node.op == "call_function":
+            step = _visit(plan, axes, node, n, node in whole)
+            if step.wants is not None:
+                plan.wants[node] = step.wants
+            plan.placements[node] = step.results
+            plan.demands.extend(step.demands)
+    return plan
+
+
+def _visit_output(plan: Plan, node: Node, gather: bool) -> None:
+    for i, source in enumerate(node.all_input_nodes):
+        have = plan.of(source)
+        if isinstance(have, Partial):
+            plan.demands.append(Demand(node, i, "", "reduce", have, why="a result of the model"))
+        elif isinstance(have, Shard) and gather:
+            plan.demands.append(Demand(node, i, "", "whole", have, why="a result of the model (outputs='gather')"))
+
+
+def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step:
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        source = plan.placements.get(node.args[0], REPLICATE)
+        index = node.args[1]
+        if isinstance(source, tuple) and len(source) > 1 and isinstance(index, int):
+            return Step(None, (source[index],))
+        return Step(None, (plan.of(node.args[0]),))
+    tensors = [a for a in node.all_input_nodes if is_tensor(a)]
+    found = lookup(node)
+    operands = found[0].operands if found is not None else tensors
+    have = [plan.of(a) for a in operands]
+    transfer = transfer_of(node.target)
+    if transfer is not None and found is not None:
+        return Step(tuple(have), transfer(found[0]))
+    reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
+    have = [REPLICATE if isinstance(p, Partial) else p for p in have]
+    step = _step(axes, node, found, have, n, keep_whole)
+    return Step(step.wants, step.results, (*reduce, *step.demands))
+
+
+def _step(axes: Axes, node: Node, found, have: Sequence[Placement], n: int, keep_whole: bool) -> Step:
+    rule = found[1] if found is not None else None
+    results = max(1, len(found[0].results())) if found is not None else 1
+    if not any(isinstance(p, Shard) for p in have):
+        start = _start(axes, node, found[0], rule, n) if isinstance(rule, Factors) and not keep_whole else None
+        return start or Step(None, (REPLICATE,) * results)
+    if rule is None:
+        return _all_whole(node, have, "no rule", f"{node.target} has no sharding rule", results)
+    if isinstance(rule, Factors):
+        return _through_factors(found[0], rule, have, n)
+    return _through_movement(found[0], rule, have)
+
+
+def _all_whole(node: Node, have: Sequence[Placement], kind: str, why: str, results: int) -> Step:
+    demands = tuple(Demand(node, i, "", kind, p, why=why) for i, p in enumerate(have) if isinstance(p, Shard))
+    return Step(None, (REPLICATE,) * results, demands)
+
+
+def _through_movement(call: Call, rule: Reshape | Window, have: Sequence[Placement]) -> Step:
+    moved = move(rule, have[0]) if isinstance(have[0], Shard) else None
+    results = len(call.results())
+    if moved is None and isinstance(have[0], Shard):
+        why = "the sequence has no single place in the result's shape"
+        return _all_whole(call.node, have, "whole", why, results)
+    if moved is None:  # only a shape donor (view_as) is sharded
+        return Step(None, (REPLICATE,) * results)
+    return Step(tuple(have), moved)
+
+
+def _start(axes: Axes, node: Node, call: Call, rule: Factors, n: int) -> Step | None:
+    """Does a sequence of floats (or of random draws) begin here? Then run on shards of replicated operands."""
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or rule.lazy:
+        return None
+    random = torch.Tag.nondeterministic_seeded in node.target.tags
+    shard = axes.shard(node) if value.is_floating_point() or value.is_complex() or random else None
+    if shard is None:
+        return None
+    factor = rule.results[0][shard.dim]
+    if not factor or rule.kind(factor) == "whole":
+        return None
+    return _run(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, ())
+
+
+def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: int) -> Step:
+    node, demands = call.node, []
+    sharded = {i: rule.operands[i][p.dim] for i, p in enumerate(have) if isinstance(p, Shard)}
+    kept = _kept(call, rule, sharded)
+    factor = sharded[kept] if kept is not None else None
+    base = have[kept] if kept is not None else None
+    for i, f in sharded.items():
+        stays = factor is not None and factor not in rule.operands[i]
+        if rule.kind(f) == "whole":
+            demands.append(Demand(node, i, f, "whole", have[i], stays, f"needs all of {f!r}"))
+        elif rule.kind(f) == "attend":
+            demands.append(Demand(node, i, f, "attend", have[i], stays, "attention mixes the sequence"))
+        elif f != factor or not _same_place(call, i, have[i], base, n):
+            demands.append(Demand(node, i, f, "align", have[i], stays, f"operand {kept} is sharded otherwise"))
+    if kept is None:
+        return Step(None, (REPLICATE,) * len(rule.results), tuple(demands))
+    return _run(call, rule, have, factor, base, n, tuple(demands))
+
+
+def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
+    """The operand whose sharding the node goes on with: one that reaches the result, the largest."""
+
+    def worth(i: int) -> tuple[int, int, float]:
+        rank = {"pass": 3, "attend": 2}.get(rule.kind(sharded[i]), 1)
+        in_result = any(sharded[i] in dims for dims in rule.results)
+        numel = product(call.shape(i))
+        return (int(in_result), rank, numel if isinstance(numel, int) else float(len(call.shape(i))))
+
+    candidates = [i for i, f in sharded.items() if rule.kind(f) != "whole"]
+    candidates = [i for i in candidates if rule.kind(sharded[i]) != "attend" or worth(i)[0]]
+    return max(candidates, key=lambda i: (*worth(i), -i), default=None)
+
+
+def _same_place(call: Call, i: int, have: Placement, base: Placement | None, n: int) -> bool:
+    assert isinstance(have, Shard) and isinstance(base, Shard)
+    return have.matches(base) or have.matches(_scaled(base, have.dim, call.shape(i)[have.dim], n) or base)
+
+
+def _scaled(base: Shard, dim: int, extent, n: int) -> Shard | None:
+    """The same factor in a dim of another extent (grouped heads): whole multiples only."""
+    if same(extent, product((base.outer, base.frame.length, base.inner))):
+        return base.on(dim)
+    total = product((base.outer, base.frame.size, base.inner))
+    if base.frame.exact(n) and same(base.outer, 1) and divides(n, total) and divides(n, extent):
+        return Shard(dim, Frame.full(extent))
+    return None
+
+
+def _run(
+    call: Call, rule: Factors, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: tuple[Demand, ...]
+) -> Step:
+    """Run the node on shards of `factor`: place the operands and the results."""
+    wants: list[Placement] = []
+    for i, dims in enumerate(rule.operands):
+        at = dims.index(factor) if factor in dims else None
+        shard = _scaled(base, at, call.shape(i)[at], n) if at is not None else None
+        wants.append(shard if shard is not None else SUMMAND)
+    results: list[Placement] = []
+    for dims, shape in zip(rule.results, call.result_shapes()):
+        at = dims.index(factor) if factor in dims else None
+        if at is not None:
+            results.append(_scaled(base, at, shape[at], n) or REPLICATE)
+        elif rule.kind(factor) == "attend":
+            results.append(REPLICATE)
+        else:
+            results.append(Partial())
+    if rule.kind(factor) in ("mean", "total"):
+        demands += tuple(
+            Demand(call.node, i, factor, rule.kind(factor), w, why="a total over the whole sequence")
+            for i, w in enumerate(wants)
+            if isinstance(w, Shard) and isinstance(have[i], Shard)
+        )
+    return Step(tuple(wants), tuple(results), demands)
+
+
+def _wanted_whole(gm: GraphModule) -> set[Node]:
+    """Values that reach nothing but masks: every rank needs them whole, so they are not worth sharding."""
+    whole: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if node.op == "call_function" and node.users and all(_as_mask(node, u) or u in whole for u in node.users):
+            whole.add(node)
+    return whole
+
+
+def _as_mask(node: Node, user: Node) -> bool:
+    found = lookup(user)
+    if found is None or not isinstance(found[1], Factors):
+        return False
+    call, rule = found
+    at = [i for i, operand in enumerate(call.operands) if operand is node]
+    return bool(at) and all(i in rule.masks for i in at)

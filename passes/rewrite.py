@@ -1,0 +1,150 @@
+"""The base of passes that discharge demands. A strategy is one file: what it claims, and what it puts in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from ..axes import Axes, find_sequences, name_axes
+from ..errors import SpError, at
+from ..layout import Demand, Placement, Plan, Shard
+from ..materialize import Sizes
+from ..mesh import Ranks
+from .propagate import propagate
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line of the report: what a pass did, or would not do, to a node of the user's program."""
+
+    done: str  # "ulysses", "gather", ...
+    node: str
+    where: str  # the user's source line
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What passes need to know of the job; the same on every rank."""
+
+    ranks: Ranks
+    seq_dims: Mapping[str, int] | None = None
+    inputs: Mapping[str, Placement] = field(default_factory=dict)
+    gather_outputs: bool = True
+    attention: str = "auto"
+    fallback: str = "gather"
+    param_grads: str = "reduce"
+
+
+def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:
+    """Settings from a number of ranks (then no process group is named), from Ranks, or as they are."""
+    if isinstance(ranks, Settings):
+        return ranks
+    return Settings(Ranks(ranks, "") if isinstance(ranks, int) else ranks, **options)
+
+
+def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
+    """Name the axes, find the sequence, propagate. Raises SpError when `seq_dims` names no input."""
+    axes = name_axes(gm)
+    find_sequences(gm, axes, _seq_nodes(gm, job.seq_dims))
+    by_name = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+    inputs = {by_name[name]: placement for name, placement in job.inputs.items()}
+    return axes, propagate(gm, axes, job.ranks.n, inputs, job.gather_outputs)
+
+
+def _seq_nodes(gm: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[Node, int] | None:
+    if seq_dims is None:
+        return None
+    nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+    missing = sorted(set(seq_dims) - set(nodes))
+    if missing:
+        raise SpError(f"seq_dims: no input is called {missing}; the graph's inputs are {sorted(nodes)}")
+    return {nodes[name]: dim for name, dim in seq_dims.items()}
+
+
+class Rewrite(PassBase):
+    """Discharges the demands it claims by inserting exchanges that are identities in the global view.
+
+    By hand: `Ulysses(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
+    Every call analyses the graph anew, so that passes can be run in any order, and more than once.
+    """
+
+    name = "rewrite"
+    kinds: frozenset[str] = frozenset()
+
+    def __init__(self, ranks: Ranks | int | Settings, **options: Any) -> None:
+        super().__init__()
+        self.job = settings(ranks, **options)
+        self.notes: list[Note] = []
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        return PassResult(graph_module, self.discharge(graph_module, analyse(graph_module, self.job)[1]))
+
+    def discharge(self, gm: GraphModule, plan: Plan) -> bool:
+        """Claim and rewrite; True if the graph changed (the plan is then out of date)."""
+        self.gm, self.graph, self.plan, self.notes = gm, gm.graph, plan, []
+        self.sizes = Sizes(gm.graph)
+        by_node: dict[Node, list[Demand]] = {}
+        for demand in plan.demands:
+            if demand.kind in self.kinds:
+                by_node.setdefault(demand.node, []).append(demand)
+        changed = False
+        for node, demands in by_node.items():
+            refusal = self.refuses(node, demands)
+            if refusal is None:
+                self.rewrite(node, demands)
+                changed = True
+            elif refusal:
+                self.note(node, refusal, done=f"not {self.name}")
+        if changed:
+            gm.graph.lint()
+            gm.recompile()
+        return changed
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        """None to claim the node's demands; else why not ("" if it is no business of this pass)."""
+        raise NotImplementedError
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        raise NotImplementedError
+
+    # What rewrites are written with.
+
+    def emit(self, target: Any, args: tuple[Any, ...], value: Any, like: Node, kwargs: Any = None) -> Node:
+        """Append a node at the graph's insertion point; `value`: its result in the global view."""
+        node = self.graph.call_function(target, args, kwargs or {})
+        node.meta.update({k: v for k, v in like.meta.items() if k in INHERITED})
+        node.meta["val"] = value
+        return node
+
+    def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
+        """Append an ordinary op; its value is inferred from its operands'."""
+        values = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+        with _fake_mode_of(like):
+            value = target(*values[0], **values[1])
+        return self.emit(target, args, value, like, kwargs)
+
+    def frame(self, shard: Shard) -> list[int | Node]:
+        frame = shard.frame
+        return self.sizes.list((shard.outer, frame.size, frame.start, frame.length))
+
+    def note(self, node: Node, why: str, done: str | None = None) -> None:
+        self.notes.append(Note(done or self.name, node.name, at(node), why))
+
+    def error(self, node: Node, why: str) -> SpError:
+        return SpError(f"{node.name} ({node.target}) at {at(node)}: {why}")
+
+
+INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id")
+
+
+def _fake_mode_of(node: Node) -> Any:
+    from torch._guards import detect_fake_mode
+
+    values = [v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)]
+    return detect_fake_mode(values)

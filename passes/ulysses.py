@@ -1,0 +1,102 @@
+"""Ulysses: attention on whole sequences and a share of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+
+    q: f32[B, H, S/n, D]   k, v: f32[B, Hkv, S/n, D]
+    q, k, v = sp.all_to_all([q, k, v])        one exchange:   f32[B, H/n, S, D], f32[B, Hkv/n, S, D]
+    out     = scaled_dot_product_attention    unchanged: causal, masks, scale, grouped heads
+    out     = sp.all_to_all([out])            one exchange:   f32[B, H, S/n, D]
+
+Bytes sent per rank: (n-1)/n of its q, k, v and out; as many in the backward. A per-head mask is sliced by head, any
+other mask stays whole. Refuses: head counts that n does not divide, operands without a head dim, unequal windows.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from ..layout import Demand, Shard
+from ..rule import Call
+from ..shapes import divides, same, size
+from .rewrite import Rewrite
+
+sp = torch.ops.sp
+HEADS, SEQUENCE = -3, -2
+
+
+class Ulysses(Rewrite):
+    """Claims the demands of scaled_dot_product_attention where the ranks divide the heads."""
+
+    name = "ulysses"
+    kinds = frozenset({"attend"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        if self.job.attention not in ("auto", "ulysses"):
+            return ""
+        call, n = Call(node), self.job.ranks.n
+        for i, operand in enumerate(call.operands[:3]):
+            shape = call.shape(i)
+            if len(shape) < 3:
+                return f"operand {operand.name} of shape {list(shape)} has no head dim"
+            if not divides(n, shape[HEADS]):
+                return f"{n} ranks do not divide the {shape[HEADS]} heads of {operand.name}"
+            have = self.plan.of(operand)
+            if isinstance(have, Shard) and not _is_sequence(have, len(shape)):
+                return f"{operand.name} is sharded on dim {have.dim}, not on its sequence"
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        call = Call(node)
+        moved = [o for o in dict.fromkeys(call.operands[:3]) if isinstance(self.plan.of(o), Shard)]
+        heads = min((call.shape(i)[HEADS] for i in range(3)), key=lambda h: size(h) if isinstance(h, int) else 0)
+        fresh: dict[Node, Node] = {}
+        with self.graph.inserting_before(node):
+            for group in self._exchanges(moved):
+                fresh.update(self._exchange(group, heads, node))
+        queries = self.plan.of(call.operands[0])
+        operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
+        node.args, node.kwargs = call.rebuild(operands)
+        if isinstance(queries, Shard):
+            self._return(node, queries, heads)
+        self.note(node, f"{len(moved)} operands in {len(self._exchanges(moved))} all-to-all, 1 back")
+
+    def _exchanges(self, operands: list[Node]) -> list[list[Node]]:
+        """Operands whose sequences lie alike share one exchange (cross attention has two lengths)."""
+        groups: list[list[Node]] = []
+        for operand in operands:
+            have = self.plan.of(operand)
+            for group in groups:
+                if have.matches(self.plan.of(group[0])):
+                    group.append(operand)
+                    break
+            else:
+                groups.append([operand])
+        return groups
+
+    def _exchange(self, operands: list[Node], heads, node: Node) -> dict[Node, Node]:
+        have = self.plan.of(operands[0])
+        ndim = operands[0].meta["val"].ndim
+        whole = [1, self.sizes(heads), 0, self.sizes(heads)]
+        ranks = self.job.ranks
+        args = (operands, ndim + HEADS, whole, ndim + SEQUENCE, self.frame(have), ranks.n, ranks.group)
+        both = self.emit(sp.all_to_all.default, args, [o.meta["val"] for o in operands], node)
+        return {
+            o: self.emit(operator.getitem, (both, i), o.meta["val"], node) for i, o in enumerate(operands)
+        }
+
+    def _return(self, node: Node, queries: Shard, heads) -> None:
+        value, ranks = node.meta["val"], self.job.ranks
+        whole = [1, self.sizes(heads), 0, self.sizes(heads)]
+        users = list(node.users)
+        with self.graph.inserting_after(node):
+            args = ([node], value.ndim + SEQUENCE, self.frame(queries), value.ndim + HEADS, whole, ranks.n, ranks.group)
+            both = self.emit(sp.all_to_all.default, args, [value], node)
+        with self.graph.inserting_after(both):
+            back = self.emit(operator.getitem, (both, 0), value, node)
+        for user in users:
+            user.replace_input_with(node, back)
+
+
+def _is_sequence(have: Shard, ndim: int) -> bool:
+    return have.dim == ndim + SEQUENCE and same(have.outer, 1) and same(have.inner, 1)

@@ -1,0 +1,202 @@
+"""Names the dims of every value and finds the sequence: union-find over the atoms of dims, through the rules.
+
+A dim is a product of atoms, (class, size): flattening (B, S) gives a dim of two atoms. Atoms join wherever a rule lets
+a factor pass. The classes that attention attends over are the sequence. Sizes alone name nothing: S may equal the
+hidden size. Slices keep the class with another size, because a window of a sequence is still that sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .errors import SpError
+from .layout import Frame, Shard
+from .rule import Call, Factors, Reshape, Rule, Window, is_tensor, lookup
+from .shapes import Size, product, same, size, sizes
+
+
+@dataclass(frozen=True)
+class Atom:
+    name: int
+    size: Size
+
+
+Dim = tuple[Atom, ...]
+
+
+@dataclass
+class Axes:
+    """Atoms of every dim of every value, and which classes of them are sequences."""
+
+    dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)
+    parent: list[int] = field(default_factory=list)
+    sequences: set[int] = field(default_factory=set)
+
+    def find(self, name: int) -> int:
+        while self.parent[name] != name:
+            self.parent[name] = self.parent[self.parent[name]]
+            name = self.parent[name]
+        return name
+
+    def fresh(self, size: Size) -> Atom:
+        self.parent.append(len(self.parent))
+        return Atom(len(self.parent) - 1, size)
+
+    def join(self, a: Dim, b: Dim) -> None:
+        if len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b)):
+            for x, y in zip(a, b):
+                self.parent[self.find(x.name)] = self.find(y.name)
+
+    def is_sequence(self, atom: Atom) -> bool:
+        return self.find(atom.name) in self.sequences
+
+    def sequence_dims(self, node: Node, result: int = 0) -> list[int]:
+        """The dims of a value that contain a sequence."""
+        dims = self.dims.get((node, result), ())
+        return [d for d, dim in enumerate(dims) if any(self.is_sequence(a) for a in dim)]
+
+    def shard(self, node: Node, result: int = 0) -> Shard | None:
+        """How the value would be sharded: on its only sequence factor; None if it has none or several."""
+        found = self.sequence_dims(node, result)
+        if len(found) != 1:
+            return None
+        dim = self.dims[node, result][found[0]]
+        at = [i for i, a in enumerate(dim) if self.is_sequence(a)]
+        if len(at) != 1 or same(dim[at[0]].size, 1):
+            return None
+        before, after = product(a.size for a in dim[: at[0]]), product(a.size for a in dim[at[0] + 1 :])
+        return Shard(found[0], Frame.full(dim[at[0]].size), before, after)
+
+
+def name_axes(gm: GraphModule) -> Axes:
+    """Name every dim of every value of the graph; `sequences` stays empty until `find_sequences`."""
+    axes = Axes()
+    for node in gm.graph.nodes:
+        found = lookup(node)
+        if found is not None and found[1] is not None:
+            _name_results(axes, found[0], found[1])
+        elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+            source, index = node.args
+            if is_tensor(node) and isinstance(index, int) and (source, index) in axes.dims:
+                axes.dims[node, 0] = axes.dims[source, index]
+        if is_tensor(node) and (node, 0) not in axes.dims:
+            axes.dims[node, 0] = tuple((axes.fresh(size(s)),) for s in node.meta["val"].shape)
+    return axes
+
+
+def _name_results(axes: Axes, call: Call, rule: Rule) -> None:
+    operands = [axes.dims[n, 0] for n in call.operands]
+    shapes = call.result_shapes()
+    if isinstance(rule, Factors):
+        _name_factors(axes, call.node, operands, rule, shapes)
+    elif isinstance(rule, Reshape):
+        axes.dims[call.node, 0] = _regroup(axes, operands[0], shapes[0])
+    elif isinstance(rule, Window):
+        for i, shape in enumerate(shapes):
+            axes.dims[call.node, i] = tuple(
+                _resize(axes, dim, shape[d]) if d == rule.dim else dim for d, dim in enumerate(operands[0])
+            )
+
+
+def _resize(axes: Axes, dim: Dim, new: Size) -> Dim:
+    if len(dim) != 1 or same(new, 1):
+        return dim if same(product(a.size for a in dim), new) else (axes.fresh(new),)
+    return (Atom(dim[0].name, new),)
+
+
+def _name_factors(
+    axes: Axes, node: Node, operands: list[tuple[Dim, ...]], rule: Factors, shapes: Iterable[tuple[Size, ...]]
+) -> None:
+    named: dict[str, Dim] = {}
+    for dims, names in zip(operands, rule.operands):
+        for dim, f in zip(dims, names):
+            if not f:
+                continue
+            if f in named:
+                axes.join(dim, named[f])
+                if len(dim) > len(named[f]):  # the finer naming tells more
+                    named[f] = dim
+            else:
+                named[f] = dim
+    for i, (shape, names) in enumerate(zip(shapes, rule.results)):
+        axes.dims[node, i] = tuple(
+            named[f] if f in named and same(product(a.size for a in named[f]), s) else (axes.fresh(s),)
+            for s, f in zip(shape, names)
+        )
+
+
+def _regroup(axes: Axes, before: tuple[Dim, ...], after: tuple[Size, ...]) -> tuple[Dim, ...]:
+    """Deal the atoms, in order, to the dims of the new shape; a dim that would cut an atom gets a fresh one."""
+    atoms = [a for dim in before for a in dim if not same(a.size, 1)]
+    out: list[Dim] = []
+    for extent in after:
+        taken: list[Atom] = []
+        while atoms and not same(product(a.size for a in taken), extent):
+            if _exceeds(product(a.size for a in (*taken, atoms[0])), extent):
+                break
+            taken.append(atoms.pop(0))
+        if same(product(a.size for a in taken), extent):
+            out.append(tuple(taken) if taken else (axes.fresh(extent),))
+        else:  # a split atom: nothing to its right can be told apart any more
+            return (*out, *((axes.fresh(s),) for s in after[len(out) :]))
+    return tuple(out)
+
+
+def _exceeds(total: Size, extent: Size) -> bool:
+    return isinstance(total, int) and isinstance(extent, int) and total > extent
+
+
+def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None) -> None:
+    """Fill `axes.sequences`: the user's dims if given, else what attention attends over, else what scans run along."""
+    if seq_dims is not None:
+        for node, dim in seq_dims.items():
+            shape = sizes(node.meta["val"].shape)
+            if not -len(shape) <= dim < len(shape):
+                raise SpError(f"seq_dims: {node.name!r} has {len(shape)} dims, so it has no dim {dim}")
+            axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
+        return
+    for tier in (_attended, _softmax_attended, _scanned):
+        found = {axes.find(a.name) for a in tier(gm, axes) if not same(a.size, 1)}
+        if found:
+            axes.sequences = found
+            return
+
+
+def _attended(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
+    """q and k of scaled_dot_product_attention; of q, only if it is attended over or its length is k's."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default):
+        query, key = Call(node).operands[:2]
+        yield from axes.dims[query, 0][-2]
+        yield from axes.dims[key, 0][-2]
+
+
+def _softmax_attended(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
+    """Attention spelt out: a dim that a softmax normalises over and a later matmul contracts."""
+    normalised: dict[int, Atom] = {}
+    for node in gm.graph.nodes:
+        found = lookup(node)
+        if found is None or not isinstance(found[1], Factors):
+            continue
+        call, rule = found
+        is_softmax = "softmax" in str(node.target)
+        for i, names in enumerate(rule.operands):
+            for d, f in enumerate(names):
+                atoms = axes.dims[call.operands[i], 0][d] if f else ()
+                if is_softmax and rule.kind(f) == "whole":
+                    normalised.update({axes.find(a.name): a for a in atoms})
+                elif rule.kind(f) == "sum" and len(call.operands) > 1:
+                    yield from (a for a in atoms if axes.find(a.name) in normalised)
+
+
+_SCANS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+
+
+def _scanned(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and str(node.target).split(".")[-2:-1] and str(node.target).split(".")[1] in _SCANS:
+            call = Call(node)
+            yield from axes.dims[call.operands[0], 0][call.dim()]

@@ -1,0 +1,52 @@
+"""The ranks that share a sequence: their number and the name of their process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import SpError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`n` ranks that hold one sequence between them; `group`: the process group's name ("" where there is none)."""
+
+    n: int
+    group: str
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        if not self.group or not dist.is_initialized():
+            return None
+        return dist.distributed_c10d._resolve_process_group(self.group)
+
+
+def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
+    """The sequence-parallel ranks: the mesh's only axis or the named one; without a mesh, the default group.
+
+    Raises SpError: a mesh of several axes without `mesh_dim`, an axis that the mesh lacks, this rank outside the mesh.
+    """
+    if mesh is None:
+        if not dist.is_available() or not dist.is_initialized():
+            return Ranks(1, "")
+        group = dist.group.WORLD
+        return Ranks(dist.get_world_size(group), group.group_name)
+    if not isinstance(mesh, DeviceMesh):
+        raise SpError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
+    names = mesh.mesh_dim_names
+    if mesh.ndim > 1:
+        if not names or (mesh_dim or "sp") not in names:
+            raise SpError(
+                f"mesh: it has {mesh.ndim} axes {names} and no axis {mesh_dim or 'sp'!r}; "
+                "pass mesh_dim='<name of the axis that splits the sequence>' or slice the mesh: mesh['sp']"
+            )
+        mesh = mesh[mesh_dim or "sp"]
+    elif mesh_dim is not None and names and mesh_dim not in names:
+        raise SpError(f"mesh: it has no axis {mesh_dim!r}, only {names}")
+    if mesh.get_coordinate() is None:
+        raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
+    group = mesh.get_group()
+    return Ranks(dist.get_world_size(group), group.group_name)

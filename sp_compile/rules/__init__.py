@@ -1,0 +1,33 @@
+"""The rules of every op family; importing this package registers them."""
+
+from . import (
+    attention,
+    conv,
+    embedding,
+    factories,
+    indexing,
+    losses,
+    matmul,
+    norms,
+    pointwise,
+    random,
+    reductions,
+    softmax,
+    views,
+)
+
+__all__ = [
+    "attention",
+    "conv",
+    "embedding",
+    "factories",
+    "indexing",
+    "losses",
+    "matmul",
+    "norms",
+    "pointwise",
+    "random",
+    "reductions",
+    "softmax",
+    "views",
+]

@@ -1,0 +1,18 @@
+"""Tables looked up by index."""
+
+from __future__ import annotations
+
+import torch
+
+from ..rule import Call, Factors, rule, rule_of
+from ._build import bind
+
+aten = torch.ops.aten
+
+rule(aten.embedding.default, "v d, ... -> ... d", whole="v")
+
+
+@rule_of(aten.one_hot.default)
+def _one_hot(call: Call) -> Factors | None:
+    """Without a number of classes each rank would take its own largest index."""
+    return None if call["num_classes"] == -1 else bind(call, "... -> ... v")

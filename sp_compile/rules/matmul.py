@@ -1,0 +1,73 @@
+"""Contractions: a factor that is summed over leaves a Partial, except where an addend would be counted per rank."""
+
+from __future__ import annotations
+
+import torch
+
+from ..rule import Call, Factors, rule, rule_of
+from ._build import bind
+
+aten = torch.ops.aten
+
+rule(aten.addbmm.default, "n m, b n i, b i m -> n m", whole="b i")
+rule(aten.addmm.default, "n m, n i, i m -> n m", whole="i")
+rule(aten.addmv.default, "n, n i, i -> n", whole="i")
+rule(aten.baddbmm.default, "b n m, b n i, b i m -> b n m", whole="i")
+rule(aten.bmm.default, "b n i, b i m -> b n m", sum="i")
+rule([aten.dot.default, aten.inner.default, aten.vdot.default], "i, i -> ", sum="i")
+rule([aten.ger.default, aten.outer.default], "n, m -> n m")
+rule(aten.mm.default, "n i, i m -> n m", sum="i")
+rule(aten.mv.default, "n i, i -> n", sum="i")
+
+
+@rule_of(aten.bilinear.default)
+def _bilinear(call: Call) -> Factors | None:
+    if len(call.operands) == 4:
+        return bind(call, "... i, ... j, o i j, o -> ... o", whole="i j")
+    return bind(call, "... i, ... j, o i j -> ... o", sum="i j")
+
+
+@rule_of(aten.linear.default)
+def _linear(call: Call) -> Factors | None:
+    """A bias would be added once per rank, so with one the contraction can not stay a sum of summands."""
+    weight = "o i" if call.ndim("weight") == 2 else "i"
+    result = "... o" if call.ndim("weight") == 2 else "..."
+    if call["bias"] is None:
+        return bind(call, f"... i, {weight} -> {result}", sum="i")
+    return bind(call, f"... i, {weight}, {weight[:-1].strip()} -> {result}", whole="i")
+
+
+@rule_of(aten.linalg_matmul.default, aten.matmul.default)
+def _matmul(call: Call) -> Factors | None:
+    left, right = call.ndim(0), call.ndim(1)
+    if left == 1 and right == 1:
+        return bind(call, "i, i -> ", sum="i")
+    if left == 1:
+        return bind(call, "i, ... i m -> ... m", sum="i")
+    if right == 1:
+        return bind(call, "... n i, i -> ... n", sum="i")
+    return bind(call, "... n i, ... i m -> ... n m", sum="i")
+
+
+@rule_of(aten.einsum.default)
+def _einsum(call: Call) -> Factors | None:
+    """By its own equation; none if a label stands twice in an operand (a diagonal)."""
+    equation = call["equation"].replace(" ", "")
+    left, arrow, result = equation.partition("->")
+    groups = [_labels(group) for group in left.split(",")]
+    if any(len(set(group)) != len(group) for group in groups) or len(groups) != len(call.operands):
+        return None
+    if not arrow:
+        once = sorted(c for c in set(left) - set(",.") if left.count(c) == 1)
+        result = ("..." if "..." in left else "") + "".join(once)
+    kept = _labels(result)
+    contracted = {label for group in groups for label in group} - set(kept)
+    if "..." in contracted:
+        return None
+    text = ", ".join(" ".join(group) for group in groups) + " -> " + " ".join(kept)
+    return bind(call, text, sum=" ".join(sorted(contracted)))
+
+
+def _labels(group: str) -> list[str]:
+    head, dots, tail = group.partition("...")
+    return [*head, *([dots] if dots else []), *tail]

@@ -1,0 +1,160 @@
+"""Ops that act on each element alone, with broadcasting: whatever is tagged pointwise, and what torch forgot to tag."""
+
+from __future__ import annotations
+
+import torch
+
+from ..rule import Call, Factors, rule, rule_of
+from ._build import bind, names
+
+aten = torch.ops.aten
+
+LAZY = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.lift.default,
+    aten.lift_fresh.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.randn_like.default,
+    aten.to.device,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+    aten.zeros_like.default,
+}
+
+
+def pointwise_rule(call: Call) -> Factors | None:
+    """Every operand and every result "...", whatever the number of tensor operands."""
+    if not call.operands:
+        return None
+    operands = ", ".join("..." for _ in call.operands)
+    results = ", ".join("..." for _ in call.results())
+    return bind(call, f"{operands} -> {results}", lazy=call.node.target in LAZY)
+
+
+UNTAGGED = (
+    aten.__and__.Scalar,
+    aten.__and__.Tensor,
+    aten.__or__.Scalar,
+    aten.__or__.Tensor,
+    aten._conj.default,
+    aten._to_copy.default,
+    aten.absolute.default,
+    aten.alias.default,
+    aten.alpha_dropout.default,
+    aten.arccos.default,
+    aten.arccosh.default,
+    aten.arcsin.default,
+    aten.arcsinh.default,
+    aten.arctan.default,
+    aten.arctan2.default,
+    aten.arctanh.default,
+    aten.clone.default,
+    aten.complex.default,
+    aten.conj.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.divide.Scalar,
+    aten.divide.Tensor,
+    aten.divide.Tensor_mode,
+    aten.dropout.default,
+    aten.empty_like.default,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
+    aten.fix.default,
+    aten.float_power.Scalar,
+    aten.float_power.Tensor_Scalar,
+    aten.float_power.Tensor_Tensor,
+    aten.floor_divide.Scalar,
+    aten.floor_divide.default,
+    aten.full_like.default,
+    aten.greater.Scalar,
+    aten.greater.Tensor,
+    aten.greater_equal.Scalar,
+    aten.greater_equal.Tensor,
+    aten.hardswish.default,
+    aten.imag.default,
+    aten.isclose.default,
+    aten.isreal.default,
+    aten.less.Scalar,
+    aten.less.Tensor,
+    aten.less_equal.Scalar,
+    aten.less_equal.Tensor,
+    aten.lift.default,
+    aten.lift_fresh.default,
+    aten.log_sigmoid.default,
+    aten.masked_fill.Tensor,
+    aten.multiply.Scalar,
+    aten.multiply.Tensor,
+    aten.native_dropout.default,
+    aten.negative.default,
+    aten.not_equal.Scalar,
+    aten.not_equal.Tensor,
+    aten.ones_like.default,
+    aten.polar.default,
+    aten.rand_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.randn_like.default,
+    aten.real.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+    aten.rrelu.default,
+    aten.rsub.Tensor,
+    aten.special_digamma.default,
+    aten.special_erf.default,
+    aten.special_erfc.default,
+    aten.special_exp2.default,
+    aten.special_expit.default,
+    aten.special_expm1.default,
+    aten.special_gammaln.default,
+    aten.special_i0.default,
+    aten.special_log1p.default,
+    aten.special_logit.default,
+    aten.special_ndtr.default,
+    aten.special_round.default,
+    aten.special_sinc.default,
+    aten.special_xlogy.default,
+    aten.subtract.Scalar,
+    aten.subtract.Tensor,
+    aten.to.device,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.true_divide.Scalar,
+    aten.where.Scalar,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.where.self,
+    aten.zeros_like.default,
+)
+rule_of(*UNTAGGED)(pointwise_rule)
+
+rule(aten.copy.default, "..., ... -> ...")
+rule([aten.feature_alpha_dropout.default, aten.feature_dropout.default], "n c ... -> n c ...", whole="...")
+rule(aten.prelu.default, "n c ..., c -> n c ...")
+
+
+@rule_of(aten.to.other, aten.type_as.default)
+def _like_other(call: Call) -> Factors:
+    """Only the dtype and the device of the other operand are read: its placement does not matter."""
+    dims, ignored = names(call.ndim()), names(call.ndim(1), "ignored")
+    return Factors((dims, ignored), (dims,), dict.fromkeys(ignored, "pass"), lazy=True)
+
+
+@rule_of(aten.view.dtype)
+def _view_dtype(call: Call) -> Factors:
+    """Another item size changes the last dim."""
+    dims = names(call.ndim())
+    if call.results()[0].element_size() == call.operands[0].meta["val"].element_size():
+        return Factors((dims,), (dims,), lazy=True)
+    return Factors((dims,), ((*dims[:-1], "new"),), {dims[-1]: "whole"}, lazy=True)
