@@ -69,8 +69,14 @@ class DecoderLM(nn.Module):
     """Tokens and labels in, mean next-token cross entropy out. The labels are shifted here, as usual."""
 
     def __init__(
-        self, *, vocab: int = 256, dim: int = 128, layers: int = 4, heads: int = 4,
-        kv_heads: int | None = None, tie: bool = False,
+        self,
+        *,
+        vocab: int = 256,
+        dim: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        kv_heads: int | None = None,
+        tie: bool = False,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)

@@ -1,11 +1,11 @@
 """Trains a byte-level language model on the source of the Python standard library, at a sequence of 8192 bytes.
 
-    python examples/train_lm.py                           compares one device with 2 ranks of this machine, end to end
-    torchrun --nproc-per-node 8 examples/train_lm.py      trains on 8 ranks: NCCL on 8 GPUs, Gloo without
-    python examples/train_lm.py --alone                   trains on one device
+    python examples/train_lm.py                         one device against 2 ranks of this machine, side by side
+    torchrun --nproc-per-node 8 examples/train_lm.py    8 ranks: NCCL where there are GPUs, Gloo where there are none
+    python examples/train_lm.py --alone                 one device
 
-`train` is the training script of an ordinary user: the only trace of parallelism is the name of the backend, and the
-arguments are the whole sequence on every rank.
+`train` is what one writes for one device: every rank passes the whole sequence, and the only trace of parallelism is
+the name of the backend.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import re
 import shutil
 import sysconfig
 import time
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,64 +23,116 @@ from peak_memory import peak_activation_bytes
 from torch import Tensor
 
 
-def stdlib_text(size: int) -> bytes:
-    """The first `size` bytes of the standard library's modules, in order of name."""
-    text = bytearray()
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= size:
-            return bytes(text[:size])
-    raise ValueError(f"the standard library has {len(text)} bytes of source, fewer than the {size} asked for")
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seq", type=int, default=8192, help="bytes in the (global) sequence")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, help="fewer than --heads for grouped-query attention")
+    parser.add_argument("--tie", action="store_true", help="the output head shares the embedding's weight")
+    parser.add_argument("--backend", default="sp", help="torch.compile backend")
+    parser.add_argument("--alone", action="store_true", help="train in this process only")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to compare with one device")
+    parser.add_argument(
+        "--chart", type=Path, default=Path("train_lm.png"), help="where the comparison is drawn"
+    )
+    parser.add_argument(
+        "--save", type=Path, help="folder for rank<r>.pt: losses, first gradients, peak memory"
+    )
+    return parser.parse_args()
 
 
 def batches(steps: int, seq: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """(ids, labels) a step, each (1, seq) int64. The labels of comments are ignored: we want code, not prose."""
-    text = stdlib_text(steps * seq)
-    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    """(ids, labels), each (1, seq) int64, for every step. Comments are not learned: their labels are ignored."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+    if len(text) < steps * seq:
+        raise ValueError(f"the standard library has {len(text)} bytes of source, {steps * seq} are asked for")
+    text = text[: steps * seq]
+    ids = torch.frombuffer(text, dtype=torch.uint8).to(device, torch.int64)
     labels = ids.clone()
     for comment in re.finditer(rb"#[^\n]*", text):
         labels[comment.start() : comment.end()] = IGNORE
-    return [(i.to(device), t.to(device)) for i, t in zip(ids.view(steps, 1, seq), labels.view(steps, 1, seq), strict=True)]
+    return list(zip(ids.view(steps, 1, seq), labels.view(steps, 1, seq), strict=True))
 
 
-def build_model(args: argparse.Namespace, device: torch.device) -> DecoderLM:
-    """The same weights on every rank."""
+def build_model(args: argparse.Namespace) -> DecoderLM:
+    """The same weights in every process."""
     torch.manual_seed(0)
-    model = DecoderLM(
-        dim=args.dim, layers=args.layers, heads=args.heads, kv_heads=args.kv_heads, tie=args.tie
-    )
-    return model.to(device)
+    return DecoderLM(dim=args.dim, layers=args.layers, heads=args.heads, kv_heads=args.kv_heads, tie=args.tie)
 
 
-def compile_options(backend: str) -> dict[str, str]:
-    """Inductor needs a C++ compiler for CPU code; without one the same graphs run uncompiled."""
-    has_compiler = any(shutil.which(c) for c in (os.environ.get("CXX") or "g++", "g++", "clang++"))
-    return {"compiler": "aot_eager"} if backend == "sp" and not has_compiler else {}
+def compile_model(model: DecoderLM, backend: str, device: torch.device) -> torch.nn.Module:
+    """torch.compile; where the CPU has no C++ compiler, the same graphs run without code generation."""
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    if device.type == "cpu" and not any(shutil.which(c) for c in compilers):
+        say("no C++ compiler here: running the graphs uncompiled (aot_eager)")
+        if backend == "sp":
+            return torch.compile(model, backend="sp", options={"compiler": "aot_eager"})
+        return torch.compile(model, backend="aot_eager")
+    return torch.compile(model, backend=backend)
 
 
-def train(args: argparse.Namespace, device: torch.device) -> dict:
-    """Trains and returns what the comparison needs: losses, the first step's gradients, peak memory, seconds."""
-    model = build_model(args, device)
-    compiled = torch.compile(model, backend=args.backend, options=compile_options(args.backend))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    record: dict = {"losses": [], "seconds": []}
-    for step, (ids, labels) in enumerate(batches(args.steps, args.seq, device), start=1):
+def train(model: torch.nn.Module, data: list[tuple[Tensor, Tensor]], lr: float) -> dict:
+    """One step a batch. Returns the losses and the first step's gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses, gradients = [], {}
+    for step, (ids, labels) in enumerate(data, start=1):
         start = time.perf_counter()
-
-        def forward_backward(ids: Tensor = ids, labels: Tensor = labels) -> None:
-            loss = compiled(ids, labels)
-            loss.backward()
-            record["losses"].append(loss.item())
-
-        if step == 2:  # compiled by now, so that only the step's own tensors are counted
-            record["peak_bytes"] = peak_activation_bytes(forward_backward, model.parameters())
-        else:
-            forward_backward()
+        loss = model(ids, labels)
+        loss.backward()
         if step == 1:
-            record["gradients"] = {name: p.grad.detach().cpu().clone() for name, p in model.named_parameters()}
+            gradients = {name: p.grad.cpu().clone() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-        record["seconds"].append(time.perf_counter() - start)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"step {step}/{args.steps}  loss {record['losses'][-1]:.4f}  {record['seconds'][-1]:.1f} s", flush=True)
-    return record
+        losses.append(loss.item())
+        note = "  with compilation" if step == 1 else ""
+        say(f"step {step}/{len(data)}  loss {losses[-1]:.4f}  {time.perf_counter() - start:.1f} s{note}")
+    return {"losses": losses, "gradients": gradients}
+
+
+def measure(model: torch.nn.Module, ids: Tensor, labels: Tensor) -> int:
+    """Peak bytes of activations in one forward and backward."""
+    say("measuring the peak activation memory")
+    repeats = 3 if dist.is_initialized() else 1
+    return peak_activation_bytes(lambda: model(ids, labels).backward(), model.parameters(), repeats)
+
+
+def say(message: str) -> None:
+    """Prints on one rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def main() -> None:
+    args = parse_args()
+    launched = "RANK" in os.environ  # by torchrun
+    if not launched and not args.alone:
+        from compare import compare
+
+        return compare(args)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    if launched:
+        dist.init_process_group("nccl" if gpu else "gloo")
+    data = batches(args.steps, args.seq, device)
+    model = compile_model(build_model(args).to(device), args.backend, device)
+    record = train(model, data, args.lr)
+    if args.save:
+        record["peak_bytes"] = measure(model, *data[0])
+        torch.save(record, args.save / f"rank{os.environ.get('RANK', 0)}.pt")
+    if launched:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,10 @@
 """``sp::all_to_all``: move the split from one dim to another, for several tensors in one exchange.
 
-    x       (..., g, ..., H, ...)      gather dim split, scatter dim whole
-    pack    (n, g, cols)               H cut into n blocks, the block's rank in front, the rows next
-    cat     (n, g, total)              the tensors side by side
-    recv    (n * g, total)             rows of all ranks, in order
-    unpack  (..., G, ..., h, ...)      split of the columns and a permute: views, never a copy
+x       (..., g, ..., H, ...)      gather dim split, scatter dim whole
+pack    (n, g, cols)               H cut into n blocks, the block's rank in front, the rows next
+cat     (n, g, total)              the tensors side by side
+recv    (n * g, total)             rows of all ranks, in order
+unpack  (..., G, ..., h, ...)      split of the columns and a permute: views, never a copy
 """
 
 import math

@@ -171,6 +171,16 @@ def broadcast(x: Tensor, group: str) -> Tensor:
     return _Pair.apply(x, _first, _same, group)
 
 
+@composite("broadcast_grad(Tensor x, str group) -> Tensor")
+def broadcast_grad(x: Tensor, group: str) -> Tensor:
+    """Invariant -> invariant: the identity; every rank gets rank 0's cotangent.
+
+    Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0. With ``broadcast``
+    behind a random op it makes value and gradient those of rank 0's draw.
+    """
+    return _Pair.apply(x, _same, _first, group)
+
+
 @composite("mask(Tensor x, int dim, SymInt[] frame, Scalar value, int n, str group) -> Tensor")
 def mask(x: Tensor, dim: int, frame: Frame, value: float, n: int, group: str) -> Tensor:
     """Shard(dim) -> Shard(dim): ``value`` at the positions outside the window.
@@ -203,16 +213,16 @@ class _ReduceGrad(torch.autograd.Function):
 def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor | None]:
     """Sum over the ranks: one all_reduce for all tensors of a dtype and device; None stays None."""
     sums = list(grads)
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, g in enumerate(grads):
-        if g is not None:
-            kinds.setdefault((g.dtype, g.device), []).append(i)
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            kinds.setdefault((grad.dtype, grad.device), []).append((i, grad))
     for members in kinds.values():
-        mine = [grads[i] for i in members]
-        flat = mine[0].reshape(-1) if len(mine) == 1 else torch.cat([g.reshape(-1) for g in mine])
-        pieces = _sum(flat, n, group).split([g.numel() for g in mine])
-        for i, g, piece in zip(members, mine, pieces, strict=True):
-            sums[i] = piece.view(g.shape)
+        rows = [grad.reshape(-1) for _, grad in members]
+        flat = _sum(rows[0] if len(rows) == 1 else torch.cat(rows), n, group)
+        pieces = flat.split([row.numel() for row in rows])
+        for (i, grad), piece in zip(members, pieces, strict=True):
+            sums[i] = piece.view(grad.shape)
     return sums
 
 

@@ -10,9 +10,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Frame = Sequence[int]
+
+
+def known(condition: bool | torch.SymBool) -> bool:
+    """Whether the condition holds for every size; asking adds no guard."""
+    return statically_known_true(condition)
 
 
 def shard_length(size: int, n: int) -> int:
@@ -39,7 +44,8 @@ def nearest_rows(positions: Tensor, frame: Frame, inner: int) -> Tensor:
     A position outside the window is given the nearest one inside.
     """
     outer, _, start, length = frame
-    rows = (positions - start).clamp(0, length - 1)
+    offsets = positions if known(start == 0) else positions - start
+    rows = offsets.clamp(0, length - 1)
     if known(outer * inner == 1):
         return rows
     blocks = torch.arange(outer, device=rows.device) * length
@@ -52,7 +58,9 @@ def outside_window(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Ten
     outer, size, start, length = frame
     inner = x.shape[dim] // (outer * shard_length(size, n))
     positions = own_positions(frame, n, group, x.device)
-    outside = (positions < start) | (positions >= start + length)
+    outside = positions >= start + length
+    if not known(start == 0):
+        outside = outside | (positions < start)
     if not known(outer * inner == 1):
         outside = outside[:, None].expand(outer, -1, inner).reshape(-1)
     return outside.view([-1 if d == dim else 1 for d in range(x.ndim)])

@@ -49,9 +49,11 @@ class Gather(Rewrite):
         have = self.plan.of(source)
         assert isinstance(have, Shard)
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
-        args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
-        with self.graph.inserting_before(node):
-            whole = self.emit(op, args, source.meta["val"], node)
+        whole = next((u for u in source.users if u.target is op and u.args[0] is source), None)
+        if whole is None:
+            args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
+            with self.after(source):
+                whole = self.emit(op, args, source.meta["val"], node)
         _replace_operand(node, demand.operand, whole)
         if node.op != "output":
             self.note(node, self._reason(demand))

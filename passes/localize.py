@@ -74,8 +74,12 @@ class Localize:
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
         """With inputs='local' a rank is given S/n where the global view says S = n * (S/n)."""
         for node in sources:
+            if "sp_local" in node.meta:
+                self.env[node].meta["val"] = node.meta["sp_local"]
+        for node in sources:
             scale = node.meta.get("sp_scale")
-            if node.op == "placeholder" and scale:
+            if scale:
+                self.sizes.known[size(node.meta["sp_local"])] = self.env[node]
                 with self.graph.inserting_after(self.sizes.last):
                     self.sizes.last = self.graph.call_function(operator.mul, (self.env[node], scale))
                 self.sizes.last.meta["val"] = node.meta["val"]

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ..axes import Axes
 from ..layout import REPLICATE, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
+from ..randomness import is_random
 from ..rule import Call, Factors, Reshape, Window, is_tensor, lookup, move, transfer_of
 from ..shapes import divides, product, same
 
@@ -78,7 +79,16 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step
     reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _step(axes, node, found, have, n, keep_whole)
-    return Step(step.wants, step.results, (*reduce, *step.demands))
+    draws = ()
+    if step.wants is None and n > 1 and is_random(node) and not _agreed(node):
+        draws = (Demand(node, 0, "", "draw", REPLICATE, why="a random draw that must be the same on every rank"),)
+    return Step(step.wants, step.results, (*reduce, *step.demands, *draws))
+
+
+def _agreed(node: Node) -> bool:
+    """Is every result of a random op already taken from one rank?"""
+    results = [node] if is_tensor(node) else [u for u in node.users if is_tensor(u)]
+    return all(u.target is torch.ops.sp.broadcast.default for r in results for u in r.users)
 
 
 def _step(axes: Axes, node: Node, found, have: Sequence[Placement], n: int, keep_whole: bool) -> Step:
@@ -113,9 +123,9 @@ def _through_movement(call: Call, rule: Reshape | Window, have: Sequence[Placeme
 def _start(axes: Axes, node: Node, call: Call, rule: Factors, n: int) -> Step | None:
     """Does a sequence of floats (or of random draws) begin here? Then run on shards of replicated operands."""
     value = node.meta["val"]
-    if not isinstance(value, torch.Tensor) or rule.lazy:
+    random = is_random(node)
+    if not isinstance(value, torch.Tensor) or (rule.lazy and not random):
         return None
-    random = torch.Tag.nondeterministic_seeded in node.target.tags
     shard = axes.shard(node) if value.is_floating_point() or value.is_complex() or random else None
     if shard is None:
         return None
@@ -128,6 +138,7 @@ def _start(axes: Axes, node: Node, call: Call, rule: Factors, n: int) -> Step | 
 def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: int) -> Step:
     node, demands = call.node, []
     sharded = {i: rule.operands[i][p.dim] for i, p in enumerate(have) if isinstance(p, Shard)}
+    sharded = {i: f for i, f in sharded.items() if not _ignored(rule, f)}
     kept = _kept(call, rule, sharded)
     factor = sharded[kept] if kept is not None else None
     base = have[kept] if kept is not None else None
@@ -142,6 +153,11 @@ def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: in
     if kept is None:
         return Step(None, (REPLICATE,) * len(rule.results), tuple(demands))
     return _run(call, rule, have, factor, base, n, tuple(demands))
+
+
+def _ignored(rule: Factors, factor: str) -> bool:
+    """Is the dim never read (type_as's other)? Then its placement does not matter."""
+    return rule.kind(factor) == "pass" and not any(factor in dims for dims in rule.results)
 
 
 def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
@@ -181,6 +197,8 @@ def _run(
     for i, dims in enumerate(rule.operands):
         at = dims.index(factor) if factor in dims else None
         shard = _scaled(base, at, call.shape(i)[at], n) if at is not None else None
+        if shard is None and isinstance(have[i], Shard) and _ignored(rule, dims[have[i].dim]):
+            shard = have[i]
         wants.append(shard if shard is not None else SUMMAND)
     results: list[Placement] = []
     for dims, shape in zip(rule.results, call.result_shapes()):

@@ -105,7 +105,7 @@ class Reduce(Rewrite):
         for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):
             if isinstance(self.plan.of(source), Partial) and not self._reduced(source):
                 users = list(source.users)
-                with self.graph.inserting_after(source):
+                with self.after(source):
                     args = (source, self.job.ranks.n, self.job.ranks.group)
                     whole = self.emit(sp.all_reduce.default, args, source.meta["val"], source)
                 for user in users:

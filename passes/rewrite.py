@@ -129,6 +129,10 @@ class Rewrite(PassBase):
             value = target(*values[0], **values[1])
         return self.emit(target, args, value, like, kwargs)
 
+    def after(self, source: Node) -> Any:
+        """Insertion point right behind a node (behind the sizes, if it is an input)."""
+        return self.graph.inserting_after(self.sizes.last if source.op == "placeholder" else source)
+
     def frame(self, shard: Shard) -> list[int | Node]:
         frame = shard.frame
         return self.sizes.list((shard.outer, frame.size, frame.start, frame.length))

@@ -1,5 +1,144 @@
-"""Every private torch name that the package uses, in one place."""
+"""Every private torch name that the package uses, in one place. All of them: tried on 2.13."""
 
-from torch.utils._sympy.functions import FloorDiv  # tried on 2.13
+from __future__ import annotations
 
-__all__ = ["FloorDiv"]
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.attention
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._functorch.autograd_function import autograd_function_apply
+from torch._guards import TracingContext, detect_fake_mode
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._higher_order_ops.register_hook import register_hook_op
+from torch._higher_order_ops.wrap import (
+    tag_activation_checkpoint,
+    wrap,
+    wrap_activation_checkpoint,
+    wrap_with_autocast,
+    wrap_with_set_grad_enabled,
+)
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.fx.experimental.proxy_tensor import (
+    _temp_remove_metadata_torch_function_mode,
+    _temp_remove_pre_dispatch_torch_function_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "PYTHON_STATE_CALLS",
+    "CheckpointPolicy",
+    "ConstantSource",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FloorDiv",
+    "TracingContext",
+    "active_tracer",
+    "autograd_function_apply",
+    "detect_fake_mode",
+    "enable_python_dispatcher",
+    "enter_autocast",
+    "exit_autocast",
+    "invoke_subgraph",
+    "is_functorch_tensor",
+    "make_fx",
+    "register_hook_op",
+    "reset_functorch",
+    "set_grad_enabled",
+    "suspended_trace",
+    "tag_activation_checkpoint",
+    "track_tensor_tree",
+    "wrap",
+    "wrap_activation_checkpoint",
+    "wrap_with_autocast",
+    "wrap_with_set_grad_enabled",
+]
+
+set_grad_enabled = torch._C._set_grad_enabled
+is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+
+# Calls that change Python state around attention; Dynamo leaves them in its graph and no dispatcher sees them.
+PYTHON_STATE_CALLS = frozenset({torch.nn.attention._backend_from_string, torch.nn.attention._sdpa_kernel})
+
+
+def reset_functorch() -> None:
+    """Pop the vmap/grad levels that a failed trace has left pushed."""
+    torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
+
+
+def active_tracer() -> Any:
+    """The tracer of the pre-dispatch make_fx that is running."""
+    return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY).tracer
+
+
+@contextmanager
+def suspended_trace(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Run without recording (no dispatch, pre-dispatch or torch-function modes), still on fake tensors."""
+    with (
+        _temp_remove_pre_dispatch_torch_function_mode(),
+        _temp_remove_metadata_torch_function_mode(),
+        _disable_current_modes(),
+        fake_mode,
+    ):
+        yield
+
+
+def is_fragment(gm: torch.fx.GraphModule) -> bool:
+    """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?
+
+    Tried on 2.13.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        return True
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        resumed = "torch_dynamo_resume_in" in InstructionTranslator.current_tx().f_code.co_name
+    except AttributeError:  # not called by Dynamo
+        resumed = False
+    ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+    return resumed or (ddp and reason is None)
+
+
+def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any]:
+    """AOTAutograd's partitioner keeps at most this share of the activations (tried on 2.13)."""
+    if budget is None:
+        return contextlib.nullcontext()
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(activation_memory_budget=budget)
+
+
+def compiler(name: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A torch.compile backend as a function of (graph, example inputs)."""
+    if name == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)
+
+
+def is_module_state(node: torch.fx.Node) -> bool:
+    """Is the placeholder a parameter or buffer of the module, not an argument of its forward? (tried on 2.13)"""
+    source = getattr(node, "_dynamo_source", None)
+    return source is not None and source.guard_source.is_unspecialized_nn_module()
+
+
+def argument_name(node: torch.fx.Node) -> str:
+    """The user's name of a placeholder: `input_ids` for L['input_ids'] (tried on 2.13)."""
+    source = getattr(node, "_dynamo_source", None)
+    return str(getattr(source, "local_name", node.name)) if source is not None else node.name

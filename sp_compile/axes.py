@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from .errors import SpError
 from .layout import Frame, Shard
-from .rule import Call, Factors, Reshape, Rule, Window, is_tensor, lookup
+from .rule import Call, Factors, Reshape, Rule, Window, is_tensor, lookup, transfer_of
 from .shapes import Size, product, same, size, sizes
 
 
@@ -77,7 +77,9 @@ def name_axes(gm: GraphModule) -> Axes:
     axes = Axes()
     for node in gm.graph.nodes:
         found = lookup(node)
-        if found is not None and found[1] is not None:
+        if found is not None and transfer_of(node.target) is not None:  # the identity, in the global view
+            axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(found[0].operands)})
+        elif found is not None and found[1] is not None:
             _name_results(axes, found[0], found[1])
         elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
             source, index = node.args
@@ -168,7 +170,9 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
 
 def _attended(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
     """q and k of scaled_dot_product_attention; of q, only if it is attended over or its length is k's."""
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default):
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
+    ):
         query, key = Call(node).operands[:2]
         yield from axes.dims[query, 0][-2]
         yield from axes.dims[key, 0][-2]
@@ -197,6 +201,10 @@ _SCANS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
 
 def _scanned(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
     for node in gm.graph.nodes:
-        if node.op == "call_function" and str(node.target).split(".")[-2:-1] and str(node.target).split(".")[1] in _SCANS:
+        if (
+            node.op == "call_function"
+            and str(node.target).split(".")[-2:-1]
+            and str(node.target).split(".")[1] in _SCANS
+        ):
             call = Call(node)
             yield from axes.dims[call.operands[0], 0][call.dim()]

@@ -56,7 +56,9 @@ class SPConfig:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise SpError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}{_close(value, allowed)}")
+                raise SpError(
+                    f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}{_close(value, allowed)}"
+                )
         if self.seq_dims != "auto" and not isinstance(self.seq_dims, Mapping):
             raise SpError(f"seq_dims={self.seq_dims!r}: expected 'auto' or a mapping from input name to dim")
         budget = self.activation_memory_budget

@@ -1,5 +1,43 @@
-"""The one error of the package."""
+"""The one error of the package, and how it names the user's code."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch.fx import Node
+
+_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in .*\n((?:(?!\s*File ").*\n?)?)', re.MULTILINE)
 
 
 class SpError(ValueError):
     """The program, an option or a rule can not be handled; the message says where and what to do."""
+
+
+def at(node: Node) -> str:
+    """The user's source line behind `node`: "file.py:12: code", or "unknown source line".
+
+    The innermost frame of the node's stack trace that lies neither in torch nor in this package.
+    """
+    trace = node.meta.get("stack_trace") or ""
+    for file, line, code in reversed(_FRAME.findall(trace)):
+        path = Path(file)
+        if not any(path.is_relative_to(folder) for folder in _foreign_folders()):
+            return f"{_short(path)}:{line}: {code.strip()}".rstrip(": ")
+    return "unknown source line"
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+@cache
+def _foreign_folders() -> tuple[Path, ...]:
+    folders = [Path(torch.__file__).parent, Path(__file__).parent]
+    for name in ("sp_compile.passes", "sp_compile.lowering"):
+        spec = find_spec(name)
+        folders += [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    return tuple(folders)

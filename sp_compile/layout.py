@@ -35,7 +35,9 @@ class Frame:
         return same(self.start, 0) and same(self.length, self.size) and divides(n, self.size)
 
     def like(self, other: Frame) -> bool:
-        return same(self.size, other.size) and same(self.start, other.start) and same(self.length, other.length)
+        return (
+            same(self.size, other.size) and same(self.start, other.start) and same(self.length, other.length)
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class Shard:
 
     def matches(self, other: Shard) -> bool:
         """The same positions on the same ranks, whatever dim they lie in."""
-        return self.frame.like(other.frame) and same(self.outer, other.outer) and same(self.inner, other.inner)
+        return (
+            self.frame.like(other.frame) and same(self.outer, other.outer) and same(self.inner, other.inner)
+        )
 
     def local_size(self, n: int) -> Size:
         return product((self.outer, self.frame.local(n), self.inner))

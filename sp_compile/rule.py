@@ -97,7 +97,9 @@ class Call:
         kwargs: dict[str, Any] = {}
         positional = True
         for i, (name, kwarg_only, _, _) in enumerate(_signature(self.node.target)):
-            given = (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
+            given = (
+                (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
+            )
             positional = positional and given and not kwarg_only
             if given and positional:
                 args.append(values[name])
@@ -126,6 +128,16 @@ class Factors:
     lazy: bool = False
     pad: tuple[int, Any] | None = None
     masks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """A factor of no operand can be local only if a size argument makes it so; none may vanish unclassified."""
+        named = {f for dims in self.operands for f in dims if f}
+        kept = {f for dims in self.results for f in dims if f}
+        lost = sorted(named - kept - set(self.kinds))
+        if lost:
+            raise SpError(f"rule {self.operands} -> {self.results}: {lost} vanish and are not classified")
+        if self.sizes is None and kept - named:
+            object.__setattr__(self, "kinds", {**self.kinds, **dict.fromkeys(sorted(kept - named), "whole")})
 
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, "pass")
@@ -234,7 +246,10 @@ class Pattern:
         left, arrow, right = text.partition("->")
         if not arrow:
             raise SpError(f"rule {text!r}: no '->' between operands and results")
-        split = [tuple(tuple(g.split()) for g in side.split(",")) if side.strip() else ((),) for side in (left, right)]
+        split = [
+            tuple(tuple(g.split()) for g in side.split(",")) if side.strip() else ((),)
+            for side in (left, right)
+        ]
         return (split[0] if left.strip() else ()), split[1]
 
     @staticmethod
@@ -243,14 +258,18 @@ class Pattern:
         kinds = {f: kind for kind in KINDS for f in str(options.pop(kind, "")).split()}
         unknown = set(options) - {"sizes", "lazy", "pad", "masks"}
         if unknown:
-            raise SpError(f"rule {text!r}: unknown option {sorted(unknown)}; known: {', '.join(KINDS)}, sizes, lazy, pad")
+            raise SpError(
+                f"rule {text!r}: unknown option {sorted(unknown)}; known: {', '.join(KINDS)}, sizes, lazy, pad"
+            )
         named = {f for dims in operands for f in dims}
         for f in kinds:
             if f not in named:
                 raise SpError(f"rule {text!r}: {f!r} is classified but names no dim of an operand")
         lost = sorted(named - {f for dims in results for f in dims} - set(kinds))
         if lost:
-            raise SpError(f"rule {text!r}: {lost} vanish from the result; say how: {', '.join(f'{k}=' for k in KINDS)}")
+            raise SpError(
+                f"rule {text!r}: {lost} vanish from the result; say how: {', '.join(f'{k}=' for k in KINDS)}"
+            )
         return Pattern(text, operands, results, kinds, options)
 
     def at(self, call: Call) -> Factors | None:
@@ -261,7 +280,8 @@ class Pattern:
             return None
         depth = max((len(s) - len(d) + 1 for d, s in zip(self.operands, shapes) if "..." in d), default=0)
         results = tuple(
-            tuple(f for name in dims for f in (_ellipsis(depth) if name == "..." else [name])) for dims in self.results
+            tuple(f for name in dims for f in (_ellipsis(depth) if name == "..." else [name]))
+            for dims in self.results
         )
         kinds = dict(self.kinds)
         if "..." in kinds:
@@ -269,7 +289,8 @@ class Pattern:
             kinds.update({f: kind for f in _ellipsis(depth)})
         extent = _extents([*zip(bound, shapes), *zip(results, call.result_shapes())])
         operands = tuple(
-            tuple("" if s == 1 and extent[f] != 1 else f for f, s in zip(dims, shape)) for dims, shape in zip(bound, shapes)
+            tuple("" if s == 1 and extent[f] != 1 else f for f, s in zip(dims, shape))
+            for dims, shape in zip(bound, shapes)
         )
         return Factors(operands, results, kinds, **self.options)
 
@@ -330,6 +351,10 @@ def _regroup(rule_: Reshape, shard: Shard) -> Shard | None:
     for dim, extent in enumerate(rule_.after):
         outer = quotient(before, product(rule_.after[:dim]))
         inner = quotient(after, product(rule_.after[dim + 1 :]))
-        if outer is not None and inner is not None and same(extent, product((outer, shard.frame.length, inner))):
+        if (
+            outer is not None
+            and inner is not None
+            and same(extent, product((outer, shard.frame.length, inner)))
+        ):
             return Shard(dim, shard.frame, outer, inner)
     return None

@@ -39,7 +39,7 @@ def run_ranks(n: int, fn: Callable[[int], T]) -> list[T]:
     differ.
     """
     world = _World(n)
-    results: list[T | None] = [None] * n
+    results: dict[int, T] = {}
     grad_enabled = torch.is_grad_enabled()
 
     def live(rank: int) -> None:
@@ -50,14 +50,14 @@ def run_ranks(n: int, fn: Callable[[int], T]) -> list[T]:
         ):
             results[rank] = fn(rank)
 
-    threads = [threading.Thread(target=world.run, args=(r, live), name=f"sim rank {r}") for r in range(n)]
+    threads = [threading.Thread(target=world.run, args=(rank, live), daemon=True) for rank in range(n)]
     for thread in threads:
         thread.start()
     world.begin()
     for thread in threads:
         thread.join()
     world.end()
-    return results
+    return [results[rank] for rank in range(n)]
 
 
 class _World:
@@ -121,6 +121,8 @@ class _World:
     def _wait(self, rank: int) -> None:
         self._turns[rank].acquire()
         if self._error is not None:
+            # Whatever this rank still tries on its way out must not wait either.
+            self._turns[rank].release()
             raise _Stopped
         torch.set_rng_state(self._random_states[rank])
 

@@ -34,11 +34,9 @@ def _made(call: Call) -> Factors:
     aten.new_zeros.default,
 )
 def _made_like(call: Call) -> Factors:
-    """Only the dtype and the device of the operand are read: its placement does not matter."""
-    ignored = names(call.ndim(), "ignored")
-    return Factors(
-        (ignored,), (names(len(call["size"]), "made"),), dict.fromkeys(ignored, "pass"), sizes="size", lazy=True
-    )
+    """Only the dtype and the device of the operand are read."""
+    operand, made = names(call.ndim(), "operand"), names(len(call["size"]), "made")
+    return Factors((operand,), (made,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)
 
 
 @rule_of(aten.scalar_tensor.default)

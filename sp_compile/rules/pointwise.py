@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..rule import Call, Factors, rule, rule_of
+from ..rule import POINTWISE, Call, Factors, rule, rule_of
 from ._build import bind, names
 
 aten = torch.ops.aten
@@ -137,7 +137,7 @@ UNTAGGED = (
     aten.where.self,
     aten.zeros_like.default,
 )
-rule_of(*UNTAGGED)(pointwise_rule)
+rule_of(POINTWISE, *UNTAGGED)(pointwise_rule)
 
 rule(aten.copy.default, "..., ... -> ...")
 rule([aten.feature_alpha_dropout.default, aten.feature_dropout.default], "n c ... -> n c ...", whole="...")
@@ -145,10 +145,12 @@ rule(aten.prelu.default, "n c ..., c -> n c ...")
 
 
 @rule_of(aten.to.other, aten.type_as.default)
-def _like_other(call: Call) -> Factors:
-    """Only the dtype and the device of the other operand are read: its placement does not matter."""
-    dims, ignored = names(call.ndim()), names(call.ndim(1), "ignored")
-    return Factors((dims, ignored), (dims,), dict.fromkeys(ignored, "pass"), lazy=True)
+def _like_other(call: Call) -> Factors | None:
+    """Only the dtype and the device of the other operand are read, and it need not broadcast."""
+    if call.shape(0) == call.shape(1):
+        return bind(call, "..., ... -> ...", lazy=True)
+    dims, other = names(call.ndim()), names(call.ndim(1), "other")
+    return Factors((dims, other), (dims,), dict.fromkeys(other, "whole"), lazy=True)
 
 
 @rule_of(aten.view.dtype)

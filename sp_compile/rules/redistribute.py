@@ -30,8 +30,6 @@ def _all_gather(call: Call) -> tuple[Placement, ...]:
     return (Replicate(partial_grad=True),)
 
 
-@transfer(sp.all_reduce.default, sp.broadcast.default, sp.unshard.default)
+@transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)
 def _invariant(call: Call) -> tuple[Placement, ...]:
     return (REPLICATE,)
-
-

@@ -1,0 +1,82 @@
+"""The proof: every node of the local graph has the shape that its placement says, for every value of the symbols.
+
+Runs the nodes that work on shards on fake tensors and compares, as expressions, local size x shards with the global
+size. Also: only op overloads and built-in operators, and no rank in the graph. Bytes moved: none. Raises SpError naming
+the node, the user's line, both shapes and the expected one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from ..errors import SpError, at
+from ..layout import Partial, Placement, Plan, Shard
+from ..shapes import Size, same, sizes
+
+
+def validate(local: GraphModule, plan: Plan, n: int) -> None:
+    """Prove the local graph against the plan it was made from; fills meta['val'] with local values."""
+    fakes = [node.meta.get("val") for node in local.graph.nodes]
+    mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
+    with mode or torch.no_grad(), torch.no_grad():
+        for node in local.graph.nodes:
+            if node.op == "call_function":
+                _check_target(node)
+                _infer(node, plan)
+                _check_shape(node, plan, n)
+
+
+def _check_target(node: Node) -> None:
+    target = node.target
+    known = isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    if not known and getattr(target, "__module__", "") not in ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "torch.nn.attention", "torch.sym"):
+        raise SpError(f"{node.name} at {at(node)} calls {target}, which is neither an op overload nor an operator")
+
+
+def _infer(node: Node, plan: Plan) -> None:
+    """The node's local value. A node that runs alike on every rank keeps its global one."""
+    source = node.meta.get("sp_global")
+    if source is not None and source not in plan.wants and not _reads_local(node):
+        return
+    if not isinstance(node.target, torch._ops.OpOverload) and "val" in node.meta and source is None:
+        return
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+    try:
+        node.meta["val"] = node.target(*args, **kwargs)
+    except Exception as e:
+        shapes = [list(a.meta["val"].shape) for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+        raise SpError(f"{node.name} ({node.target}) at {at(node)} does not run on local operands of shapes {shapes}: {e}") from e
+
+
+def _reads_local(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") == "sp" or getattr(node.target, "__name__", "") == "getitem"
+
+
+def _check_shape(node: Node, plan: Plan, n: int) -> None:
+    source = node.meta.get("sp_global")
+    if source is None:
+        return
+    placements = plan.placements.get(source, ())
+    placements = placements if isinstance(placements, tuple) else (placements,)
+    local = [v for v in pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
+    whole = [v for v in pytree.tree_leaves(source.meta["val"]) if isinstance(v, torch.Tensor)]
+    for placement, here, there in zip(placements, local, whole):
+        expected, found = _local_shape(placement, there, n), sizes(here.shape)
+        if len(expected) != len(found) or not all(same(a, b) for a, b in zip(expected, found)):
+            raise SpError(
+                f"{node.name} ({node.target}) at {at(source)}: global shape {list(sizes(there.shape))} placed {placement} "
+                f"over {n} ranks must be {list(expected)} locally, but is {list(found)}"
+            )
+
+
+def _local_shape(placement: Placement, whole: Any, n: int) -> tuple[Size, ...]:
+    shape = list(sizes(whole.shape))
+    if isinstance(placement, Shard):
+        shape[placement.dim] = placement.local_size(n)
+    assert isinstance(placement, (Shard, Partial)) or placement is not None
+    return tuple(shape)

@@ -1,0 +1,94 @@
+"""Ranks agree before they run: the same graph and the same sizes everywhere, or every rank raises and none hangs.
+
+One small all-gather a call, in front of the compiled graph. A rank that could not compile takes part as well, so that
+its error reaches the others instead of leaving them in a collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from .errors import SpError
+from .mesh import Ranks
+
+WORDS = 3  # status, graph, sizes
+
+
+def fingerprint(gm: GraphModule) -> int:
+    """63 bits of the text of a graph: targets, arguments, local shapes. The group's name is left out."""
+    lines = []
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ""
+        lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {shape}")
+    return _hash("\n".join(lines))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class Agreed:
+    """Calls `run` once all ranks have shown the same fingerprint and the same input sizes.
+
+    run: the compiled graph, or None with `error` where this rank could not compile.
+    Raises SpError on every rank if a rank failed, compiled another graph, or was given other sizes.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any] | None,
+        ranks: Ranks,
+        graph: int,
+        names: Sequence[str],
+        error: SpError | None = None,
+    ) -> None:
+        self.run, self.ranks, self.graph, self.names, self.error = run, ranks, graph, names, error
+
+    def __call__(self, *args: Any) -> Any:
+        if self.ranks.n > 1:
+            self._agree(args)
+        if self.error is not None:
+            raise self.error
+        assert self.run is not None
+        return self.run(*args)
+
+    def _agree(self, args: Sequence[Any]) -> None:
+        given = [str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a) for a in args]
+        mine = [int(self.error is not None), self.graph, _hash(" ".join(given))]
+        everyone = self._all_gather(mine)
+        if all(words == everyone[0] for words in everyone) and not everyone[0][0]:
+            return
+        raise SpError(self._disagreement(everyone, given))
+
+    def _all_gather(self, words: list[int]) -> list[list[int]]:
+        group = self.ranks.process_group
+        on_cpu = "gloo" in str(dist.get_backend(group)) or not torch.cuda.is_available()
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        sent = torch.tensor(words, dtype=torch.int64, device=device)
+        received = torch.empty(self.ranks.n * WORDS, dtype=torch.int64, device=device)
+        dist.all_gather_into_tensor(received, sent, group=group)
+        return received.view(self.ranks.n, WORDS).tolist()
+
+    def _disagreement(self, everyone: list[list[int]], given: list[str]) -> str:
+        """Every rank is here, so a second exchange, of words this time, is safe."""
+        shown = ", ".join(f"{name} {shape}" for name, shape in zip(self.names, given))
+        texts: list[Any] = [None] * self.ranks.n
+        dist.all_gather_object(
+            texts, (str(self.error) if self.error else "", shown), group=self.ranks.process_group
+        )
+        failed = [f"rank {r}: {text}" for r, (text, _) in enumerate(texts) if text]
+        if failed:
+            return "the model could not be compiled on " + "; ".join(dict.fromkeys(failed))
+        per_rank = "\n".join(f"  rank {r}: {inputs}" for r, (_, inputs) in enumerate(texts))
+        what = "inputs of different sizes" if len({w[2] for w in everyone}) > 1 else "different programs"
+        return (
+            f"the {self.ranks.n} ranks of this sequence-parallel group were given {what}; with inputs='global' every "
+            f"rank passes the same arguments to the same model:\n{per_rank}"
+        )

@@ -1,0 +1,102 @@
+"""The torch.compile backend "sp": capture -> pipeline -> Inductor, for every graph that Dynamo hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from . import _compat
+from .agree import Agreed, fingerprint
+from .capture import capture
+from .config import SPConfig
+from .errors import SpError
+from .explain import Report
+from .local_inputs import capture_shards
+from .mesh import Ranks, resolve
+from .passes.rewrite import Settings
+from .pipeline import run_pipeline
+from .randomness import decorrelated, draws
+
+Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def sp(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
+) -> Any:
+    """Compile one Dynamo graph for the ranks that share its sequence. `options`: the fields of SPConfig.
+
+    Errors are raised when the graph is first called, on every rank of the group, as SpError.
+    """
+    ranks = Ranks(1, "")
+    names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
+    try:
+        config = SPConfig.of(options)
+        ranks = resolve(config.mesh, config.mesh_dim)
+        local, _report = lower(gm, example_inputs, config, ranks)
+        run = compile_local(local, example_inputs, config, ranks)
+    except SpError as error:
+        return Agreed(None, ranks, 0, names, error)
+    return Agreed(run, ranks, fingerprint(local), names)
+
+
+def lower(
+    gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, ranks: Ranks
+) -> tuple[GraphModule, Report]:
+    """Dynamo graph -> (graph of one rank, report). Runs inside a torch.compile backend."""
+    fragment = _compat.is_fragment(gm)
+    if fragment and (config.outputs == "local" or config.inputs == "local"):
+        raise SpError(
+            "inputs='local' and outputs='local' need a model without graph breaks: what crosses one is whole"
+        )
+    _mark_inputs(gm, example_inputs)
+    seq_dims = None if config.seq_dims == "auto" else _placeholder_names(gm, config.seq_dims)
+    if config.inputs == "local" and ranks.n > 1:
+        graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
+    else:
+        graph, inputs = capture(gm, example_inputs), {}
+    _mark_inputs(graph, example_inputs)
+    job = Settings(
+        ranks,
+        seq_dims=seq_dims,
+        inputs=inputs,
+        gather_outputs=config.outputs == "gather",
+        attention=config.attention,
+        fallback=config.fallback,
+        param_grads=config.param_grads,
+    )
+    return run_pipeline(graph, job, fragment)
+
+
+def compile_local(
+    local: GraphModule, example_inputs: Sequence[Any], config: SPConfig, ranks: Ranks
+) -> Callable[..., Any]:
+    """Hand the local graph to Inductor (or the compiler that the config names)."""
+    with _compat.memory_budget(config.activation_memory_budget):
+        run = _compat.compiler(config.compiler)(local, example_inputs)
+    return decorrelated(run, ranks) if ranks.n > 1 and draws(local) else run
+
+
+def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """meta: sp_param, not one of the user's arguments; sp_grad, it may need a gradient."""
+    for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs):
+        if isinstance(example, torch.Tensor):
+            node.meta["sp_grad"] = example.requires_grad
+            node.meta["sp_param"] = isinstance(example, torch.nn.Parameter) or _compat.is_module_state(node)
+
+
+def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int]) -> dict[str, int]:
+    """The user's argument names (or indices) as the names of the graph's placeholders."""
+    tensors = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta.get("sp_param") is False]
+    out = {}
+    for key, dim in seq_dims.items():
+        found = [n for n in tensors if _compat.argument_name(n) == key]
+        if isinstance(key, int) and key < len(tensors):
+            found = [tensors[key]]
+        if len(found) != 1:
+            known = [_compat.argument_name(n) for n in tensors]
+            raise SpError(f"seq_dims: no input is called {key!r}; the graph's tensor inputs are {known}")
+        out[found[0].name] = dim
+    return out

@@ -1,0 +1,161 @@
+"""What the compiler did to a graph, and what it costs: rewrites, exchanges with bytes per rank, fallbacks, why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from tabulate import tabulate
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from .errors import at
+from .shapes import Size, product, sizes
+
+FORWARD_AND_BACKWARD = {
+    "all_to_all": ("(n-1)/n x", "(n-1)/n x"),
+    "all_gather": ("(n-1) x", "(n-1) x"),
+    "unshard": ("(n-1) x", "none"),
+    "shard": ("none", "(n-1) x"),
+    "all_reduce": ("2 (n-1)/n x", "none"),
+    "reduce_grad": ("none", "2 (n-1)/n x"),
+    "broadcast": ("x", "none"),
+    "broadcast_grad": ("none", "x"),
+}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of the local graph. Bytes are those that one rank sends, forward and backward."""
+
+    op: str
+    node: str
+    where: str
+    shape: str
+    forward: Size
+    backward: Size
+
+
+@dataclass
+class Report:
+    """The report of one graph; `str(report)` is for people."""
+
+    n: int
+    notes: list = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    inputs: dict[str, list[int]] = field(default_factory=dict)
+    sharded_outputs: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    errors: list = field(default_factory=list)
+
+    def add(self, notes: Iterable) -> None:
+        self.notes.extend(note for note in notes if note not in self.notes)
+
+    def merge(self, other: Report) -> None:
+        """Take in the report of another graph of the same model."""
+        self.add(other.notes)
+        for mine, theirs in ((self.inputs, other.inputs), (self.seconds, other.seconds)):
+            mine.update(theirs)  # type: ignore[arg-type]
+        self.exchanges += other.exchanges
+        self.sharded_outputs += other.sharded_outputs
+        self.errors += other.errors
+
+    @property
+    def worst(self) -> float:
+        """The largest relative error that `verify` found."""
+        return max((error for _, error in self.errors), default=0.0)
+
+    @property
+    def fallbacks(self) -> list:
+        """What was gathered because nothing could do it on shards."""
+        return [note for note in self.notes if note.done in ("gather", "replicated")]
+
+    def count(self, op: str) -> int:
+        """How many exchanges of this op (all_to_all, all_gather, ...) the forward graph holds."""
+        return sum(e.op == op for e in self.exchanges)
+
+    def __str__(self) -> str:
+        return "\n\n".join(part for part in self._parts() if part)
+
+    def _parts(self) -> Iterable[str]:
+        found = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
+        yield f"{self.n} ranks; the sequence is {found or 'not an input dim'}"
+        if self.notes:
+            rows = [(note.done, note.node, note.where, note.why) for note in self.notes]
+            yield "Rewrites\n" + tabulate(
+                rows, headers=("pass", "node", "at", "what and why"), maxcolwidths=[None, 28, 44, 60]
+            )
+        if self.exchanges:
+            rows = [(e.op, e.shape, _bytes(e.forward), _bytes(e.backward), e.where) for e in self.exchanges]
+            total = (
+                "total",
+                "",
+                _bytes(_sum(e.forward for e in self.exchanges)),
+                _bytes(_sum(e.backward for e in self.exchanges)),
+                "",
+            )
+            headers = ("exchange", "local shape", "sent forward", "sent backward", "at")
+            yield "Collectives, bytes sent per rank\n" + tabulate(
+                [*rows, total], headers=headers, maxcolwidths=[None, 40, None, None, 44]
+            )
+        if self.errors:
+            yield "Against one device\n" + tabulate(
+                self.errors, headers=("value", "largest relative error"), floatfmt=".2e"
+            )
+
+
+def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
+    """Every collective of a validated local graph, in order."""
+    out = []
+    for node in local.graph.nodes:
+        name = getattr(node.target, "__name__", "").split(".")[0]
+        if (
+            node.op == "call_function"
+            and getattr(node.target, "namespace", "") == "sp"
+            and name in FORWARD_AND_BACKWARD
+        ):
+            out.append(_exchange(node, name, n))
+    return out
+
+
+def _exchange(node: Node, name: str, n: int) -> Exchange:
+    operands = [v for v in pytree.tree_leaves(node.args) if isinstance(v, Node)]
+    values = [v.meta["val"] for v in operands if isinstance(v.meta.get("val"), torch.Tensor)]
+    if name == "shard":  # its backward gathers what the forward returns
+        values = [node.meta["val"]]
+    nbytes = _sum(product(sizes(v.shape)) * v.element_size() for v in values)
+    there, back = (_scaled(formula, nbytes, n) for formula in FORWARD_AND_BACKWARD[name])
+    if not all(v.is_floating_point() for v in values):
+        back = 0
+    shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
+    shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
+    return Exchange(name, node.name, at(node), shown, there, back)
+
+
+def _scaled(formula: str, nbytes: Size, n: int) -> Size:
+    factor = {
+        "none": (0, 1),
+        "x": (1, 1),
+        "(n-1) x": (n - 1, 1),
+        "(n-1)/n x": (n - 1, n),
+        "2 (n-1)/n x": (2 * (n - 1), n),
+    }
+    times, over = factor[formula]
+    return nbytes * times // over if isinstance(nbytes, int) else nbytes * times / over
+
+
+def _sum(values: Iterable[Size]) -> Size:
+    total: Size = 0
+    for value in values:
+        total = total + value
+    return total
+
+
+def _bytes(value: Size) -> str:
+    if not isinstance(value, int):
+        return str(value)
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value} B"

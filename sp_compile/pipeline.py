@@ -1,0 +1,106 @@
+"""The passes, in order, over one captured graph; lints, re-analyses, times and records after every one."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from torch._logging import trace_structured
+from torch.fx import GraphModule
+
+from .errors import SpError
+from .explain import Report, exchanges_of
+from .layout import Shard
+from .passes.canonicalize import Canonicalize
+from .passes.draws import Draws
+from .passes.gather import Gather
+from .passes.localize import Localize
+from .passes.reduce import Means, Reduce
+from .passes.rewrite import Note, Rewrite, Settings, analyse
+from .passes.ulysses import Ulysses
+from .passes.validate import validate
+
+log = logging.getLogger(__name__)
+
+# Strategies first; what they leave is gathered. Each claims demands by kind and may be run alone, by hand.
+STRATEGIES: tuple[type[Rewrite], ...] = (Means, Ulysses, Reduce, Gather, Draws)
+MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
+
+
+def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tuple[GraphModule, Report]:
+    """Captured graph in the global view -> (graph of one rank, report).
+
+    fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence.
+    Raises SpError when no sequence is found in a whole model, or when a pass refuses.
+    """
+    report = Report(job.ranks.n)
+    clock = _Clock(gm, report)
+    Canonicalize()(gm)
+    clock.lap("canonicalize")
+    axes, plan = analyse(gm, job)
+    report.inputs = {
+        node.name: axes.sequence_dims(node)
+        for node in gm.graph.find_nodes(op="placeholder")
+        if axes.sequence_dims(node) and not node.meta.get("sp_param", False)
+    }
+    if not axes.sequences and job.ranks.n > 1:
+        _no_sequence(gm, report, fragment)
+    clock.lap("propagate")
+    for _ in range(MAX_ROUNDS):
+        if not plan.demands:
+            break
+        for strategy in STRATEGIES:
+            one = strategy(job)
+            if one.discharge(gm, plan):
+                _, plan = analyse(gm, job)
+            report.add(one.notes)
+            clock.lap(one.name)
+    assert not plan.demands, f"demands that no pass discharged: {plan.demands}"
+    local = Localize(gm, plan, job.ranks, job.param_grads).run()
+    clock.lap("localize")
+    validate(local, plan, job.ranks.n)
+    local.graph.lint()
+    clock.lap("validate")
+    report.exchanges = exchanges_of(local, job.ranks.n)
+    report.sharded_outputs = [
+        node.name for node in gm.graph.output_node().all_input_nodes if isinstance(plan.of(node), Shard)
+    ]
+    return local, report
+
+
+def _no_sequence(gm: GraphModule, report: Report, fragment: bool) -> None:
+    inputs = [n.name for n in gm.graph.find_nodes(op="placeholder") if not n.meta.get("sp_param", False)]
+    if not fragment:
+        raise SpError(
+            "no sequence found: the model has no attention or scan whose dim could be followed to an input. "
+            f"Name it: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {inputs}"
+        )
+    report.add(
+        [
+            Note(
+                "replicated",
+                "graph",
+                "a piece between graph breaks",
+                "it has no sequence; every rank runs it whole",
+            )
+        ]
+    )
+
+
+class _Clock:
+    """Seconds per pass, and the graph after each, for `TORCH_LOGS=+sp_compile` and tlparse."""
+
+    def __init__(self, gm: GraphModule, report: Report) -> None:
+        self.gm, self.report, self.last = gm, report, time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.report.seconds[name] = self.report.seconds.get(name, 0.0) + now - self.last
+        self.last = now
+        log.debug("after %s: %d nodes", name, len(self.gm.graph.nodes))
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"sp_{name}", "encoding": "string"},
+            payload_fn=lambda: self.gm.print_readable(print_output=False),
+            expect_trace_id=False,
+        )

@@ -1,0 +1,129 @@
+"""`explain` and `verify`: what would be done to a model, and whether it is right, with no processes and no GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .backend import lower
+from .config import SPConfig
+from .errors import SpError
+from .explain import Report
+from .mesh import Ranks
+from .simulate import GROUP, run_ranks
+
+
+def explain(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -> Report:
+    """What `backend="sp"` would do to `model(*args)` on `sp` ranks: rewrites, collectives with bytes, fallbacks.
+
+    Needs no processes; the model runs once, on one device. config: the fields of SPConfig, and `kwargs`, a dict of
+    keyword arguments of the model. Raises SpError as the backend would.
+    """
+    return _each_graph(model, args, sp, config, lambda gm, local, report, inputs: None)
+
+
+def verify(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -> Report:
+    """Run `model(*args)` on `sp` simulated ranks against one device, forward and backward.
+
+    The report's `errors` holds the largest relative error of every result and every gradient over the ranks; a random
+    model (dropout) is compared as drawn, so expect its errors to be large. config: as for `explain`.
+    """
+
+    def compare(gm: GraphModule, local: GraphModule, report: Report, inputs: Sequence[Any]) -> None:
+        reference = _run(gm, inputs)
+        for rank in run_ranks(sp, lambda _: _run(local, inputs)):
+            report.errors = _worst(report.errors, _errors(local, reference, rank))
+
+    return _each_graph(model, args, sp, config, compare)
+
+
+def _each_graph(
+    model: Callable[..., Any], args: Any, sp: int, config: dict[str, Any], visit: Callable[..., None]
+) -> Report:
+    """Lower every graph that Dynamo finds in the model for `sp` simulated ranks, visit it, and merge the reports."""
+    kwargs = config.pop("kwargs", {})
+    options = SPConfig.of(config)
+    total = Report(sp)
+    failure: list[SpError] = []
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            local, report = lower(gm, example_inputs, options, Ranks(sp, GROUP))
+        except SpError as error:
+            failure.append(error)
+            return gm.forward
+
+        def call(*inputs: Any) -> Any:
+            visit(gm, local, report, inputs)
+            total.merge(report)
+            return gm.forward(*inputs)
+
+        return call
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(*args, **kwargs)
+    torch._dynamo.reset()
+    if failure:
+        raise failure[0]
+    return total
+
+
+def _run(gm: GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]]:
+    """Results and gradients of a graph for fresh leaves; the cotangents are fixed, so that runs can be compared."""
+    leaves = [_leaf(x) for x in inputs]
+    with torch.enable_grad():
+        results = gm.forward(*leaves)
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
+    grads: list[Tensor | None] = [None] * len(wanted)
+    if outs and wanted:
+        grads = list(torch.autograd.grad(outs, wanted, [_cotangent(y) for y in outs], allow_unused=True))
+    return [y.detach() if isinstance(y, Tensor) else y for y in results], grads
+
+
+def _leaf(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _cotangent(y: Tensor) -> Tensor:
+    """Ones for a scalar (a loss), else fixed pseudo-random numbers."""
+    if y.numel() == 1:
+        return torch.ones_like(y)
+    index = torch.arange(y.numel(), device=y.device, dtype=torch.float64)
+    return torch.sin(index * 12.9898).view(y.shape).to(y.dtype)
+
+
+def _errors(gm: GraphModule, reference: Any, found: Any) -> list[tuple[str, float]]:
+    (results, grads), (here, here_grads) = reference, found
+    names = [n.name for n in gm.graph.find_nodes(op="placeholder") if n.meta.get("sp_grad", False)]
+    rows = [
+        (f"result {i}", _error(a, b)) for i, (a, b) in enumerate(zip(results, here)) if isinstance(a, Tensor)
+    ]
+    rows += [(f"gradient of {name}", _error(a, b)) for name, a, b in zip(names, grads, here_grads)]
+    return rows
+
+
+def _error(expected: Tensor | None, found: Tensor | None) -> float:
+    if expected is None or found is None:
+        missing = found if expected is None else expected
+        return 0.0 if missing is None or not missing.any() else float("inf")
+    if expected.shape != found.shape:
+        return float("inf")
+    if not expected.is_floating_point() and not expected.is_complex():
+        return 0.0 if torch.equal(expected, found) else float("inf")
+    if expected.numel() == 0 or torch.equal(expected.isnan(), found.isnan()) and expected.isnan().all():
+        return 0.0
+    worst = (expected - found).abs().max().item()
+    return worst / max(expected.abs().max().item(), 1e-30) if worst == worst else float("inf")
+
+
+def _worst(old: list[tuple[str, float]], new: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    if not old:
+        return new
+    return [(name, max(a, b)) for (name, a), (_, b) in zip(old, new)]

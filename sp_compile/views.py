@@ -1,0 +1,169 @@
+"""invert: the new value of a view's base, given the new value of the view.
+
+`y = x.transpose(0, 1); y.add_(1)` changes x as well. With y' the new y, x' = y'.transpose(0, 1): each view op has such an
+inverse, written here as one line a family.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+Emit = Callable[..., Node]
+
+
+@dataclass(frozen=True)
+class View:
+    """One application of a view op: `target(base, *args)` with all arguments by position and current."""
+
+    target: Any
+    base: Node
+    args: tuple[Any, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.base.meta["val"].shape
+
+
+def invert(view: View, new: Node, emit: Emit) -> Node | None:
+    """Nodes for the base of `view` after the view has become `new`; None where the op has no inverse."""
+    inverse = _INVERSES.get(view.target)
+    return inverse(view, new, emit) if inverse else None
+
+
+def sizes(node: Node, emit: Emit) -> list[Any]:
+    """`node`'s shape as numbers, or as sym_size nodes where it is symbolic."""
+    return [
+        int(s) if isinstance(s, int) or s.node.expr.is_number else emit(aten.sym_size.int, node, d)
+        for d, s in enumerate(node.meta["val"].shape)
+    ]
+
+
+def _same(view: View, new: Node, emit: Emit) -> Node:
+    return new
+
+
+def _detach(view: View, new: Node, emit: Emit) -> Node:
+    return emit(aten.detach.default, new)
+
+
+def _reshape(view: View, new: Node, emit: Emit) -> Node:
+    return emit(aten.reshape.default, new, sizes(view.base, emit))
+
+
+def _scatter(op: Any) -> Callable[[View, Node, Emit], Node]:
+    return lambda view, new, emit: emit(op, view.base, new, *view.args)
+
+
+def _narrow(view: View, new: Node, emit: Emit) -> Node:
+    dim, start, length = view.args
+    symbolic = isinstance(start, Node) or isinstance(length, Node)
+    end = emit(operator.add, start, length) if symbolic else start + length
+    return emit(aten.slice_scatter.default, view.base, new, dim, start, end)
+
+
+def _swap(view: View, new: Node, emit: Emit) -> Node:
+    return emit(view.target, new, *view.args)
+
+
+def _permute(view: View, new: Node, emit: Emit) -> Node:
+    order = [d % len(view.shape) for d in view.args[0]]
+    return emit(aten.permute.default, new, [order.index(i) for i in range(len(order))])
+
+
+def _expand(view: View, new: Node, emit: Emit) -> Node | None:
+    return new if new.meta["val"].shape == view.shape else None
+
+
+def _as_dtype(view: View, new: Node, emit: Emit) -> Node:
+    return emit(aten.view.dtype, new, view.base.meta["val"].dtype)
+
+
+def piece(split: View, index: int, new: Node, emit: Emit) -> Node | None:
+    """The base of a split after its piece number `index` has become `new`."""
+    join = _JOINS.get(split.target)
+    if join is None:
+        return None
+    pieces = emit(split.target, split.base, *split.args)
+    index %= len(pieces.meta["val"])
+    parts = [new if i == index else emit(operator.getitem, pieces, i) for i in range(len(pieces.meta["val"]))]
+    return emit(join, parts, split.args[_JOIN_DIM[split.target]] if _has_dim(split) else 0)
+
+
+def _has_dim(split: View) -> bool:
+    return len(split.args) > _JOIN_DIM[split.target]
+
+
+_JOINS = {
+    aten.unbind.int: aten.stack.default,
+    aten.split.Tensor: aten.cat.default,
+    aten.split.sizes: aten.cat.default,
+    aten.split_with_sizes.default: aten.cat.default,
+    aten.chunk.default: aten.cat.default,
+    aten.tensor_split.sections: aten.cat.default,
+    aten.tensor_split.indices: aten.cat.default,
+}
+_JOIN_DIM = {target: 0 if target is aten.unbind.int else 1 for target in _JOINS}
+
+_INVERSES: dict[Any, Callable[[View, Node, Emit], Node | None]] = {
+    # An op that copies only where it must shares storage, and so is seen here, only where it did not copy.
+    **dict.fromkeys(
+        (
+            aten.alias.default,
+            aten.contiguous.default,
+            aten.to.dtype,
+            aten.to.device,
+            aten.to.dtype_layout,
+            aten.to.other,
+            aten.type_as.default,
+        ),
+        _same,
+    ),
+    aten.detach.default: _detach,
+    **dict.fromkeys(
+        (
+            aten.view.default,
+            aten.view_as.default,
+            aten._unsafe_view.default,
+            aten.reshape.default,
+            aten.reshape_as.default,
+            aten.flatten.using_ints,
+            aten.unflatten.int,
+            aten.unsqueeze.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.ravel.default,
+        ),
+        _reshape,
+    ),
+    aten.slice.Tensor: _scatter(aten.slice_scatter.default),
+    aten.select.int: _scatter(aten.select_scatter.default),
+    aten.diagonal.default: _scatter(aten.diagonal_scatter.default),
+    aten.as_strided.default: _scatter(aten.as_strided_scatter.default),
+    aten.narrow.default: _narrow,
+    **dict.fromkeys(
+        (
+            aten.transpose.int,
+            aten.swapaxes.default,
+            aten.swapdims.default,
+            aten.t.default,
+            aten.mT.default,
+            aten.numpy_T.default,
+        ),
+        _swap,
+    ),
+    aten.permute.default: _permute,
+    aten.expand.default: _expand,
+    aten.expand_as.default: _expand,
+    aten.view.dtype: _as_dtype,
+    aten.view_as_real.default: lambda view, new, emit: emit(aten.view_as_complex.default, new),
+    aten.view_as_complex.default: lambda view, new, emit: emit(aten.view_as_real.default, new),
+}

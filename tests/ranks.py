@@ -1,0 +1,160 @@
+"""Real ranks for tests: four Gloo processes that live as long as the session.
+
+A test takes the ``ranks`` fixture and calls ``ranks.run(n, fn, *args)``; ``fn``, a function of a test
+module, runs in the first ``n`` processes. There it asks this module for its ``group()``, ``mesh()`` or
+``mesh2d(dp, sp)``. Nothing hangs: ranks that do not answer in time are named, killed and replaced.
+"""
+
+import functools
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+WORLD = 4
+TIMEOUT = 120.0
+GRACE = 5.0
+"""Seconds that the other ranks are given to answer once one has failed."""
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class RanksError(AssertionError):
+    """Some rank raised, died or did not answer."""
+
+
+# In a worker.
+
+_groups: dict[int, dist.ProcessGroup] = {}
+_running = 0
+
+
+def group(n: int | None = None) -> dist.ProcessGroup:
+    """The process group of the first ``n`` ranks; of the ranks of this call by default."""
+    return _groups[n or _running]
+
+
+def mesh(n: int | None = None) -> DeviceMesh:
+    """A 1-D mesh ("sp",) over the first ``n`` ranks; over the ranks of this call by default."""
+    return DeviceMesh.from_group(group(n), "cpu", mesh_dim_names=("sp",))
+
+
+@functools.cache
+def mesh2d(dp: int, sp: int) -> DeviceMesh:
+    """A 2-D mesh ("dp", "sp") over all four ranks; every rank has to ask for it."""
+    return init_device_mesh("cpu", (dp, sp), mesh_dim_names=("dp", "sp"))
+
+
+def _work(rank: int, store: str, pipe: Connection) -> None:
+    """A worker's life: join the groups, then answer calls until the pipe closes."""
+    global _running
+    torch.set_num_threads(1)
+    init = {"init_method": f"file://{store}", "timeout": timedelta(seconds=TIMEOUT)}
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, **init)
+    for n in range(1, WORLD):
+        _groups[n] = dist.new_group(range(n))
+    _groups[WORLD] = dist.group.WORLD
+    while True:
+        try:
+            _running, payload = pipe.recv()
+        except EOFError:
+            return
+        pipe.send_bytes(_answer(payload))
+
+
+def _answer(payload: bytes) -> bytes:
+    """Run one pickled call; the pickled (True, result) or (False, traceback)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    try:
+        fn, args = pickle.loads(payload)
+        return pickle.dumps((True, fn(*args)))
+    except Exception:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+# In the test process.
+
+
+class Ranks:
+    """The workers, started at the first call and again after a failure."""
+
+    def __init__(self) -> None:
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+
+    def run(self, n: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        """Call ``fn(*args)`` on ranks 0 to ``n - 1``; their results in rank order.
+
+        Raises RanksError with the traceback of every rank that raised and the names of those that died or
+        did not answer within ``timeout`` seconds.
+        """
+        payload = pickle.dumps((fn, args))
+        if not self._processes or not all(process.is_alive() for process in self._processes):
+            self.close()
+            self._start()
+        for pipe in self._pipes[:n]:
+            pipe.send((n, payload))
+        answers = self._collect(n, timeout)
+        silent = [rank for rank in range(n) if rank not in answers]
+        failures = [f"rank {r} of {n}:\n{text}" for r, (ok, text) in sorted(answers.items()) if not ok]
+        if silent:
+            self.close()
+            failures.append(f"no answer from ranks {silent} of {n}")
+        if failures:
+            raise RanksError("\n".join(failures))
+        return [answers[rank][1] for rank in range(n)]
+
+    def close(self) -> None:
+        """Kill the workers."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = tempfile.mktemp(dir=self._folder.name)
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, store, theirs), daemon=True)
+            with mock.patch.dict(os.environ, ENVIRONMENT):
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, n: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """The answers of the ranks that gave one."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = {self._pipes[rank]: rank for rank in range(n)}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                    continue
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return answers
