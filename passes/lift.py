@@ -10,14 +10,30 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..layout import REPLICATE, Plan, Replicate
-from ..rule import is_tensor, lookup, transfer_of
+from ..rule import lookup, transfer_of
 
 
-def lifted_nodes(gm: GraphModule, plan: Plan) -> set[Node]:
+def differentiable_nodes(gm: GraphModule) -> set[Node]:
+    """Values that may need a gradient: floats that depend on an input or parameter which requires one."""
+    out: set[Node] = set()
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr"):
+            known = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+            if known and node.meta.get("sp_grad", True):
+                out.add(node)
+        elif node.op == "call_function" and any(a in out for a in node.all_input_nodes):
+            integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+            if not integral and node.target is not torch.ops.aten.detach.default:
+                out.add(node)
+    return out
+
+
+def lifted_nodes(gm: GraphModule, plan: Plan, differentiable: set[Node]) -> set[Node]:
     """Nodes that run alike on every rank and whose every use takes a summand of the gradient."""
     lifted: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        if _liftable(node, plan) and node.users and all(_takes_summand(node, u, plan, lifted) for u in node.users):
+        if node in differentiable and _liftable(node, plan) and node.users and all(_takes_summand(node, u, plan, lifted) for u in node.users):
             lifted.add(node)
     return lifted
 
@@ -26,13 +42,7 @@ def _liftable(node: Node, plan: Plan) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node in plan.wants:
         return False
     value = node.meta.get("val")
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and plan.of(node) == REPLICATE
-        and transfer_of(node.target) is None
-        and any(is_tensor(a) and a.meta["val"].is_floating_point() for a in node.all_input_nodes)
-    )
+    return isinstance(value, torch.Tensor) and plan.of(node) == REPLICATE and transfer_of(node.target) is None
 
 
 def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> bool:

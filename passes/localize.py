@@ -21,7 +21,7 @@ from ..materialize import Sizes
 from ..mesh import Ranks
 from ..rule import Call, Factors, Reshape, Window, is_tensor, lookup, transfer_of
 from ..shapes import size
-from .lift import lifted_nodes
+from .lift import differentiable_nodes, lifted_nodes
 
 sp, aten = torch.ops.sp, torch.ops.aten
 BUCKET_BYTES = 25 << 20  # as DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward
@@ -38,7 +38,8 @@ class Localize:
         self.env: dict[Node, Node] = {}
         self.aliases: dict[Node, tuple[Node, ...]] = {}  # windows: one local value stands for several results
         self.converted: dict[tuple[Node, Placement], Node] = {}
-        self.lifted = lifted_nodes(gm, plan)
+        self.differentiable = differentiable_nodes(gm)
+        self.lifted = lifted_nodes(gm, plan, self.differentiable)
 
     def run(self) -> GraphModule:
         """The local GraphModule, with `meta['sp_global']` on every node that stands for a node of the global view."""
@@ -68,7 +69,7 @@ class Localize:
     def _keep(self, old: Node, new: Node) -> None:
         """`new` computes on this rank what `old` computes in the global view."""
         new.meta.update({k: v for k, v in old.meta.items()})
-        new.meta["sp_global"] = old
+        new.meta.update(sp_global=old, sp_grad=old in self.differentiable)
         self.env[old] = new
 
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
@@ -183,7 +184,7 @@ class Localize:
             raise AssertionError(f"{source} is {have} where {user} wants {want}: a demand was not discharged")
         if isinstance(want, Shard) and isinstance(have, Replicate):
             return self._converted(source, want, user)
-        if isinstance(want, Replicate) and want.partial_grad and _differentiable(source):
+        if isinstance(want, Replicate) and want.partial_grad and source in self.differentiable:
             if not (isinstance(have, Replicate) and have.partial_grad) and source not in self.lifted:
                 return self._converted(source, want, user)
         return self.env[source]
@@ -202,13 +203,14 @@ class Localize:
                     both = self._call(sp.reduce_grad.default, ([local], self.param_grads, n, group), user)
                 with self.graph.inserting_after(both):
                     new = self._call(operator.getitem, (both, 0), user)
+            new.meta["sp_grad"] = source in self.differentiable
             self.converted[key] = new
         return self.converted[key]
 
     def _reduce_param_grads(self, sources: Iterable[Node]) -> None:
         """One sp::reduce_grad per bucket of parameters: one collective a bucket in the backward, not one a parameter."""
         want = Replicate(partial_grad=True)
-        wanted = [s for s in sources if _differentiable(s) and self._enters_shards(s)]
+        wanted = [s for s in sources if s in self.differentiable and self._enters_shards(s)]
         for bucket in _buckets(wanted):
             args = ([self.env[s] for s in bucket], self.param_grads, self.ranks.n, self.ranks.group)
             both = self.graph.call_function(sp.reduce_grad.default, args)
@@ -226,13 +228,6 @@ class Localize:
                 if any(o is source and isinstance(w, Replicate) and w.partial_grad for o, w in pairs):
                     return True
         return False
-
-
-def _differentiable(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and node.meta.get(
-        "sp_grad", True
-    )
 
 
 def _buckets(sources: list[Node]) -> list[list[Node]]:

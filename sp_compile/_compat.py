@@ -50,7 +50,9 @@ __all__ = [
     "enable_python_dispatcher",
     "enter_autocast",
     "exit_autocast",
+    "get_data",
     "invoke_subgraph",
+    "has_autocast_kernel",
     "is_functorch_tensor",
     "make_fx",
     "register_hook_op",
@@ -66,6 +68,7 @@ __all__ = [
 ]
 
 set_grad_enabled = torch._C._set_grad_enabled
+get_data = torch._C._autograd._get_data_attr
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 # Calls that change Python state around attention; Dynamo leaves them in its graph and no dispatcher sees them.
@@ -75,6 +78,11 @@ PYTHON_STATE_CALLS = frozenset({torch.nn.attention._backend_from_string, torch.n
 def reset_functorch() -> None:
     """Pop the vmap/grad levels that a failed trace has left pushed."""
     torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
+
+
+def has_autocast_kernel(op: torch._ops.OpOverload, device_type: str) -> bool:
+    """Does autocast change the dtype that `op` computes in?"""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), f"Autocast{device_type.upper()}")
 
 
 def active_tracer() -> Any:

@@ -17,8 +17,6 @@ from torch.fx import GraphModule
 from .errors import SpError
 from .mesh import Ranks
 
-WORDS = 3  # status, graph, sizes
-
 
 def fingerprint(gm: GraphModule) -> int:
     """63 bits of the text of a graph: targets, arguments, local shapes. The group's name is left out."""
@@ -72,9 +70,9 @@ class Agreed:
         on_cpu = "gloo" in str(dist.get_backend(group)) or not torch.cuda.is_available()
         device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         sent = torch.tensor(words, dtype=torch.int64, device=device)
-        received = torch.empty(self.ranks.n * WORDS, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(received, sent, group=group)
-        return received.view(self.ranks.n, WORDS).tolist()
+        received = [torch.empty_like(sent) for _ in range(self.ranks.n)]
+        dist.all_gather(received, sent, group=group)
+        return [words.tolist() for words in received]
 
     def _disagreement(self, everyone: list[list[int]], given: list[str]) -> str:
         """Every rank is here, so a second exchange, of words this time, is safe."""

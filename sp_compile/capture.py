@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ._compat import (
     ConstantSource,
@@ -50,6 +50,7 @@ def capture(
     for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         node.meta["requires_grad"] = isinstance(value, torch.Tensor) and value.requires_grad
     functionalize(captured)
+    _refuse_written_aliases(captured, example_inputs)
     return _finish(captured)
 
 
@@ -119,6 +120,26 @@ def _keep_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
     if hasattr(gm, "_param_name_to_source"):
         constants = {name: ConstantSource(name) for name, _ in captured.named_buffers()}
         captured._param_name_to_source = {**gm._param_name_to_source, **constants}
+
+
+def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """An input written through one name and read through another: no graph over separate values can say that."""
+    placeholders = captured.graph.find_nodes(op="placeholder")
+    owners: dict[int, list[Node]] = {}
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            owners.setdefault(value.untyped_storage()._cdata, []).append(node)
+    written = {
+        n.args[0] for n in captured.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    }
+    for names in owners.values():
+        changed = next((n for n in names if n in written), None)
+        if changed is not None and len(names) > 1:
+            other = next(n for n in names if n is not changed)
+            raise SpError(
+                f"the input {changed.name} is changed in place and shares memory with the input {other.name}; "
+                "pass a clone of one of them"
+            )
 
 
 def _drop_dead(gm: GraphModule) -> None:

@@ -126,7 +126,7 @@ def _exchange(node: Node, name: str, n: int) -> Exchange:
         values = [node.meta["val"]]
     nbytes = _sum(product(sizes(v.shape)) * v.element_size() for v in values)
     there, back = (_scaled(formula, nbytes, n) for formula in FORWARD_AND_BACKWARD[name])
-    if not all(v.is_floating_point() for v in values):
+    if not all(v.is_floating_point() for v in values) or not node.meta.get("sp_grad", True):
         back = 0
     shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")

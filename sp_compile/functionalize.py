@@ -10,15 +10,22 @@ out= variants), which work on a private clone.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from . import views
-from ._compat import detect_fake_mode, enter_autocast, exit_autocast, is_functorch_tensor, set_grad_enabled
+from ._compat import (
+    detect_fake_mode,
+    enter_autocast,
+    exit_autocast,
+    has_autocast_kernel,
+    is_functorch_tensor,
+    set_grad_enabled,
+)
 from .errors import SpError, at
 from .inplace import (
     Mutation,
@@ -241,13 +248,27 @@ class _Renaming:
             self.adopt(node)
 
     def new_value(self, node: Node, m: Mutation, args: Any, kwargs: Any, emit: views.Emit) -> Node:
-        value = m.value(args, kwargs, emit)
         expected = m.targets[0].meta["val"]
-        if value.meta["val"].dtype != expected.dtype or (self.autocast and expected.is_floating_point()):
+        with self.as_in_place(node, expected.device):
+            value = m.value(args, kwargs, emit)
+        if value.meta["val"].dtype != expected.dtype:
             value = emit(aten.to.dtype, value, expected.dtype)
         if value.meta["val"].shape != expected.shape:
             value = emit(aten.expand.default, value, views.sizes(args[0], emit))
         return value
+
+    @contextmanager
+    def as_in_place(self, node: Node, device: torch.device) -> Iterator[None]:
+        """Autocast changes the dtype of some ops but not of their in-place variants: keep it off for these."""
+        op = functional_form(node.target)
+        if not self.autocast or op is None or not has_autocast_kernel(op, device.type):
+            yield
+            return
+        token = self.graph.call_function(enter_autocast, (device.type, None, False, None))
+        with torch.autocast(device.type, enabled=False):
+            yield
+        leave = self.graph.call_function(exit_autocast, (token,))
+        token.meta["val"] = leave.meta["val"] = None
 
     def check_owner(self, node: Node, target: Node) -> None:
         root = self.root(target)
@@ -266,10 +287,11 @@ class _Renaming:
     def assign(self, node: Node, target: Node, value: Node) -> None:
         """Let `target` be `value` from here on, and with it the tensor of which `target` is a view."""
         emit = self.emitter(node)
-        if not self.grad and any(self.differentiable(a) for a in _nodes(self.calls[node])):
-            value = emit(aten.detach.default, value)
-        elif self.grad and any(self.differentiable(a) for a in _nodes(self.calls[node])):
-            self.wants_grad |= {target} if target in self.outside else {target, self.root(target)}
+        if any(self.differentiable(a) or self.differentiable(self.root(a)) for a in _nodes(self.calls[node])):
+            if not self.grad:
+                value = emit(aten.detach.default, value)
+            else:
+                self.wants_grad |= {target} if target in self.outside else {target, self.root(target)}
         root, whole, view = self.root(target), value, target
         while view in self.parent:
             whole = self.base_after(node, view, whole, emit)

@@ -89,12 +89,17 @@ def functional_form(target: OpOverload) -> OpOverload | None:
     """aten.add_.Tensor -> aten.add.Tensor; None where there is none."""
     if target.namespace != "aten":
         return None
-    name = target._schema.name.split("::")[1]
-    base, overload = _base_name(name), target._overloadname
-    base, overload = _RENAMED.get((base, overload), (base, overload))
-    packet = getattr(aten, base, None) if base else None
-    found = getattr(packet, overload, None) if packet else None
-    return found if found is not None and not found._schema.is_mutable else None
+    base = _base_name(target._schema.name.split("::")[1])
+    packet = getattr(aten, _RENAMED.get(base, base), None) if base else None
+    for overload in packet.overloads() if packet else ():
+        found = getattr(packet, overload)
+        if not found._schema.is_mutable and _signature(found) == _signature(target):
+            return found
+    return None
+
+
+def _signature(op: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
 # Where dropping the underscore gives another op, or none.

@@ -21,6 +21,7 @@ from ._compat import (
     active_tracer,
     autograd_function_apply,
     enable_python_dispatcher,
+    get_data,
     make_fx,
     register_hook_op,
     reset_functorch,
@@ -91,6 +92,8 @@ class _Lower(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in PYTHON_STATE_CALLS:
             return self.python_state(target, args, kwargs)
+        if target is get_data:
+            return args[0].detach()
         if target is autograd_function_apply:
             return self.autograd_function(target, args, kwargs)
         if target is register_hook_op:

@@ -108,7 +108,7 @@ def norms_and_softmax() -> None:
     one(aten.rms_norm.default, f(2, 4, 6), [6], f(6))
     one((aten.log_softmax.int, aten.softmax.int), f(2, 4, 6), -1)
     one((aten._log_softmax.default, aten._softmax.default), f(2, 4, 6), 1, False)
-    one((aten.log_softmax.int, aten.softmax.int), f(()), 0) if False else None
+    one((aten.log_softmax.int, aten.softmax.int), f(), 0)
     one(aten.glu.default, f(2, 4, 12), -1)
 
 
@@ -152,6 +152,11 @@ def embedding_and_indexing() -> None:
                 one(op, x, indices, torch.randn(put.shape, dtype=x.dtype, generator=_generator), True)
                 one(op, x, indices, f(1), True)
     one(aten.index_put.default, x, [None, i(6, 4)], f(4, 1, 2, 6), True)
+    for values in (f(), f(1), f(2, 6), f(1, 1, 6)):
+        one(aten.index_put.default, x, [b(4, 6)], values)
+    one(aten.index_put.default, f(6, 4), [torch.arange(6) < 3], f(3, 4))
+    one(aten.select_scatter.default, f(2, 4, 6), f(2, 6), 1, -1)
+    one(aten.slice_scatter.default, f(2, 4, 6), f(2, 4, 3), -1, 1, 4)
     one(aten.index_add.default, f(4, 6), 1, i(6, 4), f(4, 4))
     one(aten.index_copy.default, f(4, 6), 1, torch.tensor([3, 0, 5, 1]), f(4, 4))
     one(aten.index_fill.int_Scalar, f(4, 6), 1, i(6, 2), 7.0)
@@ -213,7 +218,17 @@ def _some_ignored(target: Tensor) -> Tensor:
 
 def reductions() -> None:
     x = f(2, 4, 6)
-    whole = """all any amax amin aminmax argmax argmin count_nonzero max mean median min nanmean nanmedian nansum
+    position = torch.arange(48).view(2, 4, 6)
+    one((aten.all.default,), position != 20)
+    one((aten.any.default,), position == 20)
+    for dim in (1, -1):
+        one(aten.all.dim, position != 20, dim, dim < 0)
+        one(aten.any.dim, position == 20, dim, dim < 0)
+        one(aten.all.dims, position != 20, [dim], dim < 0)
+        one(aten.any.dims, position == 20, [dim], dim < 0)
+    one(aten.all.dims, position != 20, None)
+    one(aten.any.dims, position == 20, None)
+    whole = """amax amin aminmax argmax argmin count_nonzero max mean median min nanmean nanmedian nansum
     prod std std_mean sum var var_mean""".split()
     for name in whole:
         one(getattr(aten, name).default, x)
@@ -235,8 +250,8 @@ def reductions() -> None:
         flag = (True,) if packet[:3] in ("std", "var") else ()
         one(op, x, [-1], *flag)
         one(op, x, [0, 1], *flag, True)
-        one(op, x, None if packet in ("all", "any") else [], *flag)
-    for name in "all any max median min nanmedian".split():
+        one(op, x, [], *flag)
+    for name in "max median min nanmedian".split():
         one(getattr(aten, name).dim, x, 1)
         one(getattr(aten, name).dim, x, -1, True)
     one((aten.kthvalue.default,), x, 2, 1)
@@ -308,8 +323,12 @@ def views() -> None:
     one(aten.repeat_interleave.self_int, x, 3)
     one((aten.cat.default, aten.concat.default, aten.concatenate.default), [x, f(2, 2, 6)], 1)
     one(aten.cat.default, [x, f(0)], -1)
+    one(aten.cat.default, [f(2, 0, 6), x], 1)
+    one(aten.cat.default, [f(2, 0, 6), x, f(0), x], 1)
+    one(aten.cat.default, [f(4), f(0), f(2)])
     one(aten.stack.default, [x, f(2, 4, 6)], 1)
-    one((aten.meshgrid.default, aten.meshgrid.indexing), [f(4), f(6)])
+    one(aten.meshgrid.default, [f(4), f(6)])
+    one(aten.meshgrid.indexing, [f(4), f(6)], indexing="ij")
     one(aten.meshgrid.indexing, [f(4), f(6), f(2)], indexing="xy")
     one(aten.flip.default, x, [1])
     one(aten.roll.default, x, [1, 2], [0, -1])
@@ -370,7 +389,12 @@ def images() -> None:
 
 def others() -> None:
     x = f(2, 4, 6)
+    one((aten.bernoulli.default,), unit(2, 4, 6))
+    one(aten.bernoulli.Tensor, x, unit(2, 4, 6))
     one(aten.copy.default, x, f(4, 1))
+    one(aten.fill.Tensor, x, f())
+    one(aten.masked_fill.Tensor, x, b(4, 6), f())
+    one(aten.randint_like.low_dtype, x, 1, 5)
     one((aten.feature_alpha_dropout.default, aten.feature_dropout.default), x, 0.5, True)
     one(aten.prelu.default, x, f(4))
     one(aten.prelu.default, x, f(1))
@@ -395,24 +419,49 @@ def others() -> None:
     one(aten.scalar_tensor.default, 1.0)
 
 
+_BY_NAME = {
+    "condition": b,
+    "decimals": 1,
+    "device": torch.device("cpu"),
+    "dtype": torch.float32,
+    "mask": b,
+    "rounding_mode": "floor",
+    "train": False,
+}
+_DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
+
+
 def of_pointwise(op: Any) -> list[Sample]:
-    """Values for each argument of a pointwise op, by type: one sample of like shapes and one that broadcasts."""
+    """Values for the required arguments of a pointwise op, of a dtype it takes: operands alike, and broadcasting."""
     out = []
-    for shapes in [((2, 6), (2, 6), (2, 6)), ((4, 1), (6,), (2, 1, 1))]:
-        given = iter(shapes)
-        args, kwargs = [], {}
-        for a in op._schema.arguments:
-            value = _value(op, a, given)
-            if value is not None or not a.has_default_value():
-                (kwargs if a.kwarg_only else args).append(value) if not a.kwarg_only else kwargs.update(
-                    {a.name: value}
-                )
-        out.append((tuple(args), kwargs))
+    for shapes in [((2, 6), (2, 6), (2, 6)), ((4, 1), (6,), (2, 1, 1)), ((6,), (4, 6), (2, 4, 1))]:
+        for dtype in _DTYPES:
+            sample = _pointwise_sample(op, shapes, dtype)
+            try:
+                op(*sample[0], **sample[1])
+            except (RuntimeError, NotImplementedError):
+                continue
+            out.append(sample)
+            break
     return out
 
 
-def _value(op: Any, argument: Any, shapes: Any) -> Any:
-    raise NotImplementedError
+def _pointwise_sample(op: Any, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> Sample:
+    given = iter(shapes)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in op._schema.arguments:
+        if argument.has_default_value():
+            continue
+        kind = str(argument.type)
+        value = _BY_NAME.get(argument.name, 0.5 if kind == "float" else 2)
+        if kind == "Tensor":
+            value = b(*next(given)) if value is b else (unit(*next(given)) * 3).to(dtype)
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return tuple(args), kwargs
 
 
 def build() -> Mapping[Any, list[Sample]]:

@@ -66,10 +66,10 @@ def _index_dims(shapes: list[tuple[Size, ...]]) -> tuple[Dims, tuple[Dims, ...]]
 
 @rule_of(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put(call: Call) -> Factors | None:
-    """Only the dims that no index names pass, and only if the values spell them out."""
+    """Only the dims that no index names pass."""
     at = _indexed(call)
     if at is None:
-        return None
+        return _masked_put(call)
     dims = names(call.ndim())
     shapes = [call.shape(i) for i in range(1, len(call.operands) - 1)]
     depth = max(len(s) for s in shapes)
@@ -86,6 +86,28 @@ def _index_put(call: Call) -> Factors | None:
         | {dims[d] for d in at}
     )
     return Factors((dims, *drawn, values), (dims,), dict.fromkeys(sorted(whole), "whole"))
+
+
+def _masked_put(call: Call) -> Factors | None:
+    """x[mask] = value: pointwise, as long as one value serves every position of the mask."""
+    dims, values = names(call.ndim()), call.shape("values")
+    if len(call.operands) != 3 or call["indices"][0] is not call.operands[1]:
+        return None
+    mask = dims[: call.ndim(1)]
+    rest = dims[len(mask) :]
+    if len(values) > len(rest) and not all(same(s, 1) for s in values[: len(values) - len(rest)]):
+        return None
+    target, extents = ("", *rest), (0, *call.shape()[len(mask) :])
+    return Factors((dims, mask, broadcast(values, extents, target)), (dims,))
+
+
+@rule_of(aten.select_scatter.default, aten.slice_scatter.default)
+def _dim_scatter(call: Call) -> Factors:
+    """x with a part of one dim written from a source that has the other dims alike."""
+    dims, at = names(call.ndim("self")), wrap(call["dim"], call.ndim("self"))
+    written = (f"source{at}",) if call.ndim("src") == len(dims) else ()
+    source = (*dims[:at], *written, *dims[at + 1 :])
+    return Factors((dims, source), (dims,), dict.fromkeys((dims[at], *written), "whole"))
 
 
 @rule_of(aten.index_select.default)

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import torch
 
-from ..rule import Call, Factors, rule, rule_of
+from ..rule import Call, Factors, RuleFunction, rule, rule_of
 from ._build import bind
 
 aten = torch.ops.aten
 
-rule(aten.addbmm.default, "n m, b n i, b i m -> n m", whole="b i")
-rule(aten.addmm.default, "n m, n i, i m -> n m", whole="i")
-rule(aten.addmv.default, "n, n i, i -> n", whole="i")
-rule(aten.baddbmm.default, "b n m, b n i, b i m -> b n m", whole="i")
 rule(aten.bmm.default, "b n i, b i m -> b n m", sum="i")
 rule([aten.dot.default, aten.inner.default, aten.vdot.default], "i, i -> ", sum="i")
 rule([aten.ger.default, aten.outer.default], "n, m -> n m")
 rule(aten.mm.default, "n i, i m -> n m", sum="i")
 rule(aten.mv.default, "n i, i -> n", sum="i")
+
+
+def _added(text: str, whole: str) -> RuleFunction:
+    """A product plus an addend that broadcasts to it (a bias is a vector). The sum would add it once per rank."""
+    result = text.partition("->")[2].split()
+
+    def instantiate(call: Call) -> Factors | None:
+        addend = " ".join(result[len(result) - call.ndim() :])
+        return bind(call, f"{addend}, {text}", whole=whole)
+
+    return instantiate
+
+
+rule_of(aten.addbmm.default)(_added("b n i, b i m -> n m", whole="b i"))
+rule_of(aten.addmm.default)(_added("n i, i m -> n m", whole="i"))
+rule_of(aten.addmv.default)(_added("n i, i -> n", whole="i"))
+rule_of(aten.baddbmm.default)(_added("b n i, b i m -> b n m", whole="i"))
 
 
 @rule_of(aten.bilinear.default)

@@ -19,6 +19,7 @@ rule_of(
     aten.normal.Tensor_float,
     aten.normal.float_Tensor,
     aten.poisson.default,
+    aten.uniform.default,
 )(pointwise_rule)
 
 

@@ -15,11 +15,13 @@ aten = torch.ops.aten
 def _reduce(kind: str) -> RuleFunction:
     """Reduce the dims of the argument `dim` (all without it); those kept by `keepdim` have no name."""
 
-    def instantiate(call: Call) -> Factors:
+    def instantiate(call: Call) -> Factors | None:
         dims = names(call.ndim())
         at = dims_of(call.get("dim"), len(dims)) if dims else ()
         kept = replaced(dims, at, "")
         result = kept if call.get("keepdim") else tuple(f for f in kept if f)
+        if len(result) != call.results()[0].ndim:  # all.dims takes [] for no dims, the others for all
+            return None
         return Factors((dims,), tuple(result for _ in call.results()), {dims[d]: kind for d in at})
 
     return instantiate

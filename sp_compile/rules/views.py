@@ -149,16 +149,27 @@ def _repeat_interleave(call: Call) -> Factors | None:
 
 
 @rule_of(aten.cat.default, aten.concat.default, aten.concatenate.default)
-def _cat(call: Call) -> Factors | None:
-    """Along its dim a concatenation needs every operand whole (empty 1-d operands, which torch skips, have no rule)."""
+def _cat(call: Call) -> Factors:
+    """Along its dim every operand is needed whole, unless the others are empty, as a cache is at first.
+
+    torch skips an operand of shape (0,) whatever the dims of the others.
+    """
     ndim = len(call.result_shapes()[0])
-    dims = names(ndim)
-    at = wrap(call["dim"], ndim)
-    if any(call.ndim(i) != ndim for i in range(len(call.operands))):
-        return None
-    operands = tuple(replaced(dims, [at], f"part{i}_") for i in range(len(call.operands)))
-    kinds = {o[at]: "whole" for o in operands}
-    return Factors(operands, (replaced(dims, [at], "all"),), kinds, lazy=True)
+    dims, at = names(ndim), wrap(call["dim"], ndim)
+    shapes = [call.shape(i) for i in range(len(call.operands))]
+    skipped = [len(shape) == 1 and same(shape[0], 0) and ndim > 1 for shape in shapes]
+    parts = [i for i, shape in enumerate(shapes) if not skipped[i] and not same(shape[at], 0)]
+    if len(parts) == 1:
+        rows = ["" if i not in parts else dims[at] for i in range(len(shapes))]
+        return Factors(_joined(dims, at, skipped, rows), (dims,), lazy=True)
+    rows = [f"part{i}" for i in range(len(shapes))]
+    kinds = {rows[i]: "whole" for i in range(len(shapes)) if not skipped[i]}
+    return Factors(_joined(dims, at, skipped, rows), ((*dims[:at], "all", *dims[at + 1 :]),), kinds, lazy=True)
+
+
+def _joined(dims: Dims, at: int, skipped: Sequence[bool], rows: Sequence[str]) -> tuple[Dims, ...]:
+    pairs = zip(skipped, rows, strict=True)
+    return tuple(("",) if skip else (*dims[:at], row, *dims[at + 1 :]) for skip, row in pairs)
 
 
 @rule_of(aten.stack.default)
