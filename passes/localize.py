@@ -12,26 +12,51 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
+from ..errors import SpError, at
 from ..layout import Frame, Partial, Placement, Plan, Replicate, Shard
 from ..materialize import Sizes
 from ..mesh import Ranks
 from ..rule import Call, Factors, Reshape, Window, is_tensor, lookup, transfer_of
 from ..shapes import size
 from .lift import differentiable_nodes, lifted_nodes
+from .rewrite import Settings, analyse, settings
 
 sp, aten = torch.ops.sp, torch.ops.aten
 BUCKET_BYTES = 25 << 20  # as DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward
 KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "original_aten", "seq_nr")
 
 
-class Localize:
-    """Rewrites a graph in the global view, whose Plan has no demand left, into the graph of one rank."""
+class Localize(PassBase):
+    """The pass, by hand: `Localize(2)(graph_module)`. Raises SpError while the graph has demands left."""
 
-    def __init__(self, gm: GraphModule, plan: Plan, ranks: Ranks, param_grads: str = "reduce") -> None:
+    def __init__(self, ranks: Ranks | int | Settings, **options: Any) -> None:
+        super().__init__()
+        self.job = settings(ranks, **options)
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        plan = analyse(graph_module, self.job)[1]
+        if plan.demands:
+            first = plan.demands[0]
+            raise SpError(
+                f"{first.node.name} at {at(first.node)} still demands ({first.kind}): {first.why}; "
+                "run a pass that claims it first, such as passes.gather.Gather"
+            )
+        return PassResult(localize(graph_module, plan, self.job), True)
+
+
+def localize(gm: GraphModule, plan: Plan, job: Settings) -> GraphModule:
+    """The graph of one rank, made from a graph in the global view whose Plan has no demand left."""
+    return _Localizer(gm, plan, job.ranks, job.param_grads).run()
+
+
+class _Localizer:
+    def __init__(self, gm: GraphModule, plan: Plan, ranks: Ranks, param_grads: str) -> None:
         self.old, self.plan, self.ranks, self.param_grads = gm, plan, ranks, param_grads
         self.graph = Graph()
         self.graph._codegen = gm.graph._codegen

@@ -2,9 +2,12 @@
 
 from . import lowering as _lowering  # noqa: F401  (registers the sp:: ops)
 from . import rules as _rules  # noqa: F401  (registers the sharding rules)
+from .capture import capture_export
 from .config import SPConfig
 from .errors import SpError
+from .explain import Report
+from .pipeline import parallelize
 from .rule import rule as sharding_rule
 from .verify import explain, verify
 
-__all__ = ["SPConfig", "SpError", "explain", "sharding_rule", "verify"]
+__all__ = ["Report", "SPConfig", "SpError", "capture_export", "explain", "parallelize", "sharding_rule", "verify"]

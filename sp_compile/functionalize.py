@@ -1,4 +1,4 @@
-"""functionalize: GraphModule -> GraphModule in which no value ever changes (in place; pre-dispatch ATen, before autograd).
+"""functionalize: GraphModule -> GraphModule in which no value ever changes (pre-dispatch ATen, before autograd).
 
 Renaming, as in SSA. Aliases are read off the fake values (same storage), each with the view op that made it. An
 in-place op on a view becomes the functional op; the new value of the view's base follows by inverting the view ops, and

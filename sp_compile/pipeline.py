@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 from torch._logging import trace_structured
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from .capture import capture_export
+from .config import SPConfig
 from .errors import SpError
 from .explain import Report, exchanges_of
 from .layout import Shard
+from .mesh import Ranks, resolve
 from .passes.canonicalize import Canonicalize
 from .passes.draws import Draws
 from .passes.gather import Gather
-from .passes.localize import Localize
+from .passes.localize import localize
 from .passes.reduce import Means, Reduce
 from .passes.rewrite import Note, Rewrite, Settings, analyse
 from .passes.ulysses import Ulysses
 from .passes.validate import validate
+from .simulate import GROUP
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +62,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
             report.add(one.notes)
             clock.lap(one.name)
     assert not plan.demands, f"demands that no pass discharged: {plan.demands}"
-    local = Localize(gm, plan, job.ranks, job.param_grads).run()
+    local = localize(gm, plan, job)
     clock.lap("localize")
     validate(local, plan, job.ranks.n)
     local.graph.lint()
@@ -66,6 +72,30 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         node.name for node in gm.graph.output_node().all_input_nodes if isinstance(plan.of(node), Shard)
     ]
     return local, report
+
+
+def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:
+    """Every pass on an exported program: the module that each rank runs, with the program's calling convention.
+
+    sp: the number of ranks, for a look or a simulation without processes; None takes config's mesh or the default
+    group. config: the fields of SPConfig; seq_dims names inputs of the exported graph. The report is in
+    `meta["sp_report"]`. Raises SpError as the backend would.
+    """
+    options = SPConfig(**config)
+    gm = capture_export(program)
+    job = Settings(
+        resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP),
+        seq_dims=None if isinstance(options.seq_dims, str) else options.seq_dims,
+        gather_outputs=options.outputs == "gather",
+        attention=options.attention,
+        fallback=options.fallback,
+        param_grads=options.param_grads,
+    )
+    if options.inputs == "local":
+        raise SpError("inputs='local' is for torch.compile: an exported program has its sequence length already")
+    local, report = run_pipeline(gm, job)
+    local.meta["sp_report"] = report
+    return local
 
 
 def _no_sequence(gm: GraphModule, report: Report, fragment: bool) -> None:

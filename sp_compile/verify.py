@@ -16,6 +16,8 @@ from .explain import Report
 from .mesh import Ranks
 from .simulate import GROUP, run_ranks
 
+ROUNDING = 1e-6
+
 
 def explain(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -> Report:
     """What `backend="sp"` would do to `model(*args)` on `sp` ranks: rewrites, collectives with bytes, fallbacks.
@@ -120,7 +122,7 @@ def _error(expected: Tensor | None, found: Tensor | None) -> float:
     if expected.numel() == 0 or torch.equal(expected.isnan(), found.isnan()) and expected.isnan().all():
         return 0.0
     worst = (expected - found).abs().max().item()
-    return worst / max(expected.abs().max().item(), 1e-30) if worst == worst else float("inf")
+    return worst / max(expected.abs().max().item(), floor, 1e-30) if worst == worst else float("inf")
 
 
 def _worst(old: list[tuple[str, float]], new: list[tuple[str, float]]) -> list[tuple[str, float]]:

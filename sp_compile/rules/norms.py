@@ -43,7 +43,7 @@ def _layer_norm(call: Call) -> Factors | None:
 @rule_of(aten.cosine_similarity.default)
 def _cosine_similarity(call: Call) -> Factors | None:
     ndim = max(call.ndim(0), call.ndim(1))
-    if call.ndim(0) != call.ndim(1):
+    if call.ndim(0) != call.ndim(1) or not ndim:
         return None
     dims = names(ndim)
     at = call["dim"] % ndim

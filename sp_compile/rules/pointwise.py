@@ -35,8 +35,8 @@ LAZY = {
 
 
 def pointwise_rule(call: Call) -> Factors | None:
-    """Every operand and every result "...", whatever the number of tensor operands."""
-    if not call.operands:
+    """Every operand and every result "...", whatever the number of tensor operands. (aten.equal gives a bool.)"""
+    if not call.operands or not call.results():
         return None
     operands = ", ".join("..." for _ in call.operands)
     results = ", ".join("..." for _ in call.results())
