@@ -123,7 +123,7 @@ class _Localizer:
             self.env[node] = self._value(size(node.meta["val"]))  # sizes keep their global meaning
         else:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._plain(node))
-            self._keep(node, self.graph.call_function(node.target, args, kwargs))
+            self._keep(node, self._call(node.target, args, node, kwargs, node.name))
 
     def _is_local(self, node: Node) -> bool:
         return is_tensor(node) and isinstance(self.plan.of(node), Shard)
@@ -154,7 +154,7 @@ class _Localizer:
             return
         if isinstance(rule, Reshape):
             shape = self._local_shape(node)
-            self._keep(node, self._call(aten.reshape.default, (operands[0], shape), node))
+            self._keep(node, self._call(aten.reshape.default, (operands[0], shape), node, name=node.name))
             return
         if isinstance(rule, Factors):
             operands = self._masked(call, rule, operands, wants)
@@ -163,7 +163,7 @@ class _Localizer:
             changed[rule.sizes] = self._local_shape(node)
         args, kwargs = call.rebuild(operands, **changed)
         args, kwargs = torch.fx.map_arg((args, kwargs), lambda a: self.env.get(a, a))
-        self._keep(node, self._call(node.target, args, node, kwargs))
+        self._keep(node, self._call(node.target, args, node, kwargs, node.name))
 
     def _on_sequence(self, rule: Window, have: Placement) -> bool:
         return isinstance(have, Shard) and have.dim == rule.dim
@@ -197,8 +197,8 @@ class _Localizer:
         frame: Frame = shard.frame
         return self.sizes.list((shard.outer, frame.size, frame.start, frame.length))
 
-    def _call(self, target, args, like: Node, kwargs=None) -> Node:
-        node = self.graph.call_function(target, tuple(args), kwargs or {})
+    def _call(self, target, args, like: Node, kwargs=None, name: str | None = None) -> Node:
+        node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=name)
         node.meta.update({k: like.meta[k] for k in KEPT_META if k in like.meta})
         return node
 

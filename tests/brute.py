@@ -120,7 +120,9 @@ def counted(call: Call) -> Tensor:
     return torch.tensor(target.numel()) if weight is None else weight.meta["val"][target].sum()
 
 
-def _padded(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str) -> str | None:
+def _padded(
+    call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str
+) -> str | None:
     """A sum does not change by rows that copy the last one, once `pad` (or zero in the first operand) fills them."""
     longer = [
         torch.cat([x, x.narrow(dims.index(factor), -1, 1)], dims.index(factor)) if factor in dims else x
@@ -201,7 +203,9 @@ def place(x: Tensor, shard: Shard, n: int, rank: int) -> Tensor:
     return split.chunk(n, shard.dim + 1)[rank].flatten(shard.dim, shard.dim + 2)
 
 
-def _movement(call: Call, rule: Reshape | Window, operands: list[Tensor], whole: list[Tensor]) -> Iterator[Outcome]:
+def _movement(
+    call: Call, rule: Reshape | Window, operands: list[Tensor], whole: list[Tensor]
+) -> Iterator[Outcome]:
     """Every way to see a dim as outer * sequence * inner that the rule says where to find again."""
     shape = operands[0].shape
     for dim, n in itertools.product(range(len(shape)), RANKS):
@@ -241,7 +245,11 @@ def _moved(
             made = [local.reshape(expected[0].shape)]
         else:
             args, kwargs = call.rebuild([local, *operands[1:]])
-            made = list(call.node.target(*args, **kwargs)) if len(whole) > 1 else [call.node.target(*args, **kwargs)]
+            made = (
+                list(call.node.target(*args, **kwargs))
+                if len(whole) > 1
+                else [call.node.target(*args, **kwargs)]
+            )
             made = [r for r in pytree.tree_leaves(made) if isinstance(r, Tensor)]
         if not all(torch.equal(m, e) for m, e in zip(made, expected, strict=True)):
             return f"rank {rank} holds other values"

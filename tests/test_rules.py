@@ -74,7 +74,12 @@ def test_the_check_finds_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rules that look right: causal attention by its queries alone, and a bias beside a sum."""
     table = dict(registered())
     monkeypatch.setattr("sp_compile.rule._REGISTRY", table)
-    rule(aten.scaled_dot_product_attention.default, "b h q d, b h k d, b h k e -> b h q e", attend="k", whole="d")
+    rule(
+        aten.scaled_dot_product_attention.default,
+        "b h q d, b h k d, b h k e -> b h q e",
+        attend="k",
+        whole="d",
+    )
     rule(aten.linear.default, "... i, o i, o -> ... o", sum="i")
     rule(aten.mse_loss.default, "..., ... -> ", sum="...")
     q = samples.f(2, 4, 6, 4)
@@ -94,12 +99,19 @@ def show(rule_: Rule | None) -> str:
         return f"reshape {list(rule_.before)} -> {list(rule_.after)}"
     if isinstance(rule_, Window):
         return f"window of dim {rule_.dim}: {', '.join(f'{start}+{length}' for start, length in rule_.spans or ())}"
-    sides = [", ".join(" ".join(f or "1" for f in dims) for dims in side) for side in (rule_.operands, rule_.results)]
+    sides = [
+        ", ".join(" ".join(f or "1" for f in dims) for dims in side)
+        for side in (rule_.operands, rule_.results)
+    ]
     kinds: dict[str, list[str]] = {}
     for factor, kind in rule_.kinds.items():
         kinds.setdefault(kind, []).append(factor)
     options = [f"{kind}={' '.join(factors)}" for kind, factors in kinds.items()]
-    options += [f"{name}={value}" for name in ("sizes", "pad", "masks") if (value := getattr(rule_, name)) not in (None, ())]
+    options += [
+        f"{name}={value}"
+        for name in ("sizes", "pad", "masks")
+        if (value := getattr(rule_, name)) not in (None, ())
+    ]
     return "; ".join([" -> ".join(sides), *options, *(["lazy"] if rule_.lazy else [])])
 
 
@@ -170,7 +182,11 @@ def _home(shape: list[int], outer: int, length: int) -> Shard:
     """Where the atom that `outer` rows precede lies in the shape."""
     for dim, extent in enumerate(shape):
         before = torch.Size(shape[:dim]).numel()
-        if outer % before == 0 and before * extent % (outer * length) == 0 and before * extent >= outer * length:
+        if (
+            outer % before == 0
+            and before * extent % (outer * length) == 0
+            and before * extent >= outer * length
+        ):
             return Shard(dim, Frame.full(length), outer // before, before * extent // (outer * length))
     raise AssertionError(shape)
 
@@ -178,7 +194,9 @@ def _home(shape: list[int], outer: int, length: int) -> Shard:
 def nodes(function: Callable[..., Any], *args: Any) -> list[Node]:
     """The calls of the function's graph with symbolic sizes."""
     graph = make_fx(function, tracing_mode="symbolic")(*args).graph
-    return [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], torch.Tensor | list)]
+    return [
+        n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], torch.Tensor | list)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -219,6 +237,8 @@ def symbols_renamed(text: str, like: Node) -> str:
         (Shard(0, Frame.full(2)), ((0, 4), (4, 4)), (Frame.full(2), Frame.full(2))),
     ],
 )
-def test_windows(shard: Shard, spans: tuple[tuple[int, int], ...], expected: tuple[Frame, ...] | None) -> None:
+def test_windows(
+    shard: Shard, spans: tuple[tuple[int, int], ...], expected: tuple[Frame, ...] | None
+) -> None:
     moved = move(Window(1, spans), shard)
     assert (moved and tuple(m.frame for m in moved)) == expected

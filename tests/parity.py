@@ -1,0 +1,155 @@
+"""Compares a model compiled for sequence parallelism with the same model in eager on one device."""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sp_compile
+
+VOCAB = 31
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP with rotary positions; 4 heads."""
+
+    def __init__(self, dim: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
+        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) -> (batch, seq, dim)."""
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary positions on (batch, heads, seq, head_dim)."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * 0.1 ** torch.arange(half, device=x.device)
+    a, b = x.chunk(2, -1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Decoder(nn.Module):
+    """Tokens and labels in, next-token loss out; a label of -100 is skipped."""
+
+    def __init__(
+        self, dim: int = 16, heads: int = 4, layers: int = 2, tie: bool = False, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, VOCAB, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """(batch, seq) int64 twice -> 0-d loss."""
+        logits = self.head(self.hidden(ids))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def text(seq: int, batch: int = 2, prompt: float = 0.3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens, and labels of which the first share is skipped."""
+    generator = torch.Generator().manual_seed(1000 * seed + seq)
+    ids = torch.randint(0, VOCAB, (batch, seq), generator=generator)
+    labels = ids.clone()
+    labels[:, : int(seq * prompt)] = -100
+    return ids, labels
+
+
+def build(model: Callable[..., nn.Module] = Decoder, **kwargs: Any) -> nn.Module:
+    """A model in float64 with the same random weights on every rank."""
+    torch.manual_seed(0)
+    return model(**kwargs).double()
+
+
+def sp(model: Any, dynamic: bool | None = None, compiler: Any = "aot_eager", **options: Any) -> Any:
+    """The model under backend="sp"; aot_eager, as the tests are many."""
+    return torch.compile(model, backend="sp", dynamic=dynamic, options={"compiler": compiler, **options})
+
+
+@dataclass
+class Outcome:
+    """One rank's comparison: the largest relative error, and a digest of the bits of loss and gradients."""
+
+    error: float
+    bits: str
+    where: str = ""
+
+
+def outcome(loss: Tensor, grads: Iterable[Tensor | None], expected: Tensor, wanted: Iterable[Tensor | None]) -> Outcome:
+    """Compare results and gradients with those of one device."""
+    found, right = [loss.detach(), *grads], [expected.detach(), *wanted]
+    errors = [difference(a, b) for a, b in zip(found, right, strict=True)]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    return Outcome(errors[worst], digest(found), f"entry {worst} (0 is the loss) of {len(errors)}")
+
+
+def difference(found: Tensor | None, right: Tensor | None) -> float:
+    """Largest difference relative to the largest entry; a missing gradient matches only a missing one."""
+    if found is None or right is None:
+        return 0.0 if found is right else float("inf")
+    if found.shape != right.shape or found.dtype != right.dtype or not bool(found.isfinite().all()):
+        return float("inf")
+    scale = right.abs().max().double().item() or 1.0
+    return (found.double() - right.double()).abs().max().item() / scale
+
+
+def digest(tensors: Iterable[Tensor | None]) -> str:
+    joined = b"".join(b"-" if t is None else t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    return hashlib.sha256(joined).hexdigest()
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in model.parameters()]
+
+
+def train_step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], **kwargs: Any) -> tuple[Tensor, list]:
+    """Loss and fresh gradients of one forward and backward."""
+    model.zero_grad()
+    loss = run(*args, **kwargs)
+    loss = getattr(loss, "loss", loss)
+    loss.backward()
+    return loss.detach(), [None if g is None else g.clone() for g in gradients(model)]
+
+
+def against_eager(model: nn.Module, *args: Any, run: Any = None, kwargs: dict | None = None, **how: Any) -> Outcome:
+    """One training step of `model` under backend="sp" (or of `run`, made from it) against one of a copy in eager."""
+    expected = train_step(alone := copy.deepcopy(model), alone, args, **(kwargs or {}))
+    found = train_step(run or sp(model, **how), model, args, **(kwargs or {}))
+    return outcome(*found, *expected)
+
+
+def check(outcomes: Sequence[Outcome], tolerance: float = 1e-9) -> None:
+    """Every rank is right, and all have the same bits."""
+    for rank, one in enumerate(outcomes):
+        assert one.error <= tolerance, f"rank {rank}: relative error {one.error:.2e} in {one.where}"
+    assert len({one.bits for one in outcomes}) == 1, "the ranks differ from each other"
+
+
+def error_text(call: Callable[[], Any]) -> str:
+    """The message of the SpError that `call` raises."""
+    try:
+        call()
+    except sp_compile.SpError as error:
+        return str(error)
+    raise AssertionError("no SpError was raised")

@@ -1,0 +1,279 @@
+"""Golden graphs: what each pass, run by hand on an exported graph, does to it. EXPECTTEST_ACCEPT=1 rewrites them."""
+
+import expecttest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sp_compile
+from sp_compile.passes.canonicalize import Canonicalize
+from sp_compile.passes.draws import Draws
+from sp_compile.passes.gather import Gather
+from sp_compile.passes.localize import Localize
+from sp_compile.passes.reduce import Means, Reduce
+from sp_compile.passes.rewrite import analyse, settings
+from sp_compile.passes.ulysses import Ulysses
+from sp_compile.passes.validate import validate
+from sp_compile.simulate import GROUP, run_ranks
+from sp_compile.mesh import Ranks
+
+TWO = Ranks(2, GROUP)
+SEQUENCE = {"seq_dims": {"x": 1}}
+
+
+def captured(fn, *args):
+    """An exported function as IR."""
+
+    class Module(nn.Module):
+        def forward(self, *inputs):
+            return fn(*inputs)
+
+    names = [chr(ord("x") + i) for i in range(len(args))]
+    module = Module()
+    code = f"lambda {', '.join(names)}: fn({', '.join(names)})"
+    module.forward = eval(code, {"fn": fn})  # export names the graph's inputs after the arguments
+    return sp_compile.capture_export(torch.export.export(module, args))
+
+
+def show(gm):
+    """One line a node: name: shape = target(arguments)."""
+
+    def word(value):
+        return str(value).replace("torch.", "")
+
+    lines = []
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        shape = list(value.shape) if isinstance(value, torch.Tensor) else ""
+        if node.op == "call_function":
+            target = node.target.__name__ if not hasattr(node.target, "namespace") else str(node.target)
+            arguments = [word(a) for a in node.args] + [f"{k}={word(v)}" for k, v in node.kwargs.items()]
+            lines.append(f"{node.name}: {shape} = {target.removesuffix('.default')}({', '.join(arguments)})")
+        elif node.op == "output":
+            lines.append(f"return {word(node.args[0])}")
+        else:
+            lines.append(f"{node.name}: {shape} = {node.op}")
+    return "\n".join(lines)
+
+
+class Goldens(expecttest.TestCase):
+    def test_canonicalize_pulls_repeated_heads_into_attention(self):
+        def attention(x, y):
+            repeated = y[:, :, None].expand(1, 2, 2, 8, 4).reshape(1, 4, 8, 4)
+            return F.scaled_dot_product_attention(x, repeated, repeated, is_causal=True)
+
+        gm = captured(attention, torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4))
+        Canonicalize()(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [1, 4, 8, 4] = placeholder
+y: [1, 2, 8, 4] = placeholder
+scaled_dot_product_attention: [1, 4, 8, 4] = aten.scaled_dot_product_attention(x, y, y, None, 0.0, True, enable_gqa=True)
+return (scaled_dot_product_attention,)""")
+
+    def test_ulysses(self):
+        gm = captured(decode, torch.randn(1, 8, 16))
+        Ulysses(TWO)(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [1, 8, 16] = placeholder
+mul: [1, 8, 16] = aten.mul.Tensor(x, 2)
+unflatten: [1, 8, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
+transpose: [1, 4, 8, 4] = aten.transpose.int(unflatten, 1, 2)
+all_to_all_default:  = sp.all_to_all([transpose], 1, [1, 4, 0, 4], 2, [1, 8, 0, 8], 2, sim)
+getitem: [1, 4, 8, 4] = getitem(all_to_all_default, 0)
+scaled_dot_product_attention: [1, 4, 8, 4] = aten.scaled_dot_product_attention(getitem, getitem, getitem, None, 0.0, True)
+all_to_all_default_1:  = sp.all_to_all([scaled_dot_product_attention], 2, [1, 8, 0, 8], 1, [1, 4, 0, 4], 2, sim)
+getitem_1: [1, 4, 8, 4] = getitem(all_to_all_default_1, 0)
+transpose_1: [1, 8, 4, 4] = aten.transpose.int(getitem_1, 1, 2)
+flatten: [1, 8, 16] = aten.flatten.using_ints(transpose_1, 2)
+return (flatten,)""")
+
+    def test_gathered_attention(self):
+        gm = captured(decode, torch.randn(1, 8, 16))
+        Gather(TWO, attention="gather")(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [1, 8, 16] = placeholder
+mul: [1, 8, 16] = aten.mul.Tensor(x, 2)
+unflatten: [1, 8, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
+transpose: [1, 4, 8, 4] = aten.transpose.int(unflatten, 1, 2)
+all_gather_default: [1, 4, 8, 4] = sp.all_gather(transpose, 2, [1, 8, 0, 8], 2, sim)
+arange_default: [8] = aten.arange(8, device=cpu)
+arange_default_1: [8] = aten.arange(8, device=cpu)
+unsqueeze_default: [8, 1] = aten.unsqueeze(arange_default, 1)
+ge_tensor: [8, 8] = aten.ge.Tensor(unsqueeze_default, arange_default_1)
+scaled_dot_product_attention: [1, 4, 8, 4] = aten.scaled_dot_product_attention(transpose, all_gather_default, all_gather_default, ge_tensor, 0.0, False)
+transpose_1: [1, 8, 4, 4] = aten.transpose.int(scaled_dot_product_attention, 1, 2)
+flatten: [1, 8, 16] = aten.flatten.using_ints(transpose_1, 2)
+unshard_default: [1, 8, 16] = sp.unshard(flatten, 1, [1, 8, 0, 8], 2, sim)
+return (unshard_default,)""")
+
+    def test_gather_what_has_no_rule_for_shards(self):
+        gm = captured(lambda x: (x * 2).cumsum(1) + 1, torch.randn(1, 8, 4))
+        Gather(TWO, **SEQUENCE)(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+unshard_default: [1, 8, 4] = sp.unshard(mul, 1, [1, 8, 0, 8], 2, sim)
+cumsum: [1, 8, 4] = aten.cumsum(unshard_default, 1)
+add: [1, 8, 4] = aten.add.Tensor(cumsum, 1)
+unshard_default_1: [1, 8, 4] = sp.unshard(add, 1, [1, 8, 0, 8], 2, sim)
+return (unshard_default_1,)""")
+
+    def test_means_become_sums(self):
+        gm = captured(lambda x: (x * 2).mean(1), torch.randn(1, 8, 4))
+        Means(TWO, **SEQUENCE)(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+sum_dim_int_list: [1, 4] = aten.sum.dim_IntList(mul, [1], False)
+div_tensor: [1, 4] = aten.div.Tensor(sum_dim_int_list, 8)
+return (div_tensor,)""")
+
+    def test_cross_entropy_divides_by_the_count_of_all_ranks(self):
+        gm = captured(lambda x, y: F.cross_entropy(x.flatten(0, 1) * 2, y.flatten()), torch.randn(1, 8, 4), torch.zeros(1, 8).long())
+        Means(TWO, **SEQUENCE)(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [1, 8, 4] = placeholder
+y: [1, 8] = placeholder
+flatten: [8, 4] = aten.flatten.using_ints(x, 0, 1)
+mul: [8, 4] = aten.mul.Tensor(flatten, 2)
+flatten_1: [8] = aten.flatten.using_ints(y)
+cross_entropy_loss_default: [] = aten.cross_entropy_loss(mul, flatten_1, reduction=2)
+ne_scalar: [8] = aten.ne.Scalar(flatten_1, -100)
+sum_default: [] = aten.sum(ne_scalar)
+to_dtype: [] = aten.to.dtype(sum_default, float32)
+div_tensor: [] = aten.div.Tensor(cross_entropy_loss_default, to_dtype)
+return (div_tensor,)""")
+
+    def test_reduce(self):
+        gm = captured(lambda x: (x * 2).sum(1) + 1, torch.randn(1, 8, 4))
+        Reduce(TWO, **SEQUENCE)(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+sum_1: [1, 4] = aten.sum.dim_IntList(mul, [1])
+all_reduce_default: [1, 4] = sp.all_reduce(sum_1, 2, sim)
+add: [1, 4] = aten.add.Tensor(all_reduce_default, 1)
+return (add,)""")
+
+    def test_draws_on_replicated_values_are_agreed(self):
+        gm = captured(lambda x, y: x * F.dropout(y, 0.5), torch.randn(1, 8, 4), torch.randn(4))
+        Draws(TWO, **SEQUENCE)(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [1, 8, 4] = placeholder
+y: [4] = placeholder
+broadcast_grad_default: [4] = sp.broadcast_grad(y, sim)
+dropout: [4] = aten.dropout(broadcast_grad_default, 0.5, True)
+broadcast_default: [4] = sp.broadcast(dropout, sim)
+mul: [1, 8, 4] = aten.mul.Tensor(x, broadcast_default)
+return (mul,)""")
+
+    def test_localize(self):
+        gm = captured(lambda x, y: (x @ y).sum(), torch.randn(1, 7, 4), torch.randn(4, 6))
+        Reduce(TWO, **SEQUENCE)(gm)
+        local = Localize(TWO, **SEQUENCE)(gm).graph_module
+        validate(local, analyse(gm, settings(TWO, **SEQUENCE))[1], 2)
+        self.assertExpectedInline(show(local), """\
+x: [1, 7, 4] = placeholder
+y: [4, 6] = placeholder
+shard_default: [1, 4, 4] = sp.shard(x, 1, [1, 7, 0, 7], 2, sim)
+reduce_grad_default:  = sp.reduce_grad([y], reduce, 2, sim)
+getitem: [4, 6] = getitem(reduce_grad_default, 0)
+matmul: [1, 4, 6] = aten.matmul(shard_default, getitem)
+mask_default: [1, 4, 6] = sp.mask(matmul, 1, [1, 7, 0, 7], 0, 2, sim)
+sum_1: [] = aten.sum(mask_default)
+all_reduce_default: [] = sp.all_reduce(sum_1, 2, sim)
+return (all_reduce_default,)""")
+
+    def test_whole_pipeline(self):
+        local = sp_compile.parallelize(torch.export.export(Decoder(), (torch.randn(1, 8, 16),)), sp=2)
+        self.assertExpectedInline(show(local), """\
+x: [1, 8, 16] = placeholder
+shard_default: [1, 4, 16] = sp.shard(x, 1, [1, 8, 0, 8], 2, sim)
+qkv_weight: [48, 16] = get_attr
+out_weight: [16, 16] = get_attr
+reduce_grad_default:  = sp.reduce_grad([qkv_weight, out_weight], reduce, 2, sim)
+getitem: [48, 16] = getitem(reduce_grad_default, 0)
+getitem_1: [16, 16] = getitem(reduce_grad_default, 1)
+linear: [1, 4, 48] = aten.linear(shard_default, getitem)
+chunk:  = aten.chunk(linear, 3, -1)
+getitem_2: [1, 4, 16] = getitem(chunk, 0)
+getitem_3: [1, 4, 16] = getitem(chunk, 1)
+getitem_4: [1, 4, 16] = getitem(chunk, 2)
+unflatten: [1, 4, 4, 4] = aten.reshape(getitem_2, [1, 4, 4, 4])
+transpose: [1, 4, 4, 4] = aten.transpose.int(unflatten, 1, 2)
+unflatten_1: [1, 4, 4, 4] = aten.reshape(getitem_3, [1, 4, 4, 4])
+transpose_1: [1, 4, 4, 4] = aten.transpose.int(unflatten_1, 1, 2)
+unflatten_2: [1, 4, 4, 4] = aten.reshape(getitem_4, [1, 4, 4, 4])
+transpose_2: [1, 4, 4, 4] = aten.transpose.int(unflatten_2, 1, 2)
+all_to_all_default:  = sp.all_to_all([transpose, transpose_1, transpose_2], 1, [1, 4, 0, 4], 2, [1, 8, 0, 8], 2, sim)
+getitem_5: [1, 2, 8, 4] = getitem(all_to_all_default, 0)
+getitem_6: [1, 2, 8, 4] = getitem(all_to_all_default, 1)
+getitem_7: [1, 2, 8, 4] = getitem(all_to_all_default, 2)
+scaled_dot_product_attention: [1, 2, 8, 4] = aten.scaled_dot_product_attention(getitem_5, getitem_6, getitem_7, None, 0.0, True)
+all_to_all_default_1:  = sp.all_to_all([scaled_dot_product_attention], 2, [1, 8, 0, 8], 1, [1, 4, 0, 4], 2, sim)
+getitem_8: [1, 4, 4, 4] = getitem(all_to_all_default_1, 0)
+transpose_3: [1, 4, 4, 4] = aten.transpose.int(getitem_8, 1, 2)
+flatten: [1, 4, 16] = aten.reshape(transpose_3, [1, 4, 16])
+linear_1: [1, 4, 16] = aten.linear(flatten, getitem_1)
+pow_1: [1, 4, 16] = aten.pow.Tensor_Scalar(linear_1, 2)
+sum_dim_int_list: [] = aten.sum.dim_IntList(pow_1, [0, 1, 2], False)
+all_reduce_default: [] = sp.all_reduce(sum_dim_int_list, 2, sim)
+div_tensor: [] = aten.div.Tensor(all_reduce_default, 128)
+return (div_tensor,)""")
+
+
+def decode(x):
+    q = k = v = (x * 2).unflatten(-1, (4, 4)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).pow(2).mean()
+
+
+class GlobalView(torch.fx.Interpreter):
+    """Runs a rewritten graph that is not local yet: there, every exchange is the identity."""
+
+    def call_function(self, target, args, kwargs):
+        if getattr(target, "namespace", "") == "sp":
+            return args[0]
+        return super().call_function(target, args, kwargs)
+
+
+def test_rewrites_are_identities_in_the_global_view():
+    model, x = Decoder(), torch.randn(1, 8, 16)
+    gm = sp_compile.capture_export(torch.export.export(model, (x,)))
+    for rewrite in (Canonicalize(), Means(TWO), Ulysses(TWO), Reduce(TWO), Gather(TWO)):
+        rewrite(gm)
+        torch.testing.assert_close(GlobalView(gm).run(x), model(x))
+
+
+def test_passes_by_hand_make_the_same_program_as_the_pipeline():
+    model, x = Decoder().double(), torch.randn(1, 9, 16).double()
+    gm = sp_compile.capture_export(torch.export.export(model, (x,)))
+    for rewrite in (Canonicalize(), Means(TWO), Ulysses(TWO), Reduce(TWO), Gather(TWO)):
+        rewrite(gm)
+    local = Localize(TWO)(gm).graph_module
+    whole = sp_compile.parallelize(torch.export.export(model, (x,)), sp=2)
+    assert [n.target for n in local.graph.nodes if n.op == "call_function"] == [
+        n.target for n in whole.graph.nodes if n.op == "call_function"
+    ]
+    for found in run_ranks(2, lambda rank: local(x)):
+        torch.testing.assert_close(found, model(x))
+
+
+def test_localize_refuses_open_demands():
+    gm = captured(lambda x: (x * 2).cumsum(1) + 1, torch.randn(1, 8, 4))
+    try:
+        Localize(TWO, **SEQUENCE)(gm)
+    except sp_compile.SpError as error:
+        assert "cumsum" in str(error) and "Gather" in str(error)
+    else:
+        raise AssertionError("localized a graph with an open demand")
