@@ -47,6 +47,7 @@ def _group_heads(node: Node) -> bool:
     if quotient(_heads(call.operands[0]), _heads(key)) is None:
         return False
     node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
+    node.meta["sp_grouped"] = True  # by us, so that passes/expand_heads.py may undo it
     return True
 
 

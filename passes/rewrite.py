@@ -87,8 +87,7 @@ class Rewrite(PassBase):
 
     def discharge(self, gm: GraphModule, plan: Plan) -> bool:
         """Claim and rewrite; True if the graph changed (the plan is then out of date)."""
-        self.gm, self.graph, self.plan, self.notes = gm, gm.graph, plan, []
-        self.sizes = Sizes(gm.graph)
+        self.begin(gm, plan)
         by_node: dict[Node, list[Demand]] = {}
         for demand in plan.demands:
             if demand.kind in self.kinds:
@@ -105,6 +104,10 @@ class Rewrite(PassBase):
             gm.graph.lint()
             gm.recompile()
         return changed
+
+    def begin(self, gm: GraphModule, plan: Plan) -> None:
+        self.gm, self.graph, self.plan, self.notes = gm, gm.graph, plan, []
+        self.sizes = Sizes(gm.graph)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         """None to claim the node's demands; else why not ("" if it is no business of this pass)."""

@@ -1,7 +1,7 @@
 """inline_regions: GraphModule -> GraphModule without checkpoint, nested-compile, no_grad and autocast region ops.
 
-A region op is a node `op(..., body, *operands)` that runs a sub-graph. Its body is copied into the outer graph, so that a
-sharding can flow through it. What the op meant is kept in other ways: checkpointing as `meta["recompute"]` and
+A region op is a node `op(..., body, *operands)` that runs a sub-graph. Its body is copied into the outer graph, so that
+a sharding can flow through it. What the op meant is kept in other ways: checkpointing as `meta["recompute"]` and
 `meta["ac_graph_id"]`, which AOTAutograd's partitioner reads; grad mode and autocast as enter and exit nodes.
 """
 
@@ -73,7 +73,7 @@ class _Copy:
     grad: list[bool] = field(default_factory=lambda: [torch.is_grad_enabled()])
 
     def body(self, gm: GraphModule, path: str, env: dict[Node, Any], tags: dict[str, Any]) -> Any:
-        """Copy `gm`, found at attribute `path` of the root, with its placeholders bound in `env`; returns its output."""
+        """Copy `gm`, which is attribute `path` of the root, its placeholders bound in `env`; returns its output."""
 
         def bound(arg: Any) -> Any:
             return map_arg(arg, env.__getitem__)

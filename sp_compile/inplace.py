@@ -21,16 +21,9 @@ Value = Callable[[Any, Any, Callable[..., Node]], Node]
 
 @dataclass(frozen=True)
 class Mutation:
-    """targets: the nodes that change; value: the new value of the only target, or None where the op has no functional
-    form; returns_target: the op's result is the target itself."""
-
     targets: list[Node]
-    value: Value | None
-    returns_target: bool
-
-    @property
-    def inplace(self) -> bool:
-        return self.value is not None
+    value: Value | None  # makes the new value of the only target; None where the op has no functional form
+    returns_target: bool  # the op's result is the target itself
 
 
 def is_mutation(node: Node) -> bool:

@@ -18,6 +18,7 @@ from .layout import Shard
 from .mesh import Ranks, resolve
 from .passes.canonicalize import Canonicalize
 from .passes.draws import Draws
+from .passes.expand_heads import ExpandHeads
 from .passes.gather import Gather
 from .passes.localize import localize
 from .passes.reduce import Means, Reduce
@@ -62,6 +63,8 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
             report.add(one.notes)
             clock.lap(one.name)
     assert not plan.demands, f"demands that no pass discharged: {plan.demands}"
+    if ExpandHeads(job).discharge(gm, plan):
+        _, plan = analyse(gm, job)
     local = localize(gm, plan, job)
     clock.lap("localize")
     validate(local, plan, job.ranks.n)

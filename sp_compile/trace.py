@@ -1,8 +1,8 @@
 """trace: a Dynamo graph and fake inputs -> the same program in pre-dispatch ATen, composite ops whole.
 
-The graph runs node by node under make_fx(pre_dispatch=True). Region ops that carry their own backward (autograd.Function,
-tensor hooks) would lose it there, and vmap values would become constants; those two are handled here. Every other
-region op (cond, scan, flex_attention, ...) records itself.
+The graph runs node by node under make_fx(pre_dispatch=True). Region ops that carry their own backward (tensor hooks,
+autograd.Function) would lose it there, and values under vmap would become constants: these are handled here. Every
+other region op (cond, scan, flex_attention, ...) records itself.
 """
 
 from __future__ import annotations

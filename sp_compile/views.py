@@ -1,7 +1,7 @@
 """invert: the new value of a view's base, given the new value of the view.
 
-`y = x.transpose(0, 1); y.add_(1)` changes x as well. With y' the new y, x' = y'.transpose(0, 1): each view op has such an
-inverse, written here as one line a family.
+`y = x.transpose(0, 1); y.add_(1)` changes x as well. With y' the new y, x' = y'.transpose(0, 1): each view op has such
+an inverse, written here as one line a family.
 """
 
 from __future__ import annotations

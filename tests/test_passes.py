@@ -8,6 +8,7 @@ from torch import nn
 import sp_compile
 from sp_compile.passes.canonicalize import Canonicalize
 from sp_compile.passes.draws import Draws
+from sp_compile.passes.expand_heads import ExpandHeads
 from sp_compile.passes.gather import Gather
 from sp_compile.passes.localize import Localize
 from sp_compile.passes.reduce import Means, Reduce
@@ -69,6 +70,36 @@ x: [1, 4, 8, 4] = placeholder
 y: [1, 2, 8, 4] = placeholder
 scaled_dot_product_attention: [1, 4, 8, 4] = aten.scaled_dot_product_attention(x, y, y, None, 0.0, True, enable_gqa=True)
 return (scaled_dot_product_attention,)""")
+
+    def test_expand_heads_behind_the_exchange(self):
+        def attention(x, y, z):
+            repeated = (y * 2)[:, :, None].expand(1, 2, 2, 8, 4).reshape(1, 4, 8, 4)
+            return F.scaled_dot_product_attention(x * 2, repeated, repeated, z)
+
+        gm = captured(attention, torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4), torch.ones(8, 8).bool())
+        for rewrite in (Canonicalize(), Ulysses(TWO), ExpandHeads(TWO, except_on=()), Gather(TWO)):
+            rewrite(gm)
+        assert not analyse(gm, settings(TWO))[1].demands
+        self.assertExpectedInline(show(gm), """\
+x: [1, 4, 8, 4] = placeholder
+y: [1, 2, 8, 4] = placeholder
+z: [8, 8] = placeholder
+mul: [1, 2, 8, 4] = aten.mul.Tensor(y, 2)
+mul_1: [1, 4, 8, 4] = aten.mul.Tensor(x, 2)
+all_to_all_default:  = sp.all_to_all([mul_1, mul], 1, [1, 2, 0, 2], 2, [1, 8, 0, 8], 2, sim)
+getitem: [1, 4, 8, 4] = getitem(all_to_all_default, 0)
+getitem_1: [1, 2, 8, 4] = getitem(all_to_all_default, 1)
+unsqueeze_default: [1, 2, 1, 8, 4] = aten.unsqueeze(getitem_1, 2)
+expand_default: [1, 2, 2, 8, 4] = aten.expand(unsqueeze_default, [1, 2, 2, 8, 4])
+reshape_default: [1, 4, 8, 4] = aten.reshape(expand_default, [1, 4, 8, 4])
+unsqueeze_default_1: [1, 2, 1, 8, 4] = aten.unsqueeze(getitem_1, 2)
+expand_default_1: [1, 2, 2, 8, 4] = aten.expand(unsqueeze_default_1, [1, 2, 2, 8, 4])
+reshape_default_1: [1, 4, 8, 4] = aten.reshape(expand_default_1, [1, 4, 8, 4])
+scaled_dot_product_attention: [1, 4, 8, 4] = aten.scaled_dot_product_attention(getitem, reshape_default, reshape_default_1, z, enable_gqa=False)
+all_to_all_default_1:  = sp.all_to_all([scaled_dot_product_attention], 2, [1, 8, 0, 8], 1, [1, 2, 0, 2], 2, sim)
+getitem_2: [1, 4, 8, 4] = getitem(all_to_all_default_1, 0)
+unshard_default: [1, 4, 8, 4] = sp.unshard(getitem_2, 2, [1, 8, 0, 8], 2, sim)
+return (unshard_default,)""")
 
     def test_ulysses(self):
         gm = captured(decode, torch.randn(1, 8, 16))

@@ -15,6 +15,7 @@ from . import (
     reductions,
     softmax,
     views,
+    windows,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "reductions",
     "softmax",
     "views",
+    "windows",
 ]

@@ -77,7 +77,7 @@ def _index_put(call: Call) -> Factors | None:
     kept = tuple(f for d, f in enumerate(dims) if d not in at)
     start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     target = (*kept[:start], *names(depth, "put"), *kept[start:])
-    extent = {f: s for f, s in zip(dims, call.shape(), strict=True)}
+    extent = dict(zip(dims, call.shape(), strict=True))
     shape = call.shape(len(call.operands) - 1)
     values = broadcast(shape, [extent.get(f, 0) for f in target], target)
     whole = (

@@ -1,0 +1,61 @@
+"""Undoes what canonicalize did to grouped heads, behind the exchange, where a kernel cannot take both.
+
+    sdpa(q, k, v, mask, enable_gqa=True)  ->  sdpa(q, repeat(k), repeat(v), mask)     on accelerators
+
+On CUDA the fused kernels that take a mask take no grouped heads: attention would fall back to the one that builds the
+S x S matrix. By now k and v have been exchanged, so that only Hkv heads were sent. Bytes moved: none. Leaves alone:
+grouped heads that the user asked for, attention without a mask, the CPU, whose kernel takes both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..layout import Plan
+from ..rule import Call
+from ..shapes import quotient
+from .rewrite import Rewrite
+
+aten = torch.ops.aten
+HEADS = 1
+
+
+class ExpandHeads(Rewrite):
+    """Repeats key and value heads in front of masked attention on devices other than the CPU (or on `devices`)."""
+
+    name = "expand_heads"
+
+    def __init__(self, *args, except_on: tuple[str, ...] = ("cpu",), **options) -> None:
+        super().__init__(*args, **options)
+        self.except_on = except_on
+
+    def discharge(self, gm: torch.fx.GraphModule, plan: Plan) -> bool:
+        self.begin(gm, plan)
+        target = aten.scaled_dot_product_attention.default
+        nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_it(n)]
+        for node in nodes:
+            self._expand(node)
+        if nodes:
+            gm.recompile()
+        return bool(nodes)
+
+    def _needs_it(self, node: Node) -> bool:
+        call = Call(node)
+        grouped = node.meta.get("sp_grouped", False) and call["enable_gqa"]
+        return grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
+
+    def _expand(self, node: Node) -> None:
+        call = Call(node)
+        with self.graph.inserting_before(node):
+            key, value = (self._repeat(i, call, node) for i in (1, 2))
+        node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=False)
+
+    def _repeat(self, operand: int, call: Call, node: Node) -> Node:
+        """(B, h, S, D) -> (B, h, 1, S, D) -> (B, h, r, S, D) -> (B, h*r, S, D)"""
+        batch, heads, length, width = call.shape(operand)
+        repeats = quotient(call.shape(0)[HEADS], heads)
+        shape = self.sizes.list((batch, heads, repeats, length, width))
+        each = self.compute(aten.unsqueeze.default, (call.operands[operand], HEADS + 1), node)
+        each = self.compute(aten.expand.default, (each, shape), node)
+        return self.compute(aten.reshape.default, (each, self.sizes.list((batch, heads * repeats, length, width))), node)
