@@ -46,7 +46,7 @@ class Gather(Rewrite):
 
     def _gather(self, node: Node, demand: Demand) -> None:
         source = _operand(node, demand.operand)
-        have = self.plan.of(source)
+        have, why = self.plan.of(source), self._reason(demand)
         assert isinstance(have, Shard)
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
         whole = next((u for u in source.users if u.target is op and u.args[0] is source), None)
@@ -56,7 +56,7 @@ class Gather(Rewrite):
                 whole = self.emit(op, args, source.meta["val"], node)
         _replace_operand(node, demand.operand, whole)
         if node.op != "output":
-            self.note(node, self._reason(demand))
+            self.note(node, why)
 
     def _attention(self, node: Node, demands: list[Demand]) -> None:
         """Gather keys and values; queries stay sharded unless nothing else is."""

@@ -114,9 +114,9 @@ def _through_movement(call: Call, rule: Reshape | Window, have: Sequence[Placeme
     results = len(call.results())
     if moved is None and isinstance(have[0], Shard):
         why = "the sequence has no single place in the result's shape"
-        return _all_whole(call.node, have, "whole", why, results)
+        return _all_whole(call.node, have[:1], "whole", why, results)
     if moved is None:  # only a shape donor (view_as) is sharded
-        return Step(None, (REPLICATE,) * results)
+        return Step(tuple(have), (REPLICATE,) * results)
     return Step(tuple(have), moved)
 
 

@@ -24,8 +24,13 @@ def fingerprint(gm: GraphModule) -> int:
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ""
-        lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {shape}")
+        lines.append(f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs} {shape}")
     return _hash("\n".join(lines))
+
+
+def _name(target: Any) -> str:
+    """A target without its address, which differs from process to process."""
+    return getattr(target, "__qualname__", str(target))
 
 
 def _hash(text: str) -> int:

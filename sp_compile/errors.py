@@ -31,7 +31,8 @@ def at(node: Node) -> str:
 
 
 def _short(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    """Relative to where the user is; elsewhere (an installed model) the last two parts."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
 
 
 @cache

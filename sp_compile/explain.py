@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -46,6 +48,7 @@ class Report:
     exchanges: list[Exchange] = field(default_factory=list)
     inputs: dict[str, list[int]] = field(default_factory=dict)
     sharded_outputs: list[str] = field(default_factory=list)
+    constraints: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     errors: list = field(default_factory=list)
 
@@ -58,6 +61,7 @@ class Report:
         for mine, theirs in ((self.inputs, other.inputs), (self.seconds, other.seconds)):
             mine.update(theirs)  # type: ignore[arg-type]
         self.exchanges += other.exchanges
+        self.constraints += [c for c in other.constraints if c not in self.constraints]
         self.sharded_outputs += other.sharded_outputs
         self.errors += other.errors
 
@@ -81,28 +85,32 @@ class Report:
     def _parts(self) -> Iterable[str]:
         found = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
         yield f"{self.n} ranks; the sequence is {found or 'not an input dim'}"
+        if self.constraints:
+            yield "Constraints\n" + "\n".join(f"  {c}" for c in self.constraints)
         if self.notes:
-            rows = [(note.done, note.node, note.where, note.why) for note in self.notes]
-            yield "Rewrites\n" + tabulate(
-                rows, headers=("pass", "node", "at", "what and why"), maxcolwidths=[None, 28, 44, 60]
-            )
+            rows = _grouped((note.done, _short(note.where), note.why) for note in self.notes)
+            yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS)
         if self.exchanges:
-            rows = [(e.op, e.shape, _bytes(e.forward), _bytes(e.backward), e.where) for e in self.exchanges]
-            total = (
-                "total",
-                "",
-                _bytes(_sum(e.forward for e in self.exchanges)),
-                _bytes(_sum(e.backward for e in self.exchanges)),
-                "",
-            )
-            headers = ("exchange", "local shape", "sent forward", "sent backward", "at")
-            yield "Collectives, bytes sent per rank\n" + tabulate(
-                [*rows, total], headers=headers, maxcolwidths=[None, 40, None, None, 44]
-            )
+            sent = [(e.op, e.shape, _bytes(e.forward), _bytes(e.backward), _short(e.where)) for e in self.exchanges]
+            totals = [_bytes(_sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
+            headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
+            rows = [*_grouped(sent), ("", "total", "", *totals, "")]
+            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
         if self.errors:
-            yield "Against one device\n" + tabulate(
-                self.errors, headers=("value", "largest relative error"), floatfmt=".2e"
-            )
+            headers = ("against one device", "largest relative error")
+            yield tabulate(self.errors, headers=headers, floatfmt=".2e")
+
+
+WIDTHS = 56  # characters of a column
+
+
+def _grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
+    """Equal rows once, with their number in front: layers repeat."""
+    return [(times, *row) for row, times in Counter(rows).items()]
+
+
+def _short(where: str) -> str:
+    return where if len(where) <= WIDTHS else where[: WIDTHS - 3] + "..."
 
 
 def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
@@ -130,7 +138,14 @@ def _exchange(node: Node, name: str, n: int) -> Exchange:
         back = 0
     shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
-    return Exchange(name, node.name, at(node), shown, there, back)
+    return Exchange(name, node.name, _where(node), shown, there, back)
+
+
+def _where(node: Node) -> str:
+    """The user's line; what belongs to no line belongs to the model's parameters or its results."""
+    if node.meta.get("stack_trace"):
+        return at(node)
+    return "the results" if any(user.op == "output" for user in node.users) else "the parameters"
 
 
 def _scaled(formula: str, nbytes: Size, n: int) -> Size:

@@ -1,10 +1,10 @@
 """functionalize: GraphModule -> GraphModule in which no value ever changes (pre-dispatch ATen, before autograd).
 
-Renaming, as in SSA. Aliases are read off the fake values (same storage), each with the view op that made it. An in-place
-op on a view becomes the functional op; the new value of the view's base follows by inverting the view ops, and the other
-views are taken anew from the new base when they are next read. A changed placeholder or buffer is written back by one
-aten.copy_ at the end. Two kinds of mutation stay: those copies, and ops with no functional form (custom ops, out=
-variants), which work on a private clone.
+Renaming, as in SSA. Aliases are read off the fake values (same storage), each with the view op that made it. An
+in-place op on a view becomes the functional op; the new value of the view's base follows by inverting the view ops,
+and the other views are taken anew from the new base when they are next read. A changed placeholder or buffer is
+written back by one aten.copy_ at the end. Two kinds of mutation stay: those copies, and ops with no functional form
+(custom ops, out= variants), which work on a private clone.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def functionalize(gm: GraphModule) -> GraphModule:
     """Make `gm` and the bodies of its region ops functional, in place; returns `gm`.
 
     Every node needs meta["val"]; inputs may say meta["requires_grad"]. A changed placeholder is un-marked as a static
-    input. Raises SpError for a mutation that has no functional form, and for one made outside autograd (no_grad, detach,
-    .data) of a value whose gradient is wanted: renaming would lose that gradient.
+    input. Raises SpError for a mutation that has no functional form, and for one made outside autograd (no_grad,
+    detach, .data) of a value whose gradient is wanted: renaming would lose that gradient.
     """
     for _, child in gm.named_children():
         if isinstance(child, GraphModule):
@@ -158,7 +158,7 @@ class _Renaming:
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
             raise SpError(
-                f"{node.name}: {node.target} at {at(node)} changes the shape of a tensor that the program does not own; "
+                f"{node.name}: {node.target} at {at(node)} changes the shape of an input; "
                 "use the variant without underscore"
             )
         node.target = op

@@ -10,11 +10,12 @@ from torch._logging import trace_structured
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from .axes import Axes
 from .capture import capture_export
 from .config import SPConfig
 from .errors import SpError
 from .explain import Report, exchanges_of
-from .layout import Shard
+from .layout import Plan, Shard
 from .mesh import Ranks, resolve
 from .passes.canonicalize import Canonicalize
 from .passes.draws import Draws
@@ -25,6 +26,7 @@ from .passes.reduce import Means, Reduce
 from .passes.rewrite import Note, Rewrite, Settings, analyse
 from .passes.ulysses import Ulysses
 from .passes.validate import validate
+from .shapes import divides
 from .simulate import GROUP
 
 log = logging.getLogger(__name__)
@@ -59,12 +61,13 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         for strategy in STRATEGIES:
             one = strategy(job)
             if one.discharge(gm, plan):
-                _, plan = analyse(gm, job)
+                axes, plan = analyse(gm, job)
             report.add(one.notes)
             clock.lap(one.name)
     assert not plan.demands, f"demands that no pass discharged: {plan.demands}"
     if ExpandHeads(job).discharge(gm, plan):
-        _, plan = analyse(gm, job)
+        axes, plan = analyse(gm, job)
+    report.constraints = _constraints(gm, axes, plan, job.ranks.n)
     local = localize(gm, plan, job)
     clock.lap("localize")
     validate(local, plan, job.ranks.n)
@@ -99,6 +102,20 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     local, report = run_pipeline(gm, job)
     local.meta["sp_report"] = report
     return local
+
+
+def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
+    """What the plan relies on: how sequences are cut, and what the ranks must divide."""
+    out: dict[str, None] = {}
+    for node in gm.graph.nodes:
+        have = plan.of(node)
+        if isinstance(have, Shard) and have.dim in axes.sequence_dims(node):
+            size, local = have.frame.size, have.frame.local(n)
+            exact = divides(n, size)
+            out[f"sequence of {size}: {local} positions a rank" + ("" if exact else f", padded to {n} * {local}")] = None
+        elif isinstance(have, Shard):
+            out[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
+    return list(out)
 
 
 def _no_sequence(gm: GraphModule, report: Report, fragment: bool) -> None:

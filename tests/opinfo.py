@@ -35,7 +35,7 @@ def samples() -> Iterator[tuple[Any, Sample]]:
         if not ops or dtype is None:
             continue
         torch.manual_seed(0)
-        for given in itertools.islice(info.sample_inputs("cpu", dtype), PER_OP):
+        for given in itertools.islice(info.sample_inputs_func(info, "cpu", dtype, False), PER_OP):
             args, kwargs = (given.input, *given.args), given.kwargs
             yield from ((op, (args, kwargs)) for op in ops if _accepts(op, args, kwargs))
 

@@ -36,9 +36,10 @@ class Block(nn.Module):
 def rotate(x: Tensor) -> Tensor:
     """Rotary positions on (batch, heads, seq, head_dim)."""
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * 0.1 ** torch.arange(half, device=x.device)
-    a, b = x.chunk(2, -1)
+    position = torch.arange(x.shape[-2], device=x.device, dtype=torch.float64)
+    angles = position[:, None] * 0.1 ** torch.arange(half, device=x.device)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
@@ -135,7 +136,7 @@ def train_step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], *
 def against_eager(model: nn.Module, *args: Any, run: Any = None, kwargs: dict | None = None, **how: Any) -> Outcome:
     """One training step of `model` under backend="sp" (or of `run`, made from it) against one of a copy in eager."""
     expected = train_step(alone := copy.deepcopy(model), alone, args, **(kwargs or {}))
-    found = train_step(run or sp(model, **how), model, args, **(kwargs or {}))
+    found = train_step(sp(model, **how) if run is None else run, model, args, **(kwargs or {}))
     return outcome(*found, *expected)
 
 
