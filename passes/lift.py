@@ -6,6 +6,8 @@ all parameters share one bucketed reduction. A node can be lifted if nothing wan
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -39,10 +41,12 @@ def lifted_nodes(gm: GraphModule, plan: Plan, differentiable: set[Node]) -> set[
 
 
 def _liftable(node: Node, plan: Plan) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node in plan.wants:
+    if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and plan.of(node) == REPLICATE and transfer_of(node.target) is None
+    if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    placements = plan.placements.get(node, REPLICATE)
+    return all(p == REPLICATE for p in (placements if isinstance(placements, tuple) else (placements,)))
 
 
 def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> bool:

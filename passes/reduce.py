@@ -20,6 +20,7 @@ from .rewrite import Rewrite
 
 sp, aten = torch.ops.sp, torch.ops.aten
 NONE, SUM = 0, 2
+HALVES = (torch.bfloat16, torch.float16)
 CLASS_LOSSES = (
     aten.cross_entropy_loss.default,
     aten.nll_loss.default,
@@ -75,12 +76,15 @@ class Means(Rewrite):
             index = self.compute(aten.mul.Tensor, (target, counted), node)  # an ignored index may be out of range
             counted = self.compute(aten.mul.Tensor, (self.compute(aten.index.Tensor, (weight, [index]), node), counted), node)
         count = self.compute(aten.sum.default, (counted,), node)
-        return self.compute(aten.div.Tensor, (total, self._as(count, node.meta["val"].dtype, node)), node)
+        dtype = node.meta["val"].dtype
+        wide = torch.float32 if dtype in HALVES else dtype
+        loss = self.compute(aten.div.Tensor, (self._as(total, wide, node), self._as(count, wide, node)), node)
+        return self._as(loss, dtype, node)
 
     def _sum(self, x: Node, node: Node, dims: list[int] | None = None, keepdim: bool = False) -> Node:
         """Sum in at least float32: the partial sums of the ranks are rounded once, after they are added."""
         dtype = x.meta["val"].dtype
-        wide = {"dtype": torch.float32} if dtype in (torch.bfloat16, torch.float16) else {}
+        wide = {"dtype": torch.float32} if dtype in HALVES else {}
         if dims is None:
             return self.compute(aten.sum.default, (x,), node, wide)
         return self.compute(aten.sum.dim_IntList, (x, dims, keepdim), node, wide)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from .axes import Axes
 from .capture import capture_export
 from .config import SPConfig
-from .errors import SpError
+from .errors import SpError, at
 from .explain import Report, exchanges_of
 from .layout import Plan, Shard
 from .mesh import Ranks, resolve
@@ -67,6 +67,8 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     assert not plan.demands, f"demands that no pass discharged: {plan.demands}"
     if ExpandHeads(job).discharge(gm, plan):
         axes, plan = analyse(gm, job)
+    if not job.gather_outputs:
+        _check_local_outputs(gm, plan, job.ranks.n)
     report.constraints = _constraints(gm, axes, plan, job.ranks.n)
     local = localize(gm, plan, job)
     clock.lap("localize")
@@ -102,6 +104,16 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     local, report = run_pipeline(gm, job)
     local.meta["sp_report"] = report
     return local
+
+
+def _check_local_outputs(gm: GraphModule, plan: Plan, n: int) -> None:
+    for node in gm.graph.output_node().all_input_nodes:
+        have = plan.of(node)
+        if isinstance(have, Shard) and not have.frame.exact(n):
+            raise SpError(
+                f"outputs='local': {node.name} at {at(node)} has {have.frame.length} of {have.frame.size} positions on {n} "
+                "ranks, so some rank's shard holds padding; use a length that the ranks divide, or outputs='gather'"
+            )
 
 
 def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:

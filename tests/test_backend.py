@@ -73,10 +73,11 @@ class Toggled(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.norm(self.decoder.hidden(ids).transpose(1, 2)).transpose(1, 2)
+        x = self.decoder.hidden(ids)
         if self.training:
             self.steps += 1
             self.average.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        x = self.norm(x.flatten(0, 1)).view_as(x)
         logits = self.decoder.head(x + self.average)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
