@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-
-# Registers the meta kernels of torch.ops._c10d_functional, which need no process group. Tried on 2.13.
-import torch.distributed._functional_collectives
 from torch import Tensor
+
+from .._compat import process_group
 
 
 def _rank_in_group(group: str) -> int:
     """This process's index in the process group called ``group``."""
-    from torch.distributed.distributed_c10d import _resolve_process_group  # tried on 2.13
-
-    return dist.get_rank(_resolve_process_group(group))
+    return dist.get_rank(process_group(group))
 
 
 class Communicator(ABC):

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .._compat import statically_known_true
 
 Frame = Sequence[int]
 

@@ -16,6 +16,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from ..rule import Call, is_tensor
 from ..shapes import quotient, same, sizes
+from .spellings import respell
 
 aten = torch.ops.aten
 COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
@@ -27,7 +28,7 @@ class Canonicalize(PassBase):
     """Pulls the repetition of key and value heads into the attention op."""
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        changed = False
+        changed = respell(graph_module)
         target = aten.scaled_dot_product_attention.default
         for node in graph_module.graph.find_nodes(op="call_function", target=target):
             changed = _group_heads(node) or changed
@@ -73,7 +74,9 @@ def _before_repeat(node: Node) -> Node | None:
     batch, heads, repeats, length, width = sizes(expanded.meta["val"].shape)
     wanted = (batch, heads * repeats, length, width)
     fits = all(same(a, b) for a, b in zip(sizes(node.meta["val"].shape), wanted))
-    fits = fits and all(same(a, b) for a, b in zip(sizes(inner.meta["val"].shape), (batch, heads, length, width)))
+    fits = fits and all(
+        same(a, b) for a, b in zip(sizes(inner.meta["val"].shape), (batch, heads, length, width))
+    )
     return inner if fits and node.meta["val"].ndim == 4 else None
 
 
@@ -88,7 +91,14 @@ def _through_copies(node: Node) -> Node:
 
 
 def _drop_unused(gm: GraphModule) -> None:
-    movement = (*COPIES, *RESHAPES, aten.expand.default, aten.unsqueeze.default, aten.slice.Tensor, aten.repeat_interleave.self_int)
+    movement = (
+        *COPIES,
+        *RESHAPES,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.slice.Tensor,
+        aten.repeat_interleave.self_int,
+    )
     for node in reversed(gm.graph.nodes):
         if not node.users and node.target in movement:
             gm.graph.erase_node(node)

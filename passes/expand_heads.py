@@ -43,13 +43,17 @@ class ExpandHeads(Rewrite):
     def _needs_it(self, node: Node) -> bool:
         call = Call(node)
         grouped = node.meta.get("sp_grouped", False) and call["enable_gqa"]
-        return grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
+        return (
+            grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
+        )
 
     def _expand(self, node: Node) -> None:
         call = Call(node)
         with self.graph.inserting_before(node):
             key, value = (self._repeat(i, call, node) for i in (1, 2))
-        node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=False)
+        node.args, node.kwargs = call.rebuild(
+            [call.operands[0], key, value, *call.operands[3:]], enable_gqa=False
+        )
 
     def _repeat(self, operand: int, call: Call, node: Node) -> Node:
         """(B, h, S, D) -> (B, h, 1, S, D) -> (B, h, r, S, D) -> (B, h*r, S, D)"""
@@ -58,4 +62,6 @@ class ExpandHeads(Rewrite):
         shape = self.sizes.list((batch, heads, repeats, length, width))
         each = self.compute(aten.unsqueeze.default, (call.operands[operand], HEADS + 1), node)
         each = self.compute(aten.expand.default, (each, shape), node)
-        return self.compute(aten.reshape.default, (each, self.sizes.list((batch, heads * repeats, length, width))), node)
+        return self.compute(
+            aten.reshape.default, (each, self.sizes.list((batch, heads * repeats, length, width))), node
+        )

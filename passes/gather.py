@@ -31,7 +31,9 @@ class Gather(Rewrite):
         if all(d.kind == "attend" for d in demands) and self.job.attention == "gather":
             return None
         reasons = "; ".join(self._reason(d) for d in demands)
-        raise self.error(node, f"{reasons}. fallback='error' forbids gathering it; use fallback='gather' or add a rule")
+        raise self.error(
+            node, f"{reasons}. fallback='error' forbids gathering it; use fallback='gather' or add a rule"
+        )
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         if any(d.kind == "attend" for d in demands):
@@ -75,7 +77,9 @@ class Gather(Rewrite):
         device = node.meta["val"].device
         row = self.compute(aten.arange.default, (rows,), node, {"device": device})
         column = self.compute(aten.arange.default, (columns,), node, {"device": device})
-        return self.compute(aten.ge.Tensor, (self.compute(aten.unsqueeze.default, (row, 1), node), column), node)
+        return self.compute(
+            aten.ge.Tensor, (self.compute(aten.unsqueeze.default, (row, 1), node), column), node
+        )
 
 
 def _operand(node: Node, index: int) -> Node:

@@ -25,7 +25,9 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
             if known and node.meta.get("sp_grad", True):
                 out.add(node)
         elif node.op == "call_function" and any(a in out for a in node.all_input_nodes):
-            integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+            integral = isinstance(value, torch.Tensor) and not (
+                value.is_floating_point() or value.is_complex()
+            )
             if not integral and node.target is not torch.ops.aten.detach.default:
                 out.add(node)
     return out
@@ -35,7 +37,12 @@ def lifted_nodes(gm: GraphModule, plan: Plan, differentiable: set[Node]) -> set[
     """Nodes that run alike on every rank and whose every use takes a summand of the gradient."""
     lifted: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        if node in differentiable and _liftable(node, plan) and node.users and all(_takes_summand(node, u, plan, lifted) for u in node.users):
+        if (
+            node in differentiable
+            and _liftable(node, plan)
+            and node.users
+            and all(_takes_summand(node, u, plan, lifted) for u in node.users)
+        ):
             lifted.add(node)
     return lifted
 

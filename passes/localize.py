@@ -28,8 +28,18 @@ from .lift import differentiable_nodes, lifted_nodes
 from .rewrite import Settings, analyse, settings
 
 sp, aten = torch.ops.sp, torch.ops.aten
-BUCKET_BYTES = 25 << 20  # as DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward
-KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "original_aten", "seq_nr")
+BUCKET_BYTES = (
+    25 << 20
+)  # as DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward
+KEPT_META = (
+    "stack_trace",
+    "nn_module_stack",
+    "source_fn_stack",
+    "recompute",
+    "ac_graph_id",
+    "original_aten",
+    "seq_nr",
+)
 
 
 class Localize(PassBase):
@@ -119,7 +129,9 @@ class _Localizer:
             self.env[node] = self.aliases[node.args[0]][node.args[1]]
         elif node in self.plan.wants:
             self._emit_on_shards(node)
-        elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
+        elif isinstance(node.meta.get("val"), torch.SymInt) and any(
+            self._is_local(a) for a in node.all_input_nodes
+        ):
             self.env[node] = self._value(size(node.meta["val"]))  # sizes keep their global meaning
         else:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._plain(node))
@@ -181,7 +193,9 @@ class _Localizer:
             shape[placement.dim] = placement.local_size(self.ranks.n)
         return self.sizes.list(shape)
 
-    def _masked(self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]) -> list[Node]:
+    def _masked(
+        self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]
+    ) -> list[Node]:
         """Make padded rows vanish from a sum over the sharded factor."""
         placements = self.plan.placements[call.node]
         if not any(isinstance(p, Partial) for p in placements):
@@ -219,7 +233,9 @@ class _Localizer:
         if key not in self.converted:
             local, n, group = self.env[source], self.ranks.n, self.ranks.group
             frame = self._frame(want) if isinstance(want, Shard) else None
-            after = self.sizes.last if local.op == "placeholder" else local  # sizes come before any conversion
+            after = (
+                self.sizes.last if local.op == "placeholder" else local
+            )  # sizes come before any conversion
             if isinstance(want, Shard):
                 with self.graph.inserting_after(after):
                     new = self._call(sp.shard.default, (local, want.dim, frame, n, group), user)
@@ -274,8 +290,10 @@ def _buckets(sources: list[Node]) -> list[list[Node]]:
 def _drop_dead(gm: GraphModule) -> None:
     """Sizes and slices that nobody uses any more; never an op with an effect."""
     for node in reversed(gm.graph.nodes):
-        pure = isinstance(node.meta.get("val"), torch.SymInt) or node.target in (sp.shard.default, aten.sym_size.int)
+        pure = isinstance(node.meta.get("val"), torch.SymInt) or node.target in (
+            sp.shard.default,
+            aten.sym_size.int,
+        )
         if node.op == "call_function" and not node.users and pure:
             gm.graph.erase_node(node)
     gm.recompile()
-

@@ -34,7 +34,11 @@ class Step:
 
 
 def propagate(
-    gm: GraphModule, axes: Axes, n: int, inputs: Mapping[Node, Placement] | None = None, gather_outputs: bool = True
+    gm: GraphModule,
+    axes: Axes,
+    n: int,
+    inputs: Mapping[Node, Placement] | None = None,
+    gather_outputs: bool = True,
 ) -> Plan:
     """The Plan of a graph for `n` ranks. `inputs`: placements of placeholders that arrive sharded."""
     plan = Plan()
@@ -59,7 +63,9 @@ def _visit_output(plan: Plan, node: Node, gather: bool) -> None:
         if isinstance(have, Partial):
             plan.demands.append(Demand(node, i, "", "reduce", have, why="a result of the model"))
         elif isinstance(have, Shard) and gather:
-            plan.demands.append(Demand(node, i, "", "whole", have, why="a result of the model (outputs='gather')"))
+            plan.demands.append(
+                Demand(node, i, "", "whole", have, why="a result of the model (outputs='gather')")
+            )
 
 
 def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step:
@@ -81,7 +87,9 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step
     step = _step(axes, node, found, have, n, keep_whole)
     draws = ()
     if step.wants is None and n > 1 and is_random(node) and not _agreed(node):
-        draws = (Demand(node, 0, "", "draw", REPLICATE, why="a random draw that must be the same on every rank"),)
+        draws = (
+            Demand(node, 0, "", "draw", REPLICATE, why="a random draw that must be the same on every rank"),
+        )
     return Step(step.wants, step.results, (*reduce, *step.demands, *draws))
 
 
@@ -95,7 +103,9 @@ def _step(axes: Axes, node: Node, found, have: Sequence[Placement], n: int, keep
     rule = found[1] if found is not None else None
     results = max(1, len(found[0].results())) if found is not None else 1
     if not any(isinstance(p, Shard) for p in have):
-        start = _start(axes, node, found[0], rule, n) if isinstance(rule, Factors) and not keep_whole else None
+        start = (
+            _start(axes, node, found[0], rule, n) if isinstance(rule, Factors) and not keep_whole else None
+        )
         return start or Step(None, (REPLICATE,) * results)
     if rule is None:
         return _all_whole(node, have, "no rule", f"{node.target} has no sharding rule", results)
@@ -149,7 +159,9 @@ def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: in
         elif rule.kind(f) == "attend":
             demands.append(Demand(node, i, f, "attend", have[i], stays, "attention mixes the sequence"))
         elif f != factor or not _same_place(call, i, have[i], base, n):
-            demands.append(Demand(node, i, f, "align", have[i], stays, f"operand {kept} is sharded otherwise"))
+            demands.append(
+                Demand(node, i, f, "align", have[i], stays, f"operand {kept} is sharded otherwise")
+            )
     if kept is None:
         return Step(None, (REPLICATE,) * len(rule.results), tuple(demands))
     return _run(call, rule, have, factor, base, n, tuple(demands))
@@ -190,7 +202,13 @@ def _scaled(base: Shard, dim: int, extent, n: int) -> Shard | None:
 
 
 def _run(
-    call: Call, rule: Factors, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: tuple[Demand, ...]
+    call: Call,
+    rule: Factors,
+    have: Sequence[Placement],
+    factor: str,
+    base: Shard,
+    n: int,
+    demands: tuple[Demand, ...],
 ) -> Step:
     """Run the node on shards of `factor`: place the operands and the results."""
     wants: list[Placement] = []
@@ -222,7 +240,11 @@ def _wanted_whole(gm: GraphModule) -> set[Node]:
     """Values that reach nothing but masks: every rank needs them whole, so they are not worth sharding."""
     whole: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        if node.op == "call_function" and node.users and all(_as_mask(node, u) or u in whole for u in node.users):
+        if (
+            node.op == "call_function"
+            and node.users
+            and all(_as_mask(node, u) or u in whole for u in node.users)
+        ):
             whole.add(node)
     return whole
 

@@ -73,8 +73,12 @@ class Means(Rewrite):
         target, weight = call["target"], call["weight"]
         counted = self.compute(aten.ne.Scalar, (target, call["ignore_index"]), node)
         if weight is not None:
-            index = self.compute(aten.mul.Tensor, (target, counted), node)  # an ignored index may be out of range
-            counted = self.compute(aten.mul.Tensor, (self.compute(aten.index.Tensor, (weight, [index]), node), counted), node)
+            index = self.compute(
+                aten.mul.Tensor, (target, counted), node
+            )  # an ignored index may be out of range
+            counted = self.compute(
+                aten.mul.Tensor, (self.compute(aten.index.Tensor, (weight, [index]), node), counted), node
+            )
         count = self.compute(aten.sum.default, (counted,), node)
         dtype = node.meta["val"].dtype
         wide = torch.float32 if dtype in HALVES else dtype

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
+from .._compat import detect_fake_mode
 from ..axes import Axes, find_sequences, name_axes
 from ..errors import SpError, at
 from ..layout import Demand, Placement, Plan, Shard
@@ -151,7 +152,7 @@ INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "
 
 
 def _fake_mode_of(node: Node) -> Any:
-    from torch._guards import detect_fake_mode
-
-    values = [v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)]
+    values = [
+        v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)
+    ]
     return detect_fake_mode(values)

@@ -49,7 +49,9 @@ class Ulysses(Rewrite):
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         call = Call(node)
         moved = [o for o in dict.fromkeys(call.operands[:3]) if isinstance(self.plan.of(o), Shard)]
-        heads = min((call.shape(i)[HEADS] for i in range(3)), key=lambda h: size(h) if isinstance(h, int) else 0)
+        heads = min(
+            (call.shape(i)[HEADS] for i in range(3)), key=lambda h: size(h) if isinstance(h, int) else 0
+        )
         fresh: dict[Node, Node] = {}
         with self.graph.inserting_before(node):
             for group in self._exchanges(moved):
@@ -90,7 +92,15 @@ class Ulysses(Rewrite):
         whole = [1, self.sizes(heads), 0, self.sizes(heads)]
         users = list(node.users)
         with self.graph.inserting_after(node):
-            args = ([node], value.ndim + SEQUENCE, self.frame(queries), value.ndim + HEADS, whole, ranks.n, ranks.group)
+            args = (
+                [node],
+                value.ndim + SEQUENCE,
+                self.frame(queries),
+                value.ndim + HEADS,
+                whole,
+                ranks.n,
+                ranks.group,
+            )
             both = self.emit(sp.all_to_all.default, args, [value], node)
         with self.graph.inserting_after(both):
             back = self.emit(operator.getitem, (both, 0), value, node)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from .._compat import detect_fake_mode, pytree
 from ..errors import SpError, at
 from ..layout import Partial, Placement, Plan, Shard
 from ..shapes import Size, same, sizes
@@ -34,8 +33,18 @@ def validate(local: GraphModule, plan: Plan, n: int) -> None:
 def _check_target(node: Node) -> None:
     target = node.target
     known = isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
-    if not known and getattr(target, "__module__", "") not in ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "torch.nn.attention", "torch.sym"):
-        raise SpError(f"{node.name} at {at(node)} calls {target}, which is neither an op overload nor an operator")
+    if not known and getattr(target, "__module__", "") not in (
+        "_operator",
+        "math",
+        "torch",
+        "torch._C",
+        "torch.amp.autocast_mode",
+        "torch.nn.attention",
+        "torch.sym",
+    ):
+        raise SpError(
+            f"{node.name} at {at(node)} calls {target}, which is neither an op overload nor an operator"
+        )
 
 
 def _infer(node: Node, plan: Plan) -> None:
@@ -49,8 +58,14 @@ def _infer(node: Node, plan: Plan) -> None:
     try:
         node.meta["val"] = node.target(*args, **kwargs)
     except Exception as e:
-        shapes = [list(a.meta["val"].shape) for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
-        raise SpError(f"{node.name} ({node.target}) at {at(node)} does not run on local operands of shapes {shapes}: {e}") from e
+        shapes = [
+            list(a.meta["val"].shape)
+            for a in node.all_input_nodes
+            if isinstance(a.meta.get("val"), torch.Tensor)
+        ]
+        raise SpError(
+            f"{node.name} ({node.target}) at {at(node)} does not run on local operands of shapes {shapes}: {e}"
+        ) from e
 
 
 def _reads_local(node: Node) -> bool:

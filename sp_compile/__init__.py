@@ -10,4 +10,13 @@ from .pipeline import parallelize
 from .rule import rule as sharding_rule
 from .verify import explain, verify
 
-__all__ = ["Report", "SPConfig", "SpError", "capture_export", "explain", "parallelize", "sharding_rule", "verify"]
+__all__ = [
+    "Report",
+    "SPConfig",
+    "SpError",
+    "capture_export",
+    "explain",
+    "parallelize",
+    "sharding_rule",
+    "verify",
+]

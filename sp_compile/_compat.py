@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+# Registers the meta kernels of torch.ops._c10d_functional, which need no process group.
+import torch.distributed._functional_collectives
 import torch.nn.attention
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.source import ConstantSource
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, detect_fake_mode
@@ -22,6 +29,7 @@ from torch._higher_order_ops.wrap import (
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
+from torch._logging import trace_structured
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
@@ -32,6 +40,8 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils.checkpoint import CheckpointPolicy
@@ -43,6 +53,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FloorDiv",
+    "RestartAnalysis",
     "TracingContext",
     "active_tracer",
     "autograd_function_apply",
@@ -55,11 +66,15 @@ __all__ = [
     "invoke_subgraph",
     "is_functorch_tensor",
     "make_fx",
+    "process_group",
+    "pytree",
     "register_hook_op",
     "reset_functorch",
     "set_grad_enabled",
+    "statically_known_true",
     "suspended_trace",
     "tag_activation_checkpoint",
+    "trace_structured",
     "track_tensor_tree",
     "wrap",
     "wrap_activation_checkpoint",
@@ -102,6 +117,11 @@ def suspended_trace(fake_mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives know by this name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
 def is_fragment(gm: torch.fx.GraphModule) -> bool:
     """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?
 
@@ -110,14 +130,25 @@ def is_fragment(gm: torch.fx.GraphModule) -> bool:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         return True
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        resumed = "torch_dynamo_resume_in" in InstructionTranslator.current_tx().f_code.co_name
-    except AttributeError:  # not called by Dynamo
-        resumed = False
     ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
-    return resumed or (ddp and reason is None)
+    return _called_by_user_code() or (ddp and reason is None)
+
+
+def _called_by_user_code() -> bool:
+    """Was Dynamo entered from a Python frame that it could not compile, inside the function given to torch.compile?
+
+    The stack then holds, inwards: eval_frame's wrapper, that frame, convert_frame, the backend.
+    """
+    dynamo = Path(torch._dynamo.__file__).parent
+    entries, wrappers = str(dynamo / "convert_frame.py"), str(dynamo / "eval_frame.py")
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != entries:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename != wrappers:
+        if not Path(frame.f_code.co_filename).is_relative_to(dynamo.parent):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any]:

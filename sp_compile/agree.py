@@ -50,7 +50,7 @@ class Agreed:
         ranks: Ranks,
         graph: int,
         names: Sequence[str],
-        error: SpError | None = None,
+        error: Exception | None = None,
     ) -> None:
         self.run, self.ranks, self.graph, self.names, self.error = run, ranks, graph, names, error
 
@@ -68,7 +68,7 @@ class Agreed:
         everyone = self._all_gather(mine)
         if all(words == everyone[0] for words in everyone) and not everyone[0][0]:
             return
-        raise SpError(self._disagreement(everyone, given))
+        raise SpError(self._disagreement(everyone, given)) from self.error
 
     def _all_gather(self, words: list[int]) -> list[list[int]]:
         group = self.ranks.process_group
@@ -82,9 +82,10 @@ class Agreed:
     def _disagreement(self, everyone: list[list[int]], given: list[str]) -> str:
         """Every rank is here, so a second exchange, of words this time, is safe."""
         shown = ", ".join(f"{name} {shape}" for name, shape in zip(self.names, given))
+        error = self.error if isinstance(self.error, SpError | None) else f"{type(self.error).__name__}: {self.error}"
         texts: list[Any] = [None] * self.ranks.n
         dist.all_gather_object(
-            texts, (str(self.error) if self.error else "", shown), group=self.ranks.process_group
+            texts, (str(error or ""), shown), group=self.ranks.process_group
         )
         failed = [f"rank {r}: {text}" for r, (text, _) in enumerate(texts) if text]
         if failed:

@@ -24,7 +24,7 @@ Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def sp(
-    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: SPConfig | Mapping[str, Any] | None = None, **_: Any
 ) -> Any:
     """Compile one Dynamo graph for the ranks that share its sequence. `options`: the fields of SPConfig.
 
@@ -32,12 +32,15 @@ def sp(
     """
     ranks = Ranks(1, "")
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
+    given = vars(options) if isinstance(options, SPConfig) else options or {}
     try:
+        ranks = resolve(given.get("mesh"), given.get("mesh_dim"))
         config = SPConfig.of(options)
-        ranks = resolve(config.mesh, config.mesh_dim)
         local, _report = lower(gm, example_inputs, config, ranks)
         run = compile_local(local, example_inputs, config, ranks)
-    except SpError as error:
+    except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
+        raise
+    except Exception as error:
         return Agreed(None, ranks, 0, names, error)
     return Agreed(run, ranks, fingerprint(local), names)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from ._compat import pytree
 from .errors import at
 from .shapes import Size, product, sizes
 
@@ -89,13 +89,22 @@ class Report:
             yield "Constraints\n" + "\n".join(f"  {c}" for c in self.constraints)
         if self.notes:
             rows = _grouped((note.done, _short(note.where), note.why) for note in self.notes)
-            yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS)
+            yield "Rewrites\n" + tabulate(
+                rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS
+            )
         if self.exchanges:
-            sent = [(e.op, e.shape, _bytes(e.forward), _bytes(e.backward), _short(e.where)) for e in self.exchanges]
-            totals = [_bytes(_sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
+            sent = [
+                (e.op, e.shape, _bytes(e.forward), _bytes(e.backward), _short(e.where))
+                for e in self.exchanges
+            ]
+            totals = [
+                _bytes(_sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")
+            ]
             headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
             rows = [*_grouped(sent), ("", "total", "", *totals, "")]
-            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
+            yield "Collectives, bytes that one rank sends\n" + tabulate(
+                rows, headers=headers, maxcolwidths=WIDTHS
+            )
         if self.errors:
             headers = ("against one device", "largest relative error")
             yield tabulate(self.errors, headers=headers, floatfmt=".2e")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._compat import process_group
 from .errors import SpError
 
 
@@ -21,7 +22,7 @@ class Ranks:
     def process_group(self) -> dist.ProcessGroup | None:
         if not self.group or not dist.is_initialized():
             return None
-        return dist.distributed_c10d._resolve_process_group(self.group)
+        return process_group(self.group)
 
 
 def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:

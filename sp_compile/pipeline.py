@@ -6,10 +6,10 @@ import logging
 import time
 from typing import Any
 
-from torch._logging import trace_structured
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from ._compat import trace_structured
 from .axes import Axes
 from .capture import capture_export
 from .config import SPConfig
@@ -100,7 +100,9 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
         param_grads=options.param_grads,
     )
     if options.inputs == "local":
-        raise SpError("inputs='local' is for torch.compile: an exported program has its sequence length already")
+        raise SpError(
+            "inputs='local' is for torch.compile: an exported program has its sequence length already"
+        )
     local, report = run_pipeline(gm, job)
     local.meta["sp_report"] = report
     return local
@@ -124,7 +126,10 @@ def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
         if isinstance(have, Shard) and have.dim in axes.sequence_dims(node):
             size, local = have.frame.size, have.frame.local(n)
             exact = divides(n, size)
-            out[f"sequence of {size}: {local} positions a rank" + ("" if exact else f", padded to {n} * {local}")] = None
+            out[
+                f"sequence of {size}: {local} positions a rank"
+                + ("" if exact else f", padded to {n} * {local}")
+            ] = None
         elif isinstance(have, Shard):
             out[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
     return list(out)

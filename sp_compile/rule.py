@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
+from ._compat import pytree
 from .errors import SpError
 from .layout import Frame, Placement, Shard
 from .shapes import Size, mostly, product, quotient, same, sizes
@@ -39,7 +39,7 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
     return tuple(
         (a.name, a.kwarg_only, a.has_default_value(), a.default_value if a.has_default_value() else None)
@@ -241,7 +241,7 @@ class Pattern:
     options: Mapping[str, Any]
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def _groups(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
         left, arrow, right = text.partition("->")
         if not arrow:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
@@ -23,6 +22,7 @@ from ._compat import (
     enable_python_dispatcher,
     get_data,
     make_fx,
+    pytree,
     register_hook_op,
     reset_functorch,
     suspended_trace,

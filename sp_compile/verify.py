@@ -107,7 +107,9 @@ def _errors(gm: GraphModule, reference: Any, found: Any) -> list[tuple[str, floa
     names = [n.name for n in gm.graph.find_nodes(op="placeholder") if n.meta.get("sp_grad", False)]
     # A gradient that is zero but for rounding (a key's bias) is measured against the largest one.
     floor = max((g.abs().max().item() for g in grads if g is not None and g.numel()), default=0.0) * ROUNDING
-    rows = [(f"result {i}", _error(a, b)) for i, (a, b) in enumerate(zip(results, here)) if isinstance(a, Tensor)]
+    rows = [
+        (f"result {i}", _error(a, b)) for i, (a, b) in enumerate(zip(results, here)) if isinstance(a, Tensor)
+    ]
     rows += [(f"mutated input {i}", _error(a, here_state[i])) for i, a in state.items()]
     rows += [(f"gradient of {name}", _error(a, b, floor)) for name, a, b in zip(names, grads, here_grads)]
     return rows

@@ -71,6 +71,25 @@ y: [1, 2, 8, 4] = placeholder
 scaled_dot_product_attention: [1, 4, 8, 4] = aten.scaled_dot_product_attention(x, y, y, None, 0.0, True, enable_gqa=True)
 return (scaled_dot_product_attention,)""")
 
+    def test_canonicalize_spells_out_what_is_read(self):
+        def spelt(x, y):
+            z = torch.cat([x.new_zeros(1, 2), y.type_as(x)]).squeeze()
+            return torch.cat([torch.empty(0), z]) + x.new_full((2,), 3)
+
+        gm = captured(spelt, torch.randn(2, 2), torch.ones(3, 2).long())
+        Canonicalize()(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [2, 2] = placeholder
+y: [3, 2] = placeholder
+new_zeros: [1, 2] = aten.zeros([1, 2], dtype=float32, device=cpu)
+type_as: [3, 2] = aten.to.dtype(y, float32)
+cat: [4, 2] = aten.cat([new_zeros, type_as])
+squeeze: [4, 2] = aten.squeeze.dims(cat, [])
+empty: [0] = aten.empty.memory_format([0], device=cpu, pin_memory=False)
+new_full: [2] = aten.full([2], 3, dtype=float32, device=cpu)
+add: [4, 2] = aten.add.Tensor(squeeze, new_full)
+return (add,)""")
+
     def test_expand_heads_behind_the_exchange(self):
         def attention(x, y, z):
             repeated = (y * 2)[:, :, None].expand(1, 2, 2, 8, 4).reshape(1, 4, 8, 4)

@@ -1,0 +1,75 @@
+"""Ops that read nothing of an operand but its dtype, device or number become ops that say so.
+
+    new_zeros(x, size)   ->  zeros(size, dtype, device)        x need not be whole, nor anywhere
+    type_as(x, y)        ->  to(x, dtype of y)
+    squeeze(x)           ->  squeeze(x, the dims of size 1)    a rank with one row must not lose the dim
+    cat([empty, x])      ->  x
+
+Part of canonicalize; every entry keeps the value exactly. Leaves alone: what is not in the table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..rule import Call
+from ..shapes import sizes
+
+aten = torch.ops.aten
+Spelling = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
+
+
+def respell(gm: GraphModule) -> bool:
+    """Rewrite every node that has a plainer spelling; True if there was one."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        spelling = _SPELLINGS[node.target](node) if node.target in _SPELLINGS else None
+        if isinstance(spelling, Node):
+            node.replace_all_uses_with(spelling)
+            gm.graph.erase_node(node)
+        elif spelling is not None:
+            node.target, node.args, node.kwargs = spelling
+        changed = changed or spelling is not None
+    return changed
+
+
+def _made_like(target: Any, fill: bool = False) -> Any:
+    def spell(node: Node) -> Spelling:
+        value, call = node.meta["val"], Call(node)
+        args = (call["size"], call["fill_value"]) if fill else (call["size"],)
+        return target, args, {"dtype": value.dtype, "device": value.device}
+
+    return spell
+
+
+def _cast(node: Node) -> Spelling | None:
+    value, source = node.meta["val"], Call(node).operands[0]
+    if value.device != source.meta["val"].device:
+        return None
+    return aten.to.dtype, (source, value.dtype), {}
+
+
+def _squeeze(node: Node) -> Spelling:
+    source = Call(node).operands[0]
+    ones = [d for d, s in enumerate(sizes(source.meta["val"].shape)) if s == 1]
+    return aten.squeeze.dims, (source, ones), {}
+
+
+def _cat(node: Node) -> Node | None:
+    parts = [p for p in Call(node).operands if sizes(p.meta["val"].shape) != (0,)]
+    return parts[0] if len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype else None
+
+
+_SPELLINGS = {
+    aten.cat.default: _cat,
+    aten.new_empty.default: _made_like(aten.empty.memory_format),
+    aten.new_full.default: _made_like(aten.full.default, fill=True),
+    aten.new_ones.default: _made_like(aten.ones.default),
+    aten.new_zeros.default: _made_like(aten.zeros.default),
+    aten.squeeze.default: _squeeze,
+    aten.to.other: _cast,
+    aten.type_as.default: _cast,
+}
