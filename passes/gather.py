@@ -23,10 +23,10 @@ class Gather(Rewrite):
     """Claims every demand for a whole operand, attention's keys and values included."""
 
     name = "gather"
-    kinds = frozenset({"whole", "align", "no rule", "attend", "select"})
+    kinds = frozenset({"whole", "align", "no rule", "attend", "invariant"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        if node.op == "output" or self.job.fallback == "gather":
+        if node.op == "output" or self.job.fallback == "gather" or all(d.kind == "invariant" for d in demands):
             return None
         if all(d.kind == "attend" for d in demands) and self.job.attention == "gather":
             return None
@@ -40,7 +40,17 @@ class Gather(Rewrite):
             self._attention(node, demands)
             return
         for demand in demands:
-            self._gather(node, demand)
+            if demand.kind == "invariant":
+                self._regather(node, demand)
+            else:
+                self._gather(node, demand)
+
+    def _regather(self, node: Node, demand: Demand) -> None:
+        """What was gathered for a node on shards is used alike on every rank: the other pair of gradients."""
+        gathered = _operand(node, demand.operand)
+        with self.after(gathered):
+            whole = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
+        _replace_operand(node, demand.operand, whole)
 
     def _reason(self, demand: Demand) -> str:
         operand = _operand(demand.node, demand.operand)

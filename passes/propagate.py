@@ -22,6 +22,7 @@ from ..rule import Call, Factors, Reshape, Window, is_tensor, lookup, move, tran
 from ..shapes import divides, product, same
 
 SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
+INVARIANT = "it runs alike on every rank, so the gradient it sends back is whole on every rank"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def _visit_output(plan: Plan, node: Node, gather: bool) -> None:
         have = plan.of(source)
         if isinstance(have, Partial):
             plan.demands.append(Demand(node, i, "", "reduce", have, why="a result of the model"))
+        elif have == SUMMAND:
+            plan.demands.append(Demand(node, i, "", "invariant", have, why=INVARIANT))
         elif isinstance(have, Shard) and gather:
             plan.demands.append(
                 Demand(node, i, "", "whole", have, why="a result of the model (outputs='gather')")
@@ -85,6 +88,8 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step
     reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _step(axes, node, found, have, n, keep_whole)
+    if step.wants is None:
+        reduce += [Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND]
     draws = ()
     if step.wants is None and n > 1 and is_random(node) and not _agreed(node):
         draws = (

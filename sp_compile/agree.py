@@ -17,6 +17,8 @@ from torch.fx import GraphModule
 from .errors import SpError
 from .mesh import Ranks
 
+SHOWN = 8  # inputs that differ between the ranks, in an error message
+
 
 def fingerprint(gm: GraphModule) -> int:
     """63 bits of the text of a graph: targets, arguments, local shapes. The group's name is left out."""
@@ -81,18 +83,25 @@ class Agreed:
 
     def _disagreement(self, everyone: list[list[int]], given: list[str]) -> str:
         """Every rank is here, so a second exchange, of words this time, is safe."""
-        shown = ", ".join(f"{name} {shape}" for name, shape in zip(self.names, given))
-        error = self.error if isinstance(self.error, SpError | None) else f"{type(self.error).__name__}: {self.error}"
-        texts: list[Any] = [None] * self.ranks.n
-        dist.all_gather_object(
-            texts, (str(error or ""), shown), group=self.ranks.process_group
-        )
-        failed = [f"rank {r}: {text}" for r, (text, _) in enumerate(texts) if text]
+        told: list[Any] = [None] * self.ranks.n
+        mine = (_words(self.error), dict(zip(self.names, given)))
+        dist.all_gather_object(told, mine, group=self.ranks.process_group)
+        failed = {error: [r for r, (e, _) in enumerate(told) if e == error] for error, _ in told if error}
         if failed:
-            return "the model could not be compiled on " + "; ".join(dict.fromkeys(failed))
-        per_rank = "\n".join(f"  rank {r}: {inputs}" for r, (_, inputs) in enumerate(texts))
-        what = "inputs of different sizes" if len({w[2] for w in everyone}) > 1 else "different programs"
+            each = [f"rank {', '.join(map(str, ranks))}: {error}" for error, ranks in failed.items()]
+            return "the model could not be compiled on " + "\n".join(each)
+        inputs = [one for _, one in told]
+        names = [name for name in {**inputs[0], **inputs[-1]} if len({one.get(name) for one in inputs}) > 1]
+        rows = [", ".join(f"{name} {one.get(name, 'missing')}" for name in names[:SHOWN]) for one in inputs]
+        per_rank = [f"  rank {r}: {row or 'the same inputs as the others'}" for r, row in enumerate(rows)]
+        what = "different programs" if len({w[1] for w in everyone}) > 1 else "inputs of different sizes"
         return (
-            f"the {self.ranks.n} ranks of this sequence-parallel group were given {what}; with inputs='global' every "
-            f"rank passes the same arguments to the same model:\n{per_rank}"
+            f"the {self.ranks.n} ranks of this sequence-parallel group were given {what}; every rank has to call the "
+            "same model with arguments of the same sizes. What differs:\n" + "\n".join(per_rank)
         )
+
+
+def _words(error: Exception | None) -> str:
+    if error is None or isinstance(error, SpError):
+        return str(error or "")
+    return f"{type(error).__name__}: {error}"

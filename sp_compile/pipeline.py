@@ -22,6 +22,7 @@ from .passes.draws import Draws
 from .passes.expand_heads import ExpandHeads
 from .passes.gather import Gather
 from .passes.localize import localize
+from .passes.pick import Pick
 from .passes.reduce import Means, Reduce
 from .passes.rewrite import Note, Rewrite, Settings, analyse
 from .passes.ulysses import Ulysses
@@ -32,7 +33,7 @@ from .simulate import GROUP
 log = logging.getLogger(__name__)
 
 # Strategies first; what they leave is gathered. Each claims demands by kind and may be run alone, by hand.
-STRATEGIES: tuple[type[Rewrite], ...] = (Means, Ulysses, Reduce, Gather, Draws)
+STRATEGIES: tuple[type[Rewrite], ...] = (Means, Pick, Ulysses, Reduce, Gather, Draws)
 MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
 
 

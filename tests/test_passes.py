@@ -11,6 +11,7 @@ from sp_compile.passes.draws import Draws
 from sp_compile.passes.expand_heads import ExpandHeads
 from sp_compile.passes.gather import Gather
 from sp_compile.passes.localize import Localize
+from sp_compile.passes.pick import Pick
 from sp_compile.passes.reduce import Means, Reduce
 from sp_compile.passes.rewrite import analyse, settings
 from sp_compile.passes.ulysses import Ulysses
@@ -166,6 +167,42 @@ unshard_default: [1, 8, 4] = sp.unshard(mul, 1, [1, 8, 0, 8], 2, sim)
 cumsum: [1, 8, 4] = aten.cumsum(unshard_default, 1)
 add: [1, 8, 4] = aten.add.Tensor(cumsum, 1)
 unshard_default_1: [1, 8, 4] = sp.unshard(add, 1, [1, 8, 0, 8], 2, sim)
+return (unshard_default_1,)""")
+
+    def test_pick_one_position(self):
+        gm = captured(lambda x: (x * 2)[:, -1] + 1, torch.randn(1, 7, 4))
+        Pick(TWO, **SEQUENCE)(gm)
+        self.assertExpectedInline(show(gm), """\
+x: [1, 7, 4] = placeholder
+mul: [1, 7, 4] = aten.mul.Tensor(x, 2)
+arange_default: [7] = aten.arange(7, device=cpu)
+eq_scalar: [7] = aten.eq.Scalar(arange_default, 6)
+reshape_default: [1, 7, 1] = aten.reshape(eq_scalar, [1, 7, 1])
+where_scalar_other: [1, 7, 4] = aten.where.ScalarOther(reshape_default, mul, 0)
+sum_dim_int_list: [1, 4] = aten.sum.dim_IntList(where_scalar_other, [1], dtype=float32)
+add: [1, 4] = aten.add.Tensor(sum_dim_int_list, 1)
+return (add,)""")
+
+    def test_gathered_twice_when_used_in_two_ways(self):
+        """A gathered operand of sharded compute has partial gradients; the same value used whole must not."""
+        gm = captured(lambda x: (x * 2).cumsum(1) * (x * 2), torch.randn(1, 8, 4))
+        gm.graph.lint()
+        product = next(n for n in gm.graph.nodes if n.name == "mul")
+        with gm.graph.inserting_after(product):
+            args = (product, 1, [1, 8, 0, 8], 2, GROUP)
+            summand = gm.graph.call_function(torch.ops.sp.all_gather.default, args)
+            summand.meta["val"] = product.meta["val"]
+        next(n for n in gm.graph.nodes if n.name == "cumsum").replace_input_with(product, summand)
+        Gather(TWO, **SEQUENCE)(gm)
+        gm.graph.eliminate_dead_code()
+        self.assertExpectedInline(show(gm), """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+unshard_default: [1, 8, 4] = sp.unshard(mul, 1, [1, 8, 0, 8], 2, sim)
+cumsum: [1, 8, 4] = aten.cumsum(unshard_default, 1)
+mul_1: [1, 8, 4] = aten.mul.Tensor(x, 2)
+mul_2: [1, 8, 4] = aten.mul.Tensor(cumsum, mul_1)
+unshard_default_1: [1, 8, 4] = sp.unshard(mul_2, 1, [1, 8, 0, 8], 2, sim)
 return (unshard_default_1,)""")
 
     def test_means_become_sums(self):

@@ -1,0 +1,51 @@
+"""One position of a sharded sequence (`x[:, -1]`, BERT's `x[:, 0]`) without gathering the others.
+
+    select(x, S, i)   ->   all_reduce(sum(where(arange(S) == i, x, 0), S))
+
+Exactly one rank holds position i, so the sum is the value. Bytes sent: 2 (n-1)/n of one row instead of n-1 times the
+shard. Leaves alone (to be gathered): booleans.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..layout import Demand
+from ..rule import Call
+from .rewrite import Rewrite
+
+aten = torch.ops.aten
+
+
+class Pick(Rewrite):
+    """Claims the demand of a select along the sharded dim."""
+
+    name = "pick"
+    kinds = frozenset({"whole"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        if node.target is not aten.select.int or node.meta["val"].dtype == torch.bool:
+            return ""
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        call, value = Call(node), node.meta["val"]
+        x, dim = call.operands[0], call.dim()
+        with self.graph.inserting_before(node):
+            here = self._is_position(call, dim, node)
+            only = self.compute(aten.where.ScalarOther, (here, x, 0), node)
+            row = self.compute(aten.sum.dim_IntList, (only, [dim]), node, {"dtype": value.dtype})
+        node.replace_all_uses_with(row)
+        self.graph.erase_node(node)
+        self.note(row, "one position: the rank that holds it sends it to the others")
+
+    def _is_position(self, call: Call, dim: int, node: Node) -> Node:
+        """arange(S) == i, shaped to broadcast along `dim`."""
+        length = call.shape()[dim]
+        index = call["index"]
+        counted_back = isinstance(index, int) and index < 0
+        position = self.sizes(length + index) if counted_back else index
+        positions = self.compute(aten.arange.default, (self.sizes(length),), node, {"device": node.meta["val"].device})
+        shape = [self.sizes(length) if d == dim else 1 for d in range(call.ndim())]
+        return self.compute(aten.reshape.default, (self.compute(aten.eq.Scalar, (positions, position), node), shape), node)
