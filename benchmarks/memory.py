@@ -1,6 +1,6 @@
 """Peak activation memory of a step of the demo's model, on one device and on ranks of this machine.
 
-    python benchmarks/memory.py [any flag of examples/train_lm.py]
+Takes the flags of examples/train_lm.py.
 """
 
 import sys

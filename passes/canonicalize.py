@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from ..rule import Call, is_tensor
+from ..call import Call, is_tensor
 from ..shapes import quotient, same, sizes
 from .spellings import respell
 

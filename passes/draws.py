@@ -13,8 +13,8 @@ import operator
 import torch
 from torch.fx import Node
 
+from ..call import is_tensor
 from ..layout import Demand
-from ..rule import is_tensor
 from .rewrite import Rewrite
 
 sp = torch.ops.sp

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from ..call import Call
 from ..layout import Plan
-from ..rule import Call
 from ..shapes import quotient
 from .rewrite import Rewrite
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from ..call import Call, is_tensor
 from ..layout import Demand, Shard
-from ..rule import Call
 from .rewrite import Rewrite
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -97,8 +97,6 @@ def _operand(node: Node, index: int) -> Node:
         return node.all_input_nodes[index]
     if isinstance(node.target, torch._ops.OpOverload):
         return Call(node).operands[index]
-    from ..rule import is_tensor
-
     return [a for a in node.all_input_nodes if is_tensor(a)][index]
 
 

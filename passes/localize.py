@@ -18,11 +18,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
+from ..call import Call, is_tensor
 from ..errors import SpError, at
 from ..layout import Frame, Partial, Placement, Plan, Replicate, Shard
 from ..materialize import Sizes
 from ..mesh import Ranks
-from ..rule import Call, Factors, Reshape, Window, is_tensor, lookup, transfer_of
+from ..movement import Reshape, Window
+from ..rule import Factors, lookup, transfer_of
 from ..shapes import size
 from .lift import differentiable_nodes, lifted_nodes
 from .rewrite import Settings, analyse, settings
@@ -103,7 +105,7 @@ class _Localizer:
 
     def _keep(self, old: Node, new: Node) -> None:
         """`new` computes on this rank what `old` computes in the global view."""
-        new.meta.update({k: v for k, v in old.meta.items()})
+        new.meta.update(old.meta)
         new.meta.update(sp_global=old, sp_grad=old in self.differentiable)
         self.env[old] = new
 
@@ -188,7 +190,7 @@ class _Localizer:
 
     def _local_shape(self, node: Node) -> list[int | Node]:
         placement = self.plan.of(node)
-        shape = list(size(s) for s in node.meta["val"].shape)
+        shape = [size(s) for s in node.meta["val"].shape]
         if isinstance(placement, Shard):
             shape[placement.dim] = placement.local_size(self.ranks.n)
         return self.sizes.list(shape)
@@ -223,9 +225,9 @@ class _Localizer:
             raise AssertionError(f"{source} is {have} where {user} wants {want}: a demand was not discharged")
         if isinstance(want, Shard) and isinstance(have, Replicate):
             return self._converted(source, want, user)
-        if isinstance(want, Replicate) and want.partial_grad and source in self.differentiable:
-            if not (isinstance(have, Replicate) and have.partial_grad) and source not in self.lifted:
-                return self._converted(source, want, user)
+        summand = have == want or source in self.lifted or source not in self.differentiable
+        if isinstance(want, Replicate) and want.partial_grad and not summand:
+            return self._converted(source, want, user)
         return self.env[source]
 
     def _converted(self, source: Node, want: Placement, user: Node) -> Node:
@@ -249,7 +251,7 @@ class _Localizer:
         return self.converted[key]
 
     def _reduce_param_grads(self, sources: Iterable[Node]) -> None:
-        """One sp::reduce_grad per bucket of parameters: one collective a bucket in the backward, not one a parameter."""
+        """One sp::reduce_grad per bucket of parameters: a collective a bucket in the backward, not one a parameter."""
         want = Replicate(partial_grad=True)
         wanted = [s for s in sources if s in self.differentiable and self._enters_shards(s)]
         for bucket in _buckets(wanted):

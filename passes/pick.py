@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from ..call import Call
 from ..layout import Demand
-from ..rule import Call
 from .rewrite import Rewrite
 
 aten = torch.ops.aten

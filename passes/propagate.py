@@ -16,9 +16,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..axes import Axes
+from ..call import Call, is_tensor
 from ..layout import REPLICATE, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
+from ..movement import Reshape, Window, move
 from ..randomness import is_random
-from ..rule import Call, Factors, Reshape, Window, is_tensor, lookup, move, transfer_of
+from ..rule import Factors, lookup, transfer_of
 from ..shapes import divides, product, same
 
 SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
@@ -192,7 +194,8 @@ def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
 
 
 def _same_place(call: Call, i: int, have: Placement, base: Placement | None, n: int) -> bool:
-    assert isinstance(have, Shard) and isinstance(base, Shard)
+    assert isinstance(have, Shard)
+    assert isinstance(base, Shard)
     return have.matches(base) or have.matches(_scaled(base, have.dim, call.shape(i)[have.dim], n) or base)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from ..call import Call, is_tensor
 from ..layout import Demand, Partial
-from ..rule import Call, is_tensor
 from ..shapes import product, sizes
 from .rewrite import Rewrite
 

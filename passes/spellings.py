@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..rule import Call
+from ..call import Call
 from ..shapes import sizes
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ import operator
 import torch
 from torch.fx import Node
 
+from ..call import Call
 from ..layout import Demand, Shard
-from ..rule import Call
 from ..shapes import divides, same, size
 from .rewrite import Rewrite
 

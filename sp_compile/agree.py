@@ -94,7 +94,8 @@ class Agreed:
         names = [name for name in {**inputs[0], **inputs[-1]} if len({one.get(name) for one in inputs}) > 1]
         rows = [", ".join(f"{name} {one.get(name, 'missing')}" for name in names[:SHOWN]) for one in inputs]
         per_rank = [f"  rank {r}: {row or 'the same inputs as the others'}" for r, row in enumerate(rows)]
-        what = "different programs" if len({w[1] for w in everyone}) > 1 else "inputs of different sizes"
+        resized = any(w[2] != everyone[0][2] for w in everyone) and all(one.keys() == inputs[0].keys() for one in inputs)
+        what = "inputs of different sizes" if resized else "different programs"
         return (
             f"the {self.ranks.n} ranks of this sequence-parallel group were given {what}; every rank has to call the "
             "same model with arguments of the same sizes. What differs:\n" + "\n".join(per_rank)

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
+from .call import Call, is_tensor
 from .errors import SpError
 from .layout import Frame, Shard
-from .rule import Call, Factors, Reshape, Rule, Window, is_tensor, lookup, transfer_of
+from .movement import Reshape, Window
+from .rule import Factors, Rule, lookup, transfer_of
 from .shapes import Size, product, same, size, sizes
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import SpError
@@ -61,6 +62,10 @@ class SPConfig:
                 )
         if self.seq_dims != "auto" and not isinstance(self.seq_dims, Mapping):
             raise SpError(f"seq_dims={self.seq_dims!r}: expected 'auto' or a mapping from input name to dim")
+        if isinstance(self.compiler, str):
+            known = torch.compiler.list_backends(exclude_tags=())
+            if self.compiler not in known:
+                raise SpError(f"compiler={self.compiler!r}: no torch.compile backend{_close(self.compiler, known)}")
         budget = self.activation_memory_budget
         if budget is not None and not 0 <= budget <= 1:
             raise SpError(f"activation_memory_budget={budget}: expected a number from 0 to 1")

@@ -2,7 +2,7 @@
 
 A sharded dim is the product outer * window * inner: `(B, S, D) -> (B*S, D)` keeps a sharded S inside a flat dim
 (outer = B). The window lies in a Frame: the axis that all values of one sequence share, padded once to a multiple of
-the number of ranks. Rank r of n holds the frame's positions [r*s, (r+1)*s) with s = ceil(size / n), whatever the window.
+the number of ranks. Rank r of n holds the frame's positions [r*s, (r+1)*s), s = ceil(size / n), whatever the window.
 Positions outside the window hold copies of valid rows (finite, never read by a rule that has not masked them).
 """
 

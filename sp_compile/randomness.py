@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from .call import Call
 from .mesh import Ranks
 
 _STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits keeps the ranks' seeds apart
@@ -36,8 +37,6 @@ def is_random(node: torch.fx.Node) -> bool:
         arguments = node.target._schema.arguments
         if not any(a.name == "dropout_p" for a in arguments):
             return False
-    from .rule import Call
-
     call = Call(node)
     probability = call.get("dropout_p", call.get("p") if "dropout" in str(node.target) else None)
     active = call.get("train", call.get("training", True))

@@ -26,89 +26,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ._compat import pytree
+from .call import Call
 from .errors import SpError
-from .layout import Frame, Placement, Shard
-from .shapes import Size, mostly, product, quotient, same, sizes
+from .layout import Placement
+from .movement import Reshape, Window
+from .shapes import Size
+
+__all__ = ["POINTWISE", "Call", "Dims", "Factors", "Pattern", "Reshape", "Rule", "RuleFunction", "Window", "rule", "rule_of"]
 
 KINDS = ("sum", "mean", "total", "whole", "attend")
 Dims = tuple[str, ...]  # one factor name per dim; "" is a dim of size 1 that broadcasts
-
-
-def is_tensor(node: Any) -> bool:
-    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-@cache
-def _signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
-    return tuple(
-        (a.name, a.kwarg_only, a.has_default_value(), a.default_value if a.has_default_value() else None)
-        for a in target._schema.arguments
-    )
-
-
-class Call:
-    """One call of an ATen op: its arguments by schema name, its tensor operands in schema order, their shapes."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.args: dict[str, Any] = {}
-        for i, (name, kwarg_only, has_default, default) in enumerate(_signature(node.target)):
-            if i < len(node.args) and not kwarg_only:
-                self.args[name] = node.args[i]
-            elif name in node.kwargs:
-                self.args[name] = node.kwargs[name]
-            elif has_default:
-                self.args[name] = default
-        leaves = pytree.tree_leaves(list(self.args.values()))
-        self.operands: list[Node] = [leaf for leaf in leaves if is_tensor(leaf)]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.args[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.args.get(name, default)
-
-    def shape(self, operand: int | str = 0) -> tuple[Size, ...]:
-        node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
-        return sizes(node.meta["val"].shape)
-
-    def ndim(self, operand: int | str = 0) -> int:
-        node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
-        return int(node.meta["val"].ndim)
-
-    def dim(self, name: str = "dim", operand: int = 0) -> int:
-        """The argument `name` as a non-negative dim of the operand."""
-        return int(self.args[name]) % max(self.ndim(operand), 1)
-
-    def results(self) -> tuple[torch.Tensor, ...]:
-        return tuple(v for v in pytree.tree_leaves(self.node.meta["val"]) if isinstance(v, torch.Tensor))
-
-    def rebuild(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of the same call with other tensor operands, and other values for some arguments."""
-        fresh = iter(operands)
-
-        def swap(value: Any) -> Any:
-            return pytree.tree_map(lambda leaf: next(fresh) if is_tensor(leaf) else leaf, value)
-
-        values = {name: swap(value) for name, value in self.args.items()}
-        values.update(changed)
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        positional = True
-        for i, (name, kwarg_only, _, _) in enumerate(_signature(self.node.target)):
-            given = (
-                (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
-            )
-            positional = positional and given and not kwarg_only
-            if given and positional:
-                args.append(values[name])
-            elif given:
-                kwargs[name] = values[name]
-        return tuple(args), kwargs
-
-    def result_shapes(self) -> tuple[tuple[Size, ...], ...]:
-        return tuple(sizes(v.shape) for v in self.results())
 
 
 @dataclass(frozen=True)
@@ -141,26 +68,6 @@ class Factors:
 
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, "pass")
-
-
-@dataclass(frozen=True)
-class Reshape:
-    """Row-major regrouping of dims (view, flatten, unflatten, ...): a sharded factor keeps its strides."""
-
-    before: tuple[Size, ...]
-    after: tuple[Size, ...]
-    sizes: str | None = None
-
-
-@dataclass(frozen=True)
-class Window:
-    """Contiguous pieces of one dim (slice, narrow, split, chunk): (start, length) per result.
-
-    On the sharded dim a piece is the same frame with a shorter window, and no data moves.
-    """
-
-    dim: int
-    spans: tuple[tuple[Size, Size], ...] | None  # None: not contiguous or not provable
 
 
 Rule = Factors | Reshape | Window
@@ -317,44 +224,3 @@ def _extents(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str,
             if f not in out or out[f] == 1:
                 out[f] = s
     return out
-
-
-def move(rule_: Reshape | Window, shard: Shard) -> tuple[Shard, ...] | None:
-    """Where the sharded factor lies in each result of a reshape or window; None if it has no single place."""
-    if isinstance(rule_, Window):
-        return _windowed(rule_, shard)
-    moved = _regroup(rule_, shard)
-    return (moved,) if moved is not None else None
-
-
-def _windowed(rule_: Window, shard: Shard) -> tuple[Shard, ...] | None:
-    if rule_.spans is None:
-        return None
-    if rule_.dim != shard.dim:
-        return tuple(shard for _ in rule_.spans)
-    if not (same(shard.outer, 1) and same(shard.inner, 1)):
-        return None
-    frame = shard.frame
-    out = []
-    for start, length in rule_.spans:
-        # A short window would have every rank compute on mostly invalid rows: gathering is cheaper.
-        if not mostly(length, frame.size):
-            return None
-        out.append(Shard(shard.dim, Frame(frame.size, frame.start + start, length)))
-    return tuple(out)
-
-
-def _regroup(rule_: Reshape, shard: Shard) -> Shard | None:
-    """Find the result dim that holds outer' * window * inner' with the same row-major strides."""
-    before = product(rule_.before[: shard.dim]) * shard.outer
-    after = product(rule_.before[shard.dim + 1 :]) * shard.inner
-    for dim, extent in enumerate(rule_.after):
-        outer = quotient(before, product(rule_.after[:dim]))
-        inner = quotient(after, product(rule_.after[dim + 1 :]))
-        if (
-            outer is not None
-            and inner is not None
-            and same(extent, product((outer, shard.frame.length, inner)))
-        ):
-            return Shard(dim, shard.frame, outer, inner)
-    return None

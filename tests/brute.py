@@ -19,8 +19,10 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 import sp_compile.rules  # noqa: F401
+from sp_compile.call import Call
 from sp_compile.layout import Frame, Shard
-from sp_compile.rule import Call, Factors, Reshape, Rule, Window, lookup, move
+from sp_compile.movement import Reshape, Window, move
+from sp_compile.rule import Factors, Rule, lookup
 
 RANKS = (2, 3, 5)
 SUM = 2  # at::Reduction

@@ -8,7 +8,19 @@ import pytest
 import ranks as worker
 import torch
 import torch.nn.functional as F
-from parity import Block, Decoder, Outcome, against_eager, build, check, difference, gradients, outcome, sp, text, train_step
+from parity import (
+    Decoder,
+    Outcome,
+    against_eager,
+    build,
+    check,
+    difference,
+    gradients,
+    outcome,
+    sp,
+    text,
+    train_step,
+)
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

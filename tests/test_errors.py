@@ -1,7 +1,5 @@
 """What is refused: a readable SpError on every rank, and no rank hangs."""
 
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import sp_compile
 
 ALL = 3
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    torch._dynamo.reset()
 
 
 def rank() -> int:
@@ -107,7 +110,7 @@ def with_options(options: dict[str, Any]) -> str:
         ({"seq_dims": {"ids": 2}}, ["seq_dims", "ids", "2"]),
         ({"activation_memory_budget": 2}, ["activation_memory_budget=2"]),
         ({"mesh": "sp"}, ["expected a torch.distributed DeviceMesh, got str"]),
-        ({"compiler": "inductr"}, ["inductr"]),
+        ({"compiler": "inductr"}, ["compiler='inductr'", "did you mean 'inductor'?"]),
     ],
     ids=lambda x: "-".join(f"{k}" for k in x) if isinstance(x, dict) else "",
 )

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sp_compile
+from sp_compile.mesh import Ranks
 from sp_compile.passes.canonicalize import Canonicalize
 from sp_compile.passes.draws import Draws
 from sp_compile.passes.expand_heads import ExpandHeads
@@ -17,7 +18,6 @@ from sp_compile.passes.rewrite import analyse, settings
 from sp_compile.passes.ulysses import Ulysses
 from sp_compile.passes.validate import validate
 from sp_compile.simulate import GROUP, run_ranks
-from sp_compile.mesh import Ranks
 
 TWO = Ranks(2, GROUP)
 SEQUENCE = {"seq_dims": {"x": 1}}

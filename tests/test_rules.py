@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile.errors import SpError
 from sp_compile.layout import Frame, Shard
-from sp_compile.rule import POINTWISE, Factors, Reshape, Rule, Window, lookup, move, registered, rule
+from sp_compile.movement import Reshape, Window, move
+from sp_compile.rule import POINTWISE, Factors, Rule, lookup, registered, rule
 
 aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")
