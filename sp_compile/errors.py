@@ -31,8 +31,8 @@ def at(node: Node) -> str:
 
 
 def _short(path: Path) -> Path:
-    """Relative to where the user is; elsewhere (an installed model) the last two parts."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
+    """The last two parts: enough to find the file, the same wherever the program is started."""
+    return Path(*path.parts[-2:])
 
 
 @cache
