@@ -119,6 +119,7 @@ def draw(alone: dict, ranks: list[dict], path: Path) -> None:
     left.plot(steps, alone["losses"], linewidth=5, alpha=0.4, label="one device")
     left.plot(steps, ranks[0]["losses"], "k--", label=f"{len(ranks)} ranks")
     left.set(xlabel="step", ylabel="loss (nats per byte)", title="The same loss")
+    left.set_xticks(steps)
     left.legend()
     names = ["one device", *(f"rank {r}" for r in range(len(ranks)))]
     megabytes = [record["peak_bytes"] / 1e6 for record in (alone, *ranks)]

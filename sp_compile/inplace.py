@@ -95,11 +95,8 @@ def _signature(op: OpOverload) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
-# Where dropping the underscore gives another op, or none.
-_RENAMED = {
-    ("normal", "default"): ("normal_functional", "default"),
-    ("bernoulli", "float"): ("bernoulli", "p"),
-}
+# Where the op without underscore is another one.
+_RENAMED = {"normal": "normal_functional"}
 
 
 def _base_name(name: str) -> str | None:

@@ -25,6 +25,7 @@ from .passes.localize import localize
 from .passes.pick import Pick
 from .passes.reduce import Means, Reduce
 from .passes.rewrite import Note, Rewrite, Settings, analyse
+from .passes.strides import restore_strides
 from .passes.ulysses import Ulysses
 from .passes.validate import validate
 from .shapes import divides
@@ -74,6 +75,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     local = localize(gm, plan, job)
     clock.lap("localize")
     validate(local, plan, job.ranks.n)
+    restore_strides(local)
     local.graph.lint()
     clock.lap("validate")
     report.exchanges = exchanges_of(local, job.ranks.n)

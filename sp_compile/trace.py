@@ -84,7 +84,8 @@ class _Lower(Interpreter):
             raise
         except Exception as error:
             raise SpError(
-                f"{n.name}: {n.target} could not be captured at {at(n)}: {type(error).__name__}: {error}. "
+                f"{n.name}: {getattr(n.target, '__name__', n.target)} could not be captured at {at(n)}: "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. "
                 "Keep this call out of the compiled region (torch.compiler.disable), or write it with tensor ops "
                 "whose shapes do not depend on data"
             ) from error

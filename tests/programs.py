@@ -69,10 +69,9 @@ def cache_write(m, x):
 
 
 @program
-def returned_input(m, x):
-    y = x.detach()
-    y.add_(1)
-    return (m.lin(x) * y).sum(), y, y.view(-1), y[0]
+def returned_buffer(m, x):
+    m.cache.add_(x.detach())
+    return (m.lin(x) * m.cache).sum(), m.cache, m.cache.view(-1), m.cache[0]
 
 
 @program
@@ -91,9 +90,9 @@ def views_of_one_value(m, x):
     y.masked_fill_(y > 1, 0.5)
     z = y.view(2, -1)
     z.add_(1)
-    F.relu_(y)
     y.diagonal(dim1=-2, dim2=-1).fill_(0)
     y[0, :, None].squeeze(1).transpose(0, 1).mul_(2)
+    F.relu_(y)
     return y.sum() + z.pow(2).sum()
 
 
@@ -190,7 +189,7 @@ def no_functional_form(m, x):
 def no_grad(m, x):
     with torch.no_grad():
         t = m.lin(x).pow(2)
-    return (m.lin(x) * t).sum()
+    return (m.lin(x) * t * m.lin.weight.data.sum()).sum()
 
 
 @program
@@ -297,8 +296,3 @@ def scan(m, x):
 def results(m, x):
     y = m.lin(x)
     return y.sum(), {"aliases": [y[:, 1:], x.view(-1)], "plain": (None, 3, y.detach())}
-
-
-@program
-def data_read(m, x):
-    return (m.lin(x) * m.lin.weight.data.sum()).sum()

@@ -67,12 +67,13 @@ def selective(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def saved_elements(wrap: Callable[..., Any], capturing: bool = True) -> tuple[int, list[torch.Tensor | None]]:
-    """How many elements the forward hands to the backward, inputs aside, and what one training step computes."""
+    """How many floats the forward hands to the backward, inputs aside, and what one training step computes."""
     saved = []
 
     def forward_compiler(gm: GraphModule, example_inputs: list[Any]) -> Any:
         results = [n for n in gm.graph.output_node().args[0] if isinstance(n, torch.fx.Node)]
-        saved.extend(n.meta["val"].numel() for n in results if n.op != "placeholder")
+        values = [n.meta["val"] for n in results if n.op != "placeholder"]
+        saved.extend(v.numel() for v in values if v.is_floating_point())
         return boxed_nop(gm, example_inputs)
 
     aot = aot_autograd(

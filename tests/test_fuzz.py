@@ -47,6 +47,9 @@ class Program(nn.Module):
             values.append(OPS[step.name](weight, ids, *(values[i] for i in step.operands), *step.args))
         return tuple(values[-3:])
 
+    def __repr__(self) -> str:
+        return "; ".join(f"v{i} = {step}" for i, step in enumerate(self.steps, 1))
+
 
 def _table(weight: Tensor, rows: int, columns: int) -> Tensor:
     """A parameter of the asked size."""

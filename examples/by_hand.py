@@ -1,0 +1,64 @@
+"""Every pass by hand on an exported program: from the graph of one device to the program of each of two ranks.
+
+    python examples/by_hand.py            prints the graph after every pass, then runs both ranks, simulated
+
+Nothing here needs a process group. With one, `sp_compile.mesh.resolve(mesh, None)` gives the ranks of a real mesh.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.mesh import Ranks
+from sp_compile.passes.canonicalize import Canonicalize
+from sp_compile.passes.gather import Gather
+from sp_compile.passes.localize import Localize
+from sp_compile.passes.reduce import Means, Reduce
+from sp_compile.passes.rewrite import analyse, settings
+from sp_compile.passes.ulysses import Ulysses
+from sp_compile.passes.validate import validate
+from sp_compile.simulate import GROUP, run_ranks
+
+
+class Block(nn.Module):
+    """Grouped-query attention, a cumulative sum (which no pass can shard yet), and a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.kv(x).chunk(2, -1))
+        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x.cumsum(1).square().mean()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model, x = Block().double(), torch.randn(1, 9, 32, dtype=torch.float64)
+    ranks = Ranks(2, GROUP)
+
+    graph = sp_compile.capture_export(torch.export.export(model, (x,)))
+    for demand in analyse(graph, settings(ranks))[1].demands:
+        print(f"demand: {demand.node.name} operand {demand.operand} is {demand.have}: {demand.why}")
+    for rewrite in (Canonicalize(), Means(ranks), Ulysses(ranks), Reduce(ranks), Gather(ranks)):
+        changed = rewrite(graph).modified
+        print(f"\n== {type(rewrite).__name__}: {'rewrote the graph' if changed else 'nothing to do'}")
+        if changed:
+            graph.graph.print_tabular()
+
+    local = Localize(ranks)(graph).graph_module
+    validate(local, analyse(graph, settings(ranks))[1], ranks.n)
+    print("\n== Localize: the program of each rank\n" + local.print_readable(print_output=False))
+
+    expected = model(x)
+    for rank, loss in enumerate(run_ranks(ranks.n, lambda rank: local(x))):
+        print(f"rank {rank}: {loss.item():.12f}   one device: {expected.item():.12f}")
+        torch.testing.assert_close(loss, expected)
+
+
+if __name__ == "__main__":
+    main()

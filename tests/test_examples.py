@@ -1,0 +1,58 @@
+"""The examples run, and so does the code of the README."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_by_hand():
+    out = run("examples/by_hand.py")
+    assert "== Ulysses: rewrote the graph" in out
+    losses = re.findall(r"rank \d: (\S+) +one device: (\S+)", out)
+    assert len(losses) == 2
+    assert all(found == expected for found, expected in losses)
+
+
+def test_explain_llama():
+    assert "ulysses" in run("examples/explain_llama.py", "2")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_data_and_sequence(kind):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(port)]
+    assert f"{kind}: largest relative error" in run(*launch, "examples/data_and_sequence.py", kind)
+
+
+def test_readme():
+    """Every python block, in order, in one namespace; the process group is one of a single rank."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from models import DecoderLM
+
+    torch.manual_seed(0)
+    ids = torch.randint(0, 256, (1, 24))
+    torch.library.define("mylib::scale_rows", "(Tensor x, Tensor w) -> Tensor")
+    names = {"model": DecoderLM(dim=32, layers=1, heads=8), "input_ids": ids, "labels": ids}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 3
+    for block in blocks:
+        exec(block.replace("dist.init_process_group()", "pass"), names)
