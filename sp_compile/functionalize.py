@@ -203,6 +203,7 @@ class _Renaming:
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:
+        assert mutation.value is not None
         emit = self.emitter(node)
         args, kwargs = self.now_in(node)
         expected = mutation.targets[0].meta["val"]
