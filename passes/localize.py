@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from ..call import Call, is_tensor
+from ..call import Call, is_tensor, is_written
 from ..errors import SpError, at
 from ..layout import Frame, Partial, Placement, Plan, Replicate, Shard
 from ..materialize import Sizes
@@ -231,24 +231,26 @@ class _Localizer:
         return self.env[source]
 
     def _converted(self, source: Node, want: Placement, user: Node) -> Node:
+        if is_written(source):  # its value changes: take it as it is when the user reads it
+            return self._conversion(source, want, user)
         key = (source, want)
         if key not in self.converted:
-            local, n, group = self.env[source], self.ranks.n, self.ranks.group
-            frame = self._frame(want) if isinstance(want, Shard) else None
-            after = (
-                self.sizes.last if local.op == "placeholder" else local
-            )  # sizes come before any conversion
-            if isinstance(want, Shard):
-                with self.graph.inserting_after(after):
-                    new = self._call(sp.shard.default, (local, want.dim, frame, n, group), user)
-            else:
-                with self.graph.inserting_after(after):
-                    both = self._call(sp.reduce_grad.default, ([local], self.param_grads, n, group), user)
-                with self.graph.inserting_after(both):
-                    new = self._call(operator.getitem, (both, 0), user)
-            new.meta["sp_grad"] = source in self.differentiable
-            self.converted[key] = new
+            frame = self._frame(want) if isinstance(want, Shard) else None  # may add sizes behind the inputs
+            local = self.env[source]
+            behind = self.sizes.last if local.op == "placeholder" else local
+            with self.graph.inserting_after(behind):
+                self.converted[key] = self._conversion(source, want, user, frame)
         return self.converted[key]
+
+    def _conversion(self, source: Node, want: Placement, user: Node, frame: Any = None) -> Node:
+        local, n, group = self.env[source], self.ranks.n, self.ranks.group
+        if isinstance(want, Shard):
+            new = self._call(sp.shard.default, (local, want.dim, frame or self._frame(want), n, group), user)
+        else:
+            both = self._call(sp.reduce_grad.default, ([local], self.param_grads, n, group), user)
+            new = self._call(operator.getitem, (both, 0), user)
+        new.meta["sp_grad"] = source in self.differentiable
+        return new
 
     def _reduce_param_grads(self, sources: Iterable[Node]) -> None:
         """One sp::reduce_grad per bucket of parameters: a collective a bucket in the backward, not one a parameter."""

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..axes import Axes
-from ..call import Call, is_tensor
+from ..call import Call, is_tensor, is_written
 from ..layout import REPLICATE, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
 from ..movement import Reshape, Window, move
 from ..randomness import is_random
@@ -82,6 +82,8 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step
         return Step(None, (plan.of(node.args[0]),))
     tensors = [a for a in node.all_input_nodes if is_tensor(a)]
     found = lookup(node)
+    if found is not None and is_written(node):
+        found = (found[0], None)
     operands = found[0].operands if found is not None else tensors
     have = [plan.of(a) for a in operands]
     transfer = transfer_of(node.target)
@@ -115,10 +117,14 @@ def _step(axes: Axes, node: Node, found, have: Sequence[Placement], n: int, keep
         )
         return start or Step(None, (REPLICATE,) * results)
     if rule is None:
-        return _all_whole(node, have, "no rule", f"{node.target} has no sharding rule", results)
+        return _all_whole(node, have, "no rule", _no_rule(node), results)
     if isinstance(rule, Factors):
         return _through_factors(found[0], rule, have, n)
     return _through_movement(found[0], rule, have)
+
+
+def _no_rule(node: Node) -> str:
+    return "its result is changed in place" if is_written(node) else f"{node.target} has no sharding rule"
 
 
 def _all_whole(node: Node, have: Sequence[Placement], kind: str, why: str, results: int) -> Step:

@@ -17,6 +17,15 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def is_written(node: Node) -> bool:
+    """Does a user change the node's value in place (a custom op)? Then nothing may be put between the two.
+
+    Inputs do not count: they are written back once, at the end of the program.
+    """
+    users = [u.target for u in node.users if isinstance(u.target, torch._ops.OpOverload)]
+    return node.op == "call_function" and any(target._schema.is_mutable for target in users)
+
+
 @cache
 def _signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
     return tuple(

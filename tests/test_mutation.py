@@ -1,0 +1,46 @@
+"""Values that change in place: buffers, and custom ops that functionalisation leaves as they are."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sp_compile
+
+
+@torch.library.custom_op("sp_tests::add_positions", mutates_args=("x",))
+def add_positions(x: torch.Tensor) -> None:
+    x.add_(torch.arange(x.shape[1], dtype=x.dtype)[None, :, None])
+
+
+@add_positions.register_fake
+def _(x):
+    return None
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.average.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        self.calls.add_(1)
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        counted = (y * 2).detach().clone()
+        before = counted * 1
+        add_positions(counted)
+        return (y * counted + before * self.average).sum() * self.calls
+
+
+def test_mutation_of_sharded_values_and_buffers():
+    """The custom op sees the whole sequence, readers before it the old value and readers after it the new one."""
+    for n in (2, 3):
+        report = sp_compile.verify(Model().double(), torch.randn(2, 9, 8).double(), sp=n)
+        assert report.worst < 1e-12, str(report)
+        assert sum("mutated" in name for name, _ in report.errors) == 2
+        assert any("changed in place" in note.why for note in report.fallbacks)
