@@ -9,7 +9,7 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from ._compat import trace_structured
+from ._compat import argument_name, trace_structured
 from .axes import Axes
 from .capture import capture_export
 from .config import SPConfig
@@ -50,7 +50,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     clock.lap("canonicalize")
     axes, plan = analyse(gm, job)
     report.inputs = {
-        node.name: axes.sequence_dims(node)
+        argument_name(node): axes.sequence_dims(node)
         for node in gm.graph.find_nodes(op="placeholder")
         if axes.sequence_dims(node) and not node.meta.get("sp_param", False)
     }

@@ -32,7 +32,7 @@ def text(length):
 class Goldens(expecttest.TestCase):
     def test_explain(self):
         self.assertExpectedInline(str(sp_compile.explain(Decoder(), *text(64), sp=4)), """\
-4 ranks; the sequence is l_ids_ dim 1, l_labels_ dim 1
+4 ranks; the sequence is ids dim 1, labels dim 1
 
 Constraints
   sequence of 64: 16 positions a rank
@@ -60,7 +60,7 @@ Collectives, bytes that one rank sends
     def test_explain_a_fallback(self):
         report = sp_compile.explain(Decoder(heads=2), *text(10), sp=4)
         self.assertExpectedInline(str(report), """\
-4 ranks; the sequence is l_ids_ dim 1, l_labels_ dim 1
+4 ranks; the sequence is ids dim 1, labels dim 1
 
 Constraints
   sequence of 10: 3 positions a rank, padded to 4 * 3
