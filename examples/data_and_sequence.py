@@ -41,7 +41,8 @@ def main(kind: str) -> None:
     step(ids, ids).backward()
 
     torch.stack([reference(sample, sample) for sample in samples]).mean().backward()
-    worst = max(error(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    worst = max(error(p.grad, q.grad) for p, q in pairs)
     if dist.get_rank() == 0:
         print(f"{kind}: largest relative error of a gradient against one device: {worst:.1e}")
     assert worst < 1e-4

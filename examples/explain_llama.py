@@ -1,6 +1,8 @@
 """What sequence parallelism would do to a model that no one here wrote, and whether it is right.
 
-    python examples/explain_llama.py [ranks]      needs transformers; no processes, no GPU, no weights to download
+    python examples/explain_llama.py [ranks]
+
+Needs transformers; no processes, no GPU, no weights to download.
 """
 
 import sys

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from ..call import Call, is_tensor
-from ..shapes import quotient, same, sizes
+from ..shapes import Size, quotient, same, sizes
 from .spellings import respell
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def _group_heads(node: Node) -> bool:
     return True
 
 
-def _heads(node: Node):
+def _heads(node: Node) -> Size:
     return sizes(node.meta["val"].shape)[HEADS]
 
 

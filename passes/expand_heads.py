@@ -9,6 +9,8 @@ grouped heads that the user asked for, attention without a mask, the CPU, whose 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -26,7 +28,7 @@ class ExpandHeads(Rewrite):
 
     name = "expand_heads"
 
-    def __init__(self, *args, except_on: tuple[str, ...] = ("cpu",), **options) -> None:
+    def __init__(self, *args: Any, except_on: tuple[str, ...] = ("cpu",), **options: Any) -> None:
         super().__init__(*args, **options)
         self.except_on = except_on
 
@@ -58,10 +60,9 @@ class ExpandHeads(Rewrite):
     def _repeat(self, operand: int, call: Call, node: Node) -> Node:
         """(B, h, S, D) -> (B, h, 1, S, D) -> (B, h, r, S, D) -> (B, h*r, S, D)"""
         batch, heads, length, width = call.shape(operand)
-        repeats = quotient(call.shape(0)[HEADS], heads)
-        shape = self.sizes.list((batch, heads, repeats, length, width))
+        wanted = call.shape(0)[HEADS]
+        shape = self.sizes.list((batch, heads, quotient(wanted, heads), length, width))
         each = self.compute(aten.unsqueeze.default, (call.operands[operand], HEADS + 1), node)
         each = self.compute(aten.expand.default, (each, shape), node)
-        return self.compute(
-            aten.reshape.default, (each, self.sizes.list((batch, heads * repeats, length, width))), node
-        )
+        shape = self.sizes.list((batch, wanted, length, width))
+        return self.compute(aten.reshape.default, (each, shape), node)

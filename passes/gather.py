@@ -26,7 +26,11 @@ class Gather(Rewrite):
     kinds = frozenset({"whole", "align", "no rule", "attend", "invariant"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        if node.op == "output" or self.job.fallback == "gather" or all(d.kind == "invariant" for d in demands):
+        if (
+            node.op == "output"
+            or self.job.fallback == "gather"
+            or all(d.kind == "invariant" for d in demands)
+        ):
             return None
         if all(d.kind == "attend" for d in demands) and self.job.attention == "gather":
             return None

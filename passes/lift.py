@@ -1,7 +1,8 @@
 """Finds replicated nodes that are better computed with per-rank gradients, up to the parameters they come from.
 
 `x @ w.t()` with a sharded x wants w.t() as a summand. Converting w instead of w.t() gives the same gradient and lets
-all parameters share one bucketed reduction. A node can be lifted if nothing wants its gradient invariant.
+parameters share a reduction, one for each of the `buckets`. A node can be lifted if nothing wants its gradient
+invariant.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from torch.fx import GraphModule, Node
 
 from ..layout import REPLICATE, Plan, Replicate
 from ..rule import lookup, transfer_of
+from ..shapes import size
+
+# As DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward.
+BUCKET_BYTES = 25 << 20
 
 
 def differentiable_nodes(gm: GraphModule) -> set[Node]:
@@ -52,8 +57,7 @@ def _liftable(node: Node, plan: Plan) -> bool:
         return False
     if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
         return False
-    placements = plan.placements.get(node, REPLICATE)
-    return all(p == REPLICATE for p in (placements if isinstance(placements, tuple) else (placements,)))
+    return all(p == REPLICATE for p in plan.placements.get(node, ()))
 
 
 def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> bool:
@@ -64,3 +68,19 @@ def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> boo
         return False
     wants = [w for o, w in zip(found[0].operands, plan.wants[user]) if o is node]
     return bool(wants) and all(isinstance(w, Replicate) and w.partial_grad for w in wants)
+
+
+def buckets(sources: list[Node]) -> list[list[Node]]:
+    """Runs of parameters, in the order of their use, of at most BUCKET_BYTES (but at least one parameter) each."""
+    out: list[list[Node]] = []
+    filled = BUCKET_BYTES + 1
+    for source in sources:
+        value = source.meta["val"]
+        numel = size(value.numel())
+        nbytes = numel * value.element_size() if isinstance(numel, int) else 0
+        if filled + nbytes > BUCKET_BYTES and filled:
+            out.append([])
+            filled = 0
+        out[-1].append(source)
+        filled += nbytes
+    return out

@@ -11,7 +11,7 @@ none. Refuses: a plan with open demands, sizes that no input determines.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,14 +25,11 @@ from ..materialize import Sizes
 from ..mesh import Ranks
 from ..movement import Reshape, Window
 from ..rule import Factors, lookup, transfer_of
-from ..shapes import size
-from .lift import differentiable_nodes, lifted_nodes
+from ..shapes import Size, size
+from .lift import buckets, differentiable_nodes, lifted_nodes
 from .rewrite import Settings, analyse, settings
 
 sp, aten = torch.ops.sp, torch.ops.aten
-BUCKET_BYTES = (
-    25 << 20
-)  # as DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward
 KEPT_META = (
     "stack_trace",
     "nn_module_stack",
@@ -142,11 +139,11 @@ class _Localizer:
     def _is_local(self, node: Node) -> bool:
         return is_tensor(node) and isinstance(self.plan.of(node), Shard)
 
-    def _value(self, value) -> Node:
+    def _value(self, value: Size) -> Node:
         node = self.sizes(value)
         return node if isinstance(node, Node) else self.graph.call_function(operator.add, (node, 0))
 
-    def _plain(self, node: Node):
+    def _plain(self, node: Node) -> Callable[[Node], Node]:
         """How a node that runs alike on every rank sees its operands; a lifted one has partial gradients throughout."""
         want = Replicate(partial_grad=True) if node in self.lifted else None
 
@@ -199,8 +196,7 @@ class _Localizer:
         self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]
     ) -> list[Node]:
         """Make padded rows vanish from a sum over the sharded factor."""
-        placements = self.plan.placements[call.node]
-        if not any(isinstance(p, Partial) for p in placements):
+        if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]):
             return operands
         index, value = rule.pad or (next(i for i, w in enumerate(wants) if isinstance(w, Shard)), 0)
         want = wants[index]
@@ -213,7 +209,9 @@ class _Localizer:
         frame: Frame = shard.frame
         return self.sizes.list((shard.outer, frame.size, frame.start, frame.length))
 
-    def _call(self, target, args, like: Node, kwargs=None, name: str | None = None) -> Node:
+    def _call(
+        self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None
+    ) -> Node:
         node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=name)
         node.meta.update({k: like.meta[k] for k in KEPT_META if k in like.meta})
         return node
@@ -247,8 +245,9 @@ class _Localizer:
         if isinstance(want, Shard):
             new = self._call(sp.shard.default, (local, want.dim, frame or self._frame(want), n, group), user)
         else:
-            both = self._call(sp.reduce_grad.default, ([local], self.param_grads, n, group), user)
-            new = self._call(operator.getitem, (both, 0), user)
+            both = self._call(sp.reduce_grad.default, ([local], self._how(source), n, group), user)
+            with self.graph.inserting_after(both):
+                new = self._call(operator.getitem, (both, 0), user)
         new.meta["sp_grad"] = source in self.differentiable
         return new
 
@@ -256,11 +255,17 @@ class _Localizer:
         """One sp::reduce_grad per bucket of parameters: a collective a bucket in the backward, not one a parameter."""
         want = Replicate(partial_grad=True)
         wanted = [s for s in sources if s in self.differentiable and self._enters_shards(s)]
-        for bucket in _buckets(wanted):
-            args = ([self.env[s] for s in bucket], self.param_grads, self.ranks.n, self.ranks.group)
+        parameters = [s for s in wanted if _is_parameter(s)]
+        inputs = [s for s in wanted if not _is_parameter(s)]
+        for bucket in buckets(parameters) + buckets(inputs):
+            args = ([self.env[s] for s in bucket], self._how(bucket[0]), self.ranks.n, self.ranks.group)
             both = self.graph.call_function(sp.reduce_grad.default, args)
             for i, source in enumerate(bucket):
                 self.converted[source, want] = self.graph.call_function(operator.getitem, (both, i))
+
+    def _how(self, source: Node) -> str:
+        """Only a parameter's gradient may stay partial: what else has one is used alike on every rank further back."""
+        return self.param_grads if _is_parameter(source) else "reduce"
 
     def _enters_shards(self, source: Node) -> bool:
         for user in source.users:
@@ -275,20 +280,8 @@ class _Localizer:
         return False
 
 
-def _buckets(sources: list[Node]) -> list[list[Node]]:
-    """Runs of parameters, in the order of their use, of at most BUCKET_BYTES (but at least one parameter) each."""
-    buckets: list[list[Node]] = []
-    filled = BUCKET_BYTES + 1
-    for source in sources:
-        value = source.meta["val"]
-        numel = size(value.numel())
-        nbytes = numel * value.element_size() if isinstance(numel, int) else 0
-        if filled + nbytes > BUCKET_BYTES and filled:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(source)
-        filled += nbytes
-    return buckets
+def _is_parameter(source: Node) -> bool:
+    return source.op == "get_attr" or source.meta.get("sp_param", False)
 
 
 def _drop_dead(gm: GraphModule) -> None:

@@ -46,6 +46,8 @@ class Pick(Rewrite):
         index = call["index"]
         counted_back = isinstance(index, int) and index < 0
         position = self.sizes(length + index) if counted_back else index
-        positions = self.compute(aten.arange.default, (self.sizes(length),), node, {"device": node.meta["val"].device})
+        device = {"device": node.meta["val"].device}
+        positions = self.compute(aten.arange.default, (self.sizes(length),), node, device)
+        here = self.compute(aten.eq.Scalar, (positions, position), node)
         shape = [self.sizes(length) if d == dim else 1 for d in range(call.ndim())]
-        return self.compute(aten.reshape.default, (self.compute(aten.eq.Scalar, (positions, position), node), shape), node)
+        return self.compute(aten.reshape.default, (here, shape), node)

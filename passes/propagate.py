@@ -20,8 +20,9 @@ from ..call import Call, is_tensor, is_written
 from ..layout import REPLICATE, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
 from ..movement import Reshape, Window, move
 from ..randomness import is_random
-from ..rule import Factors, lookup, transfer_of
-from ..shapes import divides, product, same
+from ..rule import Dims, Factors, Rule, lookup, transfer_of
+from ..rules.redistribute import fits
+from ..shapes import Size, divides, product, same, typical
 
 SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
 INVARIANT = "it runs alike on every rank, so the gradient it sends back is whole on every rank"
@@ -48,7 +49,7 @@ def propagate(
     whole = _wanted_whole(gm)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            plan.placements[node] = (inputs or {}).get(node, REPLICATE)
+            plan.placements[node] = ((inputs or {}).get(node, REPLICATE),)
         elif node.op == "output":
             _visit_output(plan, node, gather_outputs)
         elif node.op == "call_function":
@@ -75,9 +76,8 @@ def _visit_output(plan: Plan, node: Node, gather: bool) -> None:
 
 def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step:
     if node.target is operator.getitem and isinstance(node.args[0], Node):
-        source = plan.placements.get(node.args[0], REPLICATE)
-        index = node.args[1]
-        if isinstance(source, tuple) and len(source) > 1 and isinstance(index, int):
+        source, index = plan.placements.get(node.args[0], ()), node.args[1]
+        if len(source) > 1 and isinstance(index, int):
             return Step(None, (source[index],))
         return Step(None, (plan.of(node.args[0]),))
     tensors = [a for a in node.all_input_nodes if is_tensor(a)]
@@ -88,17 +88,18 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step
     have = [plan.of(a) for a in operands]
     transfer = transfer_of(node.target)
     if transfer is not None and found is not None:
-        return Step(tuple(have), transfer(found[0]))
+        why = "the exchange was written for another placement of its operand"
+        stale = [Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not fits(found[0], p)]
+        return Step(tuple(have), transfer(found[0]), tuple(stale))
     reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _step(axes, node, found, have, n, keep_whole)
     if step.wants is None:
         reduce += [Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND]
-    draws = ()
+    draws = []
     if step.wants is None and n > 1 and is_random(node) and not _agreed(node):
-        draws = (
-            Demand(node, 0, "", "draw", REPLICATE, why="a random draw that must be the same on every rank"),
-        )
+        why = "a random draw that must be the same on every rank"
+        draws.append(Demand(node, 0, "", "draw", REPLICATE, why=why))
     return Step(step.wants, step.results, (*reduce, *step.demands, *draws))
 
 
@@ -108,19 +109,26 @@ def _agreed(node: Node) -> bool:
     return all(u.target is torch.ops.sp.broadcast.default for r in results for u in r.users)
 
 
-def _step(axes: Axes, node: Node, found, have: Sequence[Placement], n: int, keep_whole: bool) -> Step:
-    rule = found[1] if found is not None else None
-    results = max(1, len(found[0].results())) if found is not None else 1
+def _step(
+    axes: Axes,
+    node: Node,
+    found: tuple[Call, Rule | None] | None,
+    have: Sequence[Placement],
+    n: int,
+    keep_whole: bool,
+) -> Step:
+    call, rule = found if found is not None else (None, None)
+    results = max(1, len(call.results())) if call is not None else 1
     if not any(isinstance(p, Shard) for p in have):
-        start = (
-            _start(axes, node, found[0], rule, n) if isinstance(rule, Factors) and not keep_whole else None
-        )
+        start = None
+        if call is not None and isinstance(rule, Factors) and not keep_whole:
+            start = _start(axes, call, rule, n)
         return start or Step(None, (REPLICATE,) * results)
-    if rule is None:
+    if call is None or rule is None:
         return _all_whole(node, have, "no rule", _no_rule(node), results)
     if isinstance(rule, Factors):
-        return _through_factors(found[0], rule, have, n)
-    return _through_movement(found[0], rule, have)
+        return _through_factors(call, rule, have, n)
+    return _through_movement(call, rule, have)
 
 
 def _no_rule(node: Node) -> str:
@@ -143,9 +151,9 @@ def _through_movement(call: Call, rule: Reshape | Window, have: Sequence[Placeme
     return Step(tuple(have), moved)
 
 
-def _start(axes: Axes, node: Node, call: Call, rule: Factors, n: int) -> Step | None:
+def _start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     """Does a sequence of floats (or of random draws) begin here? Then run on shards of replicated operands."""
-    value = node.meta["val"]
+    node, value = call.node, call.node.meta["val"]
     random = is_random(node)
     if not isinstance(value, torch.Tensor) or (rule.lazy and not random):
         return None
@@ -153,31 +161,29 @@ def _start(axes: Axes, node: Node, call: Call, rule: Factors, n: int) -> Step | 
     if shard is None:
         return None
     factor = rule.results[0][shard.dim]
-    if not factor or rule.kind(factor) == "whole":
+    if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
         return None
     return _run(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, ())
 
 
 def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: int) -> Step:
     node, demands = call.node, []
-    sharded = {i: rule.operands[i][p.dim] for i, p in enumerate(have) if isinstance(p, Shard)}
+    shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
+    sharded = {i: rule.operands[i][p.dim] for i, p in shards.items()}
     sharded = {i: f for i, f in sharded.items() if not _ignored(rule, f)}
     kept = _kept(call, rule, sharded)
-    factor = sharded[kept] if kept is not None else None
-    base = have[kept] if kept is not None else None
     for i, f in sharded.items():
-        stays = factor is not None and factor not in rule.operands[i]
+        stays = kept is not None and sharded[kept] not in rule.operands[i]
         if rule.kind(f) == "whole":
-            demands.append(Demand(node, i, f, "whole", have[i], stays, f"needs all of {f!r}"))
+            demands.append(Demand(node, i, f, "whole", shards[i], stays, f"needs all of {f!r}"))
         elif rule.kind(f) == "attend":
-            demands.append(Demand(node, i, f, "attend", have[i], stays, "attention mixes the sequence"))
-        elif f != factor or not _same_place(call, i, have[i], base, n):
-            demands.append(
-                Demand(node, i, f, "align", have[i], stays, f"operand {kept} is sharded otherwise")
-            )
+            demands.append(Demand(node, i, f, "attend", shards[i], stays, "attention mixes the sequence"))
+        elif kept is None or f != sharded[kept] or not _same_place(call, i, shards[i], shards[kept], n):
+            why = f"operand {kept} is sharded otherwise"
+            demands.append(Demand(node, i, f, "align", shards[i], stays, why))
     if kept is None:
         return Step(None, (REPLICATE,) * len(rule.results), tuple(demands))
-    return _run(call, rule, have, factor, base, n, tuple(demands))
+    return _run(call, rule, have, sharded[kept], shards[kept], n, tuple(demands))
 
 
 def _ignored(rule: Factors, factor: str) -> bool:
@@ -188,24 +194,21 @@ def _ignored(rule: Factors, factor: str) -> bool:
 def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
     """The operand whose sharding the node goes on with: one that reaches the result, the largest."""
 
-    def worth(i: int) -> tuple[int, int, float]:
+    def worth(i: int) -> tuple[int, int, int]:
         rank = {"pass": 3, "attend": 2}.get(rule.kind(sharded[i]), 1)
         in_result = any(sharded[i] in dims for dims in rule.results)
-        numel = product(call.shape(i))
-        return (int(in_result), rank, numel if isinstance(numel, int) else float(len(call.shape(i))))
+        return (int(in_result), rank, typical(product(call.shape(i))))
 
     candidates = [i for i, f in sharded.items() if rule.kind(f) != "whole"]
     candidates = [i for i in candidates if rule.kind(sharded[i]) != "attend" or worth(i)[0]]
     return max(candidates, key=lambda i: (*worth(i), -i), default=None)
 
 
-def _same_place(call: Call, i: int, have: Placement, base: Placement | None, n: int) -> bool:
-    assert isinstance(have, Shard)
-    assert isinstance(base, Shard)
+def _same_place(call: Call, i: int, have: Shard, base: Shard, n: int) -> bool:
     return have.matches(base) or have.matches(_scaled(base, have.dim, call.shape(i)[have.dim], n) or base)
 
 
-def _scaled(base: Shard, dim: int, extent, n: int) -> Shard | None:
+def _scaled(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
     """The same factor in a dim of another extent (grouped heads): whole multiples only."""
     if same(extent, product((base.outer, base.frame.length, base.inner))):
         return base.on(dim)
@@ -226,28 +229,32 @@ def _run(
 ) -> Step:
     """Run the node on shards of `factor`: place the operands and the results."""
     wants: list[Placement] = []
-    for i, dims in enumerate(rule.operands):
-        at = dims.index(factor) if factor in dims else None
-        shard = _scaled(base, at, call.shape(i)[at], n) if at is not None else None
-        if shard is None and isinstance(have[i], Shard) and _ignored(rule, dims[have[i].dim]):
-            shard = have[i]
-        wants.append(shard if shard is not None else SUMMAND)
-    results: list[Placement] = []
-    for dims, shape in zip(rule.results, call.result_shapes()):
-        at = dims.index(factor) if factor in dims else None
-        if at is not None:
-            results.append(_scaled(base, at, shape[at], n) or REPLICATE)
-        elif rule.kind(factor) == "attend":
-            results.append(REPLICATE)
+    for i, (dims, given) in enumerate(zip(rule.operands, have)):
+        if isinstance(given, Shard) and _ignored(rule, dims[given.dim]):
+            wants.append(given)
         else:
-            results.append(Partial())
+            wants.append(_placed(base, dims, call.shape(i), factor, n) or SUMMAND)
+    results = [_placed(base, d, s, factor, n) for d, s in zip(rule.results, call.result_shapes())]
+    named = zip((*rule.operands, *rule.results), (*wants, *results))
+    if any(factor in dims and not isinstance(placed, Shard) for dims, placed in named):
+        why = f"the sizes of {factor!r} are not provably those of one sequence"
+        return _all_whole(call.node, have, "align", why, len(results))
+    lost = REPLICATE if rule.kind(factor) == "attend" else Partial()
     if rule.kind(factor) in ("mean", "total"):
         demands += tuple(
             Demand(call.node, i, factor, rule.kind(factor), w, why="a total over the whole sequence")
             for i, w in enumerate(wants)
             if isinstance(w, Shard) and isinstance(have[i], Shard)
         )
-    return Step(tuple(wants), tuple(results), demands)
+    return Step(tuple(wants), tuple(r or lost for r in results), demands)
+
+
+def _placed(base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int) -> Shard | None:
+    """Where a tensor of these dims lies if `factor` is sharded as in `base`; None without the factor."""
+    if factor not in dims:
+        return None
+    at = dims.index(factor)
+    return _scaled(base, at, shape[at], n)
 
 
 def _wanted_whole(gm: GraphModule) -> set[Node]:
@@ -265,8 +272,10 @@ def _wanted_whole(gm: GraphModule) -> set[Node]:
 
 def _as_mask(node: Node, user: Node) -> bool:
     found = lookup(user)
-    if found is None or not isinstance(found[1], Factors):
+    if found is None:
         return False
     call, rule = found
+    if not isinstance(rule, Factors):
+        return False
     at = [i for i, operand in enumerate(call.operands) if operand is node]
     return bool(at) and all(i in rule.masks for i in at)

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ..call import Call, is_tensor
 from ..layout import Demand, Partial
-from ..shapes import product, sizes
+from ..shapes import Size, product, sizes
 from .rewrite import Rewrite
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -73,12 +73,10 @@ class Means(Rewrite):
         target, weight = call["target"], call["weight"]
         counted = self.compute(aten.ne.Scalar, (target, call["ignore_index"]), node)
         if weight is not None:
-            index = self.compute(
-                aten.mul.Tensor, (target, counted), node
-            )  # an ignored index may be out of range
-            counted = self.compute(
-                aten.mul.Tensor, (self.compute(aten.index.Tensor, (weight, [index]), node), counted), node
-            )
+            # An ignored index may be out of range.
+            index = self.compute(aten.mul.Tensor, (target, counted), node)
+            each = self.compute(aten.index.Tensor, (weight, [index]), node)
+            counted = self.compute(aten.mul.Tensor, (each, counted), node)
         count = self.compute(aten.sum.default, (counted,), node)
         dtype = node.meta["val"].dtype
         wide = torch.float32 if dtype in HALVES else dtype
@@ -93,7 +91,7 @@ class Means(Rewrite):
             return self.compute(aten.sum.default, (x,), node, wide)
         return self.compute(aten.sum.dim_IntList, (x, dims, keepdim), node, wide)
 
-    def _divide(self, total: Node, count, node: Node) -> Node:
+    def _divide(self, total: Node, count: Size, node: Node) -> Node:
         return self.compute(aten.div.Tensor, (total, self.sizes(count)), node)
 
     def _as(self, x: Node, dtype: torch.dtype, node: Node) -> Node:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from .._compat import detect_fake_mode
+from .._compat import detect_fake_mode, enable_python_dispatcher
 from ..axes import Axes, find_sequences, name_axes
 from ..errors import SpError, at
 from ..layout import Demand, Placement, Plan, Shard
@@ -107,6 +107,7 @@ class Rewrite(PassBase):
         return changed
 
     def begin(self, gm: GraphModule, plan: Plan) -> None:
+        """Bind the pass to a graph and its plan, and forget the notes of the last one."""
         self.gm, self.graph, self.plan, self.notes = gm, gm.graph, plan, []
         self.sizes = Sizes(gm.graph)
 
@@ -115,6 +116,7 @@ class Rewrite(PassBase):
         raise NotImplementedError
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the node's demands; the graph keeps its meaning in the global view."""
         raise NotImplementedError
 
     # What rewrites are written with.
@@ -129,7 +131,7 @@ class Rewrite(PassBase):
     def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
         """Append an ordinary op; its value is inferred from its operands'."""
         values = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
-        with _fake_mode_of(like):
+        with _fake_mode_of(like), enable_python_dispatcher():
             value = target(*values[0], **values[1])
         return self.emit(target, args, value, like, kwargs)
 
@@ -138,13 +140,16 @@ class Rewrite(PassBase):
         return self.graph.inserting_after(self.sizes.last if source.op == "placeholder" else source)
 
     def frame(self, shard: Shard) -> list[int | Node]:
+        """The shard's frame as sp:: ops take it: [outer, size, start, length]."""
         frame = shard.frame
         return self.sizes.list((shard.outer, frame.size, frame.start, frame.length))
 
     def note(self, node: Node, why: str, done: str | None = None) -> None:
+        """Add a line to the report; `done` is the pass's name unless given."""
         self.notes.append(Note(done or self.name, node.name, at(node), why))
 
     def error(self, node: Node, why: str) -> SpError:
+        """An SpError that names the node, its op and the user's line."""
         return SpError(f"{node.name} ({node.target}) at {at(node)}: {why}")
 
 

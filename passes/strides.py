@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 from ..shapes import Size, same, sizes
 
 sp, aten = torch.ops.sp, torch.ops.aten
-WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default)  # ops whose result every rank goes on to use alike
+# Ops whose result every rank goes on to use alike.
+WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default)
 LARGE = 1 << 20  # any symbolic size, where only the order of strides matters
 
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from ..call import Call
 from ..layout import Demand, Shard
-from ..shapes import divides, same, size
+from ..shapes import Size, divides, same
 from .rewrite import Rewrite
 
 sp = torch.ops.sp
@@ -48,36 +48,22 @@ class Ulysses(Rewrite):
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         call = Call(node)
-        moved = [o for o in dict.fromkeys(call.operands[:3]) if isinstance(self.plan.of(o), Shard)]
-        heads = min(
-            (call.shape(i)[HEADS] for i in range(3)), key=lambda h: size(h) if isinstance(h, int) else 0
-        )
+        placed = {o: self.plan.of(o) for o in call.operands[:3]}
+        moved = {o: have for o, have in placed.items() if isinstance(have, Shard)}
+        groups = _alike(moved)
+        heads = min((call.shape(i)[HEADS] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
         fresh: dict[Node, Node] = {}
         with self.graph.inserting_before(node):
-            for group in self._exchanges(moved):
-                fresh.update(self._exchange(group, heads, node))
-        queries = self.plan.of(call.operands[0])
+            for group in groups:
+                fresh.update(self._exchange(group, moved[group[0]], heads, node))
+        queries = moved.get(call.operands[0])
         operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
         node.args, node.kwargs = call.rebuild(operands)
-        if isinstance(queries, Shard):
+        if queries is not None:
             self._return(node, queries, heads)
-        self.note(node, f"{len(moved)} operands in {len(self._exchanges(moved))} all-to-all, 1 back")
+        self.note(node, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back")
 
-    def _exchanges(self, operands: list[Node]) -> list[list[Node]]:
-        """Operands whose sequences lie alike share one exchange (cross attention has two lengths)."""
-        groups: list[list[Node]] = []
-        for operand in operands:
-            have = self.plan.of(operand)
-            for group in groups:
-                if have.matches(self.plan.of(group[0])):
-                    group.append(operand)
-                    break
-            else:
-                groups.append([operand])
-        return groups
-
-    def _exchange(self, operands: list[Node], heads, node: Node) -> dict[Node, Node]:
-        have = self.plan.of(operands[0])
+    def _exchange(self, operands: list[Node], have: Shard, heads: Size, node: Node) -> dict[Node, Node]:
         ndim = operands[0].meta["val"].ndim
         whole = [1, self.sizes(heads), 0, self.sizes(heads)]
         ranks = self.job.ranks
@@ -87,7 +73,7 @@ class Ulysses(Rewrite):
             o: self.emit(operator.getitem, (both, i), o.meta["val"], node) for i, o in enumerate(operands)
         }
 
-    def _return(self, node: Node, queries: Shard, heads) -> None:
+    def _return(self, node: Node, queries: Shard, heads: Size) -> None:
         value, ranks = node.meta["val"], self.job.ranks
         whole = [1, self.sizes(heads), 0, self.sizes(heads)]
         users = list(node.users)
@@ -106,6 +92,19 @@ class Ulysses(Rewrite):
             back = self.emit(operator.getitem, (both, 0), value, node)
         for user in users:
             user.replace_input_with(node, back)
+
+
+def _alike(moved: dict[Node, Shard]) -> list[list[Node]]:
+    """Operands whose sequences lie alike share one exchange (cross attention has two lengths)."""
+    groups: list[list[Node]] = []
+    for operand, have in moved.items():
+        for group in groups:
+            if have.matches(moved[group[0]]):
+                group.append(operand)
+                break
+        else:
+            groups.append([operand])
+    return groups
 
 
 def _is_sequence(have: Shard, ndim: int) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from .._compat import detect_fake_mode, pytree
+from .._compat import detect_fake_mode, enable_python_dispatcher, follows, pytree
 from ..errors import SpError, at
-from ..layout import Partial, Placement, Plan, Shard
+from ..layout import Placement, Plan, Shard
 from ..shapes import Size, same, sizes
 
 
@@ -22,12 +23,12 @@ def validate(local: GraphModule, plan: Plan, n: int) -> None:
     """Prove the local graph against the plan it was made from; fills meta['val'] with local values."""
     fakes = [node.meta.get("val") for node in local.graph.nodes]
     mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
-    with mode or torch.no_grad(), torch.no_grad():
+    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # symbolic sizes need it
         for node in local.graph.nodes:
             if node.op == "call_function":
                 _check_target(node)
                 _infer(node, plan)
-                _check_shape(node, plan, n)
+                _check_shape(node, plan, n, mode)
 
 
 def _check_target(node: Node) -> None:
@@ -72,26 +73,28 @@ def _reads_local(node: Node) -> bool:
     return getattr(node.target, "namespace", "") == "sp" or getattr(node.target, "__name__", "") == "getitem"
 
 
-def _check_shape(node: Node, plan: Plan, n: int) -> None:
+def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:
     source = node.meta.get("sp_global")
     if source is None:
         return
-    placements = plan.placements.get(source, ())
-    placements = placements if isinstance(placements, tuple) else (placements,)
     local = [v for v in pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
     whole = [v for v in pytree.tree_leaves(source.meta["val"]) if isinstance(v, torch.Tensor)]
-    for placement, here, there in zip(placements, local, whole):
+    for placement, here, there in zip(plan.placements.get(source, ()), local, whole):
         expected, found = _local_shape(placement, there, n), sizes(here.shape)
-        if len(expected) != len(found) or not all(same(a, b) for a, b in zip(expected, found)):
+        if len(expected) != len(found) or not all(_equal(a, b, mode) for a, b in zip(expected, found)):
             raise SpError(
-                f"{node.name} ({node.target}) at {at(source)}: global shape {list(sizes(there.shape))} placed {placement} "
-                f"over {n} ranks must be {list(expected)} locally, but is {list(found)}"
+                f"{node.name} ({node.target}) at {at(source)}: global shape {list(sizes(there.shape))} placed "
+                f"{placement} over {n} ranks must be {list(expected)} locally, but is {list(found)}"
             )
+
+
+def _equal(expected: Size, found: Size, mode: Any) -> bool:
+    """For every value of the symbols that the guards of the user's program let through."""
+    return same(expected, found) or follows(mode, sympy.Eq(expected, found))
 
 
 def _local_shape(placement: Placement, whole: Any, n: int) -> tuple[Size, ...]:
     shape = list(sizes(whole.shape))
     if isinstance(placement, Shard):
         shape[placement.dim] = placement.local_size(n)
-    assert isinstance(placement, (Shard, Partial)) or placement is not None
     return tuple(shape)

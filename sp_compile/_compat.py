@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -122,6 +123,12 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
+def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
+    """Does the fact (a sympy relation) follow from guards that the program already has? Adds none."""
+    env = mode.shape_env if mode is not None else None
+    return env is not None and bool(env._maybe_evaluate_static(fact) == True)  # noqa: E712  (None: not known)
+
+
 def is_fragment(gm: torch.fx.GraphModule) -> bool:
     """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?
 
@@ -141,7 +148,7 @@ def _called_by_user_code() -> bool:
     """
     dynamo = Path(torch._dynamo.__file__).parent
     entries, wrappers = str(dynamo / "convert_frame.py"), str(dynamo / "eval_frame.py")
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename != entries:
         frame = frame.f_back
     while frame is not None and frame.f_code.co_filename != wrappers:

@@ -7,12 +7,12 @@ its error reaches the others instead of leaving them in a collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from .errors import SpError
 from .mesh import Ranks
@@ -25,9 +25,21 @@ def fingerprint(gm: GraphModule) -> int:
     lines = []
     for node in gm.graph.nodes:
         value = node.meta.get("val")
+        if _is_unused_symbol(node):
+            continue
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ""
         lines.append(f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs} {shape}")
     return _hash("\n".join(lines))
+
+
+def input_names(gm: GraphModule) -> list[str]:
+    """Names of the inputs; "" for a symbol that only describes memory (a stride, an offset): ranks need not share it."""
+    return ["" if _is_unused_symbol(n) else n.name for n in gm.graph.find_nodes(op="placeholder")]
+
+
+def _is_unused_symbol(node: Node) -> bool:
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
 
 
 def _name(target: Any) -> str:
@@ -42,7 +54,7 @@ def _hash(text: str) -> int:
 class Agreed:
     """Calls `run` once all ranks have shown the same fingerprint and the same input sizes.
 
-    run: the compiled graph, or None with `error` where this rank could not compile.
+    run: the compiled graph, or None with `error` where this rank could not compile; names: as `input_names` gives them.
     Raises SpError on every rank if a rank failed, compiled another graph, or was given other sizes.
     """
 
@@ -65,8 +77,12 @@ class Agreed:
         return self.run(*args)
 
     def _agree(self, args: Sequence[Any]) -> None:
-        given = [str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a) for a in args]
-        mine = [int(self.error is not None), self.graph, _hash(" ".join(given))]
+        given = {
+            name: str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a)
+            for name, a in zip(self.names, args)
+            if name
+        }
+        mine = [int(self.error is not None), self.graph, _hash(" ".join(given.values()))]
         everyone = self._all_gather(mine)
         if all(words == everyone[0] for words in everyone) and not everyone[0][0]:
             return
@@ -81,10 +97,10 @@ class Agreed:
         dist.all_gather(received, sent, group=group)
         return [words.tolist() for words in received]
 
-    def _disagreement(self, everyone: list[list[int]], given: list[str]) -> str:
+    def _disagreement(self, everyone: list[list[int]], given: Mapping[str, str]) -> str:
         """Every rank is here, so a second exchange, of words this time, is safe."""
         told: list[Any] = [None] * self.ranks.n
-        mine = (_words(self.error), dict(zip(self.names, given)))
+        mine = (_words(self.error), given)
         dist.all_gather_object(told, mine, group=self.ranks.process_group)
         failed = {error: [r for r, (e, _) in enumerate(told) if e == error] for error, _ in told if error}
         if failed:
@@ -92,9 +108,11 @@ class Agreed:
             return "the model could not be compiled on " + "\n".join(each)
         inputs = [one for _, one in told]
         names = [name for name in {**inputs[0], **inputs[-1]} if len({one.get(name) for one in inputs}) > 1]
+        names.sort(key=lambda name: "(" not in inputs[0].get(name, "("))  # tensors before symbols
         rows = [", ".join(f"{name} {one.get(name, 'missing')}" for name in names[:SHOWN]) for one in inputs]
         per_rank = [f"  rank {r}: {row or 'the same inputs as the others'}" for r, row in enumerate(rows)]
-        resized = any(w[2] != everyone[0][2] for w in everyone) and all(one.keys() == inputs[0].keys() for one in inputs)
+        same_names = all(one.keys() == inputs[0].keys() for one in inputs)
+        resized = same_names and any(w[2] != everyone[0][2] for w in everyone)
         what = "inputs of different sizes" if resized else "different programs"
         return (
             f"the {self.ranks.n} ranks of this sequence-parallel group were given {what}; every rank has to call the "

@@ -54,9 +54,11 @@ class Aliases:
         return node
 
     def rename(self, node: Node, meaning: Node) -> None:
+        """From here on `meaning` stands for `node`."""
         self._meaning[node] = meaning
 
     def root(self, node: Node) -> Node:
+        """The node that owns the storage in which the value of `node` lies."""
         while node in self.parent:
             node = self.parent[node]
         return node
@@ -94,6 +96,7 @@ class Aliases:
         return node in self._cut
 
     def differentiable(self, node: Node) -> bool:
+        """Does a gradient reach the value of `node`?"""
         return node in self._wants_grad or (node not in self._cut and self.root(node) in self._wants_grad)
 
     def any_differentiable(self, node: Node) -> bool:

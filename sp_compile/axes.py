@@ -23,6 +23,8 @@ from .shapes import Size, product, same, size, sizes
 
 @dataclass(frozen=True)
 class Atom:
+    """A factor of a dim: the name of its class (see `Axes.find`) and how many positions it has."""
+
     name: int
     size: Size
 
@@ -39,21 +41,25 @@ class Axes:
     sequences: set[int] = field(default_factory=set)
 
     def find(self, name: int) -> int:
+        """The name that stands for the whole class of `name`."""
         while self.parent[name] != name:
             self.parent[name] = self.parent[self.parent[name]]
             name = self.parent[name]
         return name
 
     def fresh(self, size: Size) -> Atom:
+        """An atom of a class of its own."""
         self.parent.append(len(self.parent))
         return Atom(len(self.parent) - 1, size)
 
     def join(self, a: Dim, b: Dim) -> None:
+        """Make two dims one class, atom by atom; nothing if they are products of other sizes."""
         if len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b)):
             for x, y in zip(a, b):
                 self.parent[self.find(x.name)] = self.find(y.name)
 
     def is_sequence(self, atom: Atom) -> bool:
+        """Is the atom of a class that `find_sequences` found to be a sequence?"""
         return self.find(atom.name) in self.sequences
 
     def sequence_dims(self, node: Node, result: int = 0) -> list[int]:
@@ -166,14 +172,15 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
     for tier in (_attended, _softmax_attended, _scanned):
-        found = {axes.find(a.name) for a in tier(gm, axes) if not same(a.size, 1)}
-        if found:
-            axes.sequences = found
+        atoms = list(tier(gm, axes))
+        longer = [a for a in atoms if not same(a.size, 1)]
+        if atoms:  # a sequence of one token (decoding) is one, too: nothing of it can be sharded
+            axes.sequences = {axes.find(a.name) for a in longer or atoms}
             return
 
 
 def _attended(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
-    """q and k of scaled_dot_product_attention; of q, only if it is attended over or its length is k's."""
+    """q and k of scaled_dot_product_attention."""
     for node in gm.graph.find_nodes(
         op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
     ):
@@ -187,9 +194,11 @@ def _softmax_attended(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
     normalised: dict[int, Atom] = {}
     for node in gm.graph.nodes:
         found = lookup(node)
-        if found is None or not isinstance(found[1], Factors):
+        if found is None:
             continue
         call, rule = found
+        if not isinstance(rule, Factors):
+            continue
         is_softmax = "softmax" in str(node.target)
         for i, names in enumerate(rule.operands):
             for d, f in enumerate(names):

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from . import _compat
-from .agree import Agreed, fingerprint
+from .agree import Agreed, fingerprint, input_names
 from .capture import capture
 from .config import SPConfig
 from .errors import SpError
@@ -31,7 +31,7 @@ def sp(
     Errors are raised when the graph is first called, on every rank of the group, as SpError.
     """
     ranks = Ranks(1, "")
-    names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
+    names = input_names(gm)
     given = vars(options) if isinstance(options, SPConfig) else options or {}
     try:
         ranks = resolve(given.get("mesh"), given.get("mesh_dim"))
@@ -55,7 +55,7 @@ def lower(
             "inputs='local' and outputs='local' need a model without graph breaks: what crosses one is whole"
         )
     _mark_inputs(gm, example_inputs)
-    seq_dims = None if config.seq_dims == "auto" else _placeholder_names(gm, config.seq_dims)
+    seq_dims = None if isinstance(config.seq_dims, str) else _placeholder_names(gm, config.seq_dims)
     if config.inputs == "local" and ranks.n > 1:
         graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:

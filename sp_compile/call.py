@@ -14,6 +14,7 @@ from .shapes import Size, sizes
 
 
 def is_tensor(node: Any) -> bool:
+    """Is it a node whose value is a single tensor?"""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -54,13 +55,16 @@ class Call:
         return self.args[name]
 
     def get(self, name: str, default: Any = None) -> Any:
+        """The argument `name`, or the default where the op's schema has none of that name."""
         return self.args.get(name, default)
 
     def shape(self, operand: int | str = 0) -> tuple[Size, ...]:
+        """The global shape of an operand, by its number among the operands or by its name in the schema."""
         node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
         return sizes(node.meta["val"].shape)
 
     def ndim(self, operand: int | str = 0) -> int:
+        """The number of dims of an operand, named as in `shape`."""
         node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
         return int(node.meta["val"].ndim)
 
@@ -69,6 +73,7 @@ class Call:
         return int(self.args[name]) % max(self.ndim(operand), 1)
 
     def results(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the call returns, as fake tensors in the global view."""
         return tuple(v for v in pytree.tree_leaves(self.node.meta["val"]) if isinstance(v, torch.Tensor))
 
     def rebuild(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -95,4 +100,5 @@ class Call:
         return tuple(args), kwargs
 
     def result_shapes(self) -> tuple[tuple[Size, ...], ...]:
+        """The global shapes of `results`."""
         return tuple(sizes(v.shape) for v in self.results())

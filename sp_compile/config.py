@@ -65,7 +65,8 @@ class SPConfig:
         if isinstance(self.compiler, str):
             known = torch.compiler.list_backends(exclude_tags=())
             if self.compiler not in known:
-                raise SpError(f"compiler={self.compiler!r}: no torch.compile backend{_close(self.compiler, known)}")
+                close = _close(self.compiler, known)
+                raise SpError(f"compiler={self.compiler!r}: no torch.compile backend{close}")
         budget = self.activation_memory_budget
         if budget is not None and not 0 <= budget <= 1:
             raise SpError(f"activation_memory_budget={budget}: expected a number from 0 to 1")

@@ -53,13 +53,14 @@ class Report:
     errors: list = field(default_factory=list)
 
     def add(self, notes: Iterable) -> None:
+        """Append the notes that are not there yet; passes that run again repeat themselves."""
         self.notes.extend(note for note in notes if note not in self.notes)
 
     def merge(self, other: Report) -> None:
         """Take in the report of another graph of the same model."""
         self.add(other.notes)
-        for mine, theirs in ((self.inputs, other.inputs), (self.seconds, other.seconds)):
-            mine.update(theirs)  # type: ignore[arg-type]
+        self.inputs.update(other.inputs)
+        self.seconds.update(other.seconds)
         self.exchanges += other.exchanges
         self.constraints += [c for c in other.constraints if c not in self.constraints]
         self.sharded_outputs += other.sharded_outputs
@@ -106,8 +107,9 @@ class Report:
                 rows, headers=headers, maxcolwidths=WIDTHS
             )
         if self.errors:
-            headers = ("against one device", "largest relative error")
-            yield tabulate(self.errors, headers=headers, floatfmt=".2e")
+            yield tabulate(
+                self.errors, headers=("against one device", "largest relative error"), floatfmt=".2e"
+            )
 
 
 WIDTHS = 56  # characters of a column

@@ -99,7 +99,7 @@ class _Copy:
             new._dynamo_source = node._dynamo_source
         if node.target is set_grad_enabled:
             self.grad[-1] = bool(node.args[0])
-        if tags and node.op == "call_function":
+        if tags and node.op in ("call_function", "call_method"):
             new.meta.update(tags)
         return new
 

@@ -21,12 +21,15 @@ Value = Callable[[Any, Any, Callable[..., Node]], Node]
 
 @dataclass(frozen=True)
 class Mutation:
+    """What an in-place op changes, and how to compute the new value."""
+
     targets: list[Node]
     value: Value | None  # makes the new value of the only target; None where the op has no functional form
     returns_target: bool  # the op's result is the target itself
 
 
 def is_mutation(node: Node) -> bool:
+    """Does the schema of the node's op say that it changes an argument?"""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 

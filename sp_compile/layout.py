@@ -25,9 +25,11 @@ class Frame:
 
     @staticmethod
     def full(size: Size) -> Frame:
+        """The frame of a whole sequence of `size` positions."""
         return Frame(size, 0, size)
 
     def local(self, n: int) -> Size:
+        """How many positions each of `n` ranks holds, padding included."""
         return ceil_div(self.size, n)
 
     def exact(self, n: int) -> bool:
@@ -35,6 +37,7 @@ class Frame:
         return same(self.start, 0) and same(self.length, self.size) and divides(n, self.size)
 
     def like(self, other: Frame) -> bool:
+        """Are both the same window of the same axis, whatever the symbols are?"""
         return (
             same(self.size, other.size) and same(self.start, other.start) and same(self.length, other.length)
         )
@@ -67,6 +70,7 @@ class Shard:
         return f"S({self.dim})"
 
     def on(self, dim: int) -> Shard:
+        """The same shard with its factor in another dim."""
         return self if dim == self.dim else replace(self, dim=dim)
 
     def matches(self, other: Shard) -> bool:
@@ -76,6 +80,7 @@ class Shard:
         )
 
     def local_size(self, n: int) -> Size:
+        """The size of the sharded dim on one of `n` ranks."""
         return product((self.outer, self.frame.local(n), self.inner))
 
 
@@ -114,17 +119,15 @@ class Demand:
 class Plan:
     """What propagation found; recomputed after every rewrite, never patched.
 
-    placements: of each node's result (a tuple for a node with several results).
+    placements: of each node's results.
     wants: for nodes that run on shards, how each tensor operand must arrive.
     """
 
-    placements: dict[Node, Placement | tuple[Placement, ...]] = field(default_factory=dict)
+    placements: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)
     wants: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)
     demands: list[Demand] = field(default_factory=list)
 
     def of(self, node: Node) -> Placement:
         """The placement of a single-result node."""
-        placement = self.placements.get(node, REPLICATE)
-        if isinstance(placement, tuple):
-            return placement[0] if len(placement) == 1 else REPLICATE
-        return placement
+        placements = self.placements.get(node, ())
+        return placements[0] if len(placements) == 1 else REPLICATE

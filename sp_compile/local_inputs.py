@@ -59,7 +59,7 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> di
 
 
 def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
-    symbols = set()
+    symbols: set[sympy.Expr] = set()
     for node in nodes:
         if node.name in dims:
             extent = size(node.meta["val"].shape[dims[node.name]])

@@ -49,6 +49,7 @@ class Sizes:
         return self.known[value]
 
     def list(self, values: Any) -> list[int | Node]:
+        """Each of the values as in a call."""
         return [self(v) for v in values]
 
     def _build(self, expr: sympy.Expr) -> Node:

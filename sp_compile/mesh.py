@@ -20,6 +20,7 @@ class Ranks:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
+        """The group itself; None where there are no processes (a simulation, a single rank)."""
         if not self.group or not dist.is_initialized():
             return None
         return process_group(self.group)

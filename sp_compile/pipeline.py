@@ -27,6 +27,7 @@ from .passes.reduce import Means, Reduce
 from .passes.rewrite import Note, Rewrite, Settings, analyse
 from .passes.strides import restore_strides
 from .passes.ulysses import Ulysses
+from .passes.undo import Undo
 from .passes.validate import validate
 from .shapes import divides
 from .simulate import GROUP
@@ -34,7 +35,7 @@ from .simulate import GROUP
 log = logging.getLogger(__name__)
 
 # Strategies first; what they leave is gathered. Each claims demands by kind and may be run alone, by hand.
-STRATEGIES: tuple[type[Rewrite], ...] = (Means, Pick, Ulysses, Reduce, Gather, Draws)
+STRATEGIES: tuple[type[Rewrite], ...] = (Undo, Means, Pick, Ulysses, Reduce, Gather, Draws)
 MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
 
 
@@ -57,16 +58,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     if not axes.sequences and job.ranks.n > 1:
         _no_sequence(gm, report, fragment)
     clock.lap("propagate")
-    for _ in range(MAX_ROUNDS):
-        if not plan.demands:
-            break
-        for strategy in STRATEGIES:
-            one = strategy(job)
-            if one.discharge(gm, plan):
-                axes, plan = analyse(gm, job)
-            report.add(one.notes)
-            clock.lap(one.name)
-    assert not plan.demands, f"demands that no pass discharged: {plan.demands}"
+    axes, plan = _discharge(gm, job, axes, plan, clock)
     if ExpandHeads(job).discharge(gm, plan):
         axes, plan = analyse(gm, job)
     if not job.gather_outputs:
@@ -83,6 +75,21 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         node.name for node in gm.graph.output_node().all_input_nodes if isinstance(plan.of(node), Shard)
     ]
     return local, report
+
+
+def _discharge(gm: GraphModule, job: Settings, axes: Axes, plan: Plan, clock: _Clock) -> tuple[Axes, Plan]:
+    """Run the strategies until no demand is left; the axes and the plan of the graph that they made."""
+    for _ in range(MAX_ROUNDS):
+        if not plan.demands:
+            break
+        for strategy in STRATEGIES:
+            one = strategy(job)
+            if one.discharge(gm, plan):
+                axes, plan = analyse(gm, job)
+            clock.report.add(one.notes)
+            clock.lap(one.name)
+    assert not plan.demands, f"demands that no pass discharged: {plan.demands}"
+    return axes, plan
 
 
 def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:
@@ -116,8 +123,9 @@ def _check_local_outputs(gm: GraphModule, plan: Plan, n: int) -> None:
         have = plan.of(node)
         if isinstance(have, Shard) and not have.frame.exact(n):
             raise SpError(
-                f"outputs='local': {node.name} at {at(node)} has {have.frame.length} of {have.frame.size} positions on {n} "
-                "ranks, so some rank's shard holds padding; use a length that the ranks divide, or outputs='gather'"
+                f"outputs='local': {node.name} at {at(node)} has {have.frame.length} of {have.frame.size} positions "
+                f"on {n} ranks, so some rank's shard holds padding; use a length that the ranks divide, "
+                "or outputs='gather'"
             )
 
 
@@ -128,11 +136,8 @@ def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
         have = plan.of(node)
         if isinstance(have, Shard) and have.dim in axes.sequence_dims(node):
             size, local = have.frame.size, have.frame.local(n)
-            exact = divides(n, size)
-            out[
-                f"sequence of {size}: {local} positions a rank"
-                + ("" if exact else f", padded to {n} * {local}")
-            ] = None
+            padded = "" if divides(n, size) else f", padded to {n} * {local}"
+            out[f"sequence of {size}: {local} positions a rank{padded}"] = None
         elif isinstance(have, Shard):
             out[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
     return list(out)
@@ -145,16 +150,8 @@ def _no_sequence(gm: GraphModule, report: Report, fragment: bool) -> None:
             "no sequence found: the model has no attention or scan whose dim could be followed to an input. "
             f"Name it: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {inputs}"
         )
-    report.add(
-        [
-            Note(
-                "replicated",
-                "graph",
-                "a piece between graph breaks",
-                "it has no sequence; every rank runs it whole",
-            )
-        ]
-    )
+    where, why = "a piece between graph breaks", "it has no sequence; every rank runs it whole"
+    report.add([Note("replicated", "graph", where, why)])
 
 
 class _Clock:

@@ -49,7 +49,8 @@ def decorrelated(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         seed = int(torch.randint(0, 1 << 62, ()).item())
         rank = dist.get_rank(ranks.process_group)
-        with torch.random.fork_rng():
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
             torch.manual_seed((seed + rank * _STRIDE) % (1 << 63))
             return run(*args)
 

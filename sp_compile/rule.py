@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -32,7 +32,19 @@ from .layout import Placement
 from .movement import Reshape, Window
 from .shapes import Size
 
-__all__ = ["POINTWISE", "Call", "Dims", "Factors", "Pattern", "Reshape", "Rule", "RuleFunction", "Window", "rule", "rule_of"]
+__all__ = [
+    "POINTWISE",
+    "Call",
+    "Dims",
+    "Factors",
+    "Pattern",
+    "Reshape",
+    "Rule",
+    "RuleFunction",
+    "Window",
+    "rule",
+    "rule_of",
+]
 
 KINDS = ("sum", "mean", "total", "whole", "attend")
 Dims = tuple[str, ...]  # one factor name per dim; "" is a dim of size 1 that broadcasts
@@ -67,11 +79,13 @@ class Factors:
             object.__setattr__(self, "kinds", {**self.kinds, **dict.fromkeys(sorted(kept - named), "whole")})
 
     def kind(self, factor: str) -> str:
+        """How the op treats the factor: one of KINDS, or "pass"."""
         return self.kinds.get(factor, "pass")
 
 
 Rule = Factors | Reshape | Window
 RuleFunction = Callable[[Call], Rule | None]
+RuleFunctionT = TypeVar("RuleFunctionT", bound=RuleFunction)  # a decorated function keeps its own type
 TransferFunction = Callable[[Call], tuple[Placement, ...]]
 POINTWISE = torch.Tag.pointwise  # registering this key gives the rule of every op that carries the tag
 _REGISTRY: dict[Any, RuleFunction] = {}
@@ -90,13 +104,14 @@ def lookup(node: Node) -> tuple[Call, Rule | None] | None:
 
 
 def registered() -> Mapping[Any, RuleFunction]:
+    """A copy of the registry: op overload (or POINTWISE) to rule function."""
     return dict(_REGISTRY)
 
 
-def rule_of(*ops: Any) -> Callable[[RuleFunction], RuleFunction]:
+def rule_of(*ops: Any) -> Callable[[RuleFunctionT], RuleFunctionT]:
     """Decorator: the rule of these op overloads depends on their arguments."""
 
-    def register(function: RuleFunction) -> RuleFunction:
+    def register(function: RuleFunctionT) -> RuleFunctionT:
         for op in ops:
             _REGISTRY[op] = function
         return function
@@ -116,6 +131,7 @@ def transfer(*ops: Any) -> Callable[[TransferFunction], TransferFunction]:
 
 
 def transfer_of(target: Any) -> TransferFunction | None:
+    """What `transfer` registered for the op; None for any op that computes."""
     return _TRANSFERS.get(target)
 
 
@@ -161,6 +177,7 @@ class Pattern:
 
     @staticmethod
     def parse(text: str, **options: Any) -> Pattern:
+        """Read a rule text. Raises SpError as `rule` does."""
         operands, results = Pattern._groups(text)
         kinds = {f: kind for kind in KINDS for f in str(options.pop(kind, "")).split()}
         unknown = set(options) - {"sizes", "lazy", "pad", "masks"}
@@ -182,8 +199,9 @@ class Pattern:
     def at(self, call: Call) -> Factors | None:
         """Bind the text to a call's shapes; None if the number of dims does not fit."""
         shapes = [call.shape(i) for i in range(len(call.operands))]
-        bound = [_bind(dims, len(s)) for dims, s in zip(self.operands, shapes)]
-        if len(shapes) != len(self.operands) or any(b is None for b in bound):
+        found = (_bind(dims, len(s)) for dims, s in zip(self.operands, shapes))
+        bound = [names for names in found if names is not None]
+        if not len(bound) == len(shapes) == len(self.operands):
             return None
         depth = max((len(s) - len(d) + 1 for d, s in zip(self.operands, shapes) if "..." in d), default=0)
         results = tuple(

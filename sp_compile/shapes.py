@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ._compat import FloorDiv
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 
 def size(value: Any) -> Size:
@@ -30,10 +30,12 @@ def size(value: Any) -> Size:
 
 
 def sizes(values: Iterable[Any]) -> tuple[Size, ...]:
+    """`size` of each, such as a tensor's shape or strides."""
     return tuple(size(v) for v in values)
 
 
 def product(values: Iterable[Size]) -> Size:
+    """The product of the sizes; 1 if there are none."""
     out: Size = 1
     for v in values:
         out = out * v
@@ -85,8 +87,11 @@ def divides(n: int, a: Size) -> bool:
 
 def mostly(part: Size, whole: Size) -> bool:
     """Is part at least half of whole for long sequences? Decides cost, never correctness."""
-    if isinstance(part, int) and isinstance(whole, int):
-        return 2 * part >= whole
-    part, whole = sympy.sympify(part), sympy.sympify(whole)
-    long = {s: 1 << 20 for s in part.free_symbols | whole.free_symbols}
-    return bool(2 * part.subs(long) >= whole.subs(long))
+    return 2 * typical(part) >= typical(whole)
+
+
+def typical(a: Size) -> int:
+    """The size for long sequences (every symbol is 2**20): to weigh costs, never to prove anything."""
+    if isinstance(a, int):
+        return a
+    return int(a.subs({s: 1 << 20 for s in a.free_symbols}))

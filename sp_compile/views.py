@@ -29,6 +29,7 @@ class View:
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the base, which is that of the inverse's result."""
         return self.base.meta["val"].shape
 
 

@@ -27,7 +27,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, dim) -> (batch, seq, dim)."""
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.mlp(self.norm2(x)))
@@ -97,7 +99,9 @@ class Outcome:
     where: str = ""
 
 
-def outcome(loss: Tensor, grads: Iterable[Tensor | None], expected: Tensor, wanted: Iterable[Tensor | None]) -> Outcome:
+def outcome(
+    loss: Tensor, grads: Iterable[Tensor | None], expected: Tensor, wanted: Iterable[Tensor | None]
+) -> Outcome:
     """Compare results and gradients with those of one device."""
     found, right = [loss.detach(), *grads], [expected.detach(), *wanted]
     largest = max(r.abs().max().item() for r in right if r is not None)
@@ -120,15 +124,17 @@ def difference(found: Tensor | None, right: Tensor | None, floor: float = 0.0) -
 
 
 def digest(tensors: Iterable[Tensor | None]) -> str:
-    joined = b"".join(b"-" if t is None else t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
-    return hashlib.sha256(joined).hexdigest()
+    raw = [None if t is None else t.contiguous().view(-1).view(torch.uint8) for t in tensors]
+    return hashlib.sha256(b"".join(b"-" if t is None else t.numpy().tobytes() for t in raw)).hexdigest()
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-def train_step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], **kwargs: Any) -> tuple[Tensor, list]:
+def train_step(
+    run: Callable[..., Any], model: nn.Module, args: Sequence[Any], **kwargs: Any
+) -> tuple[Tensor, list]:
     """Loss and fresh gradients of one forward and backward."""
     model.zero_grad()
     loss = run(*args, **kwargs)
@@ -137,7 +143,9 @@ def train_step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], *
     return loss.detach(), [None if g is None else g.clone() for g in gradients(model)]
 
 
-def against_eager(model: nn.Module, *args: Any, run: Any = None, kwargs: dict | None = None, **how: Any) -> Outcome:
+def against_eager(
+    model: nn.Module, *args: Any, run: Any = None, kwargs: dict | None = None, **how: Any
+) -> Outcome:
     """One training step of `model` under backend="sp" (or of `run`, made from it) against one of a copy in eager."""
     expected = train_step(alone := copy.deepcopy(model), alone, args, **(kwargs or {}))
     found = train_step(sp(model, **how) if run is None else run, model, args, **(kwargs or {}))

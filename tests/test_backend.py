@@ -8,13 +8,17 @@ import pytest
 import ranks as worker
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from parity import (
+    VOCAB,
+    Block,
     Decoder,
     Outcome,
     against_eager,
     build,
     check,
     difference,
+    digest,
     gradients,
     outcome,
     sp,
@@ -23,9 +27,9 @@ from parity import (
 )
 from ranks import Ranks
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import fresh_cache, run_fw_bw_and_get_code
 from torch.utils.checkpoint import checkpoint
-
-import sp_compile  # noqa: F401
 
 
 def one_step(seq: int, dynamic: bool | None = None, compiler: str = "aot_eager", **model: Any) -> Outcome:
@@ -35,6 +39,14 @@ def one_step(seq: int, dynamic: bool | None = None, compiler: str = "aot_eager",
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_decoder(ranks: Ranks, n: int) -> None:
     check(ranks.run(n, one_step, 13))
+
+
+def mostly_prompt() -> Outcome:
+    return against_eager(build(layers=1), *text(12, prompt=0.9), mesh=worker.mesh())
+
+
+def test_ranks_without_a_valid_label(ranks: Ranks) -> None:
+    check(ranks.run(3, mostly_prompt))
 
 
 def test_fewer_positions_than_ranks(ranks: Ranks) -> None:
@@ -181,7 +193,8 @@ def test_two_meshes_in_one_process(ranks: Ranks) -> None:
 def default_mesh_and_slice() -> list[Outcome]:
     model = build(layers=1)
     mesh = worker.mesh2d(2, 2)
-    return [against_eager(model, *text(10)), against_eager(model, *text(10), mesh=mesh["sp"]), against_eager(model, *text(10), mesh=mesh, mesh_dim="dp")]
+    ways = ({}, {"mesh": mesh["sp"]}, {"mesh": mesh, "mesh_dim": "dp"})
+    return [against_eager(model, *text(10), **how) for how in ways]
 
 
 def test_every_way_to_name_the_ranks(ranks: Ranks) -> None:
@@ -214,3 +227,223 @@ class Breaks(Decoder):
 
 def test_graph_breaks(ranks: Ranks) -> None:
     check(ranks.run(2, one_step_of, Breaks))
+
+
+class LossInItsOwnFrame(Decoder):
+    """A print breaks the outer frame and the loss function's too; neither piece holds attention."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return spoken_loss(self.head(self.hidden(ids)), labels)
+
+
+def spoken_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    print("logits", logits.shape)  # noqa: T201  (the graph break)
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+
+
+def test_pieces_without_a_sequence_are_no_error(ranks: Ranks) -> None:
+    check(ranks.run(2, one_step_of, LossInItsOwnFrame))
+
+
+def recomputes() -> tuple[int, int]:
+    """Exchanges in the backward graph, without and with checkpointed blocks."""
+    return tuple(backward_exchanges(model) for model in (Decoder, Checkpointed))
+
+
+def backward_exchanges(model: type) -> int:
+    recorder = Recorder()
+    against_eager(build(model, layers=1), *text(9), mesh=worker.mesh(), compiler=recorder)
+    return len(recorder.collectives("backward", "all_to_all_single"))
+
+
+def test_checkpointed_blocks_run_again_in_the_backward(ranks: Ranks) -> None:
+    assert ranks.run(2, recomputes) == [(2, 4)] * 2
+
+
+class Recorder:
+    """A compiler that keeps the forward and backward graphs of AOTAutograd, as Inductor would get them."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[str, torch.fx.GraphModule] = {}
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        keep = {name: partial(self.keep, name) for name in ("forward", "backward")}
+        return aot_autograd(
+            fw_compiler=keep["forward"],
+            bw_compiler=keep["backward"],
+            partition_fn=min_cut_rematerialization_partition,
+        )(gm, inputs)
+
+    def keep(self, name: str, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self.graphs[name] = gm
+        return make_boxed_func(gm.forward)
+
+    def collectives(self, name: str, op: str = "") -> list[torch.fx.Node]:
+        nodes = self.graphs[name].graph.nodes
+        return [
+            n
+            for n in nodes
+            if str(n.target).startswith("_c10d_functional." + op) and "wait" not in str(n.target)
+        ]
+
+    def sent(self, name: str) -> list[int]:
+        """Bytes of the operand of each all-to-all: all but 1/n of it leaves the rank."""
+        operands = [n.args[0].meta["val"] for n in self.collectives(name, "all_to_all_single")]
+        return [x.numel() * x.element_size() for x in operands]
+
+    def text(self) -> list[str]:
+        return [gm.print_readable(print_output=False) for gm in self.graphs.values()]
+
+
+def recorded(layers: int, seq: int, batch: int) -> dict[str, Any]:
+    recorder = Recorder()
+    model = build(layers=layers)
+    check([against_eager(model, *text(seq, batch), mesh=worker.mesh(), compiler=recorder)])
+    return {
+        "text": recorder.text(),
+        "sent": [recorder.sent("forward"), recorder.sent("backward")],
+        "others": [
+            [
+                (str(n.target).split(".")[1], n.args[0].meta["val"].numel())
+                for n in recorder.collectives(name)
+                if "all_to_all" not in str(n.target)
+            ]
+            for name in ("forward", "backward")
+        ],
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_collectives_of_a_decoder(ranks: Ranks, n: int) -> None:
+    layers, batch, seq, heads, width = 3, 2, 16, 4, 4
+    first, *others = ranks.run(n, recorded, layers, seq, batch)
+    assert all(other == first for other in others), "the graphs differ between ranks"
+    head = batch * seq // n * width * 8  # bytes of one head of the local shard
+    forward, backward = first["sent"]
+    assert forward == [3 * heads * head, heads * head] * layers
+    assert backward == [heads * head, 3 * heads * head] * layers
+    in_forward, in_backward = first["others"]
+    assert all(op == "all_reduce" and numel <= 2 for op, numel in in_forward), in_forward
+    assert in_backward == [("all_reduce", first["parameters"])]
+
+
+def generated_code() -> list[str]:
+    model = build(layers=1)
+    run = sp(model, mesh=worker.mesh(), compiler="inductor")
+    with fresh_cache():
+        _, code = run_fw_bw_and_get_code(lambda: run(*text(8)))
+    return code
+
+
+def test_inductor_generates_the_same_code_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks.run(2, generated_code)
+    assert len(first) == 2
+    assert [without_paths(code) for code in first] == [without_paths(code) for code in second]
+
+
+def without_paths(code: str) -> str:
+    """Generated code names the files of its kernels, and in a comment the process that wrote it."""
+    return "\n".join(line for line in code.splitlines() if not line.startswith("#") and "/tmp" not in line)
+
+
+def shards(seq: int) -> list[Outcome]:
+    """Each rank passes its part of the tokens and targets, and gets its part of the hidden states."""
+    mesh = worker.mesh()
+    model = build(Shards, layers=1)
+    alone = copy.deepcopy(model)
+    run = sp(model, mesh=mesh, inputs="local", outputs="local", dynamic=True)
+    outcomes = []
+    for seed in (1, 2):
+        ids, targets = text(seq * seed, seed=seed)
+        mine = slice(
+            mesh.get_rank() * ids.shape[1] // mesh.size(), (mesh.get_rank() + 1) * ids.shape[1] // mesh.size()
+        )
+        for m in (model, alone):
+            m.zero_grad()
+        loss, hidden = run(ids[:, mine], targets[:, mine])
+        right, whole = alone(ids, targets)
+        assert difference(hidden, whole[:, mine]) < 1e-9
+        loss.backward()
+        right.backward()
+        outcomes.append(outcome(loss, gradients(model), right, gradients(alone)))
+    return outcomes
+
+
+class Shards(Decoder):
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.hidden(ids)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), x.detach()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_local_inputs_and_outputs(ranks: Ranks, n: int) -> None:
+    for outcomes in zip(*ranks.run(n, shards, 12)):
+        check(outcomes)
+
+
+class Masks(nn.Module):
+    """Dropout of ones, on the sequence and on a value that all ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(16, 4)
+
+    def forward(self, x: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.block(x)
+        return F.dropout(y * 0 + 1, 0.5), F.dropout(shared, 0.5)
+
+
+def drawn() -> list[Tensor]:
+    model = build(Masks)
+    run = sp(model, mesh=worker.mesh())
+    x, shared = torch.randn(2, 32, 16, dtype=torch.float64), torch.ones(64, dtype=torch.float64)
+    results = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        results += [y.detach() for y in run(x, shared)]
+        results.append(torch.rand(3))  # what the user draws next is the same on every rank
+    return results
+
+
+def test_dropout(ranks: Ranks) -> None:
+    first, second = ranks.run(2, drawn)
+    for a, b in zip(first, second):
+        assert torch.equal(a, b)  # outputs are gathered, so both ranks see both shards' masks
+    mask, shared, after, *again = first
+    assert not torch.equal(mask[:, :16], mask[:, 16:])
+    assert 0.4 < float((mask == 0).double().mean()) < 0.6
+    assert 0.2 < float((shared == 0).double().mean()) < 0.8
+    assert all(torch.equal(a, b) for a, b in zip(again[:3], (mask, shared, after)))
+    assert not torch.equal(again[3], mask)
+    assert not torch.equal(again[4], shared)
+
+
+def dropout_training() -> list[Tensor]:
+    """The gradient is that of the masks which the forward drew: the loss is quadratic in none, linear in the scale."""
+    model = build(layers=1, dropout=0.3)
+    run = sp(model, mesh=worker.mesh())
+    results = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        results.append(train_step(run, model, text(16)))
+    weight = model.head.weight
+    (_, grads), direction = results[0], torch.randn_like(weight)
+    slope = (grads[-1] * direction).sum()
+    losses = []
+    for sign in (1, -1):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            weight += sign * 1e-5 * direction
+        losses.append(run(*text(16)).detach())
+        with torch.no_grad():
+            weight -= sign * 1e-5 * direction
+    measured = (losses[0] - losses[1]) / 2e-5
+    assert abs(measured - slope) <= 1e-6 * abs(slope)
+    assert digest([results[0][0], *grads]) == digest([results[1][0], *results[1][1]])
+    return [results[0][0], *grads]
+
+
+def test_dropout_is_reproducible_and_its_gradient_is_right(ranks: Ranks) -> None:
+    first, second = ranks.run(2, dropout_training)
+    assert digest(first) == digest(second)

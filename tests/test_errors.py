@@ -74,6 +74,22 @@ def typo_on_one() -> str:
     return error_text(lambda: run(*text(12)))
 
 
+def unequal_shards() -> str:
+    run = sp(build(layers=1), mesh=worker.mesh(), inputs="local", dynamic=True)
+    return error_text(lambda: run(*text(5 - (rank() == 2))))
+
+
+def local_with_a_break() -> str:
+    run = sp(build(Breaks, layers=1), mesh=worker.mesh(), outputs="local")
+    return error_text(lambda: run(*text(12)))
+
+
+class Breaks(Decoder):
+    def hidden(self, ids: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().hidden(ids)
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -83,6 +99,8 @@ def typo_on_one() -> str:
         (other_model, ["different programs", "blocks_modules_1", "missing"]),
         (other_code, ["different programs", "the same inputs as the others"]),
         (fails_on_one, ["could not be compiled on rank 1", "MemoryError: no room for the code"]),
+        (unequal_shards, ["inputs of different sizes", "rank 2: l_ids_ (2, 4)"]),
+        (local_with_a_break, ["outputs='local'", "without graph breaks"]),
         (typo_on_one, ["could not be compiled on rank 1", "did you mean 'attention'?"]),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
@@ -169,7 +187,8 @@ def forbids() -> str:
 def test_fallback_error_names_node_line_and_shapes(ranks: Ranks) -> None:
     messages = ranks.run(2, forbids, timeout=60)
     assert messages[0] == messages[1]
-    for word in ("sort", "test_errors.py", "the line that the error has to show", "[2, 12, 16]", "fallback='gather'"):
+    where = ("test_errors.py", "the line that the error has to show")
+    for word in ("sort", *where, "[2, 12, 16]", "fallback='gather'"):
         assert word in messages[0], messages[0]
 
 

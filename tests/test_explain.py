@@ -14,7 +14,8 @@ class Decoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.heads = heads
-        self.embed, self.qkv, self.head = nn.Embedding(32, 16), nn.Linear(16, 48, bias=False), nn.Linear(16, 32)
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.qkv = nn.Linear(16, 48, bias=False)
 
     def forward(self, ids, labels):
         x = self.embed(ids)
@@ -31,7 +32,9 @@ def text(length):
 
 class Goldens(expecttest.TestCase):
     def test_explain(self):
-        self.assertExpectedInline(str(sp_compile.explain(Decoder(), *text(64), sp=4)), """\
+        self.assertExpectedInline(
+            str(sp_compile.explain(Decoder(), *text(64), sp=4)),
+            """\
 4 ranks; the sequence is ids dim 1, labels dim 1
 
 Constraints
@@ -41,25 +44,28 @@ Constraints
 Rewrites
   nodes  pass     at                                                        what and why
 -------  -------  --------------------------------------------------------  ---------------------------------------------------
-      1  mean     tests/test_explain.py:24: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
+      1  mean     tests/test_explain.py:25: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
                                                                             whole sequence
-      2  ulysses  tests/test_explain.py:23: x = x + F.scaled_dot_produc...  3 operands in 1 all-to-all, 1 back
-      1  reduce   tests/test_explain.py:24: return F.cross_entropy(self...  partial sums of the ranks added
+      2  ulysses  tests/test_explain.py:24: x = x + F.scaled_dot_produc...  3 operands in 1 all-to-all, 1 back
+      1  reduce   tests/test_explain.py:25: return F.cross_entropy(self...  partial sums of the ranks added
 
 Collectives, bytes that one rank sends
   times  exchange     local shape                                     sent forward    sent backward    at
 -------  -----------  ----------------------------------------------  --------------  ---------------  --------------------------------------------------------
-      1  shard        1 x 16                                          0 B             0 B              tests/test_explain.py:20: x = self.embed(ids)
+      1  shard        1 x 16                                          0 B             0 B              tests/test_explain.py:21: x = self.embed(ids)
       1  reduce_grad  32 x 16, 48 x 16, 32 x 16, ... (4 tensors)      0 B             10.7 KiB         the parameters
-      2  all_to_all   1 x 4 x 16 x 4, 1 x 4 x 16 x 4, 1 x 4 x 16 x 4  2.2 KiB         2.2 KiB          tests/test_explain.py:23: x = x + F.scaled_dot_produc...
-      2  all_to_all   1 x 1 x 64 x 4                                  768 B           768 B            tests/test_explain.py:23: x = x + F.scaled_dot_produc...
-      1  shard        16                                              0 B             0 B              tests/test_explain.py:24: return F.cross_entropy(self...
-      1  all_reduce                                                   6 B             0 B              tests/test_explain.py:24: return F.cross_entropy(self...
-         total                                                        6.0 KiB         16.7 KiB""")
+      2  all_to_all   1 x 4 x 16 x 4, 1 x 4 x 16 x 4, 1 x 4 x 16 x 4  2.2 KiB         2.2 KiB          tests/test_explain.py:24: x = x + F.scaled_dot_produc...
+      2  all_to_all   1 x 1 x 64 x 4                                  768 B           768 B            tests/test_explain.py:24: x = x + F.scaled_dot_produc...
+      1  shard        16                                              0 B             0 B              tests/test_explain.py:25: return F.cross_entropy(self...
+      1  all_reduce                                                   6 B             0 B              tests/test_explain.py:25: return F.cross_entropy(self...
+         total                                                        6.0 KiB         16.7 KiB""",
+        )
 
     def test_explain_a_fallback(self):
         report = sp_compile.explain(Decoder(heads=2), *text(10), sp=4)
-        self.assertExpectedInline(str(report), """\
+        self.assertExpectedInline(
+            str(report),
+            """\
 4 ranks; the sequence is ids dim 1, labels dim 1
 
 Constraints
@@ -68,30 +74,31 @@ Constraints
 Rewrites
   nodes  pass         at                                                        what and why
 -------  -----------  --------------------------------------------------------  ---------------------------------------------------
-      1  mean         tests/test_explain.py:24: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
+      1  mean         tests/test_explain.py:25: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
                                                                                 whole sequence
-      1  not ulysses  tests/test_explain.py:23: x = x + F.scaled_dot_produc...  4 ranks do not divide the 2 heads of transpose
-      1  not ulysses  tests/test_explain.py:23: x = x + F.scaled_dot_produc...  4 ranks do not divide the 2 heads of transpose_4
-      1  reduce       tests/test_explain.py:24: return F.cross_entropy(self...  partial sums of the ranks added
-      1  gather       tests/test_explain.py:23: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_1,
+      1  not ulysses  tests/test_explain.py:24: x = x + F.scaled_dot_produc...  4 ranks do not divide the 2 heads of transpose
+      1  not ulysses  tests/test_explain.py:24: x = x + F.scaled_dot_produc...  4 ranks do not divide the 2 heads of transpose_4
+      1  reduce       tests/test_explain.py:25: return F.cross_entropy(self...  partial sums of the ranks added
+      1  gather       tests/test_explain.py:24: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_1,
                                                                                 global shape [1, 2, 10, 8])
-      1  gather       tests/test_explain.py:23: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_2,
+      1  gather       tests/test_explain.py:24: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_2,
                                                                                 global shape [1, 2, 10, 8])
-      1  gather       tests/test_explain.py:23: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_5,
+      1  gather       tests/test_explain.py:24: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_5,
                                                                                 global shape [1, 2, 10, 8])
-      1  gather       tests/test_explain.py:23: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_6,
+      1  gather       tests/test_explain.py:24: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_6,
                                                                                 global shape [1, 2, 10, 8])
 
 Collectives, bytes that one rank sends
   times  exchange     local shape                                 sent forward    sent backward    at
 -------  -----------  ------------------------------------------  --------------  ---------------  --------------------------------------------------------
-      1  shard        1 x 3                                       0 B             0 B              tests/test_explain.py:20: x = self.embed(ids)
+      1  shard        1 x 3                                       0 B             0 B              tests/test_explain.py:21: x = self.embed(ids)
       1  reduce_grad  32 x 16, 48 x 16, 32 x 16, ... (4 tensors)  0 B             10.7 KiB         the parameters
-      4  all_gather   1 x 2 x 3 x 8                               576 B           576 B            tests/test_explain.py:23: x = x + F.scaled_dot_produc...
-      2  shard        3 x 10                                      0 B             0 B              tests/test_explain.py:23: x = x + F.scaled_dot_produc...
-      1  shard        3                                           0 B             0 B              tests/test_explain.py:24: return F.cross_entropy(self...
-      1  all_reduce                                               6 B             0 B              tests/test_explain.py:24: return F.cross_entropy(self...
-         total                                                    2.3 KiB         12.9 KiB""")
+      4  all_gather   1 x 2 x 3 x 8                               576 B           576 B            tests/test_explain.py:24: x = x + F.scaled_dot_produc...
+      2  shard        3 x 10                                      0 B             0 B              tests/test_explain.py:24: x = x + F.scaled_dot_produc...
+      1  shard        3                                           0 B             0 B              tests/test_explain.py:25: return F.cross_entropy(self...
+      1  all_reduce                                               6 B             0 B              tests/test_explain.py:25: return F.cross_entropy(self...
+         total                                                    2.3 KiB         12.9 KiB""",
+        )
 
 
 def test_explain_needs_no_processes_for_64_ranks():

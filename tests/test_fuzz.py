@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from models import check
 from torch import Tensor, nn
@@ -153,6 +153,7 @@ def programs(draw: Draw, steps: int = 8) -> tuple[Program, tuple[int, int, int]]
             if 0 < value.numel() <= LIMIT and value.ndim <= 5:
                 values.append(value)
                 made.append(step)
+    assume(made)
     return Program(made), sizes
 
 

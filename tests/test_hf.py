@@ -15,7 +15,12 @@ SMALL = {"vocab_size": VOCAB, "attn_implementation": "sdpa"}
 
 def llama() -> torch.nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **SMALL
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **SMALL,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -50,8 +55,14 @@ def one_step(make: Any, seq: int, padded: bool) -> Outcome:
     return against_eager(model, ids, kwargs=kwargs, mesh=worker.mesh())
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("n", "padded"), [(2, True), (3, False)], ids=["padded", "not divisible"])
 @pytest.mark.parametrize("model", [llama, gpt2, bert])
 def test_training_step(ranks: Ranks, model: Any, n: int, padded: bool) -> None:
+    check(ranks.run(n, one_step, model, 14, padded))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "padded"), [(2, False), (3, True), (4, True)])
+@pytest.mark.parametrize("model", [llama, gpt2, bert])
+def test_training_step_of_other_sizes(ranks: Ranks, model: Any, n: int, padded: bool) -> None:
     check(ranks.run(n, one_step, model, 13, padded))

@@ -67,3 +67,38 @@ def with_fsdp(per_block: bool, seq: int) -> Outcome:
 @pytest.mark.parametrize("per_block", [False, True], ids=["root", "per block"])
 def test_fsdp2(ranks: Ranks, per_block: bool) -> None:
     check(ranks.run(4, with_fsdp, per_block, 11))
+
+
+def with_small_buckets() -> Outcome:
+    """DDPOptimizer cuts the graph where DDP's buckets end; each piece is compiled alone."""
+    mesh = worker.mesh2d(2, 2)
+    model = build(layers=2, dim=128)
+    alone = copy.deepcopy(model)
+    run = sp(DDP(model, bucket_cap_mb=1), mesh=mesh, param_grads="partial")
+    return outcome(*step(run, model, mesh, 8), *expected(alone, 8))
+
+
+def test_ddp_in_pieces(ranks: Ranks) -> None:
+    check(ranks.run(4, with_small_buckets))
+
+
+class Conditioned(Decoder):
+    """A value without a sequence crosses a graph break and is added to every position behind it."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(ids))
+        condition = self.norm(x.mean(1, keepdim=True))
+        torch._dynamo.graph_break()
+        return self.blocks[1](x + condition)
+
+
+def with_a_break() -> Outcome:
+    mesh = worker.mesh2d(2, 2)
+    model = build(Conditioned)
+    alone = copy.deepcopy(model)
+    run = DDP(sp(model, mesh=mesh, param_grads="partial"))
+    return outcome(*step(run, model, mesh, 9), *expected(alone, 9))
+
+
+def test_partial_gradients_across_a_graph_break(ranks: Ranks) -> None:
+    check(ranks.run(4, with_a_break))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import REPLICATE, Frame, Placement, Replicate, Shard
+from ..layout import REPLICATE, Frame, Partial, Placement, Replicate, Shard
 from ..rule import Call, transfer
-from ..shapes import quotient, sizes
+from ..shapes import Size, quotient, same, sizes
 
 sp = torch.ops.sp
 
 
-def frame_of(call: Call, name: str = "frame") -> tuple[Frame, object]:
+def frame_of(call: Call, name: str = "frame") -> tuple[Frame, Size]:
     """The Frame and the outer factor that an exchange's SymInt[4] argument spells."""
     outer, size, start, length = sizes(call[name])
     return Frame(size, start, length), outer
@@ -33,3 +33,17 @@ def _all_gather(call: Call) -> tuple[Placement, ...]:
 @transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)
 def _invariant(call: Call) -> tuple[Placement, ...]:
     return (REPLICATE,)
+
+
+def fits(call: Call, have: Placement) -> bool:
+    """Is the operand placed as the exchange was written for? A later rewrite upstream may have moved it."""
+    op = call.node.target
+    if op is sp.all_reduce.default:
+        return isinstance(have, Partial)
+    if op in (sp.broadcast.default, sp.broadcast_grad.default):
+        return isinstance(have, Replicate)
+    prefix = "gather_" if op is sp.all_to_all.default else ""
+    frame, outer = frame_of(call, f"{prefix}frame")
+    dim = call[f"{prefix}dim"] % call.ndim()
+    here = isinstance(have, Shard) and have.dim == dim
+    return here and have.frame.like(frame) and same(have.outer, outer)

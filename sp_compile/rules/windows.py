@@ -18,7 +18,7 @@ def _whole_at(call: Call, at: Sequence[int], result: Dims | None = None) -> Fact
     """Data moves within the dims at `at`; the result has the operand's dims unless given."""
     dims = names(call.ndim())
     results = tuple(dims if result is None else result for _ in call.results())
-    return Factors((dims,), results, {dims[d]: "whole" for d in at}, lazy=True)
+    return Factors((dims,), results, {dims[d]: "whole" for d in at if dims}, lazy=True)
 
 
 @rule_of(aten.flip.default, aten.roll.default)
