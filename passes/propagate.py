@@ -89,13 +89,17 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step
     transfer = transfer_of(node.target)
     if transfer is not None and found is not None:
         why = "the exchange was written for another placement of its operand"
-        stale = [Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not fits(found[0], p)]
+        stale = [
+            Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not fits(found[0], p)
+        ]
         return Step(tuple(have), transfer(found[0]), tuple(stale))
     reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _step(axes, node, found, have, n, keep_whole)
     if step.wants is None:
-        reduce += [Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND]
+        reduce += [
+            Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND
+        ]
     draws = []
     if step.wants is None and n > 1 and is_random(node) and not _agreed(node):
         why = "a random draw that must be the same on every rank"

@@ -33,7 +33,7 @@ def fingerprint(gm: GraphModule) -> int:
 
 
 def input_names(gm: GraphModule) -> list[str]:
-    """Names of the inputs; "" for a symbol that only describes memory (a stride, an offset): ranks need not share it."""
+    """Names of the inputs; "" for a symbol that only describes memory (strides, offsets): ranks need not share it."""
     return ["" if _is_unused_symbol(n) else n.name for n in gm.graph.find_nodes(op="placeholder")]
 
 

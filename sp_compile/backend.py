@@ -24,7 +24,11 @@ Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def sp(
-    gm: GraphModule, example_inputs: Sequence[Any], *, options: SPConfig | Mapping[str, Any] | None = None, **_: Any
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: SPConfig | Mapping[str, Any] | None = None,
+    **_: Any,
 ) -> Any:
     """Compile one Dynamo graph for the ranks that share its sequence. `options`: the fields of SPConfig.
 

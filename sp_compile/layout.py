@@ -102,7 +102,7 @@ REPLICATE = Replicate()
 class Demand:
     """`node` needs its operand whole (or scanned, reduced, attended) along `factor`, and it is placed as `have`.
 
-    kind: whole | align | reduce | mean | select | attend | no rule: the reason; strategies claim by it.
+    kind: whole | align | reduce | mean | total | attend | draw | invariant | stale | no rule: the reason; strategies
     keeps_sharding: the node goes on running on shards of another operand, so a gathered operand's gradient is partial.
     """
 

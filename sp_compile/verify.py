@@ -127,7 +127,9 @@ def _error(expected: Tensor | None, found: Tensor | None, floor: float = 0.0) ->
     if alike.all():
         return 0.0
     worst = (expected - found)[~alike].abs().max().item()
-    scale = max(expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0, floor, 1e-30)
+    scale = max(
+        expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0, floor, 1e-30
+    )
     return worst / scale if worst == worst else float("inf")
 
 

@@ -45,5 +45,6 @@ def fits(call: Call, have: Placement) -> bool:
     prefix = "gather_" if op is sp.all_to_all.default else ""
     frame, outer = frame_of(call, f"{prefix}frame")
     dim = call[f"{prefix}dim"] % call.ndim()
-    here = isinstance(have, Shard) and have.dim == dim
-    return here and have.frame.like(frame) and same(have.outer, outer)
+    if not isinstance(have, Shard) or have.dim != dim:
+        return False
+    return have.frame.like(frame) and same(have.outer, outer)
