@@ -47,7 +47,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options:
 def repeat_kv(x: Tensor, times: int) -> Tensor:
     """As in transformers."""
     batch, heads, length, width = x.shape
-    return x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
+    return (
+        x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
+    )
 
 
 def expanded(q: Tensor, k: Tensor) -> Tensor:
@@ -182,16 +184,24 @@ OTHERS: dict[str, Attend] = {
     "one key head, broadcast": lambda m, q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]),
     "values minus their mean": lambda m, q, k, v: sdpa(q, k, v - v.mean((1, 2), keepdim=True)),
     "learned keys in front": lambda m, q, k, v: sdpa(
-        q, *(torch.cat([m.bias[:, : t.shape[1], :2, : t.shape[3]].expand(BATCH, -1, -1, -1), t], 2) for t in (k, v))
+        q,
+        *(
+            torch.cat([m.bias[:, : t.shape[1], :2, : t.shape[3]].expand(BATCH, -1, -1, -1), t], 2)
+            for t in (k, v)
+        ),
     ),
     "last query": lambda m, q, k, v: sdpa(q[:, :, -1:], k, v).expand_as(q),
     "learned queries": lambda m, q, k, v: (
-        sdpa(m.bias[:, :, :3, : q.shape[3]].expand(BATCH, -1, -1, -1), k, v).mean(2, keepdim=True).expand_as(q)
+        sdpa(m.bias[:, :, :3, : q.shape[3]].expand(BATCH, -1, -1, -1), k, v)
+        .mean(2, keepdim=True)
+        .expand_as(q)
     ),
 }
 
 
-def run(attend: Attend, ranks: int, length: int, heads: int = 4, kv_heads: int | None = None, **config) -> Report:
+def run(
+    attend: Attend, ranks: int, length: int, heads: int = 4, kv_heads: int | None = None, **config
+) -> Report:
     model = seeded(lambda: Model(attend, heads, kv_heads, config.pop("layers", 1)))
     padding = torch.arange(length) < torch.tensor([[max(1, length - 3)], [length]])
     positions = torch.stack([torch.arange(length) % max(length // 2, 1), torch.arange(length) % 5])
@@ -267,7 +277,9 @@ class LaidOut(Decoder):
 
     def forward(self, ids: Tensor) -> Tensor:
         layer, x = self.layers[0], self.embed(ids)
-        q, k, v = (f(x).unflatten(-1, (-1, layer.head_dim)).permute(0, 2, 1, 3) for f in (layer.q, layer.k, layer.v))
+        q, k, v = (
+            f(x).unflatten(-1, (-1, layer.head_dim)).permute(0, 2, 1, 3) for f in (layer.q, layer.k, layer.v)
+        )
         return layer.o(sdpa(q, k, v, is_causal=True).permute(0, 2, 1, 3).flatten(2))
 
 
@@ -280,7 +292,9 @@ class Cross(nn.Module):
 
     def __init__(self, encode: bool) -> None:
         super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(WIDTH, 4, 32, 0.0, batch_first=True) if encode else nn.Identity()
+        self.encoder = (
+            nn.TransformerEncoderLayer(WIDTH, 4, 32, 0.0, batch_first=True) if encode else nn.Identity()
+        )
         self.decoder = nn.TransformerDecoderLayer(WIDTH, 4, 32, 0.0, batch_first=True)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
@@ -312,7 +326,10 @@ def _multihead(**options: object) -> Callable[[], nn.Module]:
 
 STOCK = {
     "multihead": (_multihead(batch_first=True), lambda f, x, p: f(x, x, x, need_weights=False)[0]),
-    "multihead, padding, weights": (_multihead(batch_first=True), lambda f, x, p: f(x, x, x, key_padding_mask=~p)),
+    "multihead, padding, weights": (
+        _multihead(batch_first=True),
+        lambda f, x, p: f(x, x, x, key_padding_mask=~p),
+    ),
     "multihead, sequence first": (
         _multihead(),
         lambda f, x, p: f(*[x.transpose(0, 1)] * 3, need_weights=False)[0].transpose(0, 1),
@@ -328,7 +345,9 @@ STOCK = {
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 13)])
 def test_modules_of_torch(name: str, ranks: int, length: int) -> None:
     padding = torch.arange(length) < torch.tensor([[length - 3], [length]])
-    check(seeded(lambda: Stock(*STOCK[name])), floats(BATCH, length, WIDTH).requires_grad_(), padding, sp=ranks)
+    check(
+        seeded(lambda: Stock(*STOCK[name])), floats(BATCH, length, WIDTH).requires_grad_(), padding, sp=ranks
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -19,6 +19,7 @@ from parity import (
     check,
     difference,
     digest,
+    error_text,
     gradients,
     outcome,
     sp,
@@ -27,8 +28,9 @@ from parity import (
 )
 from ranks import Ranks
 from torch import Tensor, nn
+from torch import _inductor as inductor
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.utils import fresh_cache, run_fw_bw_and_get_code
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 
@@ -57,10 +59,6 @@ def test_one_device_needs_no_process_group() -> None:
     check([against_eager(build(), *text(9))])
 
 
-def test_inductor(ranks: Ranks) -> None:
-    check(ranks.run(2, partial(one_step, compiler="inductor"), 13))
-
-
 class Counter:
     """A compiler that counts its calls."""
 
@@ -72,18 +70,23 @@ class Counter:
         return gm.forward
 
 
-def sweep(lengths: list[int]) -> tuple[list[Outcome], int]:
+def sweep(lengths: list[int]) -> tuple[list[Outcome], int, str]:
     model, counter = build(layers=1), Counter()
     run = sp(model, mesh=worker.mesh(), dynamic=True, compiler=counter)
-    return [against_eager(model, *text(seq), run=run) for seq in lengths], counter.calls
+    outcomes = [against_eager(model, *text(seq), run=run) for seq in lengths]
+    calls, rank = counter.calls, worker.mesh().get_rank()
+    return outcomes, calls, error_text(lambda: run(*text(20 + 2 * (rank == 1))))
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_lengths_share_compilations(ranks: Ranks, n: int) -> None:
     results = ranks.run(n, sweep, [12, 13, 7, 30, 18, 2, 31, 40])
-    for outcomes in zip(*(steps for steps, _ in results)):
+    for outcomes in zip(*(steps for steps, _, _ in results)):
         check(outcomes)
-    assert all(compiles <= 2 for _, compiles in results)
+    for _, compiles, refusal in results:
+        assert compiles <= 2
+        assert "inputs of different sizes" in refusal
+        assert "rank 1: l_ids_ (2, 22)" in refusal
 
 
 class Toggled(nn.Module):
@@ -174,10 +177,10 @@ def test_autocast(ranks: Ranks, ambient: bool) -> None:
 
 
 def two_models() -> list[Outcome]:
-    """The dp halves of a 2 x 2 mesh train one model each; then all four ranks share one."""
+    """Two halves of the ranks train one model each, and all of them, the default group, a second one."""
     first, second = build(layers=1), build(layers=1, tie=True)
-    halves = sp(first, mesh=worker.mesh2d(2, 2), mesh_dim="sp")
-    whole = sp(second, mesh=worker.mesh(4))
+    halves = sp(first, mesh=worker.mesh2d(2, 2)["sp"])
+    whole = sp(second)
     outcomes = []
     for seed in (1, 2):
         outcomes.append(against_eager(first, *text(10, seed=seed), run=halves))
@@ -187,18 +190,6 @@ def two_models() -> list[Outcome]:
 
 def test_two_meshes_in_one_process(ranks: Ranks) -> None:
     for outcomes in zip(*ranks.run(4, two_models)):
-        check(outcomes)
-
-
-def default_mesh_and_slice() -> list[Outcome]:
-    model = build(layers=1)
-    mesh = worker.mesh2d(2, 2)
-    ways = ({}, {"mesh": mesh["sp"]}, {"mesh": mesh, "mesh_dim": "dp"})
-    return [against_eager(model, *text(10), **how) for how in ways]
-
-
-def test_every_way_to_name_the_ranks(ranks: Ranks) -> None:
-    for outcomes in zip(*ranks.run(4, default_mesh_and_slice)):
         check(outcomes)
 
 
@@ -314,7 +305,7 @@ def recorded(layers: int, seq: int, batch: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_collectives_of_a_decoder(ranks: Ranks, n: int) -> None:
     layers, batch, seq, heads, width = 3, 2, 16, 4, 4
     first, *others = ranks.run(n, recorded, layers, seq, batch)
@@ -328,18 +319,18 @@ def test_collectives_of_a_decoder(ranks: Ranks, n: int) -> None:
     assert in_backward == [("all_reduce", first["parameters"])]
 
 
-def generated_code() -> list[str]:
+def with_inductor() -> tuple[Outcome, list[str]]:
     model = build(layers=1)
     run = sp(model, mesh=worker.mesh(), compiler="inductor")
-    with fresh_cache():
-        _, code = run_fw_bw_and_get_code(lambda: run(*text(8)))
-    return code
+    with inductor.config.patch(force_disable_caches=True):
+        return run_and_get_code(lambda: against_eager(model, *text(13), run=run))
 
 
 def test_inductor_generates_the_same_code_on_all_ranks(ranks: Ranks) -> None:
-    first, second = ranks.run(2, generated_code)
-    assert len(first) == 2
-    assert [without_paths(code) for code in first] == [without_paths(code) for code in second]
+    (first, code), (second, same_code) = ranks.run(2, with_inductor)
+    check([first, second])
+    assert len(code) == 2
+    assert [without_paths(one) for one in code] == [without_paths(one) for one in same_code]
 
 
 def without_paths(code: str) -> str:
@@ -347,8 +338,11 @@ def without_paths(code: str) -> str:
     return "\n".join(line for line in code.splitlines() if not line.startswith("#") and "/tmp" not in line)
 
 
-def shards(seq: int) -> list[Outcome]:
-    """Each rank passes its part of the tokens and targets, and gets its part of the hidden states."""
+def shards(seq: int) -> tuple[list[Outcome], str]:
+    """Each rank passes its part of the tokens and targets, and gets its part of the hidden states.
+
+    At last it passes a part of another length than the others do.
+    """
     mesh = worker.mesh()
     model = build(Shards, layers=1)
     alone = copy.deepcopy(model)
@@ -367,7 +361,7 @@ def shards(seq: int) -> list[Outcome]:
         loss.backward()
         right.backward()
         outcomes.append(outcome(loss, gradients(model), right, gradients(alone)))
-    return outcomes
+    return outcomes, error_text(lambda: run(*text(9 - mesh.get_rank())))
 
 
 class Shards(Decoder):
@@ -376,10 +370,14 @@ class Shards(Decoder):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), x.detach()
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_local_inputs_and_outputs(ranks: Ranks, n: int) -> None:
-    for outcomes in zip(*ranks.run(n, shards, 12)):
+    results = ranks.run(n, shards, 12)
+    for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
+    for _, refusal in results:
+        assert "inputs of different sizes" in refusal
+        assert "rank 1: l_ids_ (2, 8)" in refusal
 
 
 class Masks(nn.Module):
