@@ -193,6 +193,31 @@ def mask(x: Tensor, dim: int, frame: Frame, value: float, n: int, group: str) ->
     return x.masked_fill(outside_window(x, dim % x.ndim, frame, n, group), value)
 
 
+def _inside(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    _, size, start, length = frame
+    s = shard_length(size, n)
+    positions = own_positions(frame, n, group, x.device)
+    nearest = positions.clamp(start, start + length - 1)
+    rows = x.index_select(dim, (nearest - positions[0]).clamp(0, s - 1))
+    held = (positions[0] < start + length) & (positions[0] + s > start)
+    return rows.masked_fill(~held, 1)
+
+
+def _zero_outside(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    return grad.masked_fill(outside_window(grad, dim, frame, n, group), 0)
+
+
+@composite("window(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+def window(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Shard(dim) -> Shard(dim) of a shorter window: the rows that it cuts off repeat one that it keeps.
+
+    Shapes: any -> same; outer and inner must be 1. A rank that keeps no row gets ones. Bytes: none. Backward: the
+    cotangent, with exact zeros (whatever stands there, NaN too) outside the window.
+    Source: index_select and masked_fill.
+    """
+    return _Pair.apply(x, _inside, _zero_outside, dim % x.ndim, frame, n, group)
+
+
 class _ReduceGrad(torch.autograd.Function):
     """Identity whose cotangents are summed over the ranks."""
 

@@ -28,6 +28,7 @@ from ..rule import Factors, lookup, transfer_of
 from ..shapes import Size, size
 from .lift import buckets, differentiable_nodes, lifted_nodes
 from .rewrite import Settings, analyse, settings
+from .smooth import stays_smooth
 
 sp, aten = torch.ops.sp, torch.ops.aten
 KEPT_META = (
@@ -161,7 +162,7 @@ class _Localizer:
         wants = self.plan.wants[node]
         operands = [self._convert(o, w, node) for o, w in zip(call.operands, wants)]
         if isinstance(rule, Window) and self._on_sequence(rule, wants[0]):
-            self._alias(node, operands[0])
+            self._cut(node, operands[0])
             return
         if isinstance(rule, Reshape):
             shape = self._local_shape(node)
@@ -179,11 +180,23 @@ class _Localizer:
     def _on_sequence(self, rule: Window, have: Placement) -> bool:
         return isinstance(have, Shard) and have.dim == rule.dim
 
-    def _alias(self, node: Node, local: Node) -> None:
+    def _cut(self, node: Node, local: Node) -> None:
+        """A shorter window is the same local value, unless the rows that it cuts off could spoil a gradient."""
         if isinstance(node.meta["val"], (list, tuple)):
-            self.aliases[node] = (local,) * len(node.meta["val"])
+            pieces = {u.args[1]: u for u in node.users}
+            self.aliases[node] = tuple(
+                self._windowed(pieces[i], p, local) if i in pieces else local
+                for i, p in enumerate(self.plan.placements[node])
+            )
         else:
-            self.env[node] = local
+            self.env[node] = self._windowed(node, self.plan.of(node), local)
+
+    def _windowed(self, node: Node, have: Placement, local: Node) -> Node:
+        assert isinstance(have, Shard)
+        if node not in self.differentiable or stays_smooth(node, self.plan):
+            return local
+        args = (local, have.dim, self._frame(have), self.ranks.n, self.ranks.group)
+        return self._call(sp.window.default, args, node)
 
     def _local_shape(self, node: Node) -> list[int | Node]:
         placement = self.plan.of(node)

@@ -7,6 +7,7 @@ hidden size. Slices keep the class with another size, because a window of a sequ
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -176,7 +177,24 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
         longer = [a for a in atoms if not same(a.size, 1)]
         if atoms:  # a sequence of one token (decoding) is one, too: nothing of it can be sharded
             axes.sequences = {axes.find(a.name) for a in longer or atoms}
+            _drop_rivals(gm, axes)
             return
+
+
+def _drop_rivals(gm: GraphModule, axes: Axes) -> None:
+    """Attention along several axes of one value (axial): one of them is sharded, the one in most values."""
+    weight = Counter(
+        axes.find(a.name)
+        for dims in axes.dims.values()
+        for a in {a for dim in dims for a in dim}
+        if axes.is_sequence(a)
+    )
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
+    ):
+        query = axes.dims[Call(node).operands[0], 0]
+        rivals = {axes.find(a.name) for dim in query for a in dim if axes.is_sequence(a)}
+        axes.sequences -= set(sorted(rivals, key=lambda c: (weight[c], -c))[:-1])
 
 
 def _attended(gm: GraphModule, axes: Axes) -> Iterable[Atom]:

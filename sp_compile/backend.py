@@ -59,7 +59,7 @@ def lower(
             "inputs='local' and outputs='local' need a model without graph breaks: what crosses one is whole"
         )
     _mark_inputs(gm, example_inputs)
-    seq_dims = None if isinstance(config.seq_dims, str) else _placeholder_names(gm, config.seq_dims)
+    seq_dims = None if isinstance(config.seq_dims, str) else _placeholder_names(gm, config.seq_dims, fragment)
     if config.inputs == "local" and ranks.n > 1:
         graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:
@@ -94,16 +94,23 @@ def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
             node.meta["sp_param"] = isinstance(example, torch.nn.Parameter) or _compat.is_module_state(node)
 
 
-def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int]) -> dict[str, int]:
-    """The user's argument names (or indices) as the names of the graph's placeholders."""
+def _placeholder_names(
+    graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool
+) -> dict[str, int] | None:
+    """The user's argument names (or indices) as the names of the graph's placeholders.
+
+    A fragment of the model may lack some of them; one that has none finds its sequence by itself (None).
+    """
     tensors = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta.get("sp_param") is False]
     out = {}
     for key, dim in seq_dims.items():
         found = [n for n in tensors if _compat.argument_name(n) == key]
         if isinstance(key, int) and key < len(tensors):
             found = [tensors[key]]
+        if not found and fragment:
+            continue
         if len(found) != 1:
             known = [_compat.argument_name(n) for n in tensors]
             raise SpError(f"seq_dims: no input is called {key!r}; the graph's tensor inputs are {known}")
         out[found[0].name] = dim
-    return out
+    return out or None

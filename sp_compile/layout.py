@@ -3,7 +3,8 @@
 A sharded dim is the product outer * window * inner: `(B, S, D) -> (B*S, D)` keeps a sharded S inside a flat dim
 (outer = B). The window lies in a Frame: the axis that all values of one sequence share, padded once to a multiple of
 the number of ranks. Rank r of n holds the frame's positions [r*s, (r+1)*s), s = ceil(size / n), whatever the window.
-Positions outside the window hold copies of valid rows (finite, never read by a rule that has not masked them).
+Padding holds copies of valid rows, and what a shorter window cuts off keeps its rows or repeats others (sp::window):
+finite, and never read by a rule that has not masked them.
 """
 
 from __future__ import annotations

@@ -57,6 +57,8 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     }
     if not axes.sequences and job.ranks.n > 1:
         _no_sequence(gm, report, fragment)
+    elif job.ranks.n > 1 and not any(isinstance(p, Shard) for ps in plan.placements.values() for p in ps):
+        _nothing_sharded(gm, job, report)
     clock.lap("propagate")
     axes, plan = _discharge(gm, job, axes, plan, clock)
     if ExpandHeads(job).discharge(gm, plan):
@@ -141,6 +143,13 @@ def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
         elif isinstance(have, Shard):
             out[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
     return list(out)
+
+
+def _nothing_sharded(gm: GraphModule, job: Settings, report: Report) -> None:
+    why = "no value has the sequence in exactly one dim of more than one position; every rank runs the whole"
+    if job.fallback == "error":
+        raise SpError(f"{why}. fallback='error' forbids that; name the sequence with seq_dims")
+    report.add([Note("replicated", "graph", "the whole graph", why)])
 
 
 def _no_sequence(gm: GraphModule, report: Report, fragment: bool) -> None:

@@ -35,6 +35,10 @@ def verify(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) ->
     model (dropout) is compared as drawn, so expect its errors to be large. config: as for `explain`.
     """
 
+    for name in ("inputs", "outputs", "param_grads"):
+        if config.get(name, default := getattr(SPConfig, name)) != default:
+            raise SpError(f"verify compares whole results and gradients, so it needs {name}={default!r}")
+
     def compare(gm: GraphModule, local: GraphModule, report: Report, inputs: Sequence[Any]) -> None:
         reference = _run(gm, inputs)
         for rank in run_ranks(sp, lambda _: _run(local, inputs)):
