@@ -25,6 +25,7 @@ from .frames import (
     pad,
     rows_back,
     rows_first,
+    rows_within,
     shard_length,
     trim,
 )
@@ -53,7 +54,7 @@ def _take(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     """This rank's rows of a whole x; positions outside the window get the nearest row inside."""
     if n == 1 and not is_padded(frame, n):
         return x
-    inner = x.shape[dim] // (frame[0] * frame[3])
+    inner = rows_within(x.shape[dim], frame[0] * frame[3])
     positions = own_positions(frame, n, group, x.device)
     return x.index_select(dim, nearest_rows(positions, frame, inner))
 
@@ -66,7 +67,7 @@ def _take_zeroed(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tenso
 def _whole(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     """All ranks' rows of the window. Rows travel in front, so that the result is a view (outer 1)."""
     outer, size, _, _ = frame
-    inner = x.shape[dim] // (outer * shard_length(size, n))
+    inner = rows_within(x.shape[dim], outer * shard_length(size, n))
     rows = current().all_gather(rows_first(x, dim, outer), n, group)
     return rows_back(trim(rows, 0, frame, n, inner), dim, outer)
 

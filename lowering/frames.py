@@ -26,6 +26,11 @@ def shard_length(size: int, n: int) -> int:
     return (size + n - 1) // n
 
 
+def rows_within(extent: int, rows: int) -> int:
+    """extent / rows, the inner factor of a dim; 1 wherever that is known, so that shapes stay simple."""
+    return 1 if known(extent == rows) else extent // rows
+
+
 def is_padded(frame: Frame, n: int) -> bool:
     """Whether some rank may hold positions outside the window; False only when proved."""
     _, size, start, length = frame
@@ -57,7 +62,7 @@ def nearest_rows(positions: Tensor, frame: Frame, inner: int) -> Tensor:
 def outside_window(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     """Bool, broadcastable to the sharded ``x``: True at positions that the window does not hold."""
     outer, size, start, length = frame
-    inner = x.shape[dim] // (outer * shard_length(size, n))
+    inner = rows_within(x.shape[dim], outer * shard_length(size, n))
     positions = own_positions(frame, n, group, x.device)
     outside = positions >= start + length
     if not known(start == 0):
@@ -96,7 +101,7 @@ def pad(x: Tensor, dim: int, frame: Frame, n: int, edge: bool) -> Tensor:
     if not is_padded(frame, n):
         return x
     _, size, start, length = frame
-    inner = x.shape[dim] // length
+    inner = rows_within(x.shape[dim], length)
     total = n * shard_length(size, n)
     if edge:
         return x.index_select(dim, nearest_rows(torch.arange(total, device=x.device), frame, inner))

@@ -174,7 +174,6 @@ def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: in
     node, demands = call.node, []
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
     sharded = {i: rule.operands[i][p.dim] for i, p in shards.items()}
-    sharded = {i: f for i, f in sharded.items() if not _ignored(rule, f)}
     kept = _kept(call, rule, sharded)
     for i, f in sharded.items():
         stays = kept is not None and sharded[kept] not in rule.operands[i]
@@ -190,11 +189,6 @@ def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: in
     return _run(call, rule, have, sharded[kept], shards[kept], n, tuple(demands))
 
 
-def _ignored(rule: Factors, factor: str) -> bool:
-    """Is the dim never read (type_as's other)? Then its placement does not matter."""
-    return rule.kind(factor) == "pass" and not any(factor in dims for dims in rule.results)
-
-
 def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
     """The operand whose sharding the node goes on with: one that reaches the result, the largest."""
 
@@ -203,7 +197,7 @@ def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
         in_result = any(sharded[i] in dims for dims in rule.results)
         return (int(in_result), rank, typical(product(call.shape(i))))
 
-    candidates = [i for i, f in sharded.items() if rule.kind(f) != "whole"]
+    candidates = [i for i, f in sharded.items() if f and rule.kind(f) != "whole"]
     candidates = [i for i in candidates if rule.kind(sharded[i]) != "attend" or worth(i)[0]]
     return max(candidates, key=lambda i: (*worth(i), -i), default=None)
 
@@ -232,12 +226,7 @@ def _run(
     demands: tuple[Demand, ...],
 ) -> Step:
     """Run the node on shards of `factor`: place the operands and the results."""
-    wants: list[Placement] = []
-    for i, (dims, given) in enumerate(zip(rule.operands, have)):
-        if isinstance(given, Shard) and _ignored(rule, dims[given.dim]):
-            wants.append(given)
-        else:
-            wants.append(_placed(base, dims, call.shape(i), factor, n) or SUMMAND)
+    wants = [_placed(base, d, call.shape(i), factor, n) or SUMMAND for i, d in enumerate(rule.operands)]
     results = [_placed(base, d, s, factor, n) for d, s in zip(rule.results, call.result_shapes())]
     named = zip((*rule.operands, *rule.results), (*wants, *results))
     if any(factor in dims and not isinstance(placed, Shard) for dims, placed in named):

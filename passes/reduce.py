@@ -55,7 +55,10 @@ class Means(Rewrite):
         call, value = Call(node), node.meta["val"]
         dims = call.get("dim") or list(range(call.ndim()))
         count = product(call.shape()[d] for d in dims)
-        total = self._sum(call.operands[0], node, dims, bool(call.get("keepdim")))
+        x = call.operands[0]
+        if torch.finfo(value.dtype).bits > torch.finfo(x.meta["val"].dtype).bits:  # mean(dtype=)
+            x = self._as(x, value.dtype, node)
+        total = self._sum(x, node, dims, bool(call.get("keepdim")))
         return self._as(self._divide(total, count, node), value.dtype, node)
 
     def _elementwise(self, node: Node, mean: bool) -> Node:
@@ -68,8 +71,11 @@ class Means(Rewrite):
 
     def _class_loss(self, node: Node) -> Node:
         call = Call(node)
-        args, kwargs = call.rebuild(call.operands, reduction=SUM)
+        dtype = node.meta["val"].dtype
+        half = dtype in HALVES  # then the loss of each position is rounded, and their sum is not
+        args, kwargs = call.rebuild(call.operands, reduction=NONE if half else SUM)
         total = self.compute(node.target, args, node, kwargs)
+        total = self._sum(total, node) if half else total
         target, weight = call["target"], call["weight"]
         counted = self.compute(aten.ne.Scalar, (target, call["ignore_index"]), node)
         if weight is not None:
@@ -78,9 +84,8 @@ class Means(Rewrite):
             each = self.compute(aten.index.Tensor, (weight, [index]), node)
             counted = self.compute(aten.mul.Tensor, (each, counted), node)
         count = self.compute(aten.sum.default, (counted,), node)
-        dtype = node.meta["val"].dtype
         wide = torch.float32 if dtype in HALVES else dtype
-        loss = self.compute(aten.div.Tensor, (self._as(total, wide, node), self._as(count, wide, node)), node)
+        loss = self.compute(aten.div.Tensor, (total, self._as(count, wide, node)), node)
         return self._as(loss, dtype, node)
 
     def _sum(self, x: Node, node: Node, dims: list[int] | None = None, keepdim: bool = False) -> Node:

@@ -4,6 +4,7 @@
     type_as(x, y)        ->  to(x, dtype of y)
     squeeze(x)           ->  squeeze(x, the dims of size 1)    a rank with one row must not lose the dim
     cat([empty, x])      ->  x
+    assert x's dtype     ->  nothing                           the trace knows it; a rank's shard has the same
 
 Part of canonicalize; every entry keeps the value exactly. Leaves alone: what is not in the table.
 """
@@ -19,6 +20,7 @@ from ..call import Call
 from ..shapes import sizes
 
 aten = torch.ops.aten
+REMOVED = object()
 Spelling = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 
@@ -27,7 +29,9 @@ def respell(gm: GraphModule) -> bool:
     changed = False
     for node in list(gm.graph.nodes):
         spelling = _SPELLINGS[node.target](node) if node.target in _SPELLINGS else None
-        if isinstance(spelling, Node):
+        if spelling is REMOVED:
+            gm.graph.erase_node(node)
+        elif isinstance(spelling, Node):
             node.replace_all_uses_with(spelling)
             gm.graph.erase_node(node)
         elif spelling is not None:
@@ -64,6 +68,7 @@ def _cat(node: Node) -> Node | None:
 
 
 _SPELLINGS = {
+    aten._assert_tensor_metadata.default: lambda node: REMOVED,
     aten.cat.default: _cat,
     aten.new_empty.default: _made_like(aten.empty.memory_format),
     aten.new_full.default: _made_like(aten.full.default, fill=True),

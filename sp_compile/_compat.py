@@ -129,6 +129,11 @@ def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
     return env is not None and bool(env._maybe_evaluate_static(fact) == True)  # noqa: E712  (None: not known)
 
 
+def size_hint(size: torch.SymInt) -> int:
+    """The value of a symbolic size in the call that is being compiled; adds no guard."""
+    return int(size.node.hint)
+
+
 def is_fragment(gm: torch.fx.GraphModule) -> bool:
     """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?
 
@@ -156,6 +161,11 @@ def _called_by_user_code() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def refuse_eager_fallback() -> None:
+    """Past its recompile limit Dynamo runs the model uncompiled, which is another program where inputs are shards."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
 def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any]:

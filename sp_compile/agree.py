@@ -17,19 +17,33 @@ from torch.fx import GraphModule, Node
 from .errors import SpError
 from .mesh import Ranks
 
+SMALL = 64  # values of a constant that are compared
 SHOWN = 8  # inputs that differ between the ranks, in an error message
 
 
 def fingerprint(gm: GraphModule) -> int:
-    """63 bits of the text of a graph: targets, arguments, local shapes. The group's name is left out."""
+    """63 bits of a graph's text: targets, arguments, dtypes, local shapes, bodies of region ops, small constants."""
     lines = []
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if _is_unused_symbol(node):
             continue
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ""
-        lines.append(f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs} {shape}")
+        kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        lines.append(f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs} {kind}")
+        if node.op == "get_attr":
+            lines.append(_attribute(gm, str(node.target)))
     return _hash("\n".join(lines))
+
+
+def _attribute(gm: GraphModule, name: str) -> str:
+    """The body of a region op, or the values of a constant of the program; parameters are known by their shape."""
+    value: Any = gm
+    for part in name.split("."):
+        value = getattr(value, part)
+    if isinstance(value, GraphModule):
+        return str(fingerprint(value))
+    constant = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+    return str(value.tolist()) if constant and value.numel() <= SMALL else ""
 
 
 def input_names(gm: GraphModule) -> list[str]:

@@ -28,7 +28,7 @@ def sp(
     example_inputs: Sequence[Any],
     *,
     options: SPConfig | Mapping[str, Any] | None = None,
-    **_: Any,
+    mode: str | None = None,
 ) -> Any:
     """Compile one Dynamo graph for the ranks that share its sequence. `options`: the fields of SPConfig.
 
@@ -40,6 +40,10 @@ def sp(
     try:
         ranks = resolve(given.get("mesh"), given.get("mesh_dim"))
         config = SPConfig.of(options)
+        if mode is not None:
+            raise SpError(
+                f"mode={mode!r} is Inductor's; set torch._inductor.config instead, which backend='sp' compiles with"
+            )
         local, _report = lower(gm, example_inputs, config, ranks)
         run = compile_local(local, example_inputs, config, ranks)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
@@ -61,6 +65,7 @@ def lower(
     _mark_inputs(gm, example_inputs)
     seq_dims = None if isinstance(config.seq_dims, str) else _placeholder_names(gm, config.seq_dims, fragment)
     if config.inputs == "local" and ranks.n > 1:
+        _compat.refuse_eager_fallback()
         graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:
         graph, inputs = capture(gm, example_inputs), {}

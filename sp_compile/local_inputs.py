@@ -47,7 +47,13 @@ def capture_shards(
 
 def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[str, int]:
     if seq_dims is not None:
-        return dict(seq_dims)
+        ndims = {
+            n.name: n.meta["val"].ndim for n in graph.graph.find_nodes(op="placeholder") if n.name in seq_dims
+        }
+        for name, dim in seq_dims.items():
+            if not -ndims[name] <= dim < ndims[name]:
+                raise SpError(f"seq_dims: {name!r} has {ndims[name]} dims, so it has no dim {dim}")
+        return {name: dim % ndims[name] for name, dim in seq_dims.items()}
     axes = name_axes(graph)
     find_sequences(graph, axes)
     found = {}

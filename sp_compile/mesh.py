@@ -32,6 +32,10 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     Raises SpError: a mesh of several axes without `mesh_dim`, an axis that the mesh lacks, this rank outside the mesh.
     """
     if mesh is None:
+        if mesh_dim is not None:
+            raise SpError(
+                f"mesh_dim={mesh_dim!r} names an axis of a mesh, and no mesh is given: pass mesh=..."
+            )
         if not dist.is_available() or not dist.is_initialized():
             return Ranks(1, "")
         group = dist.group.WORLD
@@ -46,7 +50,7 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
                 "pass mesh_dim='<name of the axis that splits the sequence>' or slice the mesh: mesh['sp']"
             )
         mesh = mesh[mesh_dim or "sp"]
-    elif mesh_dim is not None and names and mesh_dim not in names:
+    elif mesh_dim is not None and mesh_dim not in (names or ()):
         raise SpError(f"mesh: it has no axis {mesh_dim!r}, only {names}")
     if mesh.get_coordinate() is None:
         raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")

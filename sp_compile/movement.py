@@ -46,8 +46,9 @@ def _windowed(rule_: Window, shard: Shard) -> tuple[Shard, ...] | None:
     frame = shard.frame
     out = []
     for start, length in rule_.spans:
-        # A short window would have every rank compute on mostly invalid rows: gathering is cheaper.
-        if not mostly(length, frame.size):
+        # A short window would have every rank compute on mostly invalid rows: gathering is cheaper. A single row
+        # may broadcast, which its local shape would not show.
+        if same(length, 1) or not mostly(length, frame.size):
             return None
         out.append(Shard(shard.dim, Frame(frame.size, frame.start + start, length)))
     return tuple(out)

@@ -6,10 +6,11 @@ import logging
 import time
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from ._compat import argument_name, trace_structured
+from ._compat import argument_name, size_hint, trace_structured
 from .axes import Axes
 from .capture import capture_export
 from .config import SPConfig
@@ -29,7 +30,7 @@ from .passes.strides import restore_strides
 from .passes.ulysses import Ulysses
 from .passes.undo import Undo
 from .passes.validate import validate
-from .shapes import divides
+from .shapes import divides, same
 from .simulate import GROUP
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     Canonicalize()(gm)
     clock.lap("canonicalize")
     axes, plan = analyse(gm, job)
+    if _fix_short_lengths(gm, axes, job.ranks.n):
+        axes, plan = analyse(gm, job)
     report.inputs = {
         argument_name(node): axes.sequence_dims(node)
         for node in gm.graph.find_nodes(op="placeholder")
@@ -120,15 +123,35 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     return local
 
 
+def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
+    """Make symbolic sequences of at most n positions constants: shapes of 1 are special to fake tensors."""
+    fixed = False
+    for node in gm.graph.find_nodes(op="placeholder"):
+        for dim in axes.sequence_dims(node):
+            extent = node.meta["val"].shape[dim]
+            if n > 1 and isinstance(extent, torch.SymInt) and size_hint(extent) <= n:
+                int(extent)  # a guard: another length is compiled anew
+                fixed = True
+    return fixed
+
+
 def _check_local_outputs(gm: GraphModule, plan: Plan, n: int) -> None:
     for node in gm.graph.output_node().all_input_nodes:
         have = plan.of(node)
-        if isinstance(have, Shard) and not have.frame.exact(n):
+        if isinstance(have, Shard) and not (have.frame.exact(n) or _guard_divisible(node, have, n)):
             raise SpError(
                 f"outputs='local': {node.name} at {at(node)} has {have.frame.length} of {have.frame.size} positions "
                 f"on {n} ranks, so some rank's shard holds padding; use a length that the ranks divide, "
                 "or outputs='gather'"
             )
+
+
+def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
+    """For a symbolic length: does n divide it now? Asking makes it a guard, so another length is compiled anew."""
+    length = node.meta["val"].shape[have.dim]
+    whole = same(have.frame.start, 0) and same(have.frame.length, have.frame.size)
+    plain = same(have.outer, 1) and same(have.inner, 1)
+    return isinstance(length, torch.SymInt) and whole and plain and bool(length % n == 0)
 
 
 def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:

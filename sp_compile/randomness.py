@@ -40,7 +40,7 @@ def is_random(node: torch.fx.Node) -> bool:
     call = Call(node)
     probability = call.get("dropout_p", call.get("p") if "dropout" in str(node.target) else None)
     active = call.get("train", call.get("training", True))
-    return bool(active) and probability != 0
+    return active is not False and probability != 0
 
 
 def decorrelated(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,11 +72,25 @@ def _each_graph(
         return call
 
     torch._dynamo.reset()
-    torch.compile(model, backend=backend)(*args, **kwargs)
+    with _restored_buffers(model):
+        torch.compile(model, backend=backend)(*args, **kwargs)
     torch._dynamo.reset()
     if failure:
         raise failure[0]
     return total
+
+
+@contextmanager
+def _restored_buffers(model: Callable[..., Any]) -> Iterator[None]:
+    """Running the model is our doing: counters and running averages are put back."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    kept = [b.detach().clone() for b in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept):
+                buffer.copy_(value)
 
 
 def _run(gm: GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor | None], dict[int, Tensor]]:

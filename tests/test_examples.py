@@ -56,3 +56,23 @@ def test_readme():
     assert len(blocks) >= 3
     for block in blocks:
         exec(block.replace("dist.init_process_group()", "pass"), names)
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    """`make demo` in small."""
+    small = [
+        "--seq",
+        "256",
+        "--steps",
+        "2",
+        "--dim",
+        "32",
+        "--layers",
+        "1",
+        "--chart",
+        str(tmp_path / "chart.png"),
+    ]
+    out = run("examples/train_lm.py", *small)
+    assert "largest relative gradient difference" in out
+    assert (tmp_path / "chart.png").exists()
