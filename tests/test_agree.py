@@ -1,0 +1,89 @@
+"""What ranks compare before they run, and options that must not be ignored; no processes needed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.agree import fingerprint
+from sp_compile.mesh import resolve
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).sum()
+
+
+class Scaled(Attention):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.tensor([self.factor], dtype=x.dtype))
+
+
+def printed(model: nn.Module, dtype: torch.dtype) -> int:
+    x = torch.randn(1, 8, 8, dtype=dtype)
+    return fingerprint(sp_compile.parallelize(torch.export.export(model, (x,)), sp=2))
+
+
+def test_fingerprint_sees_dtypes_and_constants() -> None:
+    assert printed(Attention(), torch.float32) == printed(Attention(), torch.float32)
+    assert printed(Attention(), torch.float32) != printed(Attention(), torch.float64)
+    assert printed(Scaled(1.0), torch.float32) != printed(Scaled(2.0), torch.float32)
+
+
+def test_options_are_not_ignored() -> None:
+    with pytest.raises(sp_compile.SpError, match="no mesh is given"):
+        resolve(None, "typo")
+    with pytest.raises(sp_compile.SpError, match="mode="):
+        torch.compile(Attention(), backend="sp", mode="max-autotune")(torch.randn(1, 8, 8))
+    with pytest.raises(sp_compile.SpError, match="attention='ring'"):
+        sp_compile.explain(Attention(), torch.randn(1, 8, 8), attention="ring")
+    with pytest.raises(sp_compile.SpError, match="outputs"):
+        sp_compile.verify(Attention(), torch.randn(1, 8, 8), outputs="local")
+
+
+def test_config_object_and_input_index() -> None:
+    options = sp_compile.SPConfig(seq_dims={0: -2}, compiler="aot_eager")
+    x = torch.randn(1, 8, 8)
+    torch.testing.assert_close(torch.compile(Attention(), backend="sp", options=vars(options))(x), Attention()(x))
+    report = sp_compile.explain(Attention(), x, sp=2, seq_dims={0: -2})
+    assert report.inputs == {"x": [1]}
+
+
+class Half(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(y).flatten(0, 1), labels.flatten())
+
+
+def test_loss_of_half_precision_logits_is_as_good_as_on_one_device() -> None:
+    """At most twice the error of one device against float64."""
+    model, labels = Half().bfloat16(), torch.randint(0, 16, (1, 1000))
+    x = torch.randn(1, 1000, 8).bfloat16()
+    exact = Half().double()
+    exact.load_state_dict(model.state_dict())
+    truth = exact(x.double(), labels).item()
+    alone = abs(model(x, labels).item() - truth)
+    for n in (2, 3):
+        report = sp_compile.verify(model, x, labels, sp=n)
+        off = next(error for name, error in report.errors if name == "result 0") * abs(truth)
+        assert off <= 2 * alone + torch.finfo(torch.bfloat16).eps * abs(truth)
+
+
+def test_running_a_model_to_explain_it_leaves_its_buffers_alone() -> None:
+    norm = nn.BatchNorm1d(8)
+    model = nn.Sequential(norm)
+    x = torch.randn(4, 8, 5)
+    sp_compile.explain(model, x, sp=1)
+    assert norm.num_batches_tracked == 0
