@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -45,9 +46,7 @@ def test_data_and_sequence(kind):
 
 def test_readme():
     """Every python block, in order, in one namespace; the process group is one of a single rank."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from models import DecoderLM
-
+    DecoderLM = runpy.run_path(str(ROOT / "examples" / "models.py"))["DecoderLM"]
     torch.manual_seed(0)
     ids = torch.randint(0, 256, (1, 24))
     torch.library.define("mylib::scale_rows", "(Tensor x, Tensor w) -> Tensor")

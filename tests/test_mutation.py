@@ -1,4 +1,4 @@
-"""Values that change in place: buffers, and custom ops that functionalisation leaves as they are."""
+"""What shards must not hide: values that change in place, and gradients that count over the whole batch."""
 
 import torch
 import torch.nn.functional as F
@@ -44,3 +44,22 @@ def test_mutation_of_sharded_values_and_buffers():
         assert report.worst < 1e-12, str(report)
         assert sum("mutated" in name for name, _ in report.errors) == 2
         assert any("changed in place" in note.why for note in report.fallbacks)
+
+
+class Frequencies(nn.Module):
+    """The gradient of each row is divided by how often the whole batch uses it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(5, 8, scale_grad_by_freq=True)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        return (F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2) * x).pow(2).sum()
+
+
+def test_gradients_scaled_by_frequency_count_over_all_ranks():
+    for n in (2, 3):
+        assert sp_compile.verify(Frequencies().double(), torch.randint(0, 5, (2, 9)), sp=n).worst < 1e-12

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from ..rule import Call, Factors, rule, rule_of
+from ..rule import Call, Factors, rule_of
 from ._build import bind
 
 aten = torch.ops.aten
 
-rule(aten.embedding.default, "v d, ... -> ... d", whole="v")
+
+@rule_of(aten.embedding.default)
+def _embedding(call: Call) -> Factors | None:
+    """scale_grad_by_freq counts each index over the whole batch, which no rank sees alone."""
+    if call["scale_grad_by_freq"]:
+        return bind(call, "v d, ... -> ... d", whole="v ...")
+    return bind(call, "v d, ... -> ... d", whole="v")
 
 
 @rule_of(aten.one_hot.default)
