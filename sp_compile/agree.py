@@ -7,7 +7,7 @@ its error reaches the others instead of leaving them in a collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ class Agreed:
     """Calls `run` once all ranks have shown the same fingerprint and the same input sizes.
 
     run: the compiled graph, or None with `error` where this rank could not compile; names: as `input_names` gives them.
-    Raises SpError on every rank if a rank failed, compiled another graph, or was given other sizes.
+    equal: the inputs whose values must be the same on every rank; compared on the first call, as checksums.
+    Raises SpError on every rank if a rank failed, compiled another graph, or was given other sizes or values.
     """
 
     def __init__(
@@ -79,8 +80,11 @@ class Agreed:
         graph: int,
         names: Sequence[str],
         error: Exception | None = None,
+        equal: Collection[str] = (),
     ) -> None:
         self.run, self.ranks, self.graph, self.names, self.error = run, ranks, graph, names, error
+        self.equal = frozenset(equal)
+        self.first = True
 
     def __call__(self, *args: Any) -> Any:
         if self.ranks.n > 1:
@@ -91,14 +95,18 @@ class Agreed:
         return self.run(*args)
 
     def _agree(self, args: Sequence[Any]) -> None:
-        given = {
-            name: str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a)
-            for name, a in zip(self.names, args)
-            if name
-        }
-        mine = [int(self.error is not None), self.graph, _hash(" ".join(given.values()))]
+        given = {name: _size(a) for name, a in zip(self.names, args) if name}
+        mine = [int(self.error is not None), self.graph, _hash(" ".join(given.values())), 0]
+        if self.first and self.error is None:  # a rank whose call is not its first says nothing of values
+            values = {name: _digest(a) for name, a in zip(self.names, args) if name in self.equal}
+            mine[-1] = _hash(" ".join(values.values()))
+            given.update(
+                {name: f"{given[name]} with checksum {value}" for name, value in values.items() if value}
+            )
+        self.first = False
         everyone = self._all_gather(mine)
-        if all(words == everyone[0] for words in everyone) and not everyone[0][0]:
+        alike = len({words[-1] for words in everyone if words[-1]}) <= 1
+        if alike and all(words[:-1] == everyone[0][:-1] for words in everyone) and not everyone[0][0]:
             return
         raise SpError(self._disagreement(everyone, given)) from self.error
 
@@ -127,11 +135,37 @@ class Agreed:
         per_rank = [f"  rank {r}: {row or 'the same inputs as the others'}" for r, row in enumerate(rows)]
         same_names = all(one.keys() == inputs[0].keys() for one in inputs)
         resized = same_names and any(w[2] != everyone[0][2] for w in everyone)
-        what = "inputs of different sizes" if resized else "different programs"
+        revalued = same_names and all(w[1] == everyone[0][1] for w in everyone)
+        what = (
+            "inputs of different sizes"
+            if resized
+            else "different values"
+            if revalued
+            else "different programs"
+        )
         return (
             f"the {self.ranks.n} ranks of this sequence-parallel group were given {what}; every rank has to call the "
-            "same model with arguments of the same sizes. What differs:\n" + "\n".join(per_rank)
+            "same model, with the same weights, on the same arguments. What differs:\n" + "\n".join(per_rank)
         )
+
+
+def _size(a: Any) -> str:
+    """The shape of a tensor; the value of a number (Dynamo passes a Python float as a tensor of no dims)."""
+    if isinstance(a, torch.Tensor) and a.ndim == 0 and a.device.type == "cpu":
+        return str(a.item())
+    return str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _digest(a: Any) -> str:
+    """A checksum of a tensor's bits and of their order: integer arithmetic, so exact whatever the order of summing."""
+    if not isinstance(a, torch.Tensor) or a.numel() == 0 or a.ndim == 0:
+        return ""
+    plain = (torch.view_as_real(a.detach()) if a.is_complex() else a.detach()).contiguous().reshape(-1)
+    bits = plain.view(_BITS[plain.element_size()]).long()
+    return str((bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum().item())
 
 
 def _words(error: Exception | None) -> str:

@@ -50,7 +50,18 @@ def sp(
         raise
     except Exception as error:
         return Agreed(None, ranks, 0, names, error)
-    return Agreed(run, ranks, fingerprint(local), names)
+    equal = _equal_inputs(gm, example_inputs, config.inputs)
+    return Agreed(run, ranks, fingerprint(local), names, equal=equal)
+
+
+def _equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -> list[str]:
+    """Inputs whose values the ranks compare: parameters, and global arguments. A buffer may hold what nobody reads."""
+    out = []
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
+        argument = inputs == "global" and not node.meta.get("sp_param", False)
+        if isinstance(example, torch.nn.Parameter) or argument:
+            out.append(node.name)
+    return out
 
 
 def lower(

@@ -184,3 +184,24 @@ def test_an_error_is_raised_at_every_call() -> None:
     for _ in range(2):
         with pytest.raises(sp_compile.SpError, match="ring"):
             run(*text(8))
+
+
+def with_other_values(what: str) -> str:
+    """One rank has other weights, or other tokens: the loss would be that of a mixture."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank if what == "weights" else 0)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+    torch.manual_seed(rank if what == "tokens" else 0)
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "mesh": worker.mesh(2)})
+    try:
+        run(torch.randint(0, 16, (1, 8)))
+    except sp_compile.SpError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["weights", "tokens"])
+def test_ranks_with_other_values_all_raise(ranks: Ranks, what: str) -> None:
+    for text in ranks.run(2, with_other_values, what):
+        assert "different values" in text
+        assert "checksum" in text
