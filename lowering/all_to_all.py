@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .communicator import current
-from .frames import Frame, known, pad, shard_length, trim
+from .frames import Frame, by_rank, folds_of, in_order, known, pad, rows_held, trim
 from .library import composite
 
 
@@ -77,13 +77,13 @@ def _alike(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
 def _exchange(xs: list[Tensor], route: _Route) -> list[Tensor]:
     """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks."""
     rows = xs[0].shape[route.gather_dim]
-    inner = rows // shard_length(route.gather_frame[1], route.n)
+    inner = rows // rows_held(route.gather_frame, route.n)
     if route.n == 1:
         return [trim(x, route.gather_dim, route.gather_frame, 1, inner) for x in xs]
     packed = [_pack(x, route) for x in xs]
     sent = packed[0] if len(packed) == 1 else torch.cat(packed, -1)
     received = current().all_to_all(sent, route.n, route.group).flatten(0, 1)
-    received = trim(received, 0, route.gather_frame, route.n, inner)
+    received = trim(in_order(received, route.gather_frame, route.n), 0, route.gather_frame, route.n, inner)
     pieces = received.split([p.shape[-1] for p in packed], 1)
     return [_unpack(piece, x, route) for piece, x in zip(pieces, xs, strict=True)]
 
@@ -91,6 +91,8 @@ def _exchange(xs: list[Tensor], route: _Route) -> list[Tensor]:
 def _pack(x: Tensor, route: _Route) -> Tensor:
     """(..., g, ..., n * h, ...) -> (n, g, cols), cols = the other dims, h in place of the scatter dim."""
     n, scatter, gather = route.n, route.scatter_dim, route.gather_dim
+    if folds_of(route.scatter_frame) == 2:
+        x = by_rank(x.movedim(scatter, 0), route.scatter_frame, n).movedim(0, scatter)
     blocks = x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0)
     rows = blocks.movedim(gather + 1, 1)
     return rows.reshape(n, rows.shape[1], math.prod(rows.shape[2:]))

@@ -18,6 +18,8 @@ from torch import Tensor
 from .communicator import current
 from .frames import (
     Frame,
+    by_rank,
+    in_order,
     is_padded,
     nearest_rows,
     outside_window,
@@ -25,8 +27,8 @@ from .frames import (
     pad,
     rows_back,
     rows_first,
+    rows_held,
     rows_within,
-    shard_length,
     trim,
 )
 from .library import LIBRARY, composite
@@ -66,16 +68,16 @@ def _take_zeroed(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tenso
 
 def _whole(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     """All ranks' rows of the window. Rows travel in front, so that the result is a view (outer 1)."""
-    outer, size, _, _ = frame
-    inner = rows_within(x.shape[dim], outer * shard_length(size, n))
-    rows = current().all_gather(rows_first(x, dim, outer), n, group)
+    outer = frame[0]
+    inner = rows_within(x.shape[dim], outer * rows_held(frame, n))
+    rows = in_order(current().all_gather(rows_first(x, dim, outer), n, group), frame, n)
     return rows_back(trim(rows, 0, frame, n, inner), dim, outer)
 
 
 def _reduce_rows(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     """Sum whole cotangents over the ranks; this rank's rows, zeros at positions outside the window."""
     rows = pad(rows_first(grad, dim, frame[0]), 0, _without_outer(frame), n, edge=False)
-    return rows_back(current().reduce_scatter(rows, n, group), dim, frame[0])
+    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group), dim, frame[0])
 
 
 def _without_outer(frame: Frame) -> Frame:
@@ -195,13 +197,12 @@ def mask(x: Tensor, dim: int, frame: Frame, value: float, n: int, group: str) ->
 
 
 def _inside(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
-    _, size, start, length = frame
-    s = shard_length(size, n)
+    start, length = frame[2:4]
     positions = own_positions(frame, n, group, x.device)
-    nearest = positions.clamp(start, start + length - 1)
-    rows = x.index_select(dim, (nearest - positions[0]).clamp(0, s - 1))
-    held = (positions[0] < start + length) & (positions[0] + s > start)
-    return rows.masked_fill(~held, 1)
+    kept = (positions >= start) & (positions < start + length)
+    kept_row = kept.to(torch.uint8).argmax()
+    rows = x.index_select(dim, torch.where(kept, torch.arange(len(positions), device=x.device), kept_row))
+    return rows.masked_fill(~kept.any(), 1)
 
 
 def _zero_outside(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:

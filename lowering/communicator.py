@@ -1,7 +1,8 @@
-"""The primitive layer under every ``sp::`` operator: six calls, and whose job it is to answer them.
+"""The primitive layer under every ``sp::`` operator: eight calls, and whose job it is to answer them.
 
 Every exchange works on dim 0 with equal shares, takes any strides and returns a new contiguous tensor.
 With one rank each returns its argument. No call is differentiable: the operators above hold the pairs.
+A shift is started first and waited for later. The group of an all-to-all may be a route (see ``routes.py``).
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import routes
 from .._compat import process_group
 
 
@@ -39,6 +41,14 @@ class Communicator(ABC):
     def all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
         """Share p goes to rank p; the result holds rank p's at p: (n, ...) -> (n, ...)."""
         return x if n == 1 else self._all_to_all(x, n, group)
+
+    @abstractmethod
+    def start_shift(self, x: Tensor, route: str) -> Tensor:
+        """Send x along a route of shifts: (...) -> (...), whose values may be read after ``wait``."""
+
+    @abstractmethod
+    def wait(self, x: Tensor) -> Tensor:
+        """What was started, once it has arrived."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, group: str) -> Tensor:
@@ -79,8 +89,16 @@ class FunctionalCommunicator(Communicator):
     def _reduce_scatter(self, x: Tensor, n: int, group: str) -> Tensor:
         return _sent(x, lambda y: torch.ops._c10d_functional.reduce_scatter_tensor(y, "sum", n, group))
 
+    def start_shift(self, x: Tensor, route: str) -> Tensor:
+        rows = [x.shape[0]]
+        return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), rows, rows, routes.ensure(route))
+
+    def wait(self, x: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.wait_tensor(x)
+
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
         ones = [1] * n
+        routes.ensure(group)
         return _sent(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
 
 

@@ -4,6 +4,9 @@ A frame argument is ``[outer, size, start, length]``. The dim is a product outer
 sequence has ``size`` positions, rank r of n holds the s = ceil(size / n) from r * s on, and the positions
 of the value itself are ``start <= position < start + length``. ``inner`` follows from the dim's length.
 All sizes may be symbolic.
+
+A fifth number 2 makes the frame zigzag: the sequence is cut into 2n chunks, and rank r holds chunks r and
+2n - 1 - r, so that ranks share causal attention's work equally (zhuzilin/ring-flash-attention's layout).
 """
 
 from collections.abc import Sequence
@@ -21,9 +24,19 @@ def known(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
-def shard_length(size: int, n: int) -> int:
-    """Positions that each of ``n`` ranks holds: ceil(size / n)."""
-    return (size + n - 1) // n
+def shard_length(size: int, n: int, folds: int = 1) -> int:
+    """Positions that each of ``n`` ranks holds, in ``folds`` equal chunks: ceil(size / n) in one."""
+    return folds * ((size + folds * n - 1) // (folds * n))
+
+
+def folds_of(frame: Frame) -> int:
+    """Chunks that a rank holds: 1, or 2 in a zigzag frame."""
+    return frame[4] if len(frame) == 5 else 1
+
+
+def rows_held(frame: Frame, n: int) -> int:
+    """Positions of the frame that each of ``n`` ranks holds, padding included."""
+    return shard_length(frame[1], n, folds_of(frame))
 
 
 def rows_within(extent: int, rows: int) -> int:
@@ -33,15 +46,36 @@ def rows_within(extent: int, rows: int) -> int:
 
 def is_padded(frame: Frame, n: int) -> bool:
     """Whether some rank may hold positions outside the window; False only when proved."""
-    _, size, start, length = frame
-    return not (known(start == 0) and known(length == size) and known(n * shard_length(size, n) == size))
+    _, size, start, length = frame[:4]
+    return not (known(start == 0) and known(length == size) and known(n * rows_held(frame, n) == size))
 
 
 def own_positions(frame: Frame, n: int, group: str, device: torch.device) -> Tensor:
     """The positions this rank holds, int64 (s,). The rank is read at run time: no graph holds it."""
-    s = shard_length(frame[1], n)
-    positions = torch.arange(s, device=device)
-    return positions if n == 1 else positions + torch.ops.sp.rank(group, device) * s
+    s = rows_held(frame, n)
+    if n == 1:
+        return torch.arange(s, device=device)
+    rank = torch.ops.sp.rank(group, device)
+    if folds_of(frame) == 1:
+        return torch.arange(s, device=device) + rank * s
+    chunk = torch.arange(s // 2, device=device)
+    return torch.cat([chunk + rank * (s // 2), chunk + (2 * n - 1 - rank) * (s // 2)])
+
+
+def in_order(rows: Tensor, frame: Frame, n: int) -> Tensor:
+    """All ranks' rows, (n * s * inner, ...) in rank order -> in the sequence's order."""
+    if folds_of(frame) == 1 or n == 1:
+        return rows
+    chunks = rows.unflatten(0, (n, 2, rows.shape[0] // (2 * n)))
+    return torch.cat([chunks[:, 0].flatten(0, 1), chunks[:, 1].flip(0).flatten(0, 1)])
+
+
+def by_rank(rows: Tensor, frame: Frame, n: int) -> Tensor:
+    """All rows, (n * s * inner, ...) in the sequence's order -> rank 0's first, then rank 1's."""
+    if folds_of(frame) == 1 or n == 1:
+        return rows
+    first, second = rows.unflatten(0, (2, n, rows.shape[0] // (2 * n))).unbind(0)
+    return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
 
 
 def nearest_rows(positions: Tensor, frame: Frame, inner: int) -> Tensor:
@@ -49,7 +83,7 @@ def nearest_rows(positions: Tensor, frame: Frame, inner: int) -> Tensor:
 
     A position outside the window is given the nearest one inside.
     """
-    outer, _, start, length = frame
+    outer, _, start, length = frame[:4]
     offsets = positions if known(start == 0) else positions - start
     rows = offsets.clamp(0, length - 1)
     if known(outer * inner == 1):
@@ -61,8 +95,8 @@ def nearest_rows(positions: Tensor, frame: Frame, inner: int) -> Tensor:
 
 def outside_window(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     """Bool, broadcastable to the sharded ``x``: True at positions that the window does not hold."""
-    outer, size, start, length = frame
-    inner = rows_within(x.shape[dim], outer * shard_length(size, n))
+    outer, _, start, length = frame[:4]
+    inner = rows_within(x.shape[dim], outer * rows_held(frame, n))
     positions = own_positions(frame, n, group, x.device)
     outside = positions >= start + length
     if not known(start == 0):
@@ -87,8 +121,8 @@ def rows_back(y: Tensor, dim: int, outer: int) -> Tensor:
 
 
 def trim(x: Tensor, dim: int, frame: Frame, n: int, inner: int) -> Tensor:
-    """View the window's rows of a dim that holds all n * s * inner of them (outer 1)."""
-    _, _, start, length = frame
+    """View the window's rows of a dim that holds all n * s * inner of them, in order (outer 1)."""
+    start, length = frame[2:4]
     return x.narrow(dim, start * inner, length * inner) if is_padded(frame, n) else x
 
 
@@ -100,9 +134,9 @@ def pad(x: Tensor, dim: int, frame: Frame, n: int, edge: bool) -> Tensor:
     """
     if not is_padded(frame, n):
         return x
-    _, size, start, length = frame
+    start, length = frame[2:4]
     inner = rows_within(x.shape[dim], length)
-    total = n * shard_length(size, n)
+    total = n * rows_held(frame, n)
     if edge:
         return x.index_select(dim, nearest_rows(torch.arange(total, device=x.device), frame, inner))
     widths = [0, 0] * (x.ndim - 1 - dim) + [start * inner, (total - start - length) * inner]

@@ -20,7 +20,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from ..call import Call, is_tensor, is_written
 from ..errors import SpError, at
-from ..layout import Frame, Partial, Placement, Plan, Replicate, Shard
+from ..layout import Partial, Placement, Plan, Replicate, Shard
 from ..materialize import Sizes
 from ..mesh import Ranks
 from ..movement import Reshape, Window
@@ -219,8 +219,7 @@ class _Localizer:
         return operands
 
     def _frame(self, shard: Shard) -> list[int | Node]:
-        frame: Frame = shard.frame
-        return self.sizes.list((shard.outer, frame.size, frame.start, frame.length))
+        return self.sizes.list((shard.outer, *shard.frame.spelt()))
 
     def _call(
         self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None

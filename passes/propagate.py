@@ -211,7 +211,7 @@ def _scaled(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
     if same(extent, product((base.outer, base.frame.length, base.inner))):
         return base.on(dim)
     total = product((base.outer, base.frame.size, base.inner))
-    if base.frame.exact(n) and same(base.outer, 1) and divides(n, total) and divides(n, extent):
+    if base.frame.folds == 1 and base.frame.exact(n) and same(base.outer, 1) and divides(n, total) and divides(n, extent):
         return Shard(dim, Frame.full(extent))
     return None
 

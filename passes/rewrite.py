@@ -140,9 +140,8 @@ class Rewrite(PassBase):
         return self.graph.inserting_after(self.sizes.last if source.op == "placeholder" else source)
 
     def frame(self, shard: Shard) -> list[int | Node]:
-        """The shard's frame as sp:: ops take it: [outer, size, start, length]."""
-        frame = shard.frame
-        return self.sizes.list((shard.outer, frame.size, frame.start, frame.length))
+        """The shard's frame as sp:: ops take it: [outer, size, start, length] (and folds)."""
+        return self.sizes.list((shard.outer, *shard.frame.spelt()))
 
     def note(self, node: Node, why: str, done: str | None = None) -> None:
         """Add a line to the report; `done` is the pass's name unless given."""

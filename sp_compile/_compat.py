@@ -123,6 +123,19 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
+def known_process_group(name: str) -> bool:
+    """Can functional collectives find a process group of this name?"""
+    try:
+        return process_group(name) is not None
+    except RuntimeError:
+        return False
+
+
+def register_process_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let functional collectives find `group` by this name (tried on 2.13)."""
+    torch._C._distributed_c10d._register_process_group(name, group)
+
+
 def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
     """Does the fact (a sympy relation) follow from guards that the program already has? Adds none."""
     env = mode.shape_env if mode is not None else None

@@ -18,30 +18,37 @@ from .shapes import Size, ceil_div, divides, product, same
 
 @dataclass(frozen=True)
 class Frame:
-    """`size` positions shared out over the ranks; the value is valid in [start, start + length)."""
+    """`size` positions shared out over the ranks; the value is valid in [start, start + length).
+
+    folds: 1, a rank holds one run of positions; 2, zigzag: rank r of n holds chunks r and 2n - 1 - r of 2n.
+    """
 
     size: Size
     start: Size
     length: Size
+    folds: int = 1
 
     @staticmethod
-    def full(size: Size) -> Frame:
+    def full(size: Size, folds: int = 1) -> Frame:
         """The frame of a whole sequence of `size` positions."""
-        return Frame(size, 0, size)
+        return Frame(size, 0, size, folds)
 
     def local(self, n: int) -> Size:
         """How many positions each of `n` ranks holds, padding included."""
-        return ceil_div(self.size, n)
+        return self.folds * ceil_div(self.size, self.folds * n)
 
     def exact(self, n: int) -> bool:
         """Every position of every rank is valid: no padding to mask."""
-        return same(self.start, 0) and same(self.length, self.size) and divides(n, self.size)
+        return same(self.start, 0) and same(self.length, self.size) and divides(self.folds * n, self.size)
 
     def like(self, other: Frame) -> bool:
         """Are both the same window of the same axis, whatever the symbols are?"""
-        return (
-            same(self.size, other.size) and same(self.start, other.start) and same(self.length, other.length)
-        )
+        mine, others = (self.size, self.start, self.length), (other.size, other.start, other.length)
+        return self.folds == other.folds and all(same(a, b) for a, b in zip(mine, others))
+
+    def spelt(self) -> tuple[Size, ...]:
+        """As sp:: ops take it behind the outer factor: size, start, length, and folds where it is not 1."""
+        return (self.size, self.start, self.length, *([self.folds] if self.folds != 1 else []))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .layout import Frame, Shard
+from .layout import Shard
 from .shapes import Size, mostly, product, quotient, same
 
 
@@ -50,7 +50,7 @@ def _windowed(rule_: Window, shard: Shard) -> tuple[Shard, ...] | None:
         # may broadcast, which its local shape would not show.
         if same(length, 1) or not mostly(length, frame.size):
             return None
-        out.append(Shard(shard.dim, Frame(frame.size, frame.start + start, length)))
+        out.append(Shard(shard.dim, replace(frame, start=frame.start + start, length=length)))
     return tuple(out)
 
 

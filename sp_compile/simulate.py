@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .lowering import routes
 from .lowering.communicator import Communicator, use
 
 GROUP = "sim"
@@ -162,11 +163,30 @@ class _SimulatedRank(Communicator):
     def _reduce_scatter(self, x: Tensor, n: int, group: str) -> Tensor:
         return self._meet("reduce_scatter", x, lambda xs: [part.clone() for part in _total(xs).chunk(n)])
 
+    def start_shift(self, x: Tensor, route: str) -> Tensor:
+        sources = [routes.ends(route, rank, self._world.n)[1][0] for rank in range(self._world.n)]
+        return self._meet("shift", x, lambda xs: [xs[source].clone() for source in sources])
+
+    def wait(self, x: Tensor) -> Tensor:
+        return x
+
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
-        return self._meet("all_to_all", x, lambda xs: list(torch.stack(xs, 1).unbind(0)))
+        if routes.parent(group) == group:
+            return self._meet("all_to_all", x, lambda xs: list(torch.stack(xs, 1).unbind(0)))
+        ends = [routes.ends(group, rank, self._world.n) for rank in range(self._world.n)]
+        return self._meet(group, x, lambda xs: _routed(xs, ends))
 
     def _meet(self, name: str, x: Tensor, combine: Combine) -> Tensor:
         return self._world.exchange(self._rank, name, x.contiguous(), combine)
+
+
+def _routed(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
+    """Block i of a rank's tensor goes to the i-th of its ends; what comes is ordered by rank."""
+    arriving: list[list[Tensor]] = [[] for _ in xs]
+    for x, (to, _) in zip(xs, ends, strict=True):
+        for block, rank in zip(x, to, strict=True):
+            arriving[rank].append(block)
+    return [torch.stack(blocks) for blocks in arriving]
 
 
 def _total(xs: list[Tensor]) -> Tensor:

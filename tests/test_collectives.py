@@ -14,7 +14,8 @@ from sp_compile.lowering import shard_length
 from sp_compile.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
-FRAMES = [[1, 8, 0, 8], [1, 7, 0, 7], [1, 3, 0, 3], [1, 7, 2, 4], [2, 7, 1, 5], [3, 8, 0, 8], [2, 1, 0, 1]]
+CONTIGUOUS = [[1, 8, 0, 8], [1, 7, 0, 7], [1, 3, 0, 3], [1, 7, 2, 4], [2, 7, 1, 5], [3, 8, 0, 8], [2, 1, 0, 1]]
+FRAMES = [*CONTIGUOUS, *([*frame, 2] for frame in CONTIGUOUS)]
 DIM, INNER = 1, 2
 
 each_frame = pytest.mark.parametrize("frame", FRAMES, ids=str)
@@ -29,11 +30,14 @@ def whole(frame: Sequence[int], seed: int = 0) -> Tensor:
 
 def shard_of(x: Tensor, dim: int, frame: Sequence[int], n: int, rank: int, edge: bool = True) -> Tensor:
     """What ``rank`` holds of the whole ``x``, position by position."""
-    outer, size, start, length = frame
-    s = shard_length(size, n)
+    outer, size, start, length, *folds = frame
+    s = shard_length(size, n, *folds)
     factors = x.unflatten(dim, (outer, length, -1))
     rows = []
-    for position in range(rank * s, (rank + 1) * s):
+    positions = list(range(rank * s, (rank + 1) * s))
+    if folds:  # chunks rank and 2n - 1 - rank
+        positions = [c * s // 2 + i for c in (rank, 2 * n - 1 - rank) for i in range(s // 2)]
+    for position in positions:
         row = factors.select(dim + 1, min(max(position - start, 0), length - 1))
         inside = start <= position < start + length
         rows.append(row if inside or edge else torch.zeros_like(row))

@@ -12,9 +12,9 @@ sp = torch.ops.sp
 
 
 def frame_of(call: Call, name: str = "frame") -> tuple[Frame, Size]:
-    """The Frame and the outer factor that an exchange's SymInt[4] argument spells."""
-    outer, size, start, length = sizes(call[name])
-    return Frame(size, start, length), outer
+    """The Frame and the outer factor that an exchange's SymInt[] argument spells."""
+    outer, size, start, length, *folds = sizes(call[name])
+    return Frame(size, start, length, *folds), outer
 
 
 @transfer(sp.all_to_all.default)
