@@ -1,7 +1,16 @@
 """How the ``sp::`` operators run. Importing this package registers them as ``torch.ops.sp``."""
 
-from . import all_to_all, collectives
+from . import all_to_all, attend, collectives, masked_attention, sharded_attention
 from .communicator import Communicator, current
 from .frames import shard_length
 
-__all__ = ["Communicator", "all_to_all", "collectives", "current", "shard_length"]
+__all__ = [
+    "Communicator",
+    "all_to_all",
+    "attend",
+    "collectives",
+    "current",
+    "masked_attention",
+    "shard_length",
+    "sharded_attention",
+]

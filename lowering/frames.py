@@ -50,12 +50,16 @@ def is_padded(frame: Frame, n: int) -> bool:
     return not (known(start == 0) and known(length == size) and known(n * rows_held(frame, n) == size))
 
 
-def own_positions(frame: Frame, n: int, group: str, device: torch.device) -> Tensor:
-    """The positions this rank holds, int64 (s,). The rank is read at run time: no graph holds it."""
-    s = rows_held(frame, n)
+def own_positions(frame: Frame, n: int, group: str, device: torch.device, stride: int = 1) -> Tensor:
+    """The positions this rank holds, int64 (s,), or those of its neighbourhood of ``stride`` ranks, in order.
+
+    The rank is read at run time: no graph holds it.
+    """
+    s = rows_held(frame, n) * stride
+    n = n // stride
     if n == 1:
         return torch.arange(s, device=device)
-    rank = torch.ops.sp.rank(group, device)
+    rank = torch.ops.sp.rank(group, device) // stride if stride > 1 else torch.ops.sp.rank(group, device)
     if folds_of(frame) == 1:
         return torch.arange(s, device=device) + rank * s
     chunk = torch.arange(s // 2, device=device)

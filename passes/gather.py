@@ -3,8 +3,7 @@
     sp.unshard(x)      the node then runs alike on every rank; backward: each rank takes its slice of the gradient
     sp.all_gather(x)   the node goes on with shards of another operand; backward: a reduce-scatter
 
-Bytes sent per rank: (n-1) times its shard of x. Causal attention over gathered keys gets its mask spelt out, because
-`is_causal` counts from the first local query. Refuses: everything, by name, under fallback="error".
+Bytes sent per rank: (n-1) times its shard of x. Refuses: everything, by name, under fallback="error".
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from ..call import Call, is_tensor
 from ..layout import Demand, Shard
 from .rewrite import Rewrite
 
-sp, aten = torch.ops.sp, torch.ops.aten
+sp = torch.ops.sp
 
 
 class Gather(Rewrite):
-    """Claims every demand for a whole operand, attention's keys and values included."""
+    """Claims every demand for a whole operand."""
 
     name = "gather"
     kinds = frozenset({"whole", "align", "no rule", "attend", "invariant"})
@@ -32,17 +31,12 @@ class Gather(Rewrite):
             or all(d.kind == "invariant" for d in demands)
         ):
             return None
-        if all(d.kind == "attend" for d in demands) and self.job.attention == "gather":
-            return None
         reasons = "; ".join(self._reason(d) for d in demands)
         raise self.error(
             node, f"{reasons}. fallback='error' forbids gathering it; use fallback='gather' or add a rule"
         )
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        if any(d.kind == "attend" for d in demands):
-            self._attention(node, demands)
-            return
         for demand in demands:
             if demand.kind == "invariant":
                 self._regather(node, demand)
@@ -73,27 +67,6 @@ class Gather(Rewrite):
         _replace_operand(node, demand.operand, whole)
         if node.op != "output":
             self.note(node, why)
-
-    def _attention(self, node: Node, demands: list[Demand]) -> None:
-        """Gather keys and values; queries stay sharded unless nothing else is."""
-        causal = Call(node)["is_causal"] and isinstance(self.plan.of(Call(node).operands[0]), Shard)
-        for demand in demands:
-            if demand.operand != 0:
-                self._gather(node, demand)
-        if causal:
-            call = Call(node)
-            with self.graph.inserting_before(node):
-                mask = self._causal_mask(call, node)
-            node.args, node.kwargs = call.rebuild(call.operands, attn_mask=mask, is_causal=False)
-
-    def _causal_mask(self, call: Call, node: Node) -> Node:
-        rows, columns = (self.sizes(call.shape(i)[-2]) for i in (0, 1))
-        device = node.meta["val"].device
-        row = self.compute(aten.arange.default, (rows,), node, {"device": device})
-        column = self.compute(aten.arange.default, (columns,), node, {"device": device})
-        return self.compute(
-            aten.ge.Tensor, (self.compute(aten.unsqueeze.default, (row, 1), node), column), node
-        )
 
 
 def _operand(node: Node, index: int) -> Node:

@@ -123,6 +123,8 @@ def _step(
 ) -> Step:
     call, rule = found if found is not None else (None, None)
     results = max(1, len(call.results())) if call is not None else 1
+    if call is not None and isinstance(rule, Factors) and rule.wants is not None:
+        return _as_spelt(call, rule, have)
     if not any(isinstance(p, Shard) for p in have):
         start = None
         if call is not None and isinstance(rule, Factors) and not keep_whole:
@@ -133,6 +135,21 @@ def _step(
     if isinstance(rule, Factors):
         return _through_factors(call, rule, have, n)
     return _through_movement(call, rule, have)
+
+
+def _as_spelt(call: Call, rule: Factors, have: Sequence[Placement]) -> Step:
+    """The call says where its operands lie; a shard that lies elsewhere is gathered first, and cut anew."""
+    assert rule.wants is not None and rule.gives is not None
+    demands = tuple(
+        Demand(call.node, i, "", "align", p, why="the op was written for another placement of it")
+        for i, (p, want) in enumerate(zip(have, rule.wants))
+        if isinstance(p, Shard) and not _lies(p, want)
+    )
+    return Step(tuple(rule.wants), (rule.gives,), demands)
+
+
+def _lies(have: Shard, want: Placement) -> bool:
+    return isinstance(want, Shard) and have.dim == want.dim and have.matches(want)
 
 
 def _no_rule(node: Node) -> str:
@@ -211,7 +228,13 @@ def _scaled(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
     if same(extent, product((base.outer, base.frame.length, base.inner))):
         return base.on(dim)
     total = product((base.outer, base.frame.size, base.inner))
-    if base.frame.folds == 1 and base.frame.exact(n) and same(base.outer, 1) and divides(n, total) and divides(n, extent):
+    if (
+        base.frame.folds == 1
+        and base.frame.exact(n)
+        and same(base.outer, 1)
+        and divides(n, total)
+        and divides(n, extent)
+    ):
         return Shard(dim, Frame.full(extent))
     return None
 

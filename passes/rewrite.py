@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from .._compat import detect_fake_mode, enable_python_dispatcher
 from ..axes import Axes, find_sequences, name_axes
 from ..errors import SpError, at
 from ..layout import Demand, Placement, Plan, Shard
-from ..materialize import Sizes
+from ..machine import Machine
 from ..mesh import Ranks
+from .edit import Editor
 from .propagate import propagate
 
 
@@ -38,6 +37,9 @@ class Settings:
     inputs: Mapping[str, Placement] = field(default_factory=dict)
     gather_outputs: bool = True
     attention: str = "auto"
+    layout: str = "auto"
+    machine: Machine | None = None  # of the cost model; the device's defaults if None
+    folds: int = 1  # chunks of the sequence that a rank holds: 2 for zigzag
     fallback: str = "gather"
     param_grads: str = "reduce"
 
@@ -52,6 +54,7 @@ def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:
 def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     """Name the axes, find the sequence, propagate. Raises SpError when `seq_dims` names no input."""
     axes = name_axes(gm)
+    axes.folds = job.folds
     find_sequences(gm, axes, _seq_nodes(gm, job.seq_dims))
     by_name = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
     inputs = {by_name[name]: placement for name, placement in job.inputs.items()}
@@ -68,7 +71,7 @@ def _seq_nodes(gm: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[Node
     return {nodes[name]: dim for name, dim in seq_dims.items()}
 
 
-class Rewrite(PassBase):
+class Rewrite(PassBase, Editor):
     """Discharges the demands it claims by inserting exchanges that are identities in the global view.
 
     By hand: `Ulysses(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
@@ -108,8 +111,8 @@ class Rewrite(PassBase):
 
     def begin(self, gm: GraphModule, plan: Plan) -> None:
         """Bind the pass to a graph and its plan, and forget the notes of the last one."""
-        self.gm, self.graph, self.plan, self.notes = gm, gm.graph, plan, []
-        self.sizes = Sizes(gm.graph)
+        self.gm, self.plan, self.notes = gm, plan, []
+        self.edit(gm.graph)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         """None to claim the node's demands; else why not ("" if it is no business of this pass)."""
@@ -120,24 +123,6 @@ class Rewrite(PassBase):
         raise NotImplementedError
 
     # What rewrites are written with.
-
-    def emit(self, target: Any, args: tuple[Any, ...], value: Any, like: Node, kwargs: Any = None) -> Node:
-        """Append a node at the graph's insertion point; `value`: its result in the global view."""
-        node = self.graph.call_function(target, args, kwargs or {})
-        node.meta.update({k: v for k, v in like.meta.items() if k in INHERITED})
-        node.meta["val"] = value
-        return node
-
-    def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
-        """Append an ordinary op; its value is inferred from its operands'."""
-        values = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
-        with _fake_mode_of(like), enable_python_dispatcher():
-            value = target(*values[0], **values[1])
-        return self.emit(target, args, value, like, kwargs)
-
-    def after(self, source: Node) -> Any:
-        """Insertion point right behind a node (behind the sizes, if it is an input)."""
-        return self.graph.inserting_after(self.sizes.last if source.op == "placeholder" else source)
 
     def frame(self, shard: Shard) -> list[int | Node]:
         """The shard's frame as sp:: ops take it: [outer, size, start, length] (and folds)."""
@@ -150,13 +135,3 @@ class Rewrite(PassBase):
     def error(self, node: Node, why: str) -> SpError:
         """An SpError that names the node, its op and the user's line."""
         return SpError(f"{node.name} ({node.target}) at {at(node)}: {why}")
-
-
-INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id")
-
-
-def _fake_mode_of(node: Node) -> Any:
-    values = [
-        v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)
-    ]
-    return detect_fake_mode(values)

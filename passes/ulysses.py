@@ -5,51 +5,66 @@
     out     = scaled_dot_product_attention    unchanged: causal, masks, scale, grouped heads
     out     = sp.all_to_all([out])            one exchange:   f32[B, H, S/n, D]
 
-Bytes sent per rank: (n-1)/n of its q, k, v and out; as many in the backward. A per-head mask is sliced by head, any
-other mask stays whole. Refuses: head counts that n does not divide, operands without a head dim, unequal windows.
+Key heads that n does not divide are repeated to lcm(Hkv, n) first, so that each goes to the ranks that use it; their
+gradients come back summed. Bytes sent per rank: (n-1)/n of its q, k, v and out; as many in the backward. A per-head
+mask is sliced by head, any other mask stays whole. Refuses: query heads that n does not divide (an error if the user
+asked for Ulysses), operands without a head dim, unequal windows.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
 from torch.fx import Node
 
+from ..attention import ATTENTION
 from ..call import Call
-from ..layout import Demand, Shard
-from ..shapes import Size, divides, same
+from ..layout import Demand, Placement, Shard
+from ..shapes import Size, divides, same, sizes
 from .rewrite import Rewrite
 
-sp = torch.ops.sp
+sp, aten = torch.ops.sp, torch.ops.aten
 HEADS, SEQUENCE = -3, -2
 
 
 class Ulysses(Rewrite):
-    """Claims the demands of scaled_dot_product_attention where the ranks divide the heads."""
+    """Claims the demands of attention where the ranks divide the query heads."""
 
     name = "ulysses"
     kinds = frozenset({"attend"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        if self.job.attention not in ("auto", "ulysses"):
+        choice = node.meta.get("sp_choice")
+        if node.target not in ATTENTION:
             return ""
-        call, n = Call(node), self.job.ranks.n
+        if (choice.kind if choice is not None else self.job.attention) not in ("auto", "ulysses"):
+            return ""
+        why = self._unfit(Call(node))
+        if why is not None and self.job.attention == "ulysses":
+            raise self.error(node, f"attention='ulysses': {why}; use 'hybrid', 'ring', 'gather' or 'auto'")
+        return why
+
+    def _unfit(self, call: Call) -> str | None:
+        n = self.job.ranks.n
         for i, operand in enumerate(call.operands[:3]):
             shape = call.shape(i)
             if len(shape) < 3:
                 return f"operand {operand.name} of shape {list(shape)} has no head dim"
-            if not divides(n, shape[HEADS]):
-                return f"{n} ranks do not divide the {shape[HEADS]} heads of {operand.name}"
+            if not divides(n, shape[HEADS]) and (i == 0 or not self._repeats(call)):
+                return f"{n} ranks do not divide the {shape[HEADS]} heads of {operand.name}, of shape {list(shape)}"
             have = self.plan.of(operand)
             if isinstance(have, Shard) and not _is_sequence(have, len(shape)):
                 return f"{operand.name} is sharded on dim {have.dim}, not on its sequence"
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        placed = {o: self.plan.of(o) for o in Call(node).operands[:3]}
+        if self._repeats(Call(node)):
+            placed.update(self._repeat(node, placed))
         call = Call(node)
-        placed = {o: self.plan.of(o) for o in call.operands[:3]}
-        moved = {o: have for o, have in placed.items() if isinstance(have, Shard)}
+        moved = {o: placed[o] for o in call.operands[:3] if isinstance(placed[o], Shard)}
         groups = _alike(moved)
         heads = min((call.shape(i)[HEADS] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
         fresh: dict[Node, Node] = {}
@@ -62,6 +77,30 @@ class Ulysses(Rewrite):
         if queries is not None:
             self._return(node, queries, heads)
         self.note(node, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back")
+
+    def _repeats(self, call: Call) -> bool:
+        """Must key heads be repeated, and is that what a share of the query heads needs?"""
+        heads, keys, values = (call.shape(i)[HEADS] for i in range(3))
+        grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
+        return grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
+
+    def _repeat(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
+        """Repeat every key head in place, lcm(Hkv, n) heads in all; the new operands lie as the old ones."""
+        call = Call(node)
+        with self.graph.inserting_before(node):
+            repeated = {o: self._repeated(o, node) for o in call.operands[1:3]}
+        operands = [call.operands[0], *(repeated[o] for o in call.operands[1:3]), *call.operands[3:]]
+        node.args, node.kwargs = call.rebuild(operands, enable_gqa=True)
+        return {new: placed[old] for old, new in repeated.items()}
+
+    def _repeated(self, x: Node, node: Node) -> Node:
+        *batch, heads, length, width = sizes(x.meta["val"].shape)
+        times = math.lcm(heads, self.job.ranks.n) // heads
+        each = self.compute(aten.unsqueeze.default, (x, SEQUENCE), node)
+        shape = self.sizes.list((*batch, heads, times, length, width))
+        each = self.compute(aten.expand.default, (each, shape), node)
+        shape = self.sizes.list((*batch, heads * times, length, width))
+        return self.compute(aten.reshape.default, (each, shape), node)
 
     def _exchange(self, operands: list[Node], have: Shard, heads: Size, node: Node) -> dict[Node, Node]:
         ndim = operands[0].meta["val"].ndim

@@ -123,6 +123,11 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
+def flat_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
+    """The mesh's axes as one, called `name`; creates a group once, so every rank of the mesh must call it."""
+    return mesh._flatten(name)
+
+
 def known_process_group(name: str) -> bool:
     """Can functional collectives find a process group of this name?"""
     try:

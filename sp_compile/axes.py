@@ -40,6 +40,7 @@ class Axes:
     dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     sequences: set[int] = field(default_factory=set)
+    folds: int = 1  # of the frames of sequences: 2 for zigzag
 
     def find(self, name: int) -> int:
         """The name that stands for the whole class of `name`."""
@@ -78,7 +79,7 @@ class Axes:
         if len(at) != 1 or same(dim[at[0]].size, 1):
             return None
         before, after = product(a.size for a in dim[: at[0]]), product(a.size for a in dim[at[0] + 1 :])
-        return Shard(found[0], Frame.full(dim[at[0]].size), before, after)
+        return Shard(found[0], Frame.full(dim[at[0]].size, self.folds), before, after)
 
 
 def name_axes(gm: GraphModule) -> Axes:

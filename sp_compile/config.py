@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import SpError
 
 CHOICES = {
-    "attention": ("auto", "ulysses", "gather"),
+    "attention": ("auto", "ulysses", "ring", "hybrid", "gather"),
+    "layout": ("auto", "contiguous", "zigzag"),
     "inputs": ("global", "local"),
     "outputs": ("gather", "local"),
     "param_grads": ("reduce", "partial"),
@@ -26,10 +27,14 @@ class SPConfig:
     """What the backend may be told; every field has a default that works.
 
     mesh: the DeviceMesh whose ranks share the sequence; None is the default process group (or one rank without one).
-    mesh_dim: the axis of a mesh of several axes that splits the sequence; "sp" if None.
+    mesh_dim: the axis of a mesh of several axes that splits the sequence; if None, "sp", or "ring" and "ulysses".
     seq_dims: "auto", or {input name: dim} naming the sequence dim of the model's inputs.
-    attention: "ulysses" exchanges heads for sequence where the ranks divide the heads; "gather" gathers keys and
-        values; "auto" takes ulysses where it can and gathers otherwise.
+    attention: "ulysses" exchanges heads for sequence; "ring" sends keys and values round; "hybrid" does both on a mesh
+        with axes ("ring", "ulysses"), or on any that factors; "gather" gathers keys and values; "auto" takes what the
+        cost model predicts to be fastest, attention by attention.
+    layout: the order of the sequence over the ranks. "zigzag" balances causal rings and gathers: rank r of n holds
+        chunks r and 2n - 1 - r of 2n; "auto" takes it where that pays and nothing else depends on the order.
+    cost: constants of the cost model that replace the measured ones, such as {"flops": 6e14}; see sp_compile.cost.
     inputs: "global": every rank passes the whole sequence; "local": each passes its own equal, contiguous shard of the
         inputs named in seq_dims (or found), which needs a dynamic sequence length.
     outputs: "gather": every rank returns whole results; "local": results that are sharded stay so.
@@ -46,6 +51,8 @@ class SPConfig:
     mesh_dim: str | None = None
     seq_dims: str | Mapping[str, int] = "auto"
     attention: str = "auto"
+    layout: str = "auto"
+    cost: Mapping[str, Any] | None = None
     inputs: str = "global"
     outputs: str = "gather"
     param_grads: str = "reduce"

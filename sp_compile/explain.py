@@ -12,6 +12,7 @@ from tabulate import tabulate
 from torch.fx import GraphModule, Node
 
 from ._compat import pytree
+from .decision import Decision, merged
 from .errors import at
 from .shapes import Size, product, sizes
 
@@ -46,6 +47,7 @@ class Report:
     n: int
     notes: list = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
+    attention: list[Decision] = field(default_factory=list)
     inputs: dict[str, list[int]] = field(default_factory=dict)
     sharded_outputs: list[str] = field(default_factory=list)
     constraints: list[str] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Report:
         self.inputs.update(other.inputs)
         self.seconds.update(other.seconds)
         self.exchanges += other.exchanges
+        self.attention = merged([*self.attention, *other.attention])
         self.constraints += [c for c in other.constraints if c not in self.constraints]
         self.sharded_outputs += other.sharded_outputs
         self.errors += other.errors
@@ -93,6 +96,8 @@ class Report:
             yield "Rewrites\n" + tabulate(
                 rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS
             )
+        if self.attention:
+            yield "Attention, predicted\n" + "\n\n".join(map(str, merged(self.attention)))
         if self.exchanges:
             sent = [
                 (e.op, e.shape, _bytes(e.forward), _bytes(e.backward), _short(e.where))

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._compat import process_group
+from ._compat import flat_mesh, process_group
 from .errors import SpError
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """`n` ranks that hold one sequence between them; `group`: the process group's name ("" where there is none)."""
+    """`n` ranks that hold one sequence between them; `group`: the process group's name ("" where there is none).
+
+    ulysses: how many neighbours share heads, where the mesh says so by a (ring, ulysses) pair of axes.
+    """
 
     n: int
     group: str
+    ulysses: int | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -28,6 +32,8 @@ class Ranks:
 
 def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     """The sequence-parallel ranks: the mesh's only axis or the named one; without a mesh, the default group.
+
+    A mesh with axes "ring" and "ulysses" (next to others or not) is both of them as one axis, row-major.
 
     Raises SpError: a mesh of several axes without `mesh_dim`, an axis that the mesh lacks, this rank outside the mesh.
     """
@@ -43,6 +49,11 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     if not isinstance(mesh, DeviceMesh):
         raise SpError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     names = mesh.mesh_dim_names
+    ulysses = None
+    if mesh_dim is None and names and {"ring", "ulysses"} <= set(names):
+        ulysses = mesh["ulysses"].size()
+        mesh = flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
+        names = mesh.mesh_dim_names
     if mesh.ndim > 1:
         if not names or (mesh_dim or "sp") not in names:
             raise SpError(
@@ -55,4 +66,4 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     if mesh.get_coordinate() is None:
         raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
     group = mesh.get_group()
-    return Ranks(dist.get_world_size(group), group.group_name)
+    return Ranks(dist.get_world_size(group), group.group_name, ulysses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,17 +15,23 @@ from ._compat import argument_name, size_hint, trace_structured
 from .axes import Axes
 from .capture import capture_export
 from .config import SPConfig
+from .decision import merged
 from .errors import SpError, at
 from .explain import Report, exchanges_of
 from .layout import Plan, Shard
+from .machine import Machine
 from .mesh import Ranks, resolve
 from .passes.canonicalize import Canonicalize
+from .passes.choose import choose_attention
 from .passes.draws import Draws
 from .passes.expand_heads import ExpandHeads
 from .passes.gather import Gather
+from .passes.gathered import Gathered
+from .passes.hybrid import Hybrid
 from .passes.localize import localize
 from .passes.pick import Pick
 from .passes.reduce import Means, Reduce
+from .passes.ring import Ring
 from .passes.rewrite import Note, Rewrite, Settings, analyse
 from .passes.strides import restore_strides
 from .passes.ulysses import Ulysses
@@ -36,7 +43,18 @@ from .simulate import GROUP
 log = logging.getLogger(__name__)
 
 # Strategies first; what they leave is gathered. Each claims demands by kind and may be run alone, by hand.
-STRATEGIES: tuple[type[Rewrite], ...] = (Undo, Means, Pick, Ulysses, Reduce, Gather, Draws)
+STRATEGIES: tuple[type[Rewrite], ...] = (
+    Undo,
+    Means,
+    Pick,
+    Ulysses,
+    Ring,
+    Hybrid,
+    Gathered,
+    Reduce,
+    Gather,
+    Draws,
+)
 MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
 
 
@@ -63,6 +81,12 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     elif job.ranks.n > 1 and not any(isinstance(p, Shard) for ps in plan.placements.values() for p in ps):
         _nothing_sharded(gm, job, report)
     clock.lap("propagate")
+    chosen = choose_attention(gm, plan, job)
+    report.attention = merged(chosen.decisions)
+    if chosen.folds != job.folds:
+        job = replace(job, folds=chosen.folds)
+        axes, plan = analyse(gm, job)
+    clock.lap("choose")
     axes, plan = _discharge(gm, job, axes, plan, clock)
     if ExpandHeads(job).discharge(gm, plan):
         axes, plan = analyse(gm, job)
@@ -111,6 +135,8 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
         seq_dims=None if isinstance(options.seq_dims, str) else options.seq_dims,
         gather_outputs=options.outputs == "gather",
         attention=options.attention,
+        layout=options.layout,
+        machine=_machine(options),
         fallback=options.fallback,
         param_grads=options.param_grads,
     )
@@ -121,6 +147,13 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     local, report = run_pipeline(gm, job)
     local.meta["sp_report"] = report
     return local
+
+
+def _machine(options: SPConfig) -> Machine | None:
+    """The constants that the user gave; whoever has processes measures them (backend.py)."""
+    if options.cost is None:
+        return None
+    return Machine.of("cuda" if torch.cuda.is_available() else "cpu", options.cost)
 
 
 def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:

@@ -58,6 +58,7 @@ class Factors:
     lazy: the op only moves data, so it does not by itself decide that a replicated value is worth sharding.
     pad: (operand, value): the operand to fill outside the window, and with what, so that a sum ignores padding.
     masks: operands that are only looked up by position; computed whole on every rank as long as that is free.
+    wants, gives: where the call itself says that its operands and its result lie (an op that does its own exchanges).
     """
 
     operands: tuple[Dims, ...]
@@ -67,6 +68,8 @@ class Factors:
     lazy: bool = False
     pad: tuple[int, Any] | None = None
     masks: tuple[int, ...] = ()
+    wants: tuple[Placement, ...] | None = None
+    gives: Placement | None = None
 
     def __post_init__(self) -> None:
         """A factor of no operand can be local only if a size argument makes it so; none may vanish unclassified."""

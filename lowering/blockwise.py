@@ -1,0 +1,146 @@
+"""Attention block by block: the kernel calls of one operator call, and their results put together."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from .blocks import Block, Kind
+from .kernels import Kernel, Need, accumulation_dtype, kernel_for
+from .masking import Masking
+from .merge import merge
+
+SCORES = 1 << 24
+"""The most scores, or elements of a mask that is data, for which one kernel call makes tensors."""
+
+Step = list[tuple[Block, Kernel]]
+"""Blocks with the same queries, and what runs them."""
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, masking: Masking, scale: float) -> tuple[Tensor, Tensor]:
+    """(B, Hq, Sq, E) in q's dtype and (B, Hq, Sq): see ``sp::attend``."""
+    shape = (*q.shape[:3], v.shape[3])
+    out, lse = None, None
+    for step in _steps(q, k, v, masking, mask_grad=False):
+        parts = [
+            kernel.forward(*_operands(q, k, v, block), masking.case(block, scale, kernel.dense))
+            for block, kernel in step
+        ]
+        part = reduce(lambda a, b: merge(*a, *b), parts)
+        rows = _queries(step[0][0])
+        if rows == (0, q.shape[2]):
+            return part[0].to(q.dtype).contiguous(), part[1].contiguous()
+        if out is None or lse is None:
+            out, lse = _nothing(q, shape)
+        out.narrow(2, *rows).copy_(part[0])
+        lse.narrow(2, *rows).copy_(part[1])
+    return _nothing(q, shape) if out is None or lse is None else (out, lse)
+
+
+def _nothing(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The result of queries without keys."""
+    lse = q.new_full(shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
+    return q.new_zeros(shape), lse
+
+
+def attend_blocks_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    masking: Masking,
+    scale: float,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dmask: see ``sp::attend_backward``."""
+    dtype = accumulation_dtype(q.dtype)
+    dq, dk, dv = (_Sum(x, dtype) for x in (q, k, v))
+    wanted = masking.mask is not None and mask_grad
+    dmask = q.new_zeros(masking.mask.shape if masking.mask is not None and mask_grad else (0,), dtype=dtype)
+    for block, kernel in (pair for step in _steps(q, k, v, masking, wanted) for pair in step):
+        queries, keys = _queries(block), _keys(block)
+        given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
+        case = replace(masking.case(block, scale, kernel.dense), bias_grad=wanted)
+        dq_part, dk_part, dv_part, dbias = kernel.backward(given, *_operands(q, k, v, block), *of_rows, case)
+        dq.add(dq_part, queries)
+        dk.add(dk_part, keys)
+        dv.add(dv_part, keys)
+        if dbias is not None:
+            masking.add_grad(dmask, dbias, block)
+    return dq.total(), dk.total(), dv.total(), dmask
+
+
+class _Sum:
+    """A gradient that is given in parts, along dim 2. A first part that is all of it is not added but kept."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._total: Tensor | None = None
+
+    def add(self, part: Tensor, rows: tuple[int, int]) -> None:
+        """Add ``part`` to the rows (offset, length)."""
+        if self._total is None and rows == (0, self._like.shape[2]):
+            self._total = part.to(self._dtype)
+        else:
+            self.total().narrow(2, *rows).add_(part)
+
+    def total(self) -> Tensor:
+        """What was added so far, contiguous."""
+        if self._total is None:
+            self._total = self._like.new_zeros(self._like.shape, dtype=self._dtype)
+        self._total = self._total.contiguous()
+        return self._total
+
+
+def _steps(q: Tensor, k: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Step]:
+    """The blocks in groups of the same queries, cut where a kernel would make too large tensors."""
+    for _, blocks in groupby(masking.blocks, key=lambda block: block.q_off):
+        step = [(block, kernel_for(_need(q, v, masking, block, mask_grad))) for block in blocks]
+        rows = min(_most_rows(q, masking, *pair) for pair in step)
+        first = step[0][0]
+        for low in range(0, first.q_len, rows):
+            yield [(_strip(block, low, rows), kernel) for block, kernel in step]
+
+
+def _need(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Need:
+    masked = masking.mask is not None or block.kind is Kind.MASKED
+    by_element = masking.dropout_p > 0 or mask_grad
+    return Need(q.device.type, q.dtype, masked, by_element, max(q.shape[3], v.shape[3]))
+
+
+def _most_rows(q: Tensor, masking: Masking, block: Block, kernel: Kernel) -> int:
+    """The most query rows of one call."""
+    if kernel.dense:
+        tensors = q.shape[0] * q.shape[1]
+    elif masking.mask is not None:
+        tensors = masking.mask.shape[0] * masking.mask.shape[1]
+    else:
+        return block.q_len
+    return max(1, min(block.q_len, SCORES // (tensors * block.k_len)))
+
+
+def _strip(block: Block, low: int, rows: int) -> Block:
+    """The block's rows [low, low + rows), as far as there are any."""
+    if rows >= block.q_len:
+        return block
+    rows = min(rows, block.q_len - low)
+    cut = block._replace(q_off=block.q_off + low, q_len=rows)
+    return cut._replace(kind=Kind.MASKED, k_len=low + rows) if block.kind is Kind.CAUSAL else cut
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    keys = _keys(block)
+    return q.narrow(2, *_queries(block)), k.narrow(2, *keys), v.narrow(2, *keys)
+
+
+def _queries(block: Block) -> tuple[int, int]:
+    return block.q_off, block.q_len
+
+
+def _keys(block: Block) -> tuple[int, int]:
+    return block.k_off, block.k_len

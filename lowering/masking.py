@@ -1,0 +1,132 @@
+"""Who attends to whom, of the queries and keys that are here: from an operator's arguments to masks of blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from .. import predicate as language
+from ..errors import SpError
+from .blocks import Block, Kind, plan
+from .communicator import current
+from .dropout import global_heads, keep_mask
+from .kernels import Case
+from .runs import runs_of
+from .spans import Rows, indices, take, valid_rows
+
+
+@dataclass(frozen=True)
+class Masking:
+    """The mask of one call, from which each block takes its part."""
+
+    blocks: tuple[Block, ...]
+    q_rows: Rows
+    k_rows: Rows
+    mask: Tensor | None
+    """Data: bool or additive float (B | 1, Hq | 1, Sq | 1, whole key length | 1)."""
+    vectors: dict[str, Tensor]
+    """row<i> and col<i>, whole: int or bool (B | 1, S)."""
+    sizes: dict[str, int]
+    batch: Tensor
+    heads: Tensor
+    """The numbers of the batch entries and, among those of all ranks, of the query heads."""
+    seed: Tensor | None
+    dropout_p: float
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        rows: Sequence[Tensor],
+        cols: Sequence[Tensor],
+        sizes: Sequence[int],
+        predicate: str,
+        seed: Tensor | None,
+        dropout_p: float,
+        q_span: Sequence[int],
+        k_span: Sequence[int],
+        split_heads: int,
+        group: str,
+    ) -> "Masking":
+        """From the arguments of ``sp::attend``. SpError for dropout without a seed."""
+        if dropout_p > 0 and seed is None:
+            raise SpError("sp::attend: dropout_p > 0 needs a seed, an int64 tensor of shape ()")
+        q_rows, k_rows = valid_rows(q_span, q.shape[2], group), valid_rows(k_span, k.shape[2], group)
+        blocks: tuple[Block, ...] = ()
+        if q.shape[0] * q.shape[1] and q_rows and k_rows:
+            bounds = (tuple(runs_of(x) for x in xs) for xs in (rows, cols))
+            blocks = plan(predicate, q_rows, k_rows, tuple(int(size) for size in sizes), *bounds)
+        rank = current().rank(group) if dropout_p > 0 and split_heads > 1 else 0
+        return Masking(
+            blocks,
+            q_rows,
+            k_rows,
+            mask,
+            {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)},
+            {f"n{i}": int(size) for i, size in enumerate(sizes)},
+            torch.arange(q.shape[0], device=q.device),
+            global_heads(q.shape[1], rank, split_heads, q.device),
+            seed,
+            dropout_p,
+        )
+
+    def case(self, block: Block, scale: float, dense: bool) -> Case:
+        """A block's masks: all of them as tensors for a ``dense`` kernel, which needs no other."""
+        causal = block.kind is Kind.CAUSAL and self.mask is None and not dense
+        allowed = None if causal else self._allowed(block)
+        bias = self._data(block)
+        if bias is not None and bias.dtype == torch.bool:
+            allowed, bias = bias if allowed is None else allowed & bias, None
+        return Case(scale, causal, allowed, bias, self._kept(block), self.dropout_p)
+
+    def _allowed(self, block: Block) -> Tensor | None:
+        """What the predicate leaves to be asked pair by pair: bool (B | 1, 1, Q | 1, K | 1)."""
+        if not block.conditions:
+            return None
+        names = {name for condition in block.conditions for name in language.symbols(condition)}
+        values = {name: self._value(name, block) for name in names}
+        allowed = reduce(torch.logical_and, [language.evaluate(c, values) for c in block.conditions])
+        return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
+
+    def _value(self, name: str, block: Block) -> Tensor | int:
+        """A symbol's values, shaped to broadcast to (B, 1, Q, K)."""
+        if name in self.sizes:
+            return self.sizes[name]
+        of_query = name == "q" or name.startswith("row")
+        where = self._queries(block) if of_query else self._keys(block)
+        if name not in self.vectors:
+            x = indices(*where, self.batch.device)
+            return x[:, None] if of_query else x[None, :]
+        x = take(self.vectors[name], 1, *where)[:, None, :].unsqueeze(-1 if of_query else -2)
+        return x.to(torch.int64) if x.dtype == torch.bool else x
+
+    def _data(self, block: Block) -> Tensor | None:
+        """The block's part of the mask that is data."""
+        if self.mask is None:
+            return None
+        part = self.mask.narrow(2, block.q_off, block.q_len) if self.mask.shape[2] > 1 else self.mask
+        return take(part, 3, *self._keys(block)) if part.shape[3] > 1 else part
+
+    def _kept(self, block: Block) -> Tensor | None:
+        """What dropout keeps: bool (B, Hq, Q, K)."""
+        if self.seed is None or self.dropout_p <= 0:
+            return None
+        queries, keys = (indices(*where, self.batch.device) for where in (self._queries(block), self._keys(block)))
+        return keep_mask(self.seed, self.dropout_p, self.batch, self.heads, queries, keys)
+
+    def _queries(self, block: Block) -> tuple[Rows, int, int]:
+        return self.q_rows, block.q_off, block.q_off + block.q_len
+
+    def _keys(self, block: Block) -> tuple[Rows, int, int]:
+        return self.k_rows, block.k_off, block.k_off + block.k_len
+
+    def add_grad(self, total: Tensor, part: Tensor, block: Block) -> None:
+        """Add the gradient of the block's part of the mask to that of the mask."""
+        rows = total.narrow(2, block.q_off, block.q_len) if total.shape[2] > 1 else total
+        if total.shape[3] == 1:
+            rows += part
+        else:
+            rows.index_add_(3, indices(*self._keys(block), total.device), part)

@@ -1,0 +1,177 @@
+"""Ring attention: keys and values go round, queries stay (Liu et al. 2023, arXiv:2310.01889).
+
+    step i of R     local queries x the keys that started i ranks back; the next keys are already on their way
+    merge           by log-sum-exp, accumulators in float32
+    backward        keys go round again; their gradients travel along, or are summed in one exchange at the end
+
+Forward: R - 1 shifts of packed K and V. Backward: R - 1 of K and V, and R of dK and dV ("travel", overlapped with the
+blocks) or one all-to-all that carries as many bytes ("scatter", which keeps all R parts). Which blocks of a step are
+needed at all (causal, zigzag, windows, documents) is decided when the step runs, so every rank has the same graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import routes
+from .communicator import current
+from .frames import Frame
+from .merge import merge
+from .scores import Scores, Span, span
+
+
+class Ring(NamedTuple):
+    """Where the sequences lie and how keys go round.
+
+    n: ranks; stride: neighbours that share heads (the ring links every stride-th rank); steps: blocks of keys that
+    anybody needs, counted from one's own backwards; grads: "travel" or "scatter".
+    """
+
+    q_frame: Frame
+    k_frame: Frame
+    n: int
+    stride: int
+    steps: int
+    grads: str
+    group: str
+
+    @property
+    def size(self) -> int:
+        return self.n // self.stride
+
+    def shift(self, offset: int) -> str:
+        return routes.shift(self.group, offset, self.stride)
+
+    def q_span(self) -> Span:
+        return span(self.q_frame, self.n, self.stride)
+
+    def k_span(self, step: int) -> Span:
+        return span(self.k_frame, self.n, self.stride, step)
+
+
+def ring(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> Tensor:
+    """Attention of q (B, H, s, D) over the keys of the whole ring: (B, H, s, E). Differentiable."""
+    return _Ring.apply(scores, ring, q, k, v, *scores.tensors())[0]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Scores, ring: Ring, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        scores = scores.holding(list(tensors))
+        out, lse = _forward(q, k, v, scores, ring)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.scores, ctx.ring = scores.holding([None] * len(tensors)), ring
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        wants_mask = ctx.needs_input_grad[5]
+        scores = ctx.scores.holding(tensors)
+        dq, dk, dv, dmask = _backward((grad, out, lse), q, k, v, scores, ctx.ring, wants_mask)
+        rest = [None] * (len(tensors) - 1)
+        return None, None, dq, dk, dv, dmask, *rest
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = both.split([k.numel(), v.numel()])
+    return keys.view(k.shape), values.view(v.shape)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> tuple[Tensor, Tensor]:
+    out = lse = None
+    both, (keys, values) = _first(k, v, ring)
+    for step in range(ring.steps):
+        coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
+        block = scores.attend(q, keys, values, ring.q_span(), ring.k_span(step), coming)
+        out, lse = block if out is None else merge(out, lse, *block)
+        if coming is not None:
+            both = current().wait(coming)
+            keys, values = _unpack(both, k, v)
+    return out, lse
+
+
+def _first(k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+    """One's own keys and values, packed for the way if there is one."""
+    return (_pack(k, v) if ring.steps > 1 else None), (k, v)
+
+
+def _backward(
+    given: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    ring: Ring,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dq = dmask = None
+    carried = _WAYS_HOME[ring.grads](ring)
+    both, (keys, values) = _first(k, v, ring)
+    for step in range(ring.steps):
+        coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
+        spans = ring.q_span(), ring.k_span(step)
+        dq_, dk_, dv_, dmask_ = scores.grads(given, q, keys, values, *spans, coming, mask_grad)
+        dq = dq_ if dq is None else dq + dq_
+        dmask = dmask_ if dmask is None else dmask + dmask_
+        if ring.steps > 1:
+            carried.add(_pack(dk_, dv_))
+        if coming is not None:
+            both = current().wait(coming)
+            keys, values = _unpack(both, k, v)
+    if ring.steps > 1:
+        dk_, dv_ = _unpack(carried.home(), k, v)
+    return dq.to(q.dtype), dk_.to(k.dtype), dv_.to(v.dtype), dmask if mask_grad else None
+
+
+class _Travelling:
+    """Gradients of keys that go round with the keys, one step behind, and home at the end."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring, self.added, self.coming = ring, 0, None
+
+    def add(self, part: Tensor) -> None:
+        """The gradients of the next step's keys, which are one rank further from home."""
+        self.added += 1
+        if self.coming is not None:
+            part = part + current().wait(self.coming)
+        last = self.added == self.ring.steps
+        self.coming = current().start_shift(part, self.ring.shift(1 - self.ring.steps if last else 1))
+
+    def home(self) -> Tensor:
+        """The sum over all ranks for one's own keys."""
+        assert self.coming is not None
+        return current().wait(self.coming)
+
+
+class _Scattered:
+    """Gradients of keys that are kept until the end and then sent home in one exchange."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring, self.parts = ring, []
+
+    def add(self, part: Tensor) -> None:
+        """The gradients of the next step's keys."""
+        self.parts.append(part)
+
+    def home(self) -> Tensor:
+        """The sum over all ranks for one's own keys."""
+        ring, device = self.ring, self.parts[0].device
+        index = torch.ops.sp.rank(ring.group, device) // ring.stride
+        by_owner = (index - torch.arange(ring.size, device=device)) % ring.size
+        parts = torch.stack(self.parts).index_select(0, by_owner)
+        return current().all_to_all(parts, ring.size, routes.across(ring.group, ring.stride)).sum(0)
+
+
+_WAYS_HOME = {"travel": _Travelling, "scatter": _Scattered}

@@ -1,0 +1,158 @@
+"""Which way every attention goes: the cost model's candidates, those that config and program allow, the fastest.
+
+    node.meta["sp_choice"] = Candidate(kind="ring", layout="zigzag", ...)       read by ulysses, ring, hybrid, gathered
+
+Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes
+themselves. One layout holds for the whole program: zigzag if any attention was chosen to run on it and nothing else of
+the program depends on the order of the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .._compat import size_hint
+from ..attention import attention_nodes, predicate_of
+from ..call import Call
+from ..cost import Candidate, Shape, candidates, choose
+from ..decision import Decision
+from ..errors import SpError, at
+from ..layout import Plan, Shard
+from ..machine import Machine
+from ..predicate import over, symbols
+from ..shapes import divides
+from .rewrite import Settings
+from .sharded_attention import on_sequence
+
+ORDERED = ("whole", "no rule", "align")  # demands of what reads neighbours, as convolutions and scans do
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """folds: of the whole program's layout. decisions: for the report."""
+
+    folds: int
+    decisions: list[Decision]
+
+
+def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> Chosen:
+    """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits no attention here."""
+    nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
+    free = job.layout == "zigzag" or (job.layout == "auto" and _permutable(plan, job))
+    decisions = []
+    for node in nodes:
+        shape = _shape(node, job.ranks.n, free)
+        found = candidates(shape, _machine(job, node))
+        choice = _choice(found, node, plan, job)
+        if choice is not None:
+            node.meta["sp_choice"] = choice
+            decisions.append(Decision(shape, found, choice))
+    chosen = [d.chosen for d in decisions]
+    zigzag = job.layout == "zigzag" or any(c.layout == "zigzag" and not c.relayout for c in chosen)
+    return Chosen(2 if zigzag and job.ranks.n > 1 else 1, decisions)
+
+
+def _shardable(node: Node, plan: Plan) -> bool:
+    call = Call(node)
+    placed = [plan.of(o) for o in call.operands[:3]]
+    sharded = all(on_sequence(p, call.ndim(i)) for i, p in enumerate(placed))
+    return sharded and call.ndim(0) >= 3 and any(d.node is node and d.kind == "attend" for d in plan.demands)
+
+
+def _permutable(plan: Plan, job: Settings) -> bool:
+    """May the whole program keep its sequence in another order?"""
+    given = job.gather_outputs and not job.inputs
+    return given and not any(d.kind in ORDERED and d.node.op != "output" for d in plan.demands)
+
+
+def _machine(job: Settings, node: Node) -> Machine:
+    return job.machine or Machine.of(node.meta["val"].device.type)
+
+
+def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -> Candidate | None:
+    """The best of what config and sizes allow; None leaves the node to the passes, which say why they refuse it."""
+    even = all(_even(plan.of(o), job.ranks.n) for o in Call(node).operands[:2])
+    allowed = [c for c in found if _asked(c, job) and (even or not c.relayout)]
+    legal = [c for c in allowed if c.legal is None]
+    if legal:
+        return choose(legal)
+    if job.attention in ("auto", "ulysses"):  # passes/ulysses.py raises what it knows better
+        return None
+    why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
+    call, n = Call(node), job.ranks.n
+    raise SpError(
+        f"{node.name} ({node.target}) at {at(node)}: attention={job.attention!r} on {n} ranks cannot take its "
+        f"{call.shape(0)[-3]} query heads and {call.shape(1)[-3]} key heads"
+        + (f" ({why})" if why else f": no U with 1 < U < {n} divides both {n} and the query heads")
+        + "; use attention='auto', 'ring' or 'gather', or another mesh"
+    )
+
+
+def _asked(c: Candidate, job: Settings) -> bool:
+    kind = job.attention if job.ranks.ulysses in (None, 1, job.ranks.n) else _of_mesh(job)
+    if kind not in ("auto", c.kind):
+        return False
+    if c.kind == "hybrid" and job.ranks.ulysses is not None and c.ulysses != job.ranks.ulysses:
+        return False
+    if job.layout == "zigzag":
+        return not c.relayout
+    return job.layout == "auto" or c.layout == "contiguous"
+
+
+def _of_mesh(job: Settings) -> str:
+    return "hybrid" if job.attention == "auto" else job.attention
+
+
+def _even(have: object, n: int) -> bool:
+    """Does every rank hold two equal chunks of whole positions?"""
+    return isinstance(have, Shard) and have.frame.exact(n) and divides(2 * n, have.frame.size)
+
+
+def _shape(node: Node, n: int, free: bool) -> Shape:
+    call = Call(node)
+    q, k, v = (_hints(call, i) for i in range(3))
+    predicate = predicate_of(call)
+    causal, window = (False, None) if predicate is None else _bounds(predicate, q[-2], k[-2])
+    return Shape(
+        n=n,
+        batch=math.prod(q[:-3]),
+        q_len=q[-2],
+        kv_len=k[-2],
+        heads=q[-3],
+        kv_heads=k[-3],
+        head_dim=q[-1],
+        v_head_dim=v[-1],
+        element_size=call.operands[0].meta["val"].element_size(),
+        causal=causal,
+        window=window,
+        mask=predicate is None,
+        zigzag=free,
+    )
+
+
+def _hints(call: Call, operand: int) -> list[int]:
+    shape = call.operands[operand].meta["val"].shape
+    return [size_hint(s) if isinstance(s, torch.SymInt) else int(s) for s in shape]
+
+
+def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
+    """(does no query see later keys, how many of the keys up to its own a query may see if not all)"""
+    box = {name: (-math.inf, math.inf) for name in symbols(predicate)}
+
+    def none(q: tuple[int, int], k: tuple[int, int]) -> bool:
+        return over(predicate, {**box, "q": q, "k": k}) is False
+
+    last = min(queries, keys) - 1
+    causal = last > 0 and none((0, 0), (1, last)) and none((last // 2,) * 2, (last // 2 + 1, last))
+    if last < 1 or not none((last, last), (0, 0)):
+        return causal, None
+    near, far = 0, last  # the key `far` back is out of reach, and so are all before it
+    while far - near > 1:
+        middle = (near + far) // 2
+        near, far = (near, middle) if none((last, last), (0, last - middle)) else (middle, far)
+    return causal, far

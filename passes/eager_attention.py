@@ -1,0 +1,299 @@
+"""Attention that is spelled out becomes scaled_dot_product_attention, where that says exactly the same.
+
+    s = matmul(q, k.mT) * scale + bias            also einsum, bmm, baddbmm; scale as mul or div; leading dims regrouped
+    s = s.masked_fill(~allowed, -inf)             also where
+    p = dropout(softmax(s.float(), -1).to(bf16))
+    o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
+
+A scale on q or k stays there, with scale=1. Dropout draws other numbers than the eager spelling. Bytes moved: none.
+Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
+(float64 models with a float32 softmax), fills with a finite number unless every query provably attends to some key
+(a row of nothing but fills attends to all keys alike), and operands that broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..call import Call, is_tensor
+from ..shapes import Size, same, sizes
+from .edit import Editor
+from .masks import FINITE, always_attends, recognise
+from .products import Factor, Product, constant, product_of, transposed
+
+aten = torch.ops.aten
+SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.int)
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
+SAME = (aten.contiguous.default, aten.clone.default, aten.alias.default)
+CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default)
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the softmax reads, from the inside out: the product, its scale, then biases and fills."""
+
+    product: Product
+    scale: float
+    chain: tuple[Node, ...]
+    biases: tuple[tuple[Node, bool], ...] = ()  # (bias, whether it is subtracted)
+    fills: tuple[
+        tuple[Node, bool, float], ...
+    ] = ()  # (condition, what it is where the score is filled, the number)
+    masked: tuple[Size, ...] | None = None  # the scores' shape where they were masked
+
+
+@dataclass
+class Weights:
+    """What becomes of the probabilities, up to the product with the values."""
+
+    chain: list[Node] = field(default_factory=list)
+    dropout: float = 0.0
+    product: Product | None = None
+    last: Node | None = None
+
+
+class EagerAttention(Editor):
+    """Rewrites every attention of one graph that is spelled out around a softmax."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self.edit(gm.graph)
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        found = [n for n in self.graph.nodes if n.op == "call_function" and n.target in SOFTMAX]
+        changed = [self._rewrite(n) for n in found]
+        return any(changed)
+
+    def _rewrite(self, softmax: Node) -> bool:
+        call = Call(softmax)
+        if call.ndim() < 3 or call.dim() != call.ndim() - 1 or len(softmax.users) != 1:
+            return False
+        scores, weights = _scores(call.operands[0], softmax), _weights(softmax)
+        if scores is None or weights.product is None or weights.last is None:
+            return False
+        chain = [*scores.chain, softmax, *weights.chain]
+        operands = _operands(scores.product, weights.product, chain)
+        if operands is None:
+            return False
+        return self._replace(weights.last, scores, weights, operands)
+
+    def _replace(self, last: Node, scores: Scores, weights: Weights, operands: list[Factor]) -> bool:
+        product = weights.product
+        assert product is not None
+        front = operands[0].shape[:-2]
+        lead = front if scores.masked is None else scores.masked[:-2]
+        shape = (*lead, operands[0].shape[-2], operands[1].shape[-2])
+        with self.graph.inserting_before(last):
+            mask, fits = self._mask(scores, shape, last)
+            if not fits:
+                self.drop(mask)
+                return False
+            q, k, v = (self._led(f, lead, last) for f in operands)
+            options = {"scale": scores.scale}
+            args = (q, k, v, mask, weights.dropout)
+            out = self.compute(aten.scaled_dot_product_attention.default, args, last, options)
+            if front != lead:
+                wanted = self.sizes.list((*front, *sizes(out.meta["val"].shape)[-2:]))
+                out = self.compute(aten.reshape.default, (out, wanted), last)
+            back = [product.order.index(d) for d in range(len(product.order))]
+            if back != sorted(back):
+                out = self.compute(aten.permute.default, (out, back), last)
+        self.replace(last, out)
+        return True
+
+    def _led(self, factor: Factor, lead: tuple[Size, ...], like: Node) -> Node:
+        node = factor.made(self, like)
+        if sizes(node.meta["val"].shape)[:-2] == lead:
+            return node
+        wanted = self.sizes.list((*lead, *factor.shape[-2:]))
+        return self.compute(aten.reshape.default, (node, wanted), like)
+
+    def _mask(self, scores: Scores, shape: tuple[Size, ...], like: Node) -> tuple[Node | None, bool]:
+        """(the mask of biases and fills, whether it says the same as they do)"""
+        bias = None
+        for node, negative in scores.biases:
+            term = self.compute(aten.neg.default, (node,), like) if negative else node
+            bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
+        allowed = None
+        for condition, filled, _ in scores.fills:
+            term = self._allows(condition, filled, like)
+            allowed = (
+                term if allowed is None else self.compute(aten.logical_and.default, (allowed, term), like)
+            )
+        fits = True
+        if any(math.isfinite(number) for *_, number in scores.fills):
+            assert allowed is not None
+            known = recognise(allowed, shape)
+            fits = known is not None and always_attends(known)
+        if bias is not None and allowed is not None:
+            return self.compute(aten.where.ScalarOther, (allowed, bias, -math.inf), like), fits
+        return (bias if allowed is None else allowed), fits
+
+    def _allows(self, condition: Node, filled: bool, like: Node) -> Node:
+        if condition.meta["val"].dtype != torch.bool:
+            condition = self.compute(aten.ne.Scalar, (condition, 0), like)
+        return self.compute(aten.logical_not.default, (condition,), like) if filled else condition
+
+
+# Backwards from the softmax.
+
+
+def _scores(x: Any, user: Node) -> Scores | None:
+    if not is_tensor(x) or set(x.users) != {user} or x.op != "call_function":
+        return None
+    call = Call(x) if isinstance(x.target, torch._ops.OpOverload) else None
+    product = product_of(x)
+    if call is None or product is not None:
+        straight = product is not None and product.order == tuple(range(len(product.order)))
+        return Scores(product, product.scale, (x,)) if product is not None and straight else None
+    inner = None
+    if x.target in (*SAME, *CASTS) or _keeps_matrices(x):
+        inner = _scores(call.operands[0], x)
+    elif x.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        inner = _scaled(call, x)
+    elif x.target in (aten.add.Tensor, aten.sub.Tensor):
+        inner = _biased(call, x)
+    elif x.target in (
+        aten.masked_fill.Scalar,
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.where.self,
+    ):
+        inner = _filled(call, x)
+    elif x.target is aten.masked_fill.Tensor:
+        inner = _filled(call, x)
+    return replace(inner, chain=(*inner.chain, x)) if inner is not None else None
+
+
+def _keeps_matrices(x: Node) -> bool:
+    """A regrouping of the leading dims."""
+    if x.target not in RESHAPES or not is_tensor(x.args[0]):
+        return False
+    before, after = (sizes(n.meta["val"].shape) for n in (x.args[0], x))
+    return min(len(before), len(after)) >= 3 and all(same(a, b) for a, b in zip(before[-2:], after[-2:]))
+
+
+def _scaled(call: Call, x: Node) -> Scores | None:
+    by_left = constant(call["self"])
+    factor = constant(call["other"]) if by_left is None else by_left
+    dividing = x.target in (aten.div.Tensor, aten.div.Scalar)
+    if factor is None or not factor > 0 or (dividing and by_left is not None):
+        return None
+    inner = _scores(call.operands[0], x)
+    if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
+        return None
+    return replace(inner, scale=inner.scale / factor if dividing else inner.scale * factor)
+
+
+def _biased(call: Call, x: Node) -> Scores | None:
+    if len(call.operands) != 2 or call["alpha"] != 1:
+        return None
+    a, b = call.operands
+    negative = x.target is aten.sub.Tensor
+    for scores, bias in [(a, b)] if negative else [(a, b), (b, a)]:
+        inner = _scores(scores, x)
+        if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
+            return _masked(inner, x, bias, biases=(*inner.biases, (bias, negative)))
+    return None
+
+
+def _filled(call: Call, x: Node) -> Scores | None:
+    """masked_fill(scores, condition, number) and where with the number on either side."""
+    if "mask" in call.args:
+        scores, condition, number, filled = call["self"], call["mask"], call["value"], True
+    else:
+        condition = call["condition"]
+        swapped = constant(_number(call["self"])) is not None
+        scores, number = (call["other"], call["self"]) if swapped else (call["self"], call["other"])
+        filled = swapped
+    number = constant(_number(number))
+    if number is None or number > FINITE and number != torch.finfo(x.meta["val"].dtype).min:
+        return None
+    inner = _scores(scores, x)
+    if inner is None:
+        return None
+    return _masked(inner, x, condition, fills=(*inner.fills, (condition, filled, number)))
+
+
+def _number(x: Any) -> Any:
+    """The number that a scalar tensor is made of."""
+    if not is_tensor(x) or x.meta["val"].ndim or x.op != "call_function":
+        return x
+    if x.target in (aten.full.default, aten.scalar_tensor.default):
+        return x.args[1] if x.target is aten.full.default else x.args[0]
+    return x
+
+
+def _masked(inner: Scores, x: Node, mask: Node, **changed: Any) -> Scores | None:
+    """With a mask, which must broadcast to the scores and be applied in one grouping of the leading dims."""
+    shape, own = sizes(x.meta["val"].shape), sizes(mask.meta["val"].shape)
+    before = sizes(inner.chain[-1].meta["val"].shape)
+    if before != shape or len(own) > len(shape) or inner.masked not in (None, shape):
+        return None
+    return replace(inner, masked=shape, **changed)
+
+
+# Forwards from the softmax.
+
+
+def _weights(softmax: Node) -> Weights:
+    found, node = Weights(), softmax
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op != "call_function" or not isinstance(user.target, torch._ops.OpOverload):
+            break
+        product = product_of(user)
+        if product is not None:
+            found.product, found.last = _times_values(product, node), user
+            break
+        if user.target is aten.dropout.default and not found.dropout:
+            found.dropout = user.args[1] if user.args[2] else 0.0
+        elif user.target not in (*SAME, *CASTS) and not _keeps_matrices(user):
+            break
+        found.chain.append(user)
+        node = user
+    return found
+
+
+def _times_values(product: Product, weights: Node) -> Product | None:
+    """The product with the weights on the left, if they are its operand in their own order and only once."""
+    for one in (product, transposed(product)):
+        ndim = len(one.left.order)
+        if (
+            one.left.node is weights
+            and one.left.order == tuple(range(ndim))
+            and one.right.node is not weights
+        ):
+            return one if one.scale == 1 else None
+    return None
+
+
+def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Factor] | None:
+    """q, k (..., n, d) and v (..., n, e) of one dtype, if nothing in between is less precise than SDPA would be."""
+    dtype = values.right.node.meta["val"].dtype
+    between = {n.meta["val"].dtype for n in chain}
+    if not between <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
+        return None
+    query, key = (_uncast(f.settled(), dtype) for f in (scores.left, scores.right))
+    value = values.right.swapped().settled()
+    if query is None or key is None or not same(key.shape[-2], value.shape[-2]):
+        return None
+    fits = len(value.shape) == len(key.shape) and all(same(a, b) for a, b in zip(value.shape[:-2], key.shape))
+    return [query, key, value] if fits else None
+
+
+def _uncast(factor: Factor, dtype: torch.dtype) -> Factor | None:
+    """The factor in the dtype, by leaving out a cast to a wider one."""
+    node = factor.node
+    if node.meta["val"].dtype == dtype:
+        return factor
+    source = node.args[0] if node.target in CASTS else None
+    if dtype in HALF and is_tensor(source) and source.meta["val"].dtype == dtype:
+        return Factor(source, factor.order)
+    return None

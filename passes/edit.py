@@ -1,0 +1,83 @@
+"""How passes add nodes to a graph: with the value that the node has in the global view, and the source it came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .._compat import detect_fake_mode, enable_python_dispatcher
+from ..materialize import Sizes
+
+INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id")
+
+
+class Editor:
+    """Appends nodes at a graph's insertion point."""
+
+    graph: Graph
+    sizes: Sizes
+
+    def edit(self, graph: Graph) -> None:
+        """Bind to a graph."""
+        self.graph, self.sizes = graph, Sizes(graph)
+
+    def emit(self, target: Any, args: tuple[Any, ...], value: Any, like: Node, kwargs: Any = None) -> Node:
+        """Append a node at the graph's insertion point; `value`: its result in the global view."""
+        node = self.graph.call_function(target, args, kwargs or {})
+        node.meta.update({k: v for k, v in like.meta.items() if k in INHERITED})
+        node.meta["val"] = value
+        return node
+
+    def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
+        """Append an ordinary op; its value is inferred from its operands'."""
+        values = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+        with _fake_mode_of(like), enable_python_dispatcher():
+            value = target(*values[0], **values[1])
+        return self.emit(target, args, value, like, kwargs)
+
+    def after(self, source: Node) -> Any:
+        """Insertion point right behind a node (behind the sizes, if it is an input)."""
+        return self.graph.inserting_after(self.sizes.last if source.op == "placeholder" else source)
+
+    def behind(self, source: Node) -> Any:
+        """As `after`, for several nodes: each follows the one before."""
+        anchor = self.sizes.last if source.op == "placeholder" else source
+        assert anchor is not None
+        return self.graph.inserting_before(anchor.next)
+
+    def replace(self, node: Node, fresh: Node) -> None:
+        """Every use of the node becomes a use of the fresh one; what only the node needed goes with it."""
+        node.replace_all_uses_with(fresh)
+        operands = node.all_input_nodes
+        self.graph.erase_node(node)
+        self.drop(*operands)
+
+    def drop(self, *nodes: Any) -> None:
+        """Erase the nodes, and what only they needed, as far as nothing else uses them."""
+        waiting, gone = [n for n in nodes if isinstance(n, Node)], set()
+        while waiting:
+            node = waiting.pop()
+            if node not in gone and not node.users and _is_pure(node):
+                waiting.extend(node.all_input_nodes)
+                self.graph.erase_node(node)
+                gone.add(node)
+
+
+def _is_pure(node: Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return not node.is_impure()
+    seeded = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not node.target._schema.is_mutable and not seeded and not node.is_impure()
+
+
+def _fake_mode_of(node: Node) -> Any:
+    values = [
+        v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)
+    ]
+    return detect_fake_mode(values)
