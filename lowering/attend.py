@@ -109,9 +109,27 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tens
 
 @torch.library.register_fake("sp::attend_backward", lib=LIBRARY)
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, *rest: Any, **_: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    rows: list[Tensor],
+    cols: list[Tensor],
+    sizes: list[int],
+    predicate: str,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    q_span: list[int],
+    k_span: list[int],
+    split_heads: int,
+    group: str,
+    mask_grad: bool,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    mask_grad = rest[11]
-    dq, dk, dv = (x.new_empty(x.shape, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v))
+    dtype = accumulation_dtype(q.dtype)
     shape = mask.shape if mask is not None and mask_grad else (0,)
-    return dq, dk, dv, q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
+    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), q.new_empty(shape, dtype=dtype)

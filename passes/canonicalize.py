@@ -1,104 +1,48 @@
 """One spelling for what models spell in several ways, before anything is analysed. The program's value is unchanged.
 
-    k = reshape(expand(unsqueeze(k, 2)))            HF's repeat_kv, expand by hand
-    k = repeat_interleave(k, r, 1)                  torchtune, lit-gpt
-    sdpa(q, k, v)                           ->      sdpa(q, k0, v0, enable_gqa=True) on the Hkv heads themselves
+    spellings         ops that read only an operand's dtype or device say so
+    eager_attention   matmul, softmax, matmul        ->  scaled_dot_product_attention
+    stack_heads       one attention per head         ->  one attention of all heads
+    masks             masks computed from positions  ->  is_causal, no mask, or sp.masked_attention with a predicate
+    group_heads       repeated key and value heads   ->  enable_gqa
 
-so that an exchange before the attention sends Hkv heads and not H. Bytes moved: none. Leaves alone: keys and values
-repeated differently, tilings (`repeat`), which pair other heads.
+Each has a module of its own, which says what it leaves alone. Bytes moved: none.
 """
 
 from __future__ import annotations
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from ..call import Call, is_tensor
-from ..shapes import Size, quotient, same, sizes
+from ..attention import attention_nodes
+from .eager_attention import EagerAttention
+from .edit import Editor
+from .group_heads import group_heads
+from .masks import Masks
 from .spellings import respell
-
-aten = torch.ops.aten
-COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
-RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten._unsafe_view.default)
-HEADS = -3
+from .stack_heads import StackHeads
 
 
 class Canonicalize(PassBase):
-    """Pulls the repetition of key and value heads into the attention op."""
+    """Brings a captured graph to its canonical form."""
 
     def call(self, graph_module: GraphModule) -> PassResult:
         changed = respell(graph_module)
-        target = aten.scaled_dot_product_attention.default
-        for node in graph_module.graph.find_nodes(op="call_function", target=target):
-            changed = _group_heads(node) or changed
+        for rewrite in (EagerAttention, StackHeads, Masks):
+            changed = rewrite(graph_module).run() or changed
+        changed = _group_heads(graph_module) or changed
         if changed:
-            _drop_unused(graph_module)
+            graph_module.graph.lint()
             graph_module.recompile()
         return PassResult(graph_module, changed)
 
 
-def _group_heads(node: Node) -> bool:
-    call = Call(node)
-    if call["enable_gqa"] or call.ndim() != 4:
-        return False
-    key, value = (_before_repeat(operand) for operand in call.operands[1:3])
-    if key is None or value is None or not same(_heads(key), _heads(value)):
-        return False
-    if quotient(_heads(call.operands[0]), _heads(key)) is None:
-        return False
-    node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
-    node.meta["sp_grouped"] = True  # by us, so that passes/expand_heads.py may undo it
-    return True
-
-
-def _heads(node: Node) -> Size:
-    return sizes(node.meta["val"].shape)[HEADS]
-
-
-def _before_repeat(node: Node) -> Node | None:
-    """x, if the node is x with every head repeated r times in place: (B, h, S, D) -> (B, h*r, S, D)."""
-    node = _through_copies(node)
-    if node.target is aten.repeat_interleave.self_int:
-        call = Call(node)
-        return call.operands[0] if call["dim"] is not None and call.dim() == call.ndim() + HEADS else None
-    if node.target not in RESHAPES or not is_tensor(node.args[0]):
-        return None
-    expanded = _through_copies(node.args[0])
-    if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
-        return None
-    source = _through_copies(expanded.args[0])
-    if source.target is not aten.unsqueeze.default or source.args[1] % 5 != 2:
-        return None
-    inner = source.args[0]
-    batch, heads, repeats, length, width = sizes(expanded.meta["val"].shape)
-    wanted = (batch, heads * repeats, length, width)
-    fits = all(same(a, b) for a, b in zip(sizes(node.meta["val"].shape), wanted))
-    fits = fits and all(
-        same(a, b) for a, b in zip(sizes(inner.meta["val"].shape), (batch, heads, length, width))
-    )
-    return inner if fits and node.meta["val"].ndim == 4 else None
-
-
-def _through_copies(node: Node) -> Node:
-    """Skip copies and slices that keep everything."""
-    while node.target in (*COPIES, aten.slice.Tensor) and is_tensor(node.args[0]):
-        before, after = (sizes(n.meta["val"].shape) for n in (node.args[0], node))
-        if len(before) != len(after) or not all(same(a, b) for a, b in zip(before, after)):
-            break
-        node = node.args[0]
-    return node
-
-
-def _drop_unused(gm: GraphModule) -> None:
-    movement = (
-        *COPIES,
-        *RESHAPES,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.slice.Tensor,
-        aten.repeat_interleave.self_int,
-    )
-    for node in reversed(gm.graph.nodes):
-        if not node.users and node.target in movement:
-            gm.graph.erase_node(node)
+def _group_heads(gm: GraphModule) -> bool:
+    editor, changed = Editor(), False
+    editor.edit(gm.graph)
+    for node in attention_nodes(gm):
+        before = node.all_input_nodes
+        if group_heads(node):
+            changed = True
+            editor.drop(*before)
+    return changed

@@ -3,7 +3,7 @@
     s = matmul(q, k.mT) * scale + bias            also einsum, bmm, baddbmm; scale as mul or div; leading dims regrouped
     s = s.masked_fill(~allowed, -inf)             also where
     p = dropout(softmax(s.float(), -1).to(bf16))
-    o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
+    o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
 
 A scale on q or k stays there, with scale=1. Dropout draws other numbers than the eager spelling. Bytes moved: none.
 Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
@@ -14,8 +14,7 @@ Leaves alone: scores or probabilities that something else reads, soft-caps, soft
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
@@ -23,29 +22,13 @@ from torch.fx import Node
 from ..call import Call, is_tensor
 from ..shapes import Size, same, sizes
 from .edit import Editor
-from .masks import FINITE, always_attends, recognise
-from .products import Factor, Product, constant, product_of, transposed
+from .masks import always_attends, recognise
+from .products import Factor, Product, product_of, transposed
+from .scores import CASTS, SAME, Scores, keeps_matrices, scores_of
 
 aten = torch.ops.aten
-SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.int)
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
-SAME = (aten.contiguous.default, aten.clone.default, aten.alias.default)
-CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default)
+SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.default)
 HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What the softmax reads, from the inside out: the product, its scale, then biases and fills."""
-
-    product: Product
-    scale: float
-    chain: tuple[Node, ...]
-    biases: tuple[tuple[Node, bool], ...] = ()  # (bias, whether it is subtracted)
-    fills: tuple[
-        tuple[Node, bool, float], ...
-    ] = ()  # (condition, what it is where the score is filled, the number)
-    masked: tuple[Size, ...] | None = None  # the scores' shape where they were masked
 
 
 @dataclass
@@ -74,7 +57,7 @@ class EagerAttention(Editor):
         call = Call(softmax)
         if call.ndim() < 3 or call.dim() != call.ndim() - 1 or len(softmax.users) != 1:
             return False
-        scores, weights = _scores(call.operands[0], softmax), _weights(softmax)
+        scores, weights = scores_of(call.operands[0], softmax), _weights(softmax)
         if scores is None or weights.product is None or weights.last is None:
             return False
         chain = [*scores.chain, softmax, *weights.chain]
@@ -141,107 +124,6 @@ class EagerAttention(Editor):
         return self.compute(aten.logical_not.default, (condition,), like) if filled else condition
 
 
-# Backwards from the softmax.
-
-
-def _scores(x: Any, user: Node) -> Scores | None:
-    if not is_tensor(x) or set(x.users) != {user} or x.op != "call_function":
-        return None
-    call = Call(x) if isinstance(x.target, torch._ops.OpOverload) else None
-    product = product_of(x)
-    if call is None or product is not None:
-        straight = product is not None and product.order == tuple(range(len(product.order)))
-        return Scores(product, product.scale, (x,)) if product is not None and straight else None
-    inner = None
-    if x.target in (*SAME, *CASTS) or _keeps_matrices(x):
-        inner = _scores(call.operands[0], x)
-    elif x.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-        inner = _scaled(call, x)
-    elif x.target in (aten.add.Tensor, aten.sub.Tensor):
-        inner = _biased(call, x)
-    elif x.target in (
-        aten.masked_fill.Scalar,
-        aten.where.ScalarOther,
-        aten.where.ScalarSelf,
-        aten.where.self,
-    ):
-        inner = _filled(call, x)
-    elif x.target is aten.masked_fill.Tensor:
-        inner = _filled(call, x)
-    return replace(inner, chain=(*inner.chain, x)) if inner is not None else None
-
-
-def _keeps_matrices(x: Node) -> bool:
-    """A regrouping of the leading dims."""
-    if x.target not in RESHAPES or not is_tensor(x.args[0]):
-        return False
-    before, after = (sizes(n.meta["val"].shape) for n in (x.args[0], x))
-    return min(len(before), len(after)) >= 3 and all(same(a, b) for a, b in zip(before[-2:], after[-2:]))
-
-
-def _scaled(call: Call, x: Node) -> Scores | None:
-    by_left = constant(call["self"])
-    factor = constant(call["other"]) if by_left is None else by_left
-    dividing = x.target in (aten.div.Tensor, aten.div.Scalar)
-    if factor is None or not factor > 0 or (dividing and by_left is not None):
-        return None
-    inner = _scores(call.operands[0], x)
-    if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
-        return None
-    return replace(inner, scale=inner.scale / factor if dividing else inner.scale * factor)
-
-
-def _biased(call: Call, x: Node) -> Scores | None:
-    if len(call.operands) != 2 or call["alpha"] != 1:
-        return None
-    a, b = call.operands
-    negative = x.target is aten.sub.Tensor
-    for scores, bias in [(a, b)] if negative else [(a, b), (b, a)]:
-        inner = _scores(scores, x)
-        if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
-            return _masked(inner, x, bias, biases=(*inner.biases, (bias, negative)))
-    return None
-
-
-def _filled(call: Call, x: Node) -> Scores | None:
-    """masked_fill(scores, condition, number) and where with the number on either side."""
-    if "mask" in call.args:
-        scores, condition, number, filled = call["self"], call["mask"], call["value"], True
-    else:
-        condition = call["condition"]
-        swapped = constant(_number(call["self"])) is not None
-        scores, number = (call["other"], call["self"]) if swapped else (call["self"], call["other"])
-        filled = swapped
-    number = constant(_number(number))
-    if number is None or number > FINITE and number != torch.finfo(x.meta["val"].dtype).min:
-        return None
-    inner = _scores(scores, x)
-    if inner is None:
-        return None
-    return _masked(inner, x, condition, fills=(*inner.fills, (condition, filled, number)))
-
-
-def _number(x: Any) -> Any:
-    """The number that a scalar tensor is made of."""
-    if not is_tensor(x) or x.meta["val"].ndim or x.op != "call_function":
-        return x
-    if x.target in (aten.full.default, aten.scalar_tensor.default):
-        return x.args[1] if x.target is aten.full.default else x.args[0]
-    return x
-
-
-def _masked(inner: Scores, x: Node, mask: Node, **changed: Any) -> Scores | None:
-    """With a mask, which must broadcast to the scores and be applied in one grouping of the leading dims."""
-    shape, own = sizes(x.meta["val"].shape), sizes(mask.meta["val"].shape)
-    before = sizes(inner.chain[-1].meta["val"].shape)
-    if before != shape or len(own) > len(shape) or inner.masked not in (None, shape):
-        return None
-    return replace(inner, masked=shape, **changed)
-
-
-# Forwards from the softmax.
-
-
 def _weights(softmax: Node) -> Weights:
     found, node = Weights(), softmax
     while len(node.users) == 1:
@@ -254,7 +136,7 @@ def _weights(softmax: Node) -> Weights:
             break
         if user.target is aten.dropout.default and not found.dropout:
             found.dropout = user.args[1] if user.args[2] else 0.0
-        elif user.target not in (*SAME, *CASTS) and not _keeps_matrices(user):
+        elif user.target not in (*SAME, *CASTS) and not keeps_matrices(user):
             break
         found.chain.append(user)
         node = user

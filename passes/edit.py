@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from .._compat import detect_fake_mode, enable_python_dispatcher
 from ..materialize import Sizes
+from ..randomness import is_random
 
 INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id")
 
@@ -72,8 +73,7 @@ def _is_pure(node: Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return not node.is_impure()
-    seeded = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not node.target._schema.is_mutable and not seeded and not node.is_impure()
+    return not (node.target._schema.is_mutable or is_random(node) or node.is_impure())
 
 
 def _fake_mode_of(node: Node) -> Any:

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from ..call import Call
 from ..shapes import Size, same, sizes
-from . import elements  # noqa: F401  (registers how ops get their elements)
+from . import element_arithmetic, elements  # noqa: F401  (registers how ops get their elements)
 from .bounds import BATCH, HEAD, INDICES, KEY, QUERY, Boolean, Box
 from .edit import Editor
 from .positions import Opaque, Positions, Value
@@ -42,11 +42,11 @@ class Mask:
 
 
 def recognise(node: Node, shape: tuple[Size, ...]) -> Mask | None:
-    """The mask that broadcasts to scores of `shape`, (B, H, Q, K) or (H, Q, K); None where it is not understood."""
+    """The mask that broadcasts to scores of `shape`, (B, H, Q, K) or (B, Q, K); None where it is not understood."""
     own = sizes(node.meta["val"].shape)
     if len(shape) not in (3, 4) or len(own) > len(shape):
         return None
-    indices = INDICES[-len(shape) :]
+    indices = [i for i in INDICES if i != HEAD or len(shape) == 4]
     extent: dict[sympy.Symbol, Size] = {**dict.fromkeys(INDICES, 1), **dict(zip(indices, shape))}
     box = Box(extent)
     positions = Positions(box, extent)
@@ -153,17 +153,11 @@ class Masks(Editor):
         cols = [self._vector(mask, leaf, KEY, node) for leaf in spelling.cols]
         extents = self.sizes.list(_size(e) for e in spelling.sizes)
         with self.graph.inserting_before(node):
-            flat = node.meta["val"].ndim == 3
-            q, k, v = (self._lifted(x, node) if flat else x for x in call.operands[:3])
             options = [call[name] for name in ("dropout_p", "scale", "enable_gqa")]
-            args = (q, k, v, rows, cols, extents, str(predicate), *options)
-            fresh = self.compute(sp.masked_attention.default, args, node)
-            fresh = self.compute(aten.select.int, (fresh, 0, 0), node) if flat else fresh
+            args = (*call.operands[:3], rows, cols, extents, str(predicate), *options)
+            fresh = self.emit(sp.masked_attention.default, args, node.meta["val"], node)
         self.replace(node, fresh)
         return True
-
-    def _lifted(self, x: Node, like: Node) -> Node:
-        return self.compute(aten.unsqueeze.default, (x, 0), like)
 
     def _vector(self, mask: Mask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:
         """The leaf's values at every index (and batch), as (B or 1, Q) or (B or 1, K)."""

@@ -82,13 +82,13 @@ class ShardedAttention(Rewrite):
             )
             out = self._result(q, v)
             new = self.emit(self.op, args, out, node)
+            self.note(new, self.says(node))
             if node.meta["val"].ndim != 4:
                 new = self.compute(
                     aten.reshape.default, (new, self.sizes.list(sizes(node.meta["val"].shape))), node
                 )
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
-        self.note(new, self.says(node))
 
     def last(self, node: Node) -> tuple[Any, ...]:
         """The arguments that only this op has."""

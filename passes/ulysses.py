@@ -96,7 +96,7 @@ class Ulysses(Rewrite):
     def _repeated(self, x: Node, node: Node) -> Node:
         *batch, heads, length, width = sizes(x.meta["val"].shape)
         times = math.lcm(heads, self.job.ranks.n) // heads
-        each = self.compute(aten.unsqueeze.default, (x, SEQUENCE), node)
+        each = self.compute(aten.unsqueeze.default, (x, SEQUENCE - 1), node)  # behind the heads
         shape = self.sizes.list((*batch, heads, times, length, width))
         each = self.compute(aten.expand.default, (each, shape), node)
         shape = self.sizes.list((*batch, heads * times, length, width))

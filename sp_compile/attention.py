@@ -12,9 +12,22 @@ ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.m
 """q, k, v are their first three tensor operands; both take dropout_p, scale and enable_gqa."""
 
 
+SHARDED = (
+    torch.ops.sp.ring_attention.default,
+    torch.ops.sp.hybrid_attention.default,
+    torch.ops.sp.gathered_attention.default,
+)
+"""What a pass made of an attention: q, k, v first, as above, and exchanges of their own."""
+
+
 def attention_nodes(gm: GraphModule) -> list[Node]:
-    """Every attention of the graph, in its order."""
+    """Every attention of the graph that no pass has sharded yet, in its order."""
     return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in ATTENTION]
+
+
+def attending_nodes(gm: GraphModule) -> list[Node]:
+    """Every attention of the graph, sharded or not, in its order."""
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in (*ATTENTION, *SHARDED)]
 
 
 def predicate_of(call: Call) -> str | None:

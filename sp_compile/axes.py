@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import GraphModule, Node
 
+from .attention import attending_nodes
 from .call import Call, is_tensor
 from .errors import SpError
 from .layout import Frame, Shard
@@ -99,7 +99,16 @@ def name_axes(gm: GraphModule) -> Axes:
                 axes.dims[node, 0] = axes.dims[source, index]
         if is_tensor(node) and (node, 0) not in axes.dims:
             axes.dims[node, 0] = tuple((axes.fresh(size(s)),) for s in node.meta["val"].shape)
+    for node in attending_nodes(gm):
+        _join_vectors(axes, Call(node))
     return axes
+
+
+def _join_vectors(axes: Axes, call: Call) -> None:
+    """What a predicate looks up by query or key is as long as they are, though its rule has every rank read it all."""
+    for name, operand in (("rows", 0), ("cols", 1)):
+        for vector in call.get(name, []):
+            axes.join(axes.dims[vector, 0][-1], axes.dims[call.operands[operand], 0][-2])
 
 
 def _name_results(axes: Axes, call: Call, rule: Rule) -> None:
@@ -190,19 +199,15 @@ def _drop_rivals(gm: GraphModule, axes: Axes) -> None:
         for a in {a for dim in dims for a in dim}
         if axes.is_sequence(a)
     )
-    for node in gm.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
-    ):
+    for node in attending_nodes(gm):
         query = axes.dims[Call(node).operands[0], 0]
         rivals = {axes.find(a.name) for dim in query for a in dim if axes.is_sequence(a)}
         axes.sequences -= set(sorted(rivals, key=lambda c: (weight[c], -c))[:-1])
 
 
 def _attended(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
-    """q and k of scaled_dot_product_attention."""
-    for node in gm.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
-    ):
+    """q and k of attention."""
+    for node in attending_nodes(gm):
         query, key = Call(node).operands[:2]
         yield from axes.dims[query, 0][-2]
         yield from axes.dims[key, 0][-2]

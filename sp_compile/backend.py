@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import _compat
+from . import _compat, measure
 from .agree import Agreed, fingerprint, input_names
 from .capture import capture
 from .config import SPConfig
 from .errors import SpError
 from .explain import Report
 from .local_inputs import capture_shards
+from .machine import Machine
 from .mesh import Ranks, resolve
 from .passes.rewrite import Settings
 from .pipeline import run_pipeline
@@ -44,7 +45,8 @@ def sp(
             raise SpError(
                 f"mode={mode!r} is Inductor's; set torch._inductor.config instead, which backend='sp' compiles with"
             )
-        local, _report = lower(gm, example_inputs, config, ranks)
+        machine = _machine(example_inputs, config, ranks)
+        local, _report = lower(gm, example_inputs, config, ranks, machine)
         run = compile_local(local, example_inputs, config, ranks)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
@@ -64,10 +66,26 @@ def _equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -
     return out
 
 
+def _machine(example_inputs: Sequence[Any], config: SPConfig, ranks: Ranks) -> Machine:
+    """The cost model's constants; measured, by all ranks together, only where there is something to choose."""
+    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if config.attention != "auto":
+        return Machine.of(device.type, config.cost)
+    return measure.machine(ranks, device, config.cost)
+
+
 def lower(
-    gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, ranks: Ranks
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    config: SPConfig,
+    ranks: Ranks,
+    machine: Machine | None = None,
 ) -> tuple[GraphModule, Report]:
-    """Dynamo graph -> (graph of one rank, report). Runs inside a torch.compile backend."""
+    """Dynamo graph -> (graph of one rank, report). Runs inside a torch.compile backend.
+
+    machine: the cost model's constants; the device's defaults, with those of the config, if None.
+    """
     fragment = _compat.is_fragment(gm)
     if fragment and (config.outputs == "local" or config.inputs == "local"):
         raise SpError(
@@ -87,6 +105,8 @@ def lower(
         inputs=inputs,
         gather_outputs=config.outputs == "gather",
         attention=config.attention,
+        layout=config.layout,
+        machine=machine or _machine(example_inputs, config, Ranks(1, "")),
         fallback=config.fallback,
         param_grads=config.param_grads,
     )

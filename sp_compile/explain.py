@@ -7,38 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from tabulate import tabulate
-from torch.fx import GraphModule, Node
 
-from ._compat import pytree
 from .decision import Decision, merged
-from .errors import at
-from .shapes import Size, product, sizes
-
-FORWARD_AND_BACKWARD = {
-    "all_to_all": ("(n-1)/n x", "(n-1)/n x"),
-    "all_gather": ("(n-1) x", "(n-1) x"),
-    "unshard": ("(n-1) x", "none"),
-    "shard": ("none", "(n-1) x"),
-    "all_reduce": ("2 (n-1)/n x", "none"),
-    "reduce_grad": ("none", "2 (n-1)/n x"),
-    "broadcast": ("x", "none"),
-    "broadcast_grad": ("none", "x"),
-}
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One collective of the local graph. Bytes are those that one rank sends, forward and backward."""
-
-    op: str
-    node: str
-    where: str
-    shape: str
-    forward: Size
-    backward: Size
-
+from .shapes import Size
+from .traffic import Exchange
 
 @dataclass
 class Report:
@@ -127,53 +100,6 @@ def _grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
 
 def _short(where: str) -> str:
     return where if len(where) <= WIDTHS else where[: WIDTHS - 3] + "..."
-
-
-def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
-    """Every collective of a validated local graph, in order."""
-    out = []
-    for node in local.graph.nodes:
-        name = getattr(node.target, "__name__", "").split(".")[0]
-        if (
-            node.op == "call_function"
-            and getattr(node.target, "namespace", "") == "sp"
-            and name in FORWARD_AND_BACKWARD
-        ):
-            out.append(_exchange(node, name, n))
-    return out
-
-
-def _exchange(node: Node, name: str, n: int) -> Exchange:
-    operands = [v for v in pytree.tree_leaves(node.args) if isinstance(v, Node)]
-    values = [v.meta["val"] for v in operands if isinstance(v.meta.get("val"), torch.Tensor)]
-    if name == "shard":  # its backward gathers what the forward returns
-        values = [node.meta["val"]]
-    nbytes = _sum(product(sizes(v.shape)) * v.element_size() for v in values)
-    there, back = (_scaled(formula, nbytes, n) for formula in FORWARD_AND_BACKWARD[name])
-    if not all(v.is_floating_point() for v in values) or not node.meta.get("sp_grad", True):
-        back = 0
-    shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
-    shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
-    return Exchange(name, node.name, _where(node), shown, there, back)
-
-
-def _where(node: Node) -> str:
-    """The user's line; what belongs to no line belongs to the model's parameters or its results."""
-    if node.meta.get("stack_trace"):
-        return at(node)
-    return "the results" if any(user.op == "output" for user in node.users) else "the parameters"
-
-
-def _scaled(formula: str, nbytes: Size, n: int) -> Size:
-    factor = {
-        "none": (0, 1),
-        "x": (1, 1),
-        "(n-1) x": (n - 1, 1),
-        "(n-1)/n x": (n - 1, n),
-        "2 (n-1)/n x": (2 * (n - 1), n),
-    }
-    times, over = factor[formula]
-    return nbytes * times // over if isinstance(nbytes, int) else nbytes * times / over
 
 
 def _sum(values: Iterable[Size]) -> Size:

@@ -29,7 +29,7 @@ from .lowering.communicator import current
 from .machine import Machine
 from .mesh import Ranks
 
-REPEATS = 9
+REPEATS = 7
 FIELDS = tuple(f.name for f in fields(Machine))
 
 _known: weakref.WeakKeyDictionary[Any, dict[str, Machine]] = weakref.WeakKeyDictionary()

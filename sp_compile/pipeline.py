@@ -17,7 +17,7 @@ from .capture import capture_export
 from .config import SPConfig
 from .decision import merged
 from .errors import SpError, at
-from .explain import Report, exchanges_of
+from .explain import Report
 from .layout import Plan, Shard
 from .machine import Machine
 from .mesh import Ranks, resolve
@@ -39,6 +39,7 @@ from .passes.undo import Undo
 from .passes.validate import validate
 from .shapes import divides, same
 from .simulate import GROUP
+from .traffic import exchanges_of
 
 log = logging.getLogger(__name__)
 

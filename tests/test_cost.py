@@ -1,4 +1,4 @@
-"""The cost model of attention: bytes, published throughput, who wins, what is refused, what is printed."""
+"""The cost model of attention: bytes, published throughput, who wins, what is refused."""
 
 import math
 from dataclasses import replace
@@ -8,9 +8,7 @@ import pytest
 
 from sp_compile.attention_shape import Shape
 from sp_compile.cost import Candidate, candidates, choose, fastest, ring_grads
-from sp_compile.decision import Decision, described, merged, table
 from sp_compile.errors import SpError
-from sp_compile.explain import Report
 from sp_compile.machine import CPU, GPU, Machine
 
 LINKS = {f"{kind}_bandwidth": 1.0 for kind in ("all_to_all", "all_gather", "hop")}
@@ -247,67 +245,3 @@ def test_memory_is_a_limit() -> None:
         choose(candidates(s, replace(GPU, memory=1)))
     masked = replace(s, mask=True)
     assert of(candidates(masked, GPU), "gather").memory - gather.memory == s.q_rows * s.kv_len
-
-
-def test_nodes() -> None:
-    assert GPU.all_to_all(8.0, 8) == pytest.approx(7 / 296e9 + 1e-5)
-    assert GPU.all_to_all(16.0, 16) == pytest.approx(8 / 45e9 + 1e-5)
-    assert GPU.all_gather(1.0, 16) == pytest.approx(max(15 / 370e9, 1 / 45e9) + 1e-5)
-    assert GPU.all_gather(1.0, 2, stride=8) == pytest.approx(1 / 45e9 + 1e-5)
-    assert GPU.hop(1.0, 8) == pytest.approx(1 / 370e9 + 1e-5)
-    assert GPU.hop(1.0, 9) == pytest.approx(1 / 45e9 + 1e-5)
-    assert GPU.together(3.0, 2.0) == 3.0
-    assert CPU.together(3.0, 2.0) == 5.0
-
-
-def test_overrides() -> None:
-    assert Machine.of("cpu") == CPU
-    assert Machine.of("cuda") == GPU
-    assert Machine.of("cuda", {"flops": 1e15, "ranks_per_node": 4}) == replace(
-        GPU, flops=1e15, ranks_per_node=4
-    )
-    with pytest.raises(
-        SpError, match=r"unknown constant 'flop' \(did you mean 'flops'\?\); known: flops, block_keys"
-    ):
-        Machine.of("cpu", {"flop": 1})
-    for name, value in [("flops", 0), ("flops", "1"), ("flops", math.nan), ("overlap", 1.5), ("call", -1)]:
-        with pytest.raises(SpError, match=f"machine: {name}=.*: expected a number"):
-            Machine.of("cpu", {name: value})
-    with pytest.raises(SpError, match="expected a number from 1"):
-        Machine.of("cpu", {"ranks_per_node": True})
-
-
-def test_table() -> None:
-    found = candidates(shape(4, 6, 2, zigzag=False), GPU)
-    chosen = choose(found)
-    lines = table(found, chosen).splitlines()
-    assert lines[0].split() == "attention U x R layout forward ms backward ms total ms memory MiB why".split()
-    assert lines[2].startswith(chosen.kind)
-    assert "chosen: " in lines[2]
-    assert len(lines) == 2 + len(found)
-    assert lines[-1].split("  ")[0] == "ulysses"
-    assert lines[-1].endswith("4 ranks do not divide 6 query heads")
-    assert "zigzag, moved" in table(found, chosen)
-    other = next(c for c in found if c != chosen and c.legal is None)
-    assert "chosen: asked for" in table(found, other)
-    tied = [candidate("ring", 1.0, 6), candidate("ulysses", 1.04)]
-    assert "chosen: within 5 % of ring 1 x 4, 4 collectives instead of 6" in table(tied, tied[1])
-
-
-def test_report() -> None:
-    s = shape(2, 8, 8)
-    found = candidates(s, GPU)
-    one = Decision(s, found, choose(found))
-    assert [d.nodes for d in merged([one, one, one])] == [3]
-    report, other = Report(n=2, attention=[one]), Report(n=2, attention=[one])
-    report.merge(other)
-    assert [d.nodes for d in report.attention] == [2]
-    assert "Attention, predicted\n2 x batch 1, 8 heads x 128, 2048 positions, causal\nattention " in str(
-        report
-    )
-    cross = replace(
-        shape(2, 8, 2, causal=False, training=False, mask=True), kv_len=77, v_head_dim=64, window=9
-    )
-    assert described(cross) == (
-        "batch 1, 8 heads (2 of keys) x 128/64, 2048 x 77 keys positions, window 9, mask as data, no gradient"
-    )
