@@ -14,7 +14,9 @@ from .kernels import accumulation_dtype
 from .library import LIBRARY
 from .masking import Masking
 
-_MASK = "Tensor? mask, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, Tensor? seed, float dropout_p"
+_MASK = (
+    "Tensor? mask, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, Tensor? seed, float dropout_p"
+)
 _WHERE = "float scale, SymInt[] q_span, SymInt[] k_span, int split_heads, str group"
 
 

@@ -6,11 +6,11 @@ layers, forward and backward.
 
 from collections.abc import Callable, Iterator
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from .. import predicate as language
-from ..predicate import Verdict
+from ..algebra import Verdict, is_of_query
 from .runs import RunBounds, Runs
 from .spans import Rows, boundaries, extent, intervals
 
@@ -87,9 +87,8 @@ class _Planner:
 
     def cover(self, q: Range, k: Range) -> Iterator[Block]:
         """The blocks of the pairs q x k."""
-        k = _hull(k, lambda part: self._verdict(q, part))
-        q = _hull(q, lambda part: self._verdict(part, k))
-        if q[0] == q[1] or k[0] == k[1]:
+        q, k = self._tight(q, k)
+        if q[0] == q[1]:
             return
         left = self._undecided(q, k)
         shift = language.causal_shift(left[0], self._sizes) if len(left) == 1 else None
@@ -101,6 +100,15 @@ class _Planner:
         else:
             for part in self._skipping(q, k, left):
                 yield self._block(q, part)
+
+    def _tight(self, q: Range, k: Range) -> tuple[Range, Range]:
+        """q and k without the rows at their ends that have no pair; both are empty or none."""
+        while True:
+            fewer_k = _hull(k, partial(self._verdict, q))
+            fewer_q = _hull(q, partial(self._verdict_of_queries, fewer_k))
+            if (fewer_q, fewer_k) == (q, k):
+                return q, k
+            q, k = fewer_q, fewer_k
 
     def _block(self, q: Range, k: Range) -> Block:
         left = self._undecided(q, k)
@@ -145,9 +153,9 @@ class _Planner:
         middle, slack = (low + high) // 2, (high - low) // 4
         places = list(boundaries(self._q_rows))
         for segment in self._q_rows:
-            wanted = middle - segment.offset + segment.index
+            wanted = middle - segment.offset + segment.first
             for runs in self._rows.values():
-                places += [at - segment.index + segment.offset for at in runs.change_near(wanted)]
+                places += [at - segment.first + segment.offset for at in runs.change_near(wanted)]
         near = [at for at in places if middle - slack <= at <= middle + slack and low < at < high]
         return min(near, key=lambda at: abs(at - middle), default=middle)
 
@@ -183,9 +191,12 @@ class _Planner:
         return tuple(c for c in self._conditions if not all(language.over(c, box) for box in boxes))
 
     def _verdict(self, q: Range, k: Range) -> Verdict:
-        """Of all conditions for all pairs."""
-        verdicts = {self._of_box(box) for box in self._boxes(q, k)}
+        """Of all conditions for all pairs; False if there is no pair."""
+        verdicts = {self._of_box(box) for box in self._boxes(q, k)} or {False}
         return verdicts.pop() if len(verdicts) == 1 else None
+
+    def _verdict_of_queries(self, k: Range, q: Range) -> Verdict:
+        return self._verdict(q, k)
 
     def _of_box(self, box: dict[str, tuple[int, int]]) -> Verdict:
         result: Verdict = True
@@ -212,19 +223,19 @@ def _sized(part: Range) -> tuple[int, int]:
 
 
 def _reads_query(condition: str) -> bool:
-    return any(name == "q" or name.startswith("row") for name in language.symbols(condition))
+    return any(map(is_of_query, language.symbols(condition)))
 
 
 def _hull(part: Range, verdict: Callable[[Range], Verdict]) -> Range:
     """The rows of ``part`` without those at its ends that have no pair."""
-    low, high = part
-    if low == high or verdict(part) is False:
-        return low, low
-    return _edge(part, verdict, last=False), _edge(part, verdict, last=True) + 1
+    if verdict(part) is False:
+        return part[0], part[0]
+    first, last = _edge(part, verdict, last=False), _edge(part, verdict, last=True)
+    return (first, last + 1) if first <= last else (part[0], part[0])
 
 
 def _edge(part: Range, verdict: Callable[[Range], Verdict], last: bool) -> int:
-    """The first or last row that may have a pair, by bisection; too far out rather than too far in."""
+    """The first or last row that may have a pair, by bisection; never too far in, and past each other if none has."""
     low, high = part
     while high - low > 1:
         middle = (low + high) // 2

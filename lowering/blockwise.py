@@ -59,6 +59,7 @@ def attend_blocks_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dmask: see ``sp::attend_backward``."""
     dtype = accumulation_dtype(q.dtype)
+    grad, out = grad.to(q.dtype), out.to(q.dtype)
     dq, dk, dv = (_Sum(x, dtype) for x in (q, k, v))
     wanted = masking.mask is not None and mask_grad
     dmask = q.new_zeros(masking.mask.shape if masking.mask is not None and mask_grad else (0,), dtype=dtype)
@@ -109,7 +110,7 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -
 
 def _need(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Need:
     masked = masking.mask is not None or block.kind is Kind.MASKED
-    by_element = masking.dropout_p > 0 or mask_grad
+    by_element = masking.dropout is not None or mask_grad
     return Need(q.device.type, q.dtype, masked, by_element, max(q.shape[3], v.shape[3]))
 
 

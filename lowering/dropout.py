@@ -4,6 +4,8 @@ So backward computes the mask again instead of keeping it, and every way of cutt
 over ranks and blocks drops the same weights.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,18 +13,24 @@ from torch import Tensor
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
-def keep_mask(
-    seed: Tensor, dropout_p: float, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
-) -> Tensor:
-    """bool (B, H, Q, K), True with probability 1 - dropout_p, from the int64 coordinates of its dims.
+class Dropout(NamedTuple):
+    """Attention dropout of some batch entries and heads."""
 
-    ``seed`` is int64 (), ``batch`` (B,), ``head`` (H,), ``query`` (Q,) and ``key`` (K,).
-    """
-    state = _mixed(seed + batch * _FACTORS[0])[:, None]
-    state = _mixed(state + head * _FACTORS[1])[:, :, None]
-    state = _mixed(state + query * _FACTORS[2])[:, :, :, None]
-    numbers = _mixed(state ^ _mixed(key * _FACTORS[0] + _FACTORS[1]))
-    return numbers >= min(int(dropout_p * 2**64) - 2**63, 2**63 - 1)
+    seed: Tensor
+    """int64 ()."""
+    p: float
+    batch: Tensor
+    """int64 (B,)."""
+    heads: Tensor
+    """int64 (H,): the heads' numbers among those of all ranks."""
+
+    def kept(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool (B, H, Q, K), True with probability 1 - p, of int64 indices (Q,) and (K,)."""
+        state = _mixed(self.seed + self.batch * _FACTORS[0])[:, None]
+        state = _mixed(state + self.heads * _FACTORS[1])[:, :, None]
+        state = _mixed(state + queries * _FACTORS[2])[:, :, :, None]
+        numbers = _mixed(state ^ _mixed(keys * _FACTORS[0] + _FACTORS[1]))
+        return numbers >= min(int(self.p * 2**64) - 2**63, 2**63 - 1)
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -35,8 +43,3 @@ def _mixed(x: Tensor) -> Tensor:
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """x >> bits with zeros moving in, where int64 moves in the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def global_heads(local: int, rank: int, split_heads: int, device: torch.device) -> Tensor:
-    """The numbers of a rank's heads among those of the ``split_heads`` ranks that share them."""
-    return torch.arange(local, device=device) + rank % split_heads * local

@@ -30,7 +30,8 @@ class Case:
     """float (B | 1, Hq | 1, Q | 1, K | 1), added to the scaled scores."""
     kept: Tensor | None = None
     """bool (B, Hq, Q, K): the weights that dropout keeps."""
-    dropout_p: float = 0.0
+    keep_rate: float = 1.0
+    """The probability of that."""
     bias_grad: bool = False
 
 
@@ -164,7 +165,8 @@ def _scores(q: Tensor, k: Tensor, case: Case) -> Tensor:
 def _dropped(weights: Tensor, case: Case) -> Tensor:
     if case.kept is None:
         return weights
-    return weights * case.kept / (1 - case.dropout_p) if case.dropout_p < 1 else torch.zeros_like(weights)
+    # A rate of 0 keeps nothing, and must not divide by it.
+    return torch.where(case.kept, weights / (case.keep_rate or 1.0), 0.0)
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
@@ -196,8 +198,9 @@ def _flash_on_cpu(need: Need) -> bool:
 
 
 def _flash_on_cuda(need: Need) -> bool:
-    simple = not (need.masked or need.by_element)
-    return need.device == "cuda" and simple and need.dtype in _HALF and 0 < need.head_dim <= 256
+    if need.device != "cuda" or need.masked or need.by_element:
+        return False
+    return need.dtype in _HALF and 0 < need.head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0)
 
 
 KERNELS = (

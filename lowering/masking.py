@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import predicate as language
+from ..algebra import is_of_query
 from ..errors import SpError
 from .blocks import Block, Kind, plan
 from .communicator import current
-from .dropout import global_heads, keep_mask
+from .dropout import Dropout
 from .kernels import Case
 from .runs import runs_of
 from .spans import Rows, indices, take, valid_rows
@@ -29,11 +30,8 @@ class Masking:
     vectors: dict[str, Tensor]
     """row<i> and col<i>, whole: int or bool (B | 1, S)."""
     sizes: dict[str, int]
-    batch: Tensor
-    heads: Tensor
-    """The numbers of the batch entries and, among those of all ranks, of the query heads."""
-    seed: Tensor | None
-    dropout_p: float
+    dropout: Dropout | None
+    device: torch.device
 
     @staticmethod
     def of(
@@ -52,26 +50,23 @@ class Masking:
         group: str,
     ) -> "Masking":
         """From the arguments of ``sp::attend``. SpError for dropout without a seed."""
-        if dropout_p > 0 and seed is None:
-            raise SpError("sp::attend: dropout_p > 0 needs a seed, an int64 tensor of shape ()")
         q_rows, k_rows = valid_rows(q_span, q.shape[2], group), valid_rows(k_span, k.shape[2], group)
+        numbers = tuple(int(size) for size in sizes)
         blocks: tuple[Block, ...] = ()
         if q.shape[0] * q.shape[1] and q_rows and k_rows:
-            bounds = (tuple(runs_of(x) for x in xs) for xs in (rows, cols))
-            blocks = plan(predicate, q_rows, k_rows, tuple(int(size) for size in sizes), *bounds)
-        rank = current().rank(group) if dropout_p > 0 and split_heads > 1 else 0
-        return Masking(
-            blocks,
-            q_rows,
-            k_rows,
-            mask,
-            {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)},
-            {f"n{i}": int(size) for i, size in enumerate(sizes)},
-            torch.arange(q.shape[0], device=q.device),
-            global_heads(q.shape[1], rank, split_heads, q.device),
-            seed,
-            dropout_p,
-        )
+            blocks = plan(
+                predicate, q_rows, k_rows, numbers, *(tuple(map(runs_of, xs)) for xs in (rows, cols))
+            )
+        dropout = None
+        if dropout_p > 0:
+            if seed is None:
+                raise SpError("sp::attend: dropout_p > 0 needs a seed, an int64 tensor of shape ()")
+            rank = current().rank(group) if split_heads > 1 else 0
+            heads = torch.arange(q.shape[1], device=q.device) + rank % split_heads * q.shape[1]
+            dropout = Dropout(seed, dropout_p, torch.arange(q.shape[0], device=q.device), heads)
+        vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
+        named = {f"n{i}": size for i, size in enumerate(numbers)}
+        return Masking(blocks, q_rows, k_rows, mask, vectors, named, dropout, q.device)
 
     def case(self, block: Block, scale: float, dense: bool) -> Case:
         """A block's masks: all of them as tensors for a ``dense`` kernel, which needs no other."""
@@ -80,7 +75,12 @@ class Masking:
         bias = self._data(block)
         if bias is not None and bias.dtype == torch.bool:
             allowed, bias = bias if allowed is None else allowed & bias, None
-        return Case(scale, causal, allowed, bias, self._kept(block), self.dropout_p)
+        kept = None
+        if self.dropout is not None:
+            kept = self.dropout.kept(
+                *(indices(*rows, self.device) for rows in (self._queries(block), self._keys(block)))
+            )
+        return Case(scale, causal, allowed, bias, kept, 1 if self.dropout is None else 1 - self.dropout.p)
 
     def _allowed(self, block: Block) -> Tensor | None:
         """What the predicate leaves to be asked pair by pair: bool (B | 1, 1, Q | 1, K | 1)."""
@@ -88,17 +88,19 @@ class Masking:
             return None
         names = {name for condition in block.conditions for name in language.symbols(condition)}
         values = {name: self._value(name, block) for name in names}
-        allowed = reduce(torch.logical_and, [language.evaluate(c, values) for c in block.conditions])
+        allowed = reduce(
+            torch.logical_and, (torch.as_tensor(language.evaluate(c, values)) for c in block.conditions)
+        )
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
 
     def _value(self, name: str, block: Block) -> Tensor | int:
         """A symbol's values, shaped to broadcast to (B, 1, Q, K)."""
         if name in self.sizes:
             return self.sizes[name]
-        of_query = name == "q" or name.startswith("row")
+        of_query = is_of_query(name)
         where = self._queries(block) if of_query else self._keys(block)
         if name not in self.vectors:
-            x = indices(*where, self.batch.device)
+            x = indices(*where, self.device)
             return x[:, None] if of_query else x[None, :]
         x = take(self.vectors[name], 1, *where)[:, None, :].unsqueeze(-1 if of_query else -2)
         return x.to(torch.int64) if x.dtype == torch.bool else x
@@ -109,13 +111,6 @@ class Masking:
             return None
         part = self.mask.narrow(2, block.q_off, block.q_len) if self.mask.shape[2] > 1 else self.mask
         return take(part, 3, *self._keys(block)) if part.shape[3] > 1 else part
-
-    def _kept(self, block: Block) -> Tensor | None:
-        """What dropout keeps: bool (B, Hq, Q, K)."""
-        if self.seed is None or self.dropout_p <= 0:
-            return None
-        queries, keys = (indices(*where, self.batch.device) for where in (self._queries(block), self._keys(block)))
-        return keep_mask(self.seed, self.dropout_p, self.batch, self.heads, queries, keys)
 
     def _queries(self, block: Block) -> tuple[Rows, int, int]:
         return self.q_rows, block.q_off, block.q_off + block.q_len

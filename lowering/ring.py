@@ -27,7 +27,7 @@ class Ring(NamedTuple):
     """Where the sequences lie and how keys go round.
 
     n: ranks; stride: neighbours that share heads (the ring links every stride-th rank); steps: blocks of keys that
-    anybody needs, counted from one's own backwards; grads: "travel" or "scatter".
+    anybody needs, counted from one's own backwards; grads: "travel" or "scatter" (which takes the whole ring).
     """
 
     q_frame: Frame
@@ -117,7 +117,7 @@ def _backward(
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dq = dmask = None
-    carried = _WAYS_HOME[ring.grads](ring)
+    carried = (_Travelling if ring.steps < ring.size else _WAYS_HOME[ring.grads])(ring)
     both, (keys, values) = _first(k, v, ring)
     for step in range(ring.steps):
         coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None

@@ -93,11 +93,15 @@ _ENDS: dict[str, Callable[..., Ends]] = {
 }
 
 
+_routes: dict[str, dist.ProcessGroup] = {}  # the registry of process groups holds them weakly
+
+
 def ensure(group: str) -> str:
     """Make the route known to this process (no communication); `group` itself. Nothing without its parent."""
     name = parent(group)
     if name != group and known_process_group(name) and not known_process_group(group):
-        register_process_group(group, _Route(group))
+        _routes[group] = _Route(group)
+        register_process_group(group, _routes[group])
     return group
 
 

@@ -19,7 +19,8 @@ from .communicator import current
 class Segment(NamedTuple):
     """Neighbouring rows with neighbouring indices."""
 
-    index: int
+    first: int
+    """The index of the first row."""
     offset: int
     length: int
 
@@ -50,9 +51,10 @@ def _cut(index: int, offset: int, rows: int, length: int) -> Segment:
 
 def _joined(segments: list[Segment]) -> Rows:
     """One segment where the second follows on the first in index and offset."""
-    if len(segments) == 2 and segments[0].index + segments[0].length == segments[1].index:
-        first, second = segments
-        return (Segment(first.index, first.offset, first.length + second.length),)
+    if len(segments) == 2:
+        before, after = segments
+        if before.first + before.length == after.first:
+            return (Segment(before.first, before.offset, before.length + after.length),)
     return tuple(segments)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from ..call import Call, is_tensor
-from ..shapes import Size, same, sizes
+from ..shapes import Size, product, same, sizes
 from .edit import Editor
 from .masks import always_attends, recognise
 from .products import Factor, Product, product_of, transposed
@@ -64,31 +64,31 @@ class EagerAttention(Editor):
         operands = _operands(scores.product, weights.product, chain)
         if operands is None:
             return False
-        return self._replace(weights.last, scores, weights, operands)
+        with self.graph.inserting_before(weights.last):
+            out = self._attention(scores, weights, operands, weights.last)
+        if out is None:
+            return False
+        weights.last.replace_all_uses_with(out)
+        self.erase([*chain, weights.last])
+        return True
 
-    def _replace(self, last: Node, scores: Scores, weights: Weights, operands: list[Factor]) -> bool:
-        product = weights.product
-        assert product is not None
-        front = operands[0].shape[:-2]
+    def _attention(self, scores: Scores, weights: Weights, operands: list[Factor], last: Node) -> Node | None:
+        assert weights.product is not None
+        front, order = operands[2].shape[:-2], weights.product.order
         lead = front if scores.masked is None else scores.masked[:-2]
         shape = (*lead, operands[0].shape[-2], operands[1].shape[-2])
-        with self.graph.inserting_before(last):
-            mask, fits = self._mask(scores, shape, last)
-            if not fits:
-                self.drop(mask)
-                return False
-            q, k, v = (self._led(f, lead, last) for f in operands)
-            options = {"scale": scores.scale}
-            args = (q, k, v, mask, weights.dropout)
-            out = self.compute(aten.scaled_dot_product_attention.default, args, last, options)
-            if front != lead:
-                wanted = self.sizes.list((*front, *sizes(out.meta["val"].shape)[-2:]))
-                out = self.compute(aten.reshape.default, (out, wanted), last)
-            back = [product.order.index(d) for d in range(len(product.order))]
-            if back != sorted(back):
-                out = self.compute(aten.permute.default, (out, back), last)
-        self.replace(last, out)
-        return True
+        mask, fits = self._mask(scores, shape, operands[0].node.meta["val"].dtype, last)
+        if not fits:
+            self.drop(mask)
+            return None
+        q, k, v = (self._led(f, lead, last) for f in operands)
+        args = (q, k, v, mask, weights.dropout)
+        out = self.compute(aten.scaled_dot_product_attention.default, args, last, {"scale": scores.scale})
+        if front != lead:
+            wanted = self.sizes.list((*front, *sizes(out.meta["val"].shape)[-2:]))
+            out = self.compute(aten.reshape.default, (out, wanted), last)
+        back = [order.index(d) for d in range(len(order))]
+        return out if back == sorted(back) else self.compute(aten.permute.default, (out, back), last)
 
     def _led(self, factor: Factor, lead: tuple[Size, ...], like: Node) -> Node:
         node = factor.made(self, like)
@@ -97,26 +97,32 @@ class EagerAttention(Editor):
         wanted = self.sizes.list((*lead, *factor.shape[-2:]))
         return self.compute(aten.reshape.default, (node, wanted), like)
 
-    def _mask(self, scores: Scores, shape: tuple[Size, ...], like: Node) -> tuple[Node | None, bool]:
+    def _mask(
+        self, scores: Scores, shape: tuple[Size, ...], dtype: torch.dtype, like: Node
+    ) -> tuple[Node | None, bool]:
         """(the mask of biases and fills, whether it says the same as they do)"""
-        bias = None
+        bias, allowed, fits = None, None, True
         for node, negative in scores.biases:
+            if node.meta["val"].dtype != dtype:  # a bias of zeros and fills needs no dtype
+                fits = fits and recognise(node, shape) is not None
+                allowed = self._both(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
+                continue
             term = self.compute(aten.neg.default, (node,), like) if negative else node
             bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
-        allowed = None
         for condition, filled, _ in scores.fills:
-            term = self._allows(condition, filled, like)
-            allowed = (
-                term if allowed is None else self.compute(aten.logical_and.default, (allowed, term), like)
-            )
-        fits = True
-        if any(math.isfinite(number) for *_, number in scores.fills):
-            assert allowed is not None
+            allowed = self._both(allowed, self._allows(condition, filled, like), like)
+        if allowed is not None and any(math.isfinite(number) for *_, number in scores.fills):
             known = recognise(allowed, shape)
-            fits = known is not None and always_attends(known)
+            fits = fits and known is not None and always_attends(known)
+        mask = bias if allowed is None else allowed
         if bias is not None and allowed is not None:
-            return self.compute(aten.where.ScalarOther, (allowed, bias, -math.inf), like), fits
-        return (bias if allowed is None else allowed), fits
+            mask = self.compute(aten.where.ScalarOther, (allowed, bias, -math.inf), like)
+        while mask is not None and mask.meta["val"].ndim < 2:
+            mask = self.compute(aten.unsqueeze.default, (mask, 0), like)
+        return mask, fits
+
+    def _both(self, a: Node | None, b: Node, like: Node) -> Node:
+        return b if a is None else self.compute(aten.logical_and.default, (a, b), like)
 
     def _allows(self, condition: Node, filled: bool, like: Node) -> Node:
         if condition.meta["val"].dtype != torch.bool:
@@ -166,8 +172,10 @@ def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Facto
     value = values.right.swapped().settled()
     if query is None or key is None or not same(key.shape[-2], value.shape[-2]):
         return None
-    fits = len(value.shape) == len(key.shape) and all(same(a, b) for a, b in zip(value.shape[:-2], key.shape))
-    return [query, key, value] if fits else None
+    batches = (
+        product(f.shape[:-2]) for f in (key, value)
+    )  # grouped otherwise, perhaps, but in the same order
+    return [query, key, value] if same(*batches) else None
 
 
 def _uncast(factor: Factor, dtype: torch.dtype) -> Factor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,9 +52,14 @@ class Editor:
     def replace(self, node: Node, fresh: Node) -> None:
         """Every use of the node becomes a use of the fresh one; what only the node needed goes with it."""
         node.replace_all_uses_with(fresh)
-        operands = node.all_input_nodes
-        self.graph.erase_node(node)
-        self.drop(*operands)
+        self.erase([node])
+
+    def erase(self, nodes: Sequence[Node]) -> None:
+        """Erase nodes that only each other use, in the graph's order, draws too; what only they needed goes as well."""
+        inputs = [i for n in nodes for i in n.all_input_nodes if i not in nodes]
+        for node in reversed(nodes):
+            self.graph.erase_node(node)
+        self.drop(*inputs)
 
     def drop(self, *nodes: Any) -> None:
         """Erase the nodes, and what only they needed, as far as nothing else uses them."""
@@ -73,7 +79,7 @@ def _is_pure(node: Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return not node.is_impure()
-    return not (node.target._schema.is_mutable or is_random(node) or node.is_impure())
+    return not node.target._schema.is_mutable and not is_random(node)
 
 
 def _fake_mode_of(node: Node) -> Any:

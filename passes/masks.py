@@ -20,6 +20,7 @@ from sympy.core.function import AppliedUndef
 from torch.fx import GraphModule, Node
 
 from ..call import Call
+from ..errors import SpError
 from ..shapes import Size, same, sizes
 from . import element_arithmetic, elements  # noqa: F401  (registers how ops get their elements)
 from .bounds import BATCH, HEAD, INDICES, KEY, QUERY, Boolean, Box
@@ -119,6 +120,7 @@ class Masks(Editor):
     def __init__(self, gm: GraphModule) -> None:
         self.edit(gm.graph)
         self.vectors: dict[tuple[Any, ...], Node] = {}
+        self.masks: dict[tuple[Node, tuple[Size, ...]], Mask | None] = {}  # layers share theirs
 
     def run(self) -> bool:
         """True if the graph changed."""
@@ -133,7 +135,10 @@ class Masks(Editor):
         shape = (*shapes[0][:-1], shapes[1][-2])
         if call["is_causal"] or not _plain(call, shapes):
             return False
-        mask = recognise(call["attn_mask"], shape)
+        key = (call["attn_mask"], shape)
+        if key not in self.masks:
+            self.masks[key] = recognise(*key)
+        mask = self.masks[key]
         if mask is None:
             return False
         if mask.allowed in (sympy.true, CAUSAL):
@@ -147,11 +152,12 @@ class Masks(Editor):
     def _predicate(self, node: Node, call: Call, mask: Mask) -> bool:
         spelling = Spelling()
         predicate = spelling.spell(mask.allowed)
-        if not all(_known(self, s) for e in spelling.sizes for s in e.free_symbols):
+        try:
+            rows = [self._vector(mask, leaf, QUERY, node) for leaf in spelling.rows]
+            cols = [self._vector(mask, leaf, KEY, node) for leaf in spelling.cols]
+            extents = self.sizes.list(_size(e) for e in spelling.sizes)
+        except SpError:  # a size that the graph cannot compute from its inputs
             return False
-        rows = [self._vector(mask, leaf, QUERY, node) for leaf in spelling.rows]
-        cols = [self._vector(mask, leaf, KEY, node) for leaf in spelling.cols]
-        extents = self.sizes.list(_size(e) for e in spelling.sizes)
         with self.graph.inserting_before(node):
             options = [call[name] for name in ("dropout_p", "scale", "enable_gqa")]
             args = (*call.operands[:3], rows, cols, extents, str(predicate), *options)
@@ -199,8 +205,3 @@ def _plain(call: Call, shapes: list[tuple[Size, ...]]) -> bool:
 def _size(e: Any) -> Size:
     e = sympy.sympify(e)
     return int(e) if e.is_Integer else e
-
-
-def _known(editor: Editor, symbol: sympy.Symbol) -> bool:
-    """Can the graph compute the size from its inputs?"""
-    return symbol in editor.sizes.known or symbol in editor.sizes.sources

@@ -57,14 +57,7 @@ def scores_of(x: Any, user: Node) -> Scores | None:
         inner = _scaled(call, x)
     elif x.target in (aten.add.Tensor, aten.sub.Tensor):
         inner = _biased(call, x)
-    elif x.target in (
-        aten.masked_fill.Scalar,
-        aten.where.ScalarOther,
-        aten.where.ScalarSelf,
-        aten.where.self,
-    ):
-        inner = _filled(call, x)
-    elif x.target is aten.masked_fill.Tensor:
+    elif x.target in FILLS:
         inner = _filled(call, x)
     return replace(inner, chain=(*inner.chain, x)) if inner is not None else None
 

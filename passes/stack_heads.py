@@ -61,11 +61,8 @@ class StackHeads(Editor):
             batch, length, count, width = sizes(out.meta["val"].shape)
             shape = self.sizes.list((batch, length, product((count, width))))
             out = self.compute(aten.reshape.default, (out, shape), cat)
-        self.replace(cat, out)
-        for head in heads:
-            gone = head.all_input_nodes
-            self.graph.erase_node(head)
-            self.drop(*gone)
+        cat.replace_all_uses_with(out)
+        self.erase([*heads, cat])
         return True
 
     def _stack(self, xs: Sequence[Node], dim: int, like: Node) -> Node:

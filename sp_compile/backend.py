@@ -40,13 +40,13 @@ def sp(
     given = vars(options) if isinstance(options, SPConfig) else options or {}
     try:
         ranks = resolve(given.get("mesh"), given.get("mesh_dim"))
+        measured = measure.machine(ranks, _device(example_inputs))  # together, before anything can fail on one rank
         config = SPConfig.of(options)
         if mode is not None:
             raise SpError(
                 f"mode={mode!r} is Inductor's; set torch._inductor.config instead, which backend='sp' compiles with"
             )
-        machine = _machine(example_inputs, config, ranks)
-        local, _report = lower(gm, example_inputs, config, ranks, machine)
+        local, _report = lower(gm, example_inputs, config, ranks, measured)
         run = compile_local(local, example_inputs, config, ranks)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
@@ -66,13 +66,8 @@ def _equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -
     return out
 
 
-def _machine(example_inputs: Sequence[Any], config: SPConfig, ranks: Ranks) -> Machine:
-    """The cost model's constants; measured, by all ranks together, only where there is something to choose."""
-    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    if config.attention != "auto":
-        return Machine.of(device.type, config.cost)
-    return measure.machine(ranks, device, config.cost)
+def _device(example_inputs: Sequence[Any]) -> torch.device:
+    return next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
 
 
 def lower(
@@ -80,11 +75,11 @@ def lower(
     example_inputs: Sequence[Any],
     config: SPConfig,
     ranks: Ranks,
-    machine: Machine | None = None,
+    measured: Machine | None = None,
 ) -> tuple[GraphModule, Report]:
     """Dynamo graph -> (graph of one rank, report). Runs inside a torch.compile backend.
 
-    machine: the cost model's constants; the device's defaults, with those of the config, if None.
+    measured: the cost model's constants on these ranks, which those of the config replace; None: the device's defaults.
     """
     fragment = _compat.is_fragment(gm)
     if fragment and (config.outputs == "local" or config.inputs == "local"):
@@ -106,7 +101,7 @@ def lower(
         gather_outputs=config.outputs == "gather",
         attention=config.attention,
         layout=config.layout,
-        machine=machine or _machine(example_inputs, config, Ranks(1, "")),
+        machine=Machine.of(_device(example_inputs).type, config.cost) if config.cost is not None else measured,
         fallback=config.fallback,
         param_grads=config.param_grads,
     )

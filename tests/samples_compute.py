@@ -19,6 +19,24 @@ def attention() -> None:
     one(sdpa, f(2, 8, 6, 4), f(2, 4, 6, 4), f(2, 4, 6, 4), is_causal=True, enable_gqa=True)
     one(sdpa, f(4, 6, 2), f(4, 6, 2), f(4, 6, 2), scale=1.0)
     one(sdpa, f(2, 3, 4, 6, 2), f(2, 3, 4, 6, 2), f(2, 3, 4, 6, 2))
+    masked, queries, keys = torch.ops.sp.masked_attention.default, f(2, 6, 6, 3), f(2, 6, 12, 3)
+    some = b(2, 12) | (torch.arange(12) < 3)
+    one(masked, queries, keys, keys, [], [some], [], "Ne(col0, 0)", 0.0, None, False)
+    one(masked, queries, keys, keys, [], [], [4], "k - q < n0", 0.0, 0.3, False)
+    one(
+        masked,
+        f(2, 6, 3),
+        f(2, 12, 3),
+        f(2, 12, 4),
+        [b(2, 6)],
+        [some],
+        [],
+        "(row0 < 2) & Ne(col0, 0)",
+        0.0,
+        None,
+        False,
+    )
+    one(masked, f(2, 8, 6, 4), f(2, 4, 6, 4), f(2, 4, 6, 4), [], [], [], "k <= q", 0.0, None, True)
 
 
 def sums_of_products() -> None:

@@ -215,7 +215,7 @@ def spread(table: dict[str, Attend]) -> list[object]:
 
 @pytest.mark.parametrize("attend", EXCHANGED.values(), ids=EXCHANGED)
 def test_one_exchange_there_and_one_back(attend: Attend) -> None:
-    report = run(attend, 2, 17, heads=4, kv_heads=2)
+    report = run(attend, 2, 17, heads=4, kv_heads=2, attention="ulysses")
     assert report.count("all_to_all") == 2
     assert report.count("unshard") == 1, "the logits only"
     assert report.count("all_gather") == 0
@@ -236,8 +236,9 @@ def test_any_number_of_heads(name: str, heads: int, kv_heads: int, ranks: int) -
 @pytest.mark.parametrize("name", ["causal", "full", "documents", "learned bias", "repeat_kv"])
 def test_attention_gather(name: str) -> None:
     report = run(EXCHANGED[name], 3, 13, heads=6, kv_heads=3, attention="gather")
-    assert report.count("all_to_all") == 0
-    assert report.count("all_gather") == 2
+    assert report.count("gathered_attention") == 1
+    assert report.count("all_to_all") == report.count("all_gather") == 0
+    assert not report.fallbacks
 
 
 @pytest.mark.parametrize("name", ["causal", "repeat_kv", "repeat_interleave"])

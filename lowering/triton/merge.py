@@ -5,19 +5,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16
+ELEMENTS = 2048
+"""What one program of the kernel merges."""
 
 
 @triton.jit
-def _merge(
-    out_a, lse_a, out_b, lse_b, out, lse, rows, width, stride_a, stride_b,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+def _merge(  # type: ignore[no-untyped-def]
+    out_a, lse_a, out_b, lse_b, out, lse, rows, heads, length, width,
+    batch_a, head_a, row_a, batch_b, head_b, row_b, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of (rows, width) results; ``stride_*`` is from row to row."""
+    """ROWS of the batch * heads * length rows; ``batch_a`` to ``row_b`` are strides, all else is contiguous."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     here = row < rows
     inside = here & (column < width)
+    batch, head, place = row // (heads * length), row // length % heads, row % length
 
     a, b = tl.load(lse_a + row, mask=here, other=0.0), tl.load(lse_b + row, mask=here, other=0.0)
     top = tl.maximum(a, b)
@@ -27,24 +29,33 @@ def _merge(
     # The larger of the two is 1, so that only the empty sum of 0 is below it.
     divisor = tl.maximum(total, 1.0)
 
-    x = tl.load(out_a + row * stride_a + column, mask=inside, other=0.0).to(total.dtype)
-    y = tl.load(out_b + row * stride_b + column, mask=inside, other=0.0).to(total.dtype)
+    x = tl.load(out_a + batch * batch_a + head * head_a + place * row_a + column, mask=inside, other=0.0).to(
+        total.dtype
+    )
+    y = tl.load(out_b + batch * batch_b + head * head_b + place * row_b + column, mask=inside, other=0.0).to(
+        total.dtype
+    )
     tl.store(out + row * width + column, x * (a / divisor) + y * (b / divisor), mask=inside)
     tl.store(lse + row, finite + tl.log(total), mask=here)
 
 
 def launch(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., E), (...), (..., E), (...) -> (..., E), (...) in lse's dtype, contiguous."""
-    width = out_a.shape[-1]
-    a, b = (x.reshape(-1, width) for x in (out_a, out_b))
-    a, b = (x if x.stride(-1) == 1 else x.contiguous() for x in (a, b))
-    out, lse = torch.empty(out_a.shape, dtype=lse_a.dtype, device=out_a.device), torch.empty_like(
-        lse_a, memory_format=torch.contiguous_format
-    )
-    if out.numel() or lse.numel():
-        grid = (triton.cdiv(lse.numel(), ROWS),)
-        _merge[grid](
-            a, lse_a.contiguous(), b, lse_b.contiguous(), out, lse, lse.numel(), width, a.stride(0), b.stride(0),
-            ROWS=ROWS, WIDTH=triton.next_power_of_2(max(width, 1)),
+    """(..., S, E), (..., S), (..., S, E), (..., S) -> (..., S, E), (..., S) in lse's dtype, contiguous."""
+    out = torch.empty(out_a.shape, dtype=lse_a.dtype, device=out_a.device)
+    lse = torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)
+    a, b = _four_dims(out_a), _four_dims(out_b)
+    _, heads, length, width = a.shape
+    if lse.numel():
+        columns = triton.next_power_of_2(max(width, 1))
+        rows = max(1, ELEMENTS // columns)
+        _merge[(triton.cdiv(lse.numel(), rows),)](
+            a, lse_a.contiguous(), b, lse_b.contiguous(), out, lse, lse.numel(), heads, length, width,
+            *a.stride()[:3], *b.stride()[:3], ROWS=rows, WIDTH=columns,
         )  # fmt: skip
     return out, lse
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """(batch, heads, S, E) with neighbouring columns: a view of what attention kernels return."""
+    x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x.flatten(0, -4)
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,198 @@
+"""What a mask predicate means: one walk over its expression, and two kinds of values to walk with.
+
+With *intervals* a symbol has inclusive bounds and a condition holds for all values (True), for none (False)
+or perhaps for some (None). With *tensors* a condition is a bool tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from sympy.core.relational import Relational
+from torch import Tensor
+
+from .errors import SpError
+
+Bounds = tuple[Any, Any]
+"""The least and the greatest value, both inclusive."""
+Verdict = bool | None
+Meaning = Callable[[Mapping[str, Any]], Any]
+"""From the symbols' values to the expression's."""
+
+
+class Algebra(NamedTuple):
+    """How the values of one kind are combined, by sympy class. Functions of one operand ignore the second."""
+
+    number: Callable[[int], Any]
+    functions: dict[type, Callable[[Any, Any], Any]]
+    relations: dict[type, Callable[[Any, Any], Any]]
+    both: Callable[[Any, Any], Any]
+    either: Callable[[Any, Any], Any]
+    negated: Callable[[Any], Any]
+
+
+def condition(expr: Any, algebra: Algebra) -> Meaning:
+    """The meaning of a sympy Boolean. SpError for what the algebra does not know."""
+    if expr in (sympy.true, sympy.false):
+        constant = bool(expr)
+        return lambda values: constant
+    if isinstance(expr, sympy.And | sympy.Or):
+        join = algebra.both if isinstance(expr, sympy.And) else algebra.either
+        return _folded(join, [condition(arg, algebra) for arg in expr.args])
+    if isinstance(expr, sympy.Not):
+        inner = condition(expr.args[0], algebra)
+        return lambda values: algebra.negated(inner(values))
+    if not isinstance(expr, Relational):
+        raise _unknown(expr)
+    return _folded(algebra.relations[type(expr)], [_number(side, algebra) for side in _sides(expr)])
+
+
+def _sides(expr: Any) -> tuple[Any, Any]:
+    """The terms of the query on the left, all others on the right, without fractions.
+
+    So every symbol of a linear condition stands once, which makes intervals exact, and the only tensor
+    operation of the size of a block is the comparison of a column with a row.
+    """
+    terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
+    denominator = sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms))
+    of_query = [term for term in terms if any(is_of_query(str(s)) for s in term.free_symbols)]
+    others = [-term for term in terms if term not in of_query]
+    return tuple(sympy.expand(denominator * sympy.Add(*side)) for side in (of_query, others))
+
+
+def is_of_query(name: str) -> bool:
+    """Whether a symbol has a value for each query."""
+    return name == "q" or name.startswith("row")
+
+
+def _number(expr: Any, algebra: Algebra) -> Meaning:
+    """The meaning of an integer expression."""
+    if expr.is_Symbol:
+        return operator.itemgetter(str(expr))
+    if expr.is_Integer:
+        constant = algebra.number(int(expr))
+        return lambda values: constant
+    kind = next((kind for kind in algebra.functions if isinstance(expr, kind)), None)
+    if kind is None:
+        raise _unknown(expr)
+    args = sympy.together(expr.args[0]).as_numer_denom() if kind is sympy.floor else expr.args
+    return _folded(algebra.functions[kind], [_number(arg, algebra) for arg in args])
+
+
+def _folded(join: Callable[[Any, Any], Any], parts: list[Meaning]) -> Meaning:
+    first, *others = parts
+    if not others:
+        return lambda values: join(first(values), None)
+    if len(others) == 1:
+        second = others[0]
+        return lambda values: join(first(values), second(values))
+    return lambda values: reduce(join, [part(values) for part in parts])
+
+
+def _unknown(expr: Any) -> SpError:
+    return SpError(f"a mask predicate can not use {type(expr).__name__}: {expr}")
+
+
+# Intervals.
+
+_FAR = 1 << 62
+"""Beyond every index, size and value."""
+
+
+def _extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds:
+    """Of an operation that is monotone in each operand."""
+    ends = [operation(x, y) for x in a for y in b]
+    return min(ends), max(ends)
+
+
+def _quotient(a: Bounds, b: Bounds) -> Bounds:
+    if b[0] <= 0 <= b[1]:
+        return -_FAR, _FAR
+    return _extremes(operator.floordiv, a, b)
+
+
+def _remainder(a: Bounds, b: Bounds) -> Bounds:
+    if b[0] != b[1] or b[0] <= 0:
+        most = max(abs(b[0]), abs(b[1]))
+        return -most, most
+    return (a[0] % b[0], a[1] % b[0]) if a[0] // b[0] == a[1] // b[0] else (0, b[0] - 1)
+
+
+def _less(a: Bounds, b: Bounds) -> Verdict:
+    return True if a[1] < b[0] else False if a[0] >= b[1] else None
+
+
+def _equal(a: Bounds, b: Bounds) -> Verdict:
+    if a[1] < b[0] or b[1] < a[0]:
+        return False
+    return True if a[0] == a[1] == b[0] == b[1] else None
+
+
+def _not(verdict: Verdict) -> Verdict:
+    return None if verdict is None else not verdict
+
+
+INTERVALS = Algebra(
+    number=lambda value: (value, value),
+    functions={
+        sympy.Add: lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        sympy.Mul: partial(_extremes, operator.mul),
+        sympy.Min: lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+        sympy.Max: lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+        sympy.Mod: _remainder,
+        sympy.Abs: lambda a, _: (max(a[0], -a[1], 0), max(-a[0], a[1])),
+        sympy.floor: _quotient,
+    },
+    relations={
+        sympy.StrictLessThan: _less,
+        sympy.LessThan: lambda a, b: _not(_less(b, a)),
+        sympy.StrictGreaterThan: lambda a, b: _less(b, a),
+        sympy.GreaterThan: lambda a, b: _not(_less(a, b)),
+        sympy.Eq: _equal,
+        sympy.Ne: lambda a, b: _not(_equal(a, b)),
+    },
+    both=lambda a, b: False if a is False or b is False else a and b,
+    either=lambda a, b: True if a or b else None if a is None or b is None else False,
+    negated=_not,
+)
+
+
+# Tensors, and ints for sizes.
+
+
+def _negated(mask: Any) -> Any:
+    return not mask if isinstance(mask, bool) else ~mask
+
+
+def _choice(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    return lambda a, b: choose(torch.as_tensor(a), torch.as_tensor(b))
+
+
+TENSORS = Algebra(
+    number=lambda value: value,
+    functions={
+        sympy.Add: operator.add,
+        sympy.Mul: operator.mul,
+        sympy.Min: _choice(torch.minimum),
+        sympy.Max: _choice(torch.maximum),
+        sympy.Mod: operator.mod,
+        sympy.Abs: lambda a, _: abs(a),
+        sympy.floor: operator.floordiv,
+    },
+    relations={
+        sympy.StrictLessThan: operator.lt,
+        sympy.LessThan: operator.le,
+        sympy.StrictGreaterThan: operator.gt,
+        sympy.GreaterThan: operator.ge,
+        sympy.Eq: operator.eq,
+        sympy.Ne: operator.ne,
+    },
+    both=operator.and_,
+    either=operator.or_,
+    negated=_negated,
+)
