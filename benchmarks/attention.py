@@ -3,8 +3,8 @@
     python benchmarks/attention.py [--seq 8192] [--ranks 2 4] [--rounds 5]
 
 A block of attention with its projections and a norm, causal, compiled with backend="sp" for every way of attention,
-against backend="inductor" on one process, the ops of sp_compile.functional, and modules written by hand (handwritten.py)
-in eager mode. The variants take turns, in every round the same, and the medians over the rounds of
+against backend="inductor" on one process, the ops of sp_compile.functional, and modules written by hand (both in eager
+mode; handwritten.py). The variants take turns, in every round the same, and the medians over the rounds of
 (CPU time summed over the ranks) / (CPU time of one device in the same round) are printed. All processes share one
 core, so that no variant is slowed by more neighbours than another. Writes benchmarks/results/attention_cpu.md.
 """
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from counting import Counts, count
 from handwritten import UlyssesAttention, ZigzagRingAttention, zigzag
+from tables import markdown, processor
 
 RESULTS = Path(__file__).parent / "results" / "attention_cpu.md"
 TARGETS = {"ulysses": 1.05, "ring": 1.15, "gather": 1.10}
@@ -219,7 +220,9 @@ def time_table(found: list[dict]) -> Table:
 
 def hand_table(found: list[dict]) -> Table:
     """Ours against the hand-written module of the same kind: time as the median of ratios in a round, and counts."""
-    table = Table("ranks", "attention", "how", "CPU / by hand", "collectives", "which", "copies", "copies, ms")
+    table = Table(
+        "ranks", "attention", "how", "CPU / by hand", "collectives", "which", "copies", "copies, ms"
+    )
     counts: dict[Case, Counts] = found[0]["counts"]
     for hand in (case for case in counts if case.how == "by hand"):
         against = ratios(found, hand)
@@ -234,25 +237,11 @@ def hand_table(found: list[dict]) -> Table:
     return table
 
 
-def markdown(table: Table) -> str:
-    """A rich table as Markdown."""
-    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
-    lines = [f"| {' | '.join(row)} |" for row in zip(*columns)]
-    return "\n".join([lines[0], "|" + " --- |" * len(columns), *lines[1:]])
-
-
-def processor() -> str:
-    """The CPU's name."""
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.open() if "model name" in line] if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def report(args: argparse.Namespace, tables: list[Table]) -> str:
     facts = [
         f"- {date.today()}, {processor()}, {os.cpu_count()} logical CPUs; all ranks on one of them, one thread each",
         f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
-        f"- `python benchmarks/attention.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
+        f"- `python benchmarks/attention.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- S = {args.seq}, {args.heads} heads of {args.head_dim}, batch 1, float32, causal; {args.rounds} rounds",
         "- CPU seconds summed over the ranks, forward and backward; medians of the ratios within a round",
         "- collectives and copies: of one step of rank 0, from its profile",
@@ -268,7 +257,9 @@ def show_heaviest(console: Console, counts: dict[Case, Counts]) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -278,7 +269,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="show what takes rank 0's time")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
-    args.cases = [c for c in cases(args.ranks, args.heads) if c.ranks == 1 or c.what in (args.only or [c.what])]
+    args.cases = [
+        c for c in cases(args.ranks, args.heads) if c.ranks == 1 or c.what in (args.only or [c.what])
+    ]
     return args
 
 

@@ -13,8 +13,9 @@ from .kernels import Kernel, Need, accumulation_dtype, kernel_for
 from .masking import Masking
 from .merge import merge
 
-SCORES = 1 << 24
-"""The most scores, or elements of a mask that is data, for which one kernel call makes tensors."""
+CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
+"""The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is
+fastest while they stay in its cache."""
 
 Step = list[tuple[Block, Kernel]]
 """Blocks with the same queries, and what runs them."""
@@ -122,7 +123,8 @@ def _most_rows(q: Tensor, masking: Masking, block: Block, kernel: Kernel) -> int
         tensors = masking.mask.shape[0] * masking.mask.shape[1]
     else:
         return block.q_len
-    return max(1, min(block.q_len, SCORES // (tensors * block.k_len)))
+    scores = CPU_SCORES if q.device.type == "cpu" else GPU_SCORES
+    return max(1, min(block.q_len, scores // (tensors * block.k_len)))
 
 
 def _strip(block: Block, low: int, rows: int) -> Block:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Odd 64-bit multipliers with well mixed bits, as signed numbers: int64 products wrap.
+# Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)
 
 
 class Dropout(NamedTuple):
@@ -29,8 +30,18 @@ class Dropout(NamedTuple):
         state = _mixed(self.seed + self.batch * _FACTORS[0])[:, None]
         state = _mixed(state + self.heads * _FACTORS[1])[:, :, None]
         state = _mixed(state + queries * _FACTORS[2])[:, :, :, None]
-        numbers = _mixed(state ^ _mixed(keys * _FACTORS[0] + _FACTORS[1]))
-        return numbers >= min(int(self.p * 2**64) - 2**63, 2**63 - 1)
+        first, second = _halves(state)
+        # What is done for each weight is kept small: 32-bit arithmetic in one buffer.
+        numbers = first ^ _halves(_mixed(keys * _FACTORS[0] + _FACTORS[1]))[0]
+        numbers.mul_(_HALF_FACTORS[0])
+        numbers ^= numbers >> 15
+        numbers.add_(second).mul_(_HALF_FACTORS[1])
+        return numbers >= min(int(self.p * 2**32) - 2**31, 2**31 - 1)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The 64 bits of x as two int32."""
+    return x.to(torch.int32), (x >> 32).to(torch.int32)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -100,8 +100,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, T
         *_padded(width, q, k, v), 0.0, case.causal, attn_mask=mask, scale=case.scale
     )
     if mask is not None:
-        allowed = mask != -torch.inf if case.allowed is None or case.bias is not None else case.allowed
-        lse = lse.masked_fill(~allowed.any(-1), -torch.inf)
+        lse = lse.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
     return out[..., : v.shape[-1]], lse
 
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import sympy
 from sympy import And, Eq, Ge, Le, Lt, Ne, Not, Or
+from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from ..shapes import Size
@@ -31,7 +32,7 @@ class Box:
         for term, factor in sympy.expand(e).as_coefficients_dict().items():
             if term in self.last:
                 least += factor * self.last[term] if factor < 0 else 0
-            elif term.has(*self.last) or term.atoms(sympy.Function):
+            elif term.has(*self.last, AppliedUndef):
                 return False
             else:
                 least += factor * term
@@ -101,7 +102,7 @@ def _sides(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     """(added, subtracted, rest): e = added - subtracted + rest, where rest holds sizes and numbers only."""
     added, subtracted, rest = [sympy.Integer(0)] * 3
     for term, factor in e.as_coefficients_dict().items():
-        if not (term.has(*INDICES) or term.atoms(sympy.Function)):
+        if not term.has(*INDICES, AppliedUndef):
             rest += factor * term
         elif factor > 0:
             added += factor * term

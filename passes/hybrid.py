@@ -21,7 +21,7 @@ from .sharded_attention import ShardedAttention
 
 
 class Hybrid(ShardedAttention):
-    """Claims attention that was chosen to run as a hybrid (by hand: `Hybrid(4, attention="hybrid")(graph_module)`)."""
+    """Claims attention that was chosen to run as a hybrid (by hand: `Hybrid(4)(graph_module)`, any)."""
 
     name = "hybrid"
     op = torch.ops.sp.hybrid_attention.default

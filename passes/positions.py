@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from sympy import And, Ne, Not, Or
+from sympy.core.function import AppliedUndef
 from torch.fx import Node
 
 from ..call import Call, is_tensor
@@ -88,12 +89,12 @@ class Positions:
         for index in (QUERY, KEY):
             if coord.has(index):
                 inside = self.box.nonnegative(coord) and self.box.nonnegative(extent - 1 - coord)
-                if (coord - index).has(*INDICES, sympy.Function) or not inside:
+                if (coord - index).has(*INDICES, AppliedUndef) or not inside:
                     raise Opaque
                 return index
         if coord == BATCH and same(self.sizes[BATCH], extent):
             return BATCH
-        if coord.has(*INDICES, sympy.Function) or not self.box.nonnegative(extent - 1 - coord):
+        if coord.has(*INDICES, AppliedUndef) or not self.box.nonnegative(extent - 1 - coord):
             raise Opaque
         return None
 

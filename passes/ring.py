@@ -23,7 +23,7 @@ from .sharded_attention import ShardedAttention
 
 
 class Ring(ShardedAttention):
-    """Claims attention that was chosen to run as a ring (by hand: `Ring(4, attention="ring")(graph_module)`)."""
+    """Claims attention that was chosen to run as a ring (by hand: `Ring(4)(graph_module)`, any)."""
 
     name = "ring"
     op = torch.ops.sp.ring_attention.default

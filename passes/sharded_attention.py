@@ -34,7 +34,10 @@ class ShardedAttention(Rewrite):
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         if not self.chosen(node):
             return ""
-        call = Call(node)
+        why = self._why_not(Call(node))
+        return why if why is None or self.job.attention == self.name else ""
+
+    def _why_not(self, call: Call) -> str | None:
         query, key, value = (self.plan.of(o) for o in call.operands[:3])
         if not on_sequence(query, call.ndim(0)):
             return "its queries are not sharded along their sequence"
@@ -50,9 +53,9 @@ class ShardedAttention(Rewrite):
         return self.unfit(call)
 
     def chosen(self, node: Node) -> bool:
-        """Is this pass the one for the node: by the cost model, or because the user named it?"""
+        """Is this pass the one for the node: by the cost model, because the user named it, or run by hand?"""
         choice = node.meta.get("sp_choice")
-        return (choice.kind if choice is not None else self.job.attention) == self.name
+        return choice.kind == self.name if choice is not None else self.job.attention in ("auto", self.name)
 
     def unfit(self, call: Call) -> str | None:
         """None, or why this way of sharding cannot take the call."""

@@ -65,6 +65,8 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence.
     Raises SpError when no sequence is found in a whole model, or when a pass refuses.
     """
+    if job.ranks.n == 1:  # whatever way attention is asked to be split, it is not
+        job = replace(job, attention="auto", layout="auto")
     report = Report(job.ranks.n)
     clock = _Clock(gm, report)
     Canonicalize()(gm)

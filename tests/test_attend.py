@@ -8,6 +8,7 @@ import torch
 from attending import PREDICATES, Problem, dense, leaves, randn, row_indices, shard
 from torch import Tensor
 
+from sp_compile.lowering import blockwise
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.dropout import Dropout
 from sp_compile.lowering.merge import merge
@@ -217,3 +218,23 @@ def test_dropout_is_the_same_however_the_work_is_cut() -> None:
     for rank, out in enumerate(run_ranks(2, by_sequence)):
         torch.testing.assert_close(out, shard(expected, [2, 2, 1, 0, 0, 8], rank))
     torch.testing.assert_close(torch.cat(run_ranks(2, by_head), 1), expected)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "all"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_large_blocks_are_cut(
+    name: str, masked: bool, dropout_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a kernel would make tensors of every score, few query rows go at a time: the same results."""
+    p = Problem(name, 12, 12, key_heads=2)
+    mask = randn(1, 1, 12, 12) if masked else None
+    arguments = p.arguments(whole(12), whole(12), mask=mask, seed=torch.tensor(3), dropout_p=dropout_p)
+
+    def results() -> list[Tensor]:
+        out, lse = sp.attend(p.q, p.k, p.v, *arguments)
+        return [out, lse, *sp.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *arguments, masked)]
+
+    expected = results()
+    monkeypatch.setattr(blockwise, "CPU_SCORES", 300)
+    torch.testing.assert_close(results(), expected)

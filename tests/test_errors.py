@@ -107,7 +107,8 @@ def with_options(options: dict[str, Any]) -> str:
     ("options", "words"),
     [
         ({"param_grad": "reduce"}, ["unknown option 'param_grad'", "did you mean 'param_grads'?"]),
-        ({"attention": "ring"}, ["attention='ring'", "'auto', 'ulysses', 'gather'"]),
+        ({"attention": "torus"}, ["attention='torus'", "'auto', 'ulysses', 'ring', 'hybrid', 'gather'"]),
+        ({"layout": "zig"}, ["layout='zig'", "did you mean 'zigzag'?"]),
         ({"attention": "ulyses"}, ["did you mean 'ulysses'?"]),
         ({"outputs": "global"}, ["outputs='global'", "'gather', 'local'"]),
         ({"seq_dims": 1}, ["seq_dims=1"]),
@@ -180,9 +181,9 @@ def test_fallback_error_names_node_line_and_shapes(ranks: Ranks) -> None:
 
 
 def test_an_error_is_raised_at_every_call() -> None:
-    run = sp(build(layers=1), attention="ring")
+    run = sp(build(layers=1), attention="torus")
     for _ in range(2):
-        with pytest.raises(sp_compile.SpError, match="ring"):
+        with pytest.raises(sp_compile.SpError, match="torus"):
             run(*text(8))
 
 

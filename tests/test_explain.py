@@ -49,6 +49,18 @@ Rewrites
       2  ulysses  tests/test_explain.py:24: x = x + F.scaled_dot_produc...  3 operands in 1 all-to-all, 1 back
       1  reduce   tests/test_explain.py:25: return F.cross_entropy(self...  partial sums of the ranks added
 
+Attention, predicted
+2 x batch 1, 4 heads x 4, 64 positions, causal
+attention    U x R    layout        forward ms    backward ms    total ms    memory MiB  why
+-----------  -------  ----------  ------------  -------------  ----------  ------------  ---------------
+ulysses      4 x 1    contiguous         0.707          0.710       1.417         0.004  chosen: fastest
+gather       1 x 4    contiguous         0.616          0.934       1.550         0.008  +9.4%
+gather       1 x 4    zigzag             0.915          1.231       2.146         0.008  +51.4%
+hybrid       2 x 2    contiguous         1.211          1.522       2.733         0.009  +92.9%
+hybrid       2 x 2    zigzag             1.412          1.723       3.135         0.009  +121.3%
+ring         1 x 4    contiguous         1.619          1.944       3.563         0.005  +151.4%
+ring         1 x 4    zigzag             2.019          2.345       4.364         0.005  +208.0%
+
 Collectives, bytes that one rank sends
   times  exchange     local shape                                     sent forward    sent backward    at
 -------  -----------  ----------------------------------------------  --------------  ---------------  --------------------------------------------------------
@@ -61,8 +73,8 @@ Collectives, bytes that one rank sends
          total                                                        6.0 KiB         16.7 KiB""",
         )
 
-    def test_explain_a_fallback(self):
-        report = sp_compile.explain(Decoder(heads=2), *text(10), sp=4)
+    def test_explain_a_ring(self):
+        report = sp_compile.explain(Decoder(heads=2), *text(10), sp=4, attention="ring")
         self.assertExpectedInline(
             str(report),
             """\
@@ -72,32 +84,34 @@ Constraints
   sequence of 10: 3 positions a rank, padded to 4 * 3
 
 Rewrites
-  nodes  pass         at                                                        what and why
--------  -----------  --------------------------------------------------------  ---------------------------------------------------
-      1  mean         tests/test_explain.py:25: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
-                                                                                whole sequence
-      1  not ulysses  tests/test_explain.py:24: x = x + F.scaled_dot_produc...  4 ranks do not divide the 2 heads of transpose
-      1  not ulysses  tests/test_explain.py:24: x = x + F.scaled_dot_produc...  4 ranks do not divide the 2 heads of transpose_4
-      1  reduce       tests/test_explain.py:25: return F.cross_entropy(self...  partial sums of the ranks added
-      1  gather       tests/test_explain.py:24: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_1,
-                                                                                global shape [1, 2, 10, 8])
-      1  gather       tests/test_explain.py:24: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_2,
-                                                                                global shape [1, 2, 10, 8])
-      1  gather       tests/test_explain.py:24: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_5,
-                                                                                global shape [1, 2, 10, 8])
-      1  gather       tests/test_explain.py:24: x = x + F.scaled_dot_produc...  attention mixes the sequence (operand transpose_6,
-                                                                                global shape [1, 2, 10, 8])
+  nodes  pass    at                                                        what and why
+-------  ------  --------------------------------------------------------  -------------------------------------------------------
+      1  mean    tests/test_explain.py:25: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
+                                                                           whole sequence
+      2  ring    tests/test_explain.py:24: x = x + F.scaled_dot_produc...  3 shifts of keys and values forward, at most 7 backward
+      1  reduce  tests/test_explain.py:25: return F.cross_entropy(self...  partial sums of the ranks added
+
+Attention, predicted
+2 x batch 1, 2 heads x 8, 10 positions, causal
+attention    U x R    layout        forward ms    backward ms    total ms    memory MiB  why
+-----------  -------  ----------  ------------  -------------  ----------  ------------  -----------------------------------
+ring         1 x 4    contiguous         1.603          1.907       3.510         0.001  chosen: asked for
+gather       1 x 4    contiguous         0.603          0.906       1.509         0.001  -57.0%
+gather       1 x 4    zigzag             0.903          1.205       2.108         0.001  -39.9%
+hybrid       2 x 2    contiguous         1.202          1.503       2.705         0.002  -22.9%
+hybrid       2 x 2    zigzag             1.402          1.704       3.105         0.002  -11.5%
+ring         1 x 4    zigzag             2.003          2.307       4.310         0.001  +22.8%
+ulysses      4 x 1    contiguous                                                         4 ranks do not divide 2 query heads
 
 Collectives, bytes that one rank sends
-  times  exchange     local shape                                 sent forward    sent backward    at
--------  -----------  ------------------------------------------  --------------  ---------------  --------------------------------------------------------
-      1  shard        1 x 3                                       0 B             0 B              tests/test_explain.py:21: x = self.embed(ids)
-      1  reduce_grad  32 x 16, 48 x 16, 32 x 16, ... (4 tensors)  0 B             10.7 KiB         the parameters
-      4  all_gather   1 x 2 x 3 x 8                               576 B           576 B            tests/test_explain.py:24: x = x + F.scaled_dot_produc...
-      2  shard        3 x 10                                      0 B             0 B              tests/test_explain.py:24: x = x + F.scaled_dot_produc...
-      1  shard        3                                           0 B             0 B              tests/test_explain.py:25: return F.cross_entropy(self...
-      1  all_reduce                                               6 B             0 B              tests/test_explain.py:25: return F.cross_entropy(self...
-         total                                                    2.3 KiB         12.9 KiB""",
+  times  exchange        local shape                                  sent forward    sent backward    at
+-------  --------------  -------------------------------------------  --------------  ---------------  --------------------------------------------------------
+      1  shard           1 x 3                                        0 B             0 B              tests/test_explain.py:21: x = self.embed(ids)
+      1  reduce_grad     32 x 16, 48 x 16, 32 x 16, ... (4 tensors)   0 B             10.7 KiB         the parameters
+      2  ring_attention  1 x 2 x 3 x 8, 1 x 2 x 3 x 8, 1 x 2 x 3 x 8  1.1 KiB         2.2 KiB          tests/test_explain.py:24: x = x + F.scaled_dot_produc...
+      1  shard           3                                            0 B             0 B              tests/test_explain.py:25: return F.cross_entropy(self...
+      1  all_reduce                                                   6 B             0 B              tests/test_explain.py:25: return F.cross_entropy(self...
+         total                                                        2.3 KiB         15.2 KiB""",
         )
 
 
@@ -105,7 +119,8 @@ def test_explain_needs_no_processes_for_64_ranks():
     report = sp_compile.explain(Decoder(heads=16), *text(64), sp=64)
     assert not torch.distributed.is_initialized()
     assert report.n == 64
-    assert report.fallbacks, "64 ranks do not divide 16 heads: keys and values are gathered, and it says so"
+    assert not report.fallbacks, "64 ranks do not divide 16 heads, which hybrid attention does not need"
+    assert report.attention[0].chosen.kind in ("hybrid", "ring", "gather")
 
 
 def test_bytes_of_ulysses_are_those_of_the_formula():

@@ -4,6 +4,7 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
+from golden import captured, show
 from torch import nn
 
 import sp_compile
@@ -22,41 +23,6 @@ from sp_compile.simulate import GROUP, run_ranks
 
 TWO = Ranks(2, GROUP)
 SEQUENCE = {"seq_dims": {"x": 1}}
-
-
-def captured(fn, *args):
-    """An exported function as IR."""
-
-    class Module(nn.Module):
-        def forward(self, *inputs):
-            return fn(*inputs)
-
-    names = [chr(ord("x") + i) for i in range(len(args))]
-    module = Module()
-    code = f"lambda {', '.join(names)}: fn({', '.join(names)})"
-    module.forward = eval(code, {"fn": fn})  # export names the graph's inputs after the arguments
-    return sp_compile.capture_export(torch.export.export(module, args))
-
-
-def show(gm):
-    """One line a node: name: shape = target(arguments)."""
-
-    def word(value):
-        return str(value).replace("torch.", "")
-
-    lines = []
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        shape = list(value.shape) if isinstance(value, torch.Tensor) else ""
-        if node.op == "call_function":
-            target = node.target.__name__ if not hasattr(node.target, "namespace") else str(node.target)
-            arguments = [word(a) for a in node.args] + [f"{k}={word(v)}" for k, v in node.kwargs.items()]
-            lines.append(f"{node.name}: {shape} = {target.removesuffix('.default')}({', '.join(arguments)})")
-        elif node.op == "output":
-            lines.append(f"return {word(node.args[0])}")
-        else:
-            lines.append(f"{node.name}: {shape} = {node.op}")
-    return "\n".join(lines)
 
 
 class Goldens(expecttest.TestCase):
@@ -149,28 +115,6 @@ getitem_1: [1, 4, 8, 4] = getitem(all_to_all_default_1, 0)
 transpose_1: [1, 8, 4, 4] = aten.transpose.int(getitem_1, 1, 2)
 flatten: [1, 8, 16] = aten.flatten.using_ints(transpose_1, 2)
 return (flatten,)""",
-        )
-
-    def test_gathered_attention(self):
-        gm = captured(decode, torch.randn(1, 8, 16))
-        Gather(TWO, attention="gather")(gm)
-        self.assertExpectedInline(
-            show(gm),
-            """\
-x: [1, 8, 16] = placeholder
-mul: [1, 8, 16] = aten.mul.Tensor(x, 2)
-unflatten: [1, 8, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
-transpose: [1, 4, 8, 4] = aten.transpose.int(unflatten, 1, 2)
-all_gather_default: [1, 4, 8, 4] = sp.all_gather(transpose, 2, [1, 8, 0, 8], 2, sim)
-arange_default: [8] = aten.arange(8, device=cpu)
-arange_default_1: [8] = aten.arange(8, device=cpu)
-unsqueeze_default: [8, 1] = aten.unsqueeze(arange_default, 1)
-ge_tensor: [8, 8] = aten.ge.Tensor(unsqueeze_default, arange_default_1)
-scaled_dot_product_attention: [1, 4, 8, 4] = aten.scaled_dot_product_attention(transpose, all_gather_default, all_gather_default, ge_tensor, 0.0, False)
-transpose_1: [1, 8, 4, 4] = aten.transpose.int(scaled_dot_product_attention, 1, 2)
-flatten: [1, 8, 16] = aten.flatten.using_ints(transpose_1, 2)
-unshard_default: [1, 8, 16] = sp.unshard(flatten, 1, [1, 8, 0, 8], 2, sim)
-return (unshard_default,)""",
         )
 
     def test_gather_what_has_no_rule_for_shards(self):

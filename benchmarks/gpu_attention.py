@@ -1,0 +1,306 @@
+"""Attention kernels on one GPU: right values first, then times. The one script to run where a GPU is at hand.
+
+    python benchmarks/gpu_attention.py                          bf16, 8 ranks of 8192 tokens, 32 heads of 128
+    python benchmarks/gpu_attention.py --device cpu --small     the same code on a CPU; its times mean nothing
+
+values  every way of attention on simulated ranks against float64, forward and gradients, beside one device's own error
+merge   the log-sum-exp merge of two blocks, as a share of a copy_ that moves as many bytes in the same process
+ranks   the steps of all ranks, one after another on this device, against causal attention of one device on the whole
+        sequence; the ranks' exchanges are copies within the device, so this says nothing about communication
+
+Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/attention_<device name>.md.
+"""
+
+import argparse
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from handwritten import zigzag
+from tables import markdown, processor
+
+from sp_compile import functional
+from sp_compile.lowering import triton as triton_kernels
+from sp_compile.lowering.merge import merge_pointwise
+from sp_compile.mesh import Ranks
+from sp_compile.simulate import GROUP, run_ranks
+
+RESULTS = Path(__file__).parent / "results"
+WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}
+TARGETS = {"ulysses": (0.97, 0.97), "ring": (0.85, 0.90), "gathered": (0.95, 0.95)}
+MERGE_TARGETS = {"share of copy": 0.85, "over eager": 4.0}
+ALLOWED = 2.0
+"""Times the error of one device in the same dtype."""
+Job = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """tokens: of each rank. checked: tokens of each rank where values are compared with float64."""
+
+    ranks: int = 8
+    tokens: int = 8192
+    heads: int = 32
+    head_dim: int = 128
+    checked: int = 256
+    repeats: int = 7
+    inner: int = 10
+
+
+SMALL = Sizes(ranks=4, tokens=64, heads=4, head_dim=16, checked=32, repeats=2, inner=1)
+Inputs = tuple[Tensor, ...]
+
+
+def draw(sizes: Sizes, tokens: int, device: torch.device) -> Inputs:
+    """q, k, v and a cotangent of the whole sequence, (1, S, H, D) bfloat16."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, tokens * sizes.ranks, sizes.heads, sizes.head_dim)
+    return tuple(torch.randn(shape, generator=generator, device=device).bfloat16() for _ in range(4))
+
+
+def shards(whole: Inputs, way: str, n: int) -> list[Inputs]:
+    """Each rank's q, k, v and cotangent, (1, H, s, D) as projections give them: heads behind the rows in memory."""
+
+    def of(x: Tensor, rank: int) -> Tensor:
+        return zigzag(x, rank, n) if WAYS[way] == "zigzag" else x.chunk(n, 1)[rank].contiguous()
+
+    return [tuple(of(x, rank).transpose(1, 2) for x in whole) for rank in range(n)]
+
+
+def all_ranks(way: str, given: list[Inputs], backward: bool) -> list[list[Tensor]]:
+    """Result and gradients of every rank."""
+    op = getattr(functional, f"{way}_attention")
+    mesh = Ranks(len(given), GROUP)
+
+    def live(rank: int) -> list[Tensor]:
+        *operands, grad = given[rank]
+        leaves = [x.detach().requires_grad_(backward) for x in operands]
+        out = op(*leaves, mesh=mesh, layout=WAYS[way], is_causal=True, check=False)
+        return [out, *(torch.autograd.grad(out, leaves, grad) if backward else ())]
+
+    return run_ranks(len(given), live)
+
+
+def one_device(whole: Inputs, backward: bool) -> list[Tensor]:
+    *operands, grad = (x.transpose(1, 2) for x in whole)
+    leaves = [x.detach().requires_grad_(backward) for x in operands]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    return [out, *(torch.autograd.grad(out, leaves, grad) if backward else ())]
+
+
+# Values.
+
+
+def values(sizes: Sizes, device: torch.device) -> Table:
+    """Largest error over the largest true value, of results and gradients; exits where it is too large."""
+    whole = draw(sizes, sizes.checked, device)
+    true = one_device(tuple(x.double() for x in whole), backward=True)
+    alone = [_error(t, x) for t, x in zip(true, one_device(whole, backward=True))]
+    table = Table("", "out", "dq", "dk", "dv", title="largest error against float64, bfloat16")
+    table.add_row("one device", *(f"{e:.1e}" for e in alone))
+    wrong = []
+    for way in WAYS:
+        found = all_ranks(way, shards(whole, way, sizes.ranks), backward=True)
+        mine = [
+            shards(tuple(t.transpose(1, 2) for t in true), way, sizes.ranks)[rank]
+            for rank in range(sizes.ranks)
+        ]
+        errors = [
+            max(_error(mine[rank][i], found[rank][i], t) for rank in range(sizes.ranks))
+            for i, t in enumerate(true)
+        ]
+        table.add_row(way, *(f"{e:.1e}" for e in errors))
+        wrong += [way] if any(e > ALLOWED * a for e, a in zip(errors, alone)) else []
+    if wrong:
+        Console().print(table)
+        raise SystemExit(f"{', '.join(wrong)}: more than {ALLOWED} times the error of one device")
+    return table
+
+
+def _error(true: Tensor, found: Tensor, scale: Tensor | None = None) -> float:
+    largest = (true if scale is None else scale).abs().max()
+    return ((true - found.double()).abs().max() / largest).item()
+
+
+# Times.
+
+
+class Clock:
+    """Milliseconds of a job: CUDA events, or the wall clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def milliseconds(self, job: Job, inner: int) -> float:
+        if not self.cuda:
+            start = time.perf_counter()
+            for _ in range(inner):
+                job()
+            return 1000 * (time.perf_counter() - start) / inner
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(inner):
+            job()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / inner
+
+    def interleaved(self, jobs: dict[str, Job], repeats: int, inner: int) -> dict[str, float]:
+        """The median of each; in every repeat all of them in turn, after one turn that does not count."""
+        times: dict[str, list[float]] = {name: [] for name in jobs}
+        for _ in range(repeats + 1):
+            for name, job in jobs.items():
+                times[name].append(self.milliseconds(job, inner))
+        return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def merging(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
+    """The merge of a float32 accumulator and a bfloat16 block: kernels, a copy_, and the block itself."""
+    shape = (1, sizes.heads, sizes.tokens, sizes.head_dim)
+    out = torch.randn(shape, device=device)
+    block = torch.randn(shape, device=device).bfloat16()
+    lse, block_lse = (torch.randn(shape[:3], device=device) for _ in range(2))
+    operands = out, lse, block, block_lse
+    moved = 2 * (_bytes(out) + _bytes(lse)) + _bytes(block) + _bytes(block_lse)
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    compiled = torch.compile(merge_pointwise, dynamic=False)
+    keys = block[:, :, : sizes.tokens // 2]
+    jobs: dict[str, Job] = {
+        "copy_ of as many bytes": lambda: target.copy_(source),
+        "eager": lambda: merge_pointwise(*operands),
+        "Inductor": lambda: compiled(*operands),
+        "one ring step's attention": lambda: F.scaled_dot_product_attention(block, keys, keys),
+    }
+    kernels: dict[str, Callable[..., Any]] = {"Inductor": compiled}
+    if triton_kernels.usable(out):
+        jobs["Triton"] = lambda: triton_kernels.merge(*operands)
+        kernels["Triton"] = triton_kernels.merge
+    _check_merge(operands, kernels)
+    times = clock.interleaved(jobs, sizes.repeats, sizes.inner)
+    title = f"merge of {list(shape)}, {moved / 1e6:.0f} MB moved"
+    table = Table("", "ms", "GB/s", "share of copy", "over eager", "of a step", title=title)
+    copy, eager, step = (
+        times[name] for name in ("copy_ of as many bytes", "eager", "one ring step's attention")
+    )
+    for name, ms in times.items():
+        kernel = name in ("eager", "Inductor", "Triton")
+        share = [f"{copy / ms:.2f}", f"{eager / ms:.1f}", f"{ms / step:.3f}"] if kernel else ["", "", ""]
+        table.add_row(name, f"{ms:.3f}", f"{moved / ms / 1e6:.0f}" if share[0] else "", *share)
+    table.add_row("target", "", "", *(str(t) for t in MERGE_TARGETS.values()), "0.1")
+    return table
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _check_merge(operands: Inputs, kernels: dict[str, Callable[..., Any]]) -> None:
+    true = merge_pointwise(*(x.double() for x in operands))
+    for kernel in kernels.values():
+        for expected, found in zip(true, kernel(*operands)):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def stepping(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
+    """All ranks' work in one row against one device's attention, which PyTorch chose, and PyTorch's flash kernel."""
+    whole = draw(sizes, sizes.tokens, device)
+    title = f"{sizes.ranks} ranks of {sizes.tokens} tokens in turn, {sizes.heads} heads of {sizes.head_dim}, bfloat16"
+    table = Table("", "pass", "ms", "TFLOP/s", "of default", "of flash", "target", title=title)
+    for backward in (False, True):
+        jobs: dict[str, Job] = {
+            "one device, default": lambda b=backward: one_device(whole, b),
+            "one device, flash": lambda b=backward: _flash(whole, b),
+        }
+        for way in WAYS:
+            given = shards(whole, way, sizes.ranks)
+            jobs[way] = lambda w=way, g=given, b=backward: all_ranks(w, g, b)
+        times = clock.interleaved(jobs, sizes.repeats, 1)
+        for name, ms in times.items():
+            shares = [f"{times[f'one device, {which}'] / ms:.2f}" for which in ("default", "flash")]
+            target = f"{TARGETS[name][backward]:.2f}" if name in TARGETS else ""
+            rate = f"{_flops(sizes, backward) / ms / 1e9:.0f}"
+            table.add_row(name, "both" if backward else "forward", f"{ms:.2f}", rate, *shares, target)
+    return table
+
+
+def _flash(whole: Inputs, backward: bool) -> list[Tensor]:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return one_device(whole, backward)
+
+
+def _flops(sizes: Sizes, backward: bool) -> float:
+    """Of causal attention; a backward has two and a half times as many as a forward."""
+    length = sizes.ranks * sizes.tokens
+    return 4 * sizes.heads * sizes.head_dim * length**2 / 2 * (3.5 if backward else 1)
+
+
+def facts(device: torch.device, name: str) -> str:
+    lines = [
+        f"- {date.today()}, {name}" + (f", {processor()}" if device.type == "cuda" else ""),
+        f"- torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {_triton()}, {platform.system()}",
+        f"- `python benchmarks/gpu_attention.py {' '.join(sys.argv[1:])}".rstrip() + "`",
+        "- medians of interleaved repeats; exchanges between the ranks are copies within the device",
+    ]
+    return "\n".join(lines)
+
+
+def _triton() -> str:
+    if not triton_kernels.AVAILABLE:
+        return "none"
+    import triton
+
+    return triton.__version__
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the report")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    device, sizes = torch.device(args.device), SMALL if args.small else Sizes()
+    clock, console = Clock(device), Console()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {processor()}"
+    tables = []
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for part in (values, merging, stepping):
+            tables.append(part(sizes, device, *([] if part is values else [clock])))
+            console.print(tables[-1])
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / f"attention_{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.md"
+    parts = [
+        f"# Attention on {name}",
+        facts(device, name),
+        *(f"## {t.title}\n\n{markdown(t)}" for t in tables),
+    ]
+    path.write_text("\n\n".join(parts) + "\n")
+    console.print(f"written: {os.path.relpath(path)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The benchmarks of attention run, at sizes whose times mean nothing; that they compare right values, they check."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script: str, *flags: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, f"benchmarks/{script}", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_attention(tmp_path: Path) -> None:
+    report = tmp_path / "attention.md"
+    tiny = ["--seq", "64", "--heads", "4", "--head-dim", "8", "--ranks", "2", "--rounds", "1"]
+    run("attention.py", *tiny, "--output", str(report))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.read_text().splitlines()]
+    collectives = {tuple(row[1:3]): int(row[4]) for row in rows if len(row) == 8 and row[0] == "2"}
+    assert set(collectives) == {
+        (kind, how) for kind in ("ulysses", "ring") for how in ("compiled", "op", "by hand")
+    }
+    for kind in ("ulysses", "ring"):
+        assert collectives[kind, "compiled"] < collectives[kind, "by hand"]
+
+
+@pytest.mark.slow
+def test_gpu_attention(tmp_path: Path) -> None:
+    run("gpu_attention.py", "--device", "cpu", "--small", "--output", str(tmp_path))
+    (report,) = tmp_path.glob("attention_*.md")
+    text = report.read_text()
+    assert all(f"| {way} | both |" in text for way in ("ulysses", "ring", "gathered"))

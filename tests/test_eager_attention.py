@@ -1,0 +1,281 @@
+"""Attention that is spelled out: which spellings become the fused op, which stay, and that values are what they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from models import floats
+from test_passes import show
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.attention import ATTENTION
+from sp_compile.passes.canonicalize import Canonicalize
+
+B, H, S, D = 2, 4, 8, 4
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+LOWEST = torch.finfo(torch.float64).min
+aten = torch.ops.aten
+
+
+def before() -> Tensor:
+    i = torch.arange(S)
+    return i[:, None] >= i
+
+
+def additive(fill: float) -> Tensor:
+    return torch.zeros(S, S, dtype=torch.float64).masked_fill(~before(), fill)
+
+
+def rows(x: Tensor) -> Tensor:
+    """(B, H, S, D) as (B * H, S, D)."""
+    return x.flatten(0, 1)
+
+
+def with_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As BLOOM and OPT were: the mask on four dims, the products on three."""
+    scores = torch.bmm(rows(q), rows(k).transpose(1, 2)).view(B, H, S, S) * 0.5
+    scores = (scores + additive(LOWEST)).view(B * H, S, S)
+    return torch.bmm(F.dropout(scores.softmax(-1), 0.1, False), rows(v)).view(B, H, S, D)
+
+
+def with_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    empty = torch.empty(1, 1, 1, dtype=q.dtype)
+    scores = torch.baddbmm(empty, rows(q), rows(k).transpose(1, 2), beta=0, alpha=0.5)
+    return (scores.softmax(-1) @ rows(v)).unflatten(0, (B, H))
+
+
+def repeated(x: Tensor) -> Tensor:
+    return x[:, :2, None].expand(B, 2, 2, S, D).reshape(B, H, S, D)
+
+
+def einsum(scores: str, out: str) -> Attend:
+    return lambda q, k, v: torch.einsum(out, torch.einsum(scores, q, k).softmax(-1), v)
+
+
+# (q, k, v) of (B, H, S, D) -> what the fused op says: its mask ("data" for a tensor's) and its scale
+SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
+    "matmul": (lambda q, k, v: (q @ k.transpose(-1, -2)).softmax(-1) @ v, ("", 1.0)),
+    "mT": (lambda q, k, v: F.softmax(q @ k.mT, dim=3) @ v, ("", 1.0)),
+    "permuted keys": (lambda q, k, v: (q @ k.permute(0, 1, 3, 2)).softmax(-1) @ v, ("", 1.0)),
+    "keys that are already transposed": (
+        lambda q, k, v: (q @ (k[..., :1] * v.mT)).softmax(-1) @ v,
+        ("", 1.0),
+    ),
+    "scale behind": (lambda q, k, v: (q @ k.mT * 0.3).softmax(-1) @ v, ("", 0.3)),
+    "scale as a division": (lambda q, k, v: (q @ k.mT / math.sqrt(D)).softmax(-1) @ v, ("", 0.5)),
+    "scale on q": (lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v, ("", 1.0)),
+    "scale on k": (lambda q, k, v: (q @ (k / 2).mT).softmax(-1) @ v, ("", 1.0)),
+    "two scales": (lambda q, k, v: (q @ k.mT / 2 * 0.5).softmax(-1) @ v, ("", 0.25)),
+    "einsum": (einsum("bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd"), ("", 1.0)),
+    "einsum with dots": (einsum("...id, ...jd -> ...ij", "...ij, ...jd -> ...id"), ("", 1.0)),
+    "einsum, keys first": (
+        lambda q, k, v: torch.einsum("bhke,bhqk->bhqe", v, torch.einsum("bhkd,bhqd->bhqk", k, q).softmax(-1)),
+        ("", 1.0),
+    ),
+    "einsum, heads behind": (
+        lambda q, k, v: einsum("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd")(
+            *(t.transpose(1, 2) for t in (q, k, v))
+        ).transpose(1, 2),
+        ("", 1.0),
+    ),
+    "bmm": (with_bmm, ("k <= q", 0.5)),
+    "baddbmm": (with_baddbmm, ("", 0.5)),
+    "-inf fill": (
+        lambda q, k, v: (q @ k.mT).masked_fill(~before(), -math.inf).softmax(-1) @ v,
+        ("k <= q", 1),
+    ),
+    "finfo.min fill": (
+        lambda q, k, v: (q @ k.mT).masked_fill(~before(), LOWEST).softmax(-1) @ v,
+        ("k <= q", 1),
+    ),
+    "fill where tril is 0": (
+        lambda q, k, v: (q @ k.mT).masked_fill(torch.tril(torch.ones(S, S)) == 0, -1e9).softmax(-1) @ v,
+        ("k <= q", 1.0),
+    ),
+    "fill, then scale": (
+        lambda q, k, v: ((q @ k.mT).masked_fill(~before(), -math.inf) * 0.3).softmax(-1) @ v,
+        ("k <= q", 0.3),
+    ),
+    "where": (lambda q, k, v: torch.where(before(), q @ k.mT, -1e9).softmax(-1) @ v, ("k <= q", 1.0)),
+    "where, swapped": (
+        lambda q, k, v: torch.where(~before(), LOWEST, q @ k.mT).softmax(-1) @ v,
+        ("k <= q", 1),
+    ),
+    "where of a tensor": (
+        lambda q, k, v: (
+            torch.where(before(), q @ k.mT, torch.full([], LOWEST, dtype=q.dtype)).softmax(-1) @ v
+        ),
+        ("k <= q", 1.0),
+    ),
+    "two fills": (
+        lambda q, k, v: (
+            (q @ k.mT).masked_fill(~before(), LOWEST).masked_fill(~before().mT, LOWEST).softmax(-1) @ v
+        ),
+        ("(k <= q) & (q <= k)", 1.0),
+    ),
+    "added -inf": (lambda q, k, v: (q @ k.mT * 0.3 + additive(-math.inf)).softmax(-1) @ v, ("k <= q", 0.3)),
+    "added finfo.min": (lambda q, k, v: (additive(LOWEST) + q @ k.mT).softmax(-1) @ v, ("k <= q", 1.0)),
+    "subtracted": (lambda q, k, v: (q @ k.mT - (~before()).double() * 1e9).softmax(-1) @ v, ("k <= q", 1.0)),
+    "bias": (lambda q, k, v: (q @ k.mT + v.mean(-1)[:, :, None]).softmax(-1) @ v, ("data", 1.0)),
+    "bias of one dim": (lambda q, k, v: (q @ k.mT + v[0, 0, :, 0]).softmax(-1) @ v, ("data", 1.0)),
+    "bias and fill": (
+        lambda q, k, v: (q @ k.mT + v.mean(-1)[:, :, None]).masked_fill(~before(), LOWEST).softmax(-1) @ v,
+        ("data", 1.0),
+    ),
+    "padding of floats": (
+        lambda q, k, v: (q @ k.mT + torch.where(v[:, :1, None, :, 0] > 0.2, 0.0, LOWEST)).softmax(-1) @ v,
+        ("data", 1.0),
+    ),
+    "repeated heads": (lambda q, k, v: (q @ repeated(k).mT).softmax(-1) @ repeated(v), ("", 1.0)),
+    "other width of values": (lambda q, k, v: (q @ k.mT).softmax(-1) @ torch.cat([v, v], -1), ("", 1.0)),
+    "fewer queries": (lambda q, k, v: (q[:, :, 3:] @ k.mT).softmax(-1) @ v, ("", 1.0)),
+    "no dropout": (lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5, False) @ v, ("", 1.0)),
+}
+
+STAYS: dict[str, Attend] = {
+    "soft-cap": lambda q, k, v: (torch.tanh(q @ k.mT / 5) * 5).softmax(-1) @ v,
+    "probabilities read elsewhere": lambda q, k, v: (lambda p: p @ v + p.sum())((q @ k.mT).softmax(-1)),
+    "scores read elsewhere": lambda q, k, v: (lambda s: s.softmax(-1) @ v + s.mean())(q @ k.mT),
+    "float32 softmax of float64": lambda q, k, v: (
+        F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v
+    ),
+    "softmax over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "queries weighted, not values": lambda q, k, v: (q @ k.mT).softmax(-1).mT @ v,
+    "fill that leaves weight": lambda q, k, v: (q @ k.mT).masked_fill(~before(), -5.0).softmax(-1) @ v,
+    "finite fill of whole rows": lambda q, k, v: (q @ k.mT).masked_fill(before(), -1e9).softmax(-1) @ v,
+    "finite fill of data": lambda q, k, v: (
+        (q @ k.mT).masked_fill(v[:, :1, None, :, 0] > 0.2, -1e9).softmax(-1) @ v
+    ),
+    "bias, then scale": lambda q, k, v: ((q @ k.mT + additive(-1.0)) * 0.3).softmax(-1) @ v,
+    "sink": lambda q, k, v: torch.cat([q @ k.mT, q[..., :1]], -1).softmax(-1)[..., :-1] @ v,
+    "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
+    "zeroed behind the softmax": lambda q, k, v: (q @ k.mT).softmax(-1).masked_fill(~before(), 0.0) @ v,
+    "one value head": lambda q, k, v: (q @ k.mT).softmax(-1) @ v[:, :1],
+}
+
+
+class Model(nn.Module):
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v)
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    return tuple(floats(B, H, S, D, seed=seed).to(dtype) * 2 - 1 for seed in range(3))
+
+
+def canonical(attend: Attend, dtype: torch.dtype = torch.float64) -> torch.fx.GraphModule:
+    gm = sp_compile.capture_export(torch.export.export(Model(attend), inputs(dtype)))
+    Canonicalize()(gm)
+    return gm
+
+
+def said(gm: torch.fx.GraphModule) -> tuple[str, float]:
+    (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
+    if node.target is torch.ops.sp.masked_attention.default:
+        return str(node.args[6]), node.args[8]
+    mask = "k <= q" if True in node.args[5:6] else "" if node.args[3] is None else "data"
+    return mask, node.kwargs["scale"]
+
+
+def grads(run: Attend, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    given = [t.clone().requires_grad_() for t in inputs(dtype)]
+    torch.manual_seed(3)
+    out = run(*given)
+    loss = (out.sin() * floats(*out.shape, seed=9)).sum()
+    return [out, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(name: str) -> None:
+    attend, expected = SPELLINGS[name]
+    gm = canonical(attend)
+    assert said(gm) == expected
+    assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
+    torch.testing.assert_close(grads(gm), grads(attend), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_stays(name: str) -> None:
+    gm = canonical(STAYS[name])
+    assert not [n for n in gm.graph.nodes if n.target in ATTENTION]
+    torch.testing.assert_close(grads(gm), grads(STAYS[name]), rtol=0, atol=0)
+
+
+HALVES: dict[str, Attend] = {
+    "plain": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+    "softmax in float32": lambda q, k, v: F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
+    "scores in float32": lambda q, k, v: F.softmax((q @ k.mT).float(), -1).to(q.dtype) @ v,
+    "product in float32": lambda q, k, v: F.softmax(q.float() @ k.float().mT, -1).type_as(q) @ v,
+    "mask in float32": lambda q, k, v: (
+        F.softmax((q @ k.mT).float() + additive(-math.inf).float(), -1).to(q.dtype) @ v
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HALVES)
+def test_half_types_lose_nothing(name: str, dtype: torch.dtype) -> None:
+    """The fused op is at least as close to float64."""
+    attend = HALVES[name]
+    gm = canonical(attend, dtype)
+    assert said(gm)[0] == ("k <= q" if "mask" in name else "")
+    exact = grads(lambda *x: attend(*(t.to(dtype).double() for t in x)))
+    for fused, spelt, wanted in zip(grads(gm, dtype), grads(attend, dtype), exact):
+        assert fused.dtype == dtype
+        limit = 2 * (spelt - wanted).abs().max() + torch.finfo(dtype).eps / 4
+        assert (fused - wanted).abs().max() <= limit
+
+
+def test_dropout_goes_into_the_op() -> None:
+    gm = canonical(lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.25, True) @ v)
+    (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
+    assert node.args[4] == 0.25
+    assert not any("dropout.default" in str(n.target) for n in gm.graph.nodes)
+    torch.manual_seed(0)
+    mean = torch.stack([gm(*inputs()) for _ in range(400)]).mean(0)
+    assert (mean - F.scaled_dot_product_attention(*inputs(), scale=1.0)).abs().max() < 0.15
+
+
+class Goldens(expecttest.TestCase):
+    def test_everything_at_once(self):
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = torch.einsum("bqhd,bkhd->bhqk", *(t.transpose(1, 2) for t in (q, repeated(k)))) * 0.5
+            weights = F.dropout(F.softmax(scores.masked_fill(~before(), LOWEST), -1), 0.1, True)
+            return torch.einsum("bhqk,bkhd->bqhd", weights, repeated(v).transpose(1, 2))
+
+        self.assertExpectedInline(show(canonical(attend)), """\
+q: [2, 4, 8, 4] = placeholder
+k: [2, 4, 8, 4] = placeholder
+v: [2, 4, 8, 4] = placeholder
+slice_1: [2, 2, 8, 4] = aten.slice.Tensor(k, 1, 0, 2)
+slice_2: [2, 2, 8, 4] = aten.slice.Tensor(v, 1, 0, 2)
+scaled_dot_product_attention_default: [2, 4, 8, 4] = aten.scaled_dot_product_attention(q, slice_1, slice_2, None, 0.1, True, scale=0.5, enable_gqa=True)
+permute_default: [2, 8, 4, 4] = aten.permute(scaled_dot_product_attention_default, [0, 2, 1, 3])
+return (permute_default,)""")
+
+    def test_bias_and_fill(self):
+        attend = SPELLINGS["bias and fill"][0]
+        self.assertExpectedInline(show(canonical(attend)), """\
+q: [2, 4, 8, 4] = placeholder
+k: [2, 4, 8, 4] = placeholder
+v: [2, 4, 8, 4] = placeholder
+mean: [2, 4, 8] = aten.mean.dim(v, [-1])
+unsqueeze: [2, 4, 1, 8] = aten.unsqueeze(mean, 2)
+arange: [8] = aten.arange(8, device=cpu, pin_memory=False)
+unsqueeze_1: [8, 1] = aten.unsqueeze(arange, 1)
+ge: [8, 8] = aten.ge.Tensor(unsqueeze_1, arange)
+bitwise_not: [8, 8] = aten.bitwise_not(ge)
+logical_not_default: [8, 8] = aten.logical_not(bitwise_not)
+where_scalar_other: [2, 4, 8, 8] = aten.where.ScalarOther(logical_not_default, unsqueeze, -inf)
+scaled_dot_product_attention_default: [2, 4, 8, 4] = aten.scaled_dot_product_attention(q, k, v, where_scalar_other, 0.0, scale=1.0)
+return (scaled_dot_product_attention_default,)""")
