@@ -173,13 +173,17 @@ def _difference(expected: Tensor, found: Tensor) -> float:
     return ((expected - found).abs().max() / expected.abs().max()).item()
 
 
-def _turn(step: Step | None) -> float:
-    """CPU seconds of this process in one step, all its threads; the others have a turn of the same case or wait."""
+def _turn(step: Step | None) -> tuple[float, float]:
+    """CPU seconds of this process in one step, all its threads, and those of them in the kernel (sockets, new pages).
+
+    The other ranks have a turn of the same case, or wait.
+    """
     dist.barrier()
-    start = time.process_time()
-    if step is not None:
-        step()
-    return time.process_time() - start if step is not None else 0.0
+    if step is None:
+        return 0.0, 0.0
+    start, before = time.process_time(), os.times().system
+    step()
+    return time.process_time() - start, os.times().system - before
 
 
 # In the main process.
@@ -198,23 +202,28 @@ def share_one_core() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
+def totals(found: list[dict], which: int = 0) -> dict[Case, list[float]]:
+    """case -> in each round, the CPU seconds of all ranks (which = 1: in the kernel)."""
+    rounds = list(zip(*(rank["seconds"] for rank in found)))
+    return {case: [sum(rank[case][which] for rank in ranks) for ranks in rounds] for case in rounds[0][0]}
+
+
 def ratios(found: list[dict], over: Case) -> dict[Case, list[float]]:
     """case -> in each round, its CPU time over all ranks / that of `over`."""
-    rounds = [
-        {case: sum(rank[case] for rank in ranks) for case in ranks[0]}
-        for ranks in zip(*(rank["seconds"] for rank in found))
-    ]
-    return {case: [totals[case] / totals[over] for totals in rounds] for case in rounds[0]}
+    seconds = totals(found)
+    return {case: [a / b for a, b in zip(of, seconds[over])] for case, of in seconds.items()}
 
 
 def time_table(found: list[dict]) -> Table:
-    table = Table("ranks", "attention", "how", "CPU / one device", "rounds", "target", "")
+    table = Table("ranks", "attention", "how", "CPU / one device", "rounds", "CPU s", "kernel s", "target", "")
+    seconds, kernel = totals(found), totals(found, 1)
     for case, values in ratios(found, Case("one device", "compiled", 1)).items():
         median = statistics.median(values)
         target = TARGETS.get(case.what) if case.how == "compiled" else None
         judged = ["", ""] if target is None else [f"{target:.2f}", "met" if median <= target else "MISSED"]
         spread = f"{min(values):.3f} to {max(values):.3f}"
-        table.add_row(str(case.ranks), case.what, case.how, f"{median:.3f}", spread, *judged)
+        spent = [f"{statistics.median(of[case]):.2f}" for of in (seconds, kernel)]
+        table.add_row(str(case.ranks), case.what, case.how, f"{median:.3f}", spread, *spent, *judged)
     return table
 
 

@@ -9,6 +9,7 @@ causal part of a contiguous or zigzag shard is cut into full blocks and diagonal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from .frames import Frame, by_rank, in_order, pad, trim
 from .scores import Scores, span, whole_span
 
 SEQUENCE = -2
+Cat = Callable[[list[Tensor], int], Tensor]
 
 
 class Gathering(NamedTuple):
@@ -41,7 +43,7 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, scores: Scores, where: Gathering, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         scores = scores.holding(list(tensors))
-        keys, values = _gather(k, v, where)
+        keys, values = _gather(k, v, where, torch.cat)
         out, lse = scores.attend(q, keys, values, span(where.q_frame, where.n), whole_span(keys.shape[SEQUENCE]))
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.scores, ctx.where = scores.holding([None] * len(tensors)), where
@@ -53,7 +55,7 @@ class _Gathered(torch.autograd.Function):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         wants_mask, where = ctx.needs_input_grad[5], ctx.where
         scores = ctx.scores.holding(tensors)
-        keys, values = _gather(k, v, where)
+        keys, values = _gather(k, v, where, lambda xs, dim: torch.ops.sp.pack(xs, dim, grad))
         spans = span(where.q_frame, where.n), whole_span(keys.shape[SEQUENCE])
         dq, dk, dv, dmask = scores.grads((grad, out, lse), q, keys, values, *spans, mask_grad=wants_mask)
         dk, dv = _scatter(dk, dv, where)
@@ -61,26 +63,24 @@ class _Gathered(torch.autograd.Function):
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask if wants_mask else None, *rest
 
 
-def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
-    """(B, Hkv, s, D) and (B, Hkv, s, E) -> (s, B * Hkv * (D + E))."""
-    return torch.cat([x.movedim(SEQUENCE, 0).flatten(1) for x in (k, v)], 1)
+def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
+    """(B, Hkv, s, D) and (B, Hkv, s, E) -> (s, B, Hkv, D + E), copied once."""
+    return cat([x.movedim(SEQUENCE, 0) for x in (k, v)], 3)
 
 
 def _apart(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `_side_by_side` for any number of rows; views."""
-    others = [[x.shape[0], x.shape[1], x.shape[3]] for x in (k, v)]
-    pieces = rows.split([x.shape[0] * x.shape[1] * x.shape[3] for x in (k, v)], 1)
-    keys, values = (p.unflatten(1, o).movedim(0, SEQUENCE) for p, o in zip(pieces, others, strict=True))
+    keys, values = (piece.movedim(0, SEQUENCE) for piece in rows.split([k.shape[3], v.shape[3]], 3))
     return keys, values
 
 
-def _gather(k: Tensor, v: Tensor, where: Gathering) -> tuple[Tensor, Tensor]:
+def _gather(k: Tensor, v: Tensor, where: Gathering, cat: Cat) -> tuple[Tensor, Tensor]:
     frame, n = where.k_frame, where.n
     if frame is None:
         return k, v
     if n == 1:
         return trim(k, 2, frame, 1, 1), trim(v, 2, frame, 1, 1)
-    rows = in_order(current().all_gather(_side_by_side(k, v), n, where.group), frame, n)
+    rows = in_order(current().all_gather(_side_by_side(k, v, cat), n, where.group), frame, n)
     return _apart(trim(rows, 0, frame, n, 1), k, v)
 
 
@@ -90,5 +90,5 @@ def _scatter(dk: Tensor, dv: Tensor, where: Gathering) -> tuple[Tensor, Tensor]:
         return dk, dv
     if n == 1:
         return pad(dk, 2, frame, 1, edge=False), pad(dv, 2, frame, 1, edge=False)
-    rows = pad(_side_by_side(dk, dv), 0, frame, n, edge=False)
+    rows = pad(_side_by_side(dk, dv, torch.cat), 0, frame, n, edge=False)
     return _apart(current().reduce_scatter(by_rank(rows, frame, n), n, where.group), dk, dv)

@@ -2,7 +2,7 @@
 
     step i of R     local queries x the keys that started i ranks back; the next keys are already on their way
     merge           by log-sum-exp, accumulators in float32
-    backward        keys go round again; their gradients travel along, or are summed in one exchange at the end
+    backward        keys go round again (see ``pack.py``); their gradients behind them, or home in one exchange
 
 Forward: R - 1 shifts of packed K and V. Backward: R - 1 of K and V, and R of dK and dV ("travel", overlapped with the
 blocks) or one all-to-all that carries as many bytes ("scatter", which keeps all R parts). Which blocks of a step are
@@ -91,7 +91,7 @@ def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> tuple[Tensor, Tensor]:
     out = lse = None
-    both, (keys, values) = _first(k, v, ring)
+    both, keys, values = (_pack(k, v) if ring.steps > 1 else None), k, v
     for step in range(ring.steps):
         coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
         block = scores.attend(q, keys, values, ring.q_span(), ring.k_span(step), coming)
@@ -100,11 +100,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> tup
             both = current().wait(coming)
             keys, values = _unpack(both, k, v)
     return out, lse
-
-
-def _first(k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
-    """One's own keys and values, packed for the way if there is one."""
-    return (_pack(k, v) if ring.steps > 1 else None), (k, v)
 
 
 def _backward(
@@ -118,11 +113,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dq = dmask = None
     carried = (_Travelling if ring.steps < ring.size else _WAYS_HOME[ring.grads])(ring)
-    both, (keys, values) = _first(k, v, ring)
+    both, keys, values = (torch.ops.sp.pack([k, v], None, given[0]) if ring.steps > 1 else None), k, v
     for step in range(ring.steps):
         coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
         spans = ring.q_span(), ring.k_span(step)
-        dq_, dk_, dv_, dmask_ = scores.grads(given, q, keys, values, *spans, coming, mask_grad)
+        sent_first = coming if coming is not None else carried.coming
+        dq_, dk_, dv_, dmask_ = scores.grads(given, q, keys, values, *spans, sent_first, mask_grad)
         dq = dq_ if dq is None else dq + dq_
         dmask = dmask_ if dmask is None else dmask + dmask_
         if ring.steps > 1:
@@ -157,6 +153,8 @@ class _Travelling:
 
 class _Scattered:
     """Gradients of keys that are kept until the end and then sent home in one exchange."""
+
+    coming = None
 
     def __init__(self, ring: Ring) -> None:
         self.ring, self.parts = ring, []

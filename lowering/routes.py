@@ -93,6 +93,13 @@ _ENDS: dict[str, Callable[..., Ends]] = {
 }
 
 
+def declare(group: str, stride: int, steps: int) -> None:
+    """Make every route of a sharded attention known, for programs that a cache brings back without tracing them."""
+    shifts = [shift(group, offset, stride) for offset in (1, 1 - steps)]
+    for route in (*shifts, among(group, stride), across(group, stride), fold(group), fold(group, back=True)):
+        ensure(route)
+
+
 _routes: dict[str, dist.ProcessGroup] = {}  # the registry of process groups holds them weakly
 
 

@@ -5,7 +5,8 @@
     p = dropout(softmax(s.float(), -1).to(bf16))
     o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
 
-A scale on q or k stays there, with scale=1. Dropout draws other numbers than the eager spelling. Bytes moved: none.
+A scale on q or k stays there, with scale=1; a tensor that scales the scores scales q instead. Dropout draws other
+numbers than the eager spelling. Bytes moved: none.
 Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
 (float64 models with a float32 softmax), fills with a finite number unless every query provably attends to some key
 (a row of nothing but fills attends to all keys alike), and operands that broadcast.
@@ -62,7 +63,7 @@ class EagerAttention(Editor):
             return False
         chain = [*scores.chain, softmax, *weights.chain]
         operands = _operands(scores.product, weights.product, chain)
-        if operands is None:
+        if operands is None or not _keep_dtype(scores, operands[0]):
             return False
         with self.graph.inserting_before(weights.last):
             out = self._attention(scores, weights, operands, weights.last)
@@ -82,6 +83,8 @@ class EagerAttention(Editor):
             self.drop(mask)
             return None
         q, k, v = (self._led(f, lead, last) for f in operands)
+        for factor, dividing in scores.factors:
+            q = self.compute(aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor), last)
         args = (q, k, v, mask, weights.dropout)
         out = self.compute(aten.scaled_dot_product_attention.default, args, last, {"scale": scores.scale})
         if front != lead:
@@ -176,6 +179,12 @@ def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Facto
         product(f.shape[:-2]) for f in (key, value)
     )  # grouped otherwise, perhaps, but in the same order
     return [query, key, value] if same(*batches) else None
+
+
+def _keep_dtype(scores: Scores, query: Factor) -> bool:
+    """May the query be scaled by the factors and stay of its dtype?"""
+    factors = [f.meta["val"] for f, _ in scores.factors]
+    return all(f.ndim == 0 or f.dtype == query.node.meta["val"].dtype for f in factors)
 
 
 def _uncast(factor: Factor, dtype: torch.dtype) -> Factor | None:

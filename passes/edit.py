@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, Node
 
 from .._compat import detect_fake_mode, enable_python_dispatcher
+from ..inplace import is_pure
 from ..materialize import Sizes
-from ..randomness import is_random
 
 INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id")
 
@@ -66,20 +66,10 @@ class Editor:
         waiting, gone = [n for n in nodes if isinstance(n, Node)], set()
         while waiting:
             node = waiting.pop()
-            if node not in gone and not node.users and _is_pure(node):
+            if node not in gone and not node.users and is_pure(node):
                 waiting.extend(node.all_input_nodes)
                 self.graph.erase_node(node)
                 gone.add(node)
-
-
-def _is_pure(node: Node) -> bool:
-    if node.op == "get_attr":
-        return True
-    if node.op != "call_function":
-        return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return not node.is_impure()
-    return not node.target._schema.is_mutable and not is_random(node)
 
 
 def _fake_mode_of(node: Node) -> Any:

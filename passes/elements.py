@@ -9,7 +9,7 @@ import torch
 from sympy import And
 
 from ..call import Call, is_tensor
-from ..shapes import Size, same, size, sizes
+from ..shapes import Size, same, sizes
 from .positions import Coords, Opaque, Positions, Value, cases, choose, combine, handles, number
 
 # Made from nothing.
@@ -78,6 +78,8 @@ def _permute(p: Positions, call: Call, at: Coords) -> Value:
 
 @handles("transpose", "t", "mT", "numpy_T", "adjoint")
 def _transpose(p: Positions, call: Call, at: Coords) -> Value:
+    if "numpy_T" in call.node.target._schema.name and len(at) > 2:  # reverses all dims
+        raise Opaque
     first, second = (call.get("dim0", -2), call.get("dim1", -1)) if len(at) > 1 else (0, 0)
     swapped = list(at)
     swapped[first], swapped[second] = at[second], at[first]
@@ -107,7 +109,7 @@ def _flip(p: Positions, call: Call, at: Coords) -> Value:
 
 
 def _from_front(p: Positions, index: Any, extent: Size) -> sympy.Expr:
-    at = sympy.sympify(size(index))
+    at = p.integer(number(index))
     if p.box.nonnegative(-at - 1):
         at = at + extent
     if not p.box.nonnegative(at) or not p.box.nonnegative(extent - at):  # torch would clamp it

@@ -23,6 +23,7 @@ from torch.fx import Node
 from ..call import Call, is_tensor
 from ..shapes import same, size, sizes
 from .bounds import BATCH, INDICES, KEY, QUERY, Boolean, Box
+from .scalars import scalar
 
 Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]  # disjoint conditions that cover everything
 Value: TypeAlias = Boolean | Cases
@@ -31,8 +32,7 @@ Handler: TypeAlias = Callable[["Positions", Call, Coords], Value]
 HANDLERS: dict[str, Handler] = {}
 MOST_CASES = 8
 LEAVES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-EXACT = (torch.float32, torch.float64)  # hold every position of a sequence; half types do not
-WIDE = (*EXACT, torch.int32, torch.int64)
+WIDE = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every position; half types do not
 
 
 class Opaque(Exception):
@@ -71,6 +71,9 @@ class Positions:
                 return cast(handler(self, Call(node), coords), node.meta["val"].dtype)
             except Opaque:
                 pass  # one value to look up may still stand for all that was not understood
+        held = scalar(node, node.meta["val"].dtype)
+        if held is not None:
+            return cast(number(held), node.meta["val"].dtype)
         return self._leaf(node, coords)
 
     def _leaf(self, node: Node, coords: Coords) -> Value:
@@ -159,7 +162,8 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     found = cases(value)
     for _, v in found:
         constant = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
-        if not constant and not (v.is_integer and dtype in WIDE):
+        position = v.is_integer and dtype in WIDE and not (dtype == torch.float32 and v.has(AppliedUndef))
+        if not constant and not position:
             raise Opaque
     return found
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -81,6 +80,11 @@ class Product:
     scale: float
     order: tuple[int, ...]
 
+    @property
+    def is_straight(self) -> bool:
+        """Are the result's dims (leading dims, m, n)?"""
+        return self.order == tuple(range(len(self.order)))
+
 
 def product_of(node: Node) -> Product | None:
     """The node as a product; None if it is none, or its operands broadcast or have fewer than three dims."""
@@ -147,8 +151,3 @@ def _letters(call: Call) -> tuple[str, str, str] | None:
 def transposed(product: Product) -> Product:
     """The same product, seen with its operands exchanged."""
     return Product(product.right, product.left, product.scale, (*product.order[:-2], *product.order[:-3:-1]))
-
-
-def constant(x: Any) -> float | None:
-    """A Python number; None for anything else."""
-    return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else None

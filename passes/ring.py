@@ -51,7 +51,8 @@ class Ring(ShardedAttention):
             step
             for step in range(n)
             for rank in range(n)
-            if over(predicate, {**box, "q": _held(rank, rows), "k": _held((rank - step) % n, rows)}) is not False
+            if over(predicate, {**box, "q": _held(rank, rows), "k": _held((rank - step) % n, rows)})
+            is not False
         ]
         return 1 + max(needed, default=0)
 

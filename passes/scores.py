@@ -12,7 +12,8 @@ from torch.fx import Node
 from ..call import Call, is_tensor
 from ..shapes import Size, same, sizes
 from .masks import FINITE
-from .products import Product, constant, product_of
+from .products import Product, product_of, transposed
+from .scalars import scalar
 
 aten = torch.ops.aten
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
@@ -34,6 +35,7 @@ class Scores:
     product: Product
     scale: float
     chain: tuple[Node, ...]
+    factors: tuple[tuple[Node, bool], ...] = ()  # (tensor that scales, whether it divides)
     biases: tuple[tuple[Node, bool], ...] = ()  # (bias, whether it is subtracted)
     fills: tuple[
         tuple[Node, bool, float], ...
@@ -48,8 +50,8 @@ def scores_of(x: Any, user: Node) -> Scores | None:
     call = Call(x) if isinstance(x.target, torch._ops.OpOverload) else None
     product = product_of(x)
     if call is None or product is not None:
-        straight = product is not None and product.order == tuple(range(len(product.order)))
-        return Scores(product, product.scale, (x,)) if product is not None and straight else None
+        seen = [p for p in (product, transposed(product)) if p.is_straight] if product is not None else []
+        return Scores(seen[0], seen[0].scale, (x,)) if seen else None
     inner = None
     if x.target in (*SAME, *CASTS) or keeps_matrices(x):
         inner = scores_of(call.operands[0], x)
@@ -71,15 +73,20 @@ def keeps_matrices(x: Node) -> bool:
 
 
 def _scaled(call: Call, x: Node) -> Scores | None:
-    by_left = constant(call["self"])
-    factor = constant(call["other"]) if by_left is None else by_left
-    dividing = x.target in (aten.div.Tensor, aten.div.Scalar)
-    if factor is None or not factor > 0 or (dividing and by_left is not None):
-        return None
-    inner = scores_of(call.operands[0], x)
-    if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
-        return None
-    return replace(inner, scale=inner.scale / factor if dividing else inner.scale * factor)
+    """By a positive number, or by a tensor that is the same for all keys (and queries) of a head."""
+    dividing, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
+    for scores, factor in [(call["self"], call["other"]), (call["other"], call["self"])][
+        : 1 if dividing else 2
+    ]:
+        inner = scores_of(scores, x) if is_tensor(scores) else None
+        if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
+            continue
+        number = scalar(factor, dtype)
+        if number is not None and number > 0:
+            return replace(inner, scale=inner.scale / number if dividing else inner.scale * number)
+        if is_tensor(factor) and not inner.fills and set(sizes(factor.meta["val"].shape)[-2:]) <= {1}:
+            return _masked(inner, x, factor, factors=(*inner.factors, (factor, dividing)))
+    return None
 
 
 def _biased(call: Call, x: Node) -> Scores | None:
@@ -100,10 +107,10 @@ def _filled(call: Call, x: Node) -> Scores | None:
         scores, condition, number, filled = call["self"], call["mask"], call["value"], True
     else:
         condition = call["condition"]
-        swapped = constant(_number(call["self"])) is not None
+        swapped = scalar(call["self"], x.meta["val"].dtype) is not None
         scores, number = (call["other"], call["self"]) if swapped else (call["self"], call["other"])
         filled = swapped
-    number = constant(_number(number))
+    number = scalar(number, x.meta["val"].dtype)
     if number is None or FINITE < number != torch.finfo(x.meta["val"].dtype).min:
         return None
     inner = scores_of(scores, x)
@@ -112,17 +119,8 @@ def _filled(call: Call, x: Node) -> Scores | None:
     return _masked(inner, x, condition, fills=(*inner.fills, (condition, filled, number)))
 
 
-def _number(x: Any) -> Any:
-    """The number that a scalar tensor is made of."""
-    if not is_tensor(x) or x.meta["val"].ndim or x.op != "call_function":
-        return x
-    if x.target in (aten.full.default, aten.scalar_tensor.default):
-        return x.args[1] if x.target is aten.full.default else x.args[0]
-    return x
-
-
 def _masked(inner: Scores, x: Node, mask: Node, **changed: Any) -> Scores | None:
-    """With a mask, which must broadcast to the scores and be applied in one grouping of the leading dims."""
+    """With a tensor that must broadcast to the scores, in the one grouping of leading dims that all of them know."""
     shape, own = sizes(x.meta["val"].shape), sizes(mask.meta["val"].shape)
     before = sizes(inner.chain[-1].meta["val"].shape)
     if before != shape or len(own) > len(shape) or inner.masked not in (None, shape):

@@ -6,6 +6,7 @@ from .capture import capture_export
 from .config import SPConfig
 from .errors import SpError
 from .explain import Report
+from .functional import gathered_attention, hybrid_attention, ring_attention, ulysses_attention
 from .pipeline import parallelize
 from .rule import rule as sharding_rule
 from .verify import explain, verify
@@ -16,7 +17,11 @@ __all__ = [
     "SpError",
     "capture_export",
     "explain",
+    "gathered_attention",
+    "hybrid_attention",
     "parallelize",
+    "ring_attention",
     "sharding_rule",
+    "ulysses_attention",
     "verify",
 ]

@@ -10,11 +10,15 @@ from torch.fx import GraphModule
 
 from . import _compat, measure
 from .agree import Agreed, fingerprint, input_names
+from .attention import SHARDED
+from .call import Call
 from .capture import capture
 from .config import SPConfig
 from .errors import SpError
 from .explain import Report
 from .local_inputs import capture_shards
+from .lowering import routes
+from .lowering.version import digest
 from .machine import Machine
 from .mesh import Ranks, resolve
 from .passes.rewrite import Settings
@@ -105,14 +109,21 @@ def lower(
         fallback=config.fallback,
         param_grads=config.param_grads,
     )
-    return run_pipeline(graph, job, fragment)
+    local, report = run_pipeline(graph, job, fragment)
+    for node in local.graph.nodes:
+        if node.target in SHARDED:
+            call = Call(node)
+            stride = call.get("ulysses", 1)
+            routes.declare(ranks.group, stride, call.get("steps", ranks.n // stride))
+    return local, report
 
 
 def compile_local(
     local: GraphModule, example_inputs: Sequence[Any], config: SPConfig, ranks: Ranks
 ) -> Callable[..., Any]:
     """Hand the local graph to Inductor (or the compiler that the config names)."""
-    with _compat.memory_budget(config.activation_memory_budget):
+    tag = f"{torch.compiler.config.cache_key_tag} sp_compile {digest()}"
+    with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag):
         run = _compat.compiler(config.compiler)(local, example_inputs)
     return decorrelated(run, ranks) if ranks.n > 1 and draws(local) else run
 

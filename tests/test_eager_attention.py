@@ -64,13 +64,21 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
     "mT": (lambda q, k, v: F.softmax(q @ k.mT, dim=3) @ v, ("", 1.0)),
     "permuted keys": (lambda q, k, v: (q @ k.permute(0, 1, 3, 2)).softmax(-1) @ v, ("", 1.0)),
     "keys that are already transposed": (
-        lambda q, k, v: (q @ (k[..., :1] * v.mT)).softmax(-1) @ v,
+        lambda q, k, v: (q @ (k.mT * 1.5)).softmax(-1) @ v,
         ("", 1.0),
     ),
     "scale behind": (lambda q, k, v: (q @ k.mT * 0.3).softmax(-1) @ v, ("", 0.3)),
     "scale as a division": (lambda q, k, v: (q @ k.mT / math.sqrt(D)).softmax(-1) @ v, ("", 0.5)),
     "scale on q": (lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v, ("", 1.0)),
     "scale on k": (lambda q, k, v: (q @ (k / 2).mT).softmax(-1) @ v, ("", 1.0)),
+    "scale of a tensor": (
+        lambda q, k, v: (torch.full([], 0.3, dtype=q.dtype) * (q @ k.mT)).softmax(-1) @ v,
+        ("", 0.3),
+    ),
+    "learned scale": (
+        lambda q, k, v: (q @ k.mT / (1 + v[0, :, :1, :1] ** 2)).softmax(-1) @ v,
+        ("", 1.0),
+    ),
     "two scales": (lambda q, k, v: (q @ k.mT / 2 * 0.5).softmax(-1) @ v, ("", 0.25)),
     "einsum": (einsum("bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd"), ("", 1.0)),
     "einsum with dots": (einsum("...id, ...jd -> ...ij", "...ij, ...jd -> ...id"), ("", 1.0)),
@@ -129,7 +137,7 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
         ("data", 1.0),
     ),
     "padding of floats": (
-        lambda q, k, v: (q @ k.mT + torch.where(v[:, :1, None, :, 0] > 0.2, 0.0, LOWEST)).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT + (v[:, :1, None, :, 0] > 0.2).to(q.dtype) * -1e9).softmax(-1) @ v,
         ("data", 1.0),
     ),
     "repeated heads": (lambda q, k, v: (q @ repeated(k).mT).softmax(-1) @ repeated(v), ("", 1.0)),
@@ -253,7 +261,9 @@ class Goldens(expecttest.TestCase):
             weights = F.dropout(F.softmax(scores.masked_fill(~before(), LOWEST), -1), 0.1, True)
             return torch.einsum("bhqk,bkhd->bqhd", weights, repeated(v).transpose(1, 2))
 
-        self.assertExpectedInline(show(canonical(attend)), """\
+        self.assertExpectedInline(
+            show(canonical(attend)),
+            """\
 q: [2, 4, 8, 4] = placeholder
 k: [2, 4, 8, 4] = placeholder
 v: [2, 4, 8, 4] = placeholder
@@ -261,11 +271,14 @@ slice_1: [2, 2, 8, 4] = aten.slice.Tensor(k, 1, 0, 2)
 slice_2: [2, 2, 8, 4] = aten.slice.Tensor(v, 1, 0, 2)
 scaled_dot_product_attention_default: [2, 4, 8, 4] = aten.scaled_dot_product_attention(q, slice_1, slice_2, None, 0.1, True, scale=0.5, enable_gqa=True)
 permute_default: [2, 8, 4, 4] = aten.permute(scaled_dot_product_attention_default, [0, 2, 1, 3])
-return (permute_default,)""")
+return (permute_default,)""",
+        )
 
     def test_bias_and_fill(self):
         attend = SPELLINGS["bias and fill"][0]
-        self.assertExpectedInline(show(canonical(attend)), """\
+        self.assertExpectedInline(
+            show(canonical(attend)),
+            """\
 q: [2, 4, 8, 4] = placeholder
 k: [2, 4, 8, 4] = placeholder
 v: [2, 4, 8, 4] = placeholder
@@ -278,4 +291,5 @@ bitwise_not: [8, 8] = aten.bitwise_not(ge)
 logical_not_default: [8, 8] = aten.logical_not(bitwise_not)
 where_scalar_other: [2, 4, 8, 8] = aten.where.ScalarOther(logical_not_default, unsqueeze, -inf)
 scaled_dot_product_attention_default: [2, 4, 8, 4] = aten.scaled_dot_product_attention(q, k, v, where_scalar_other, 0.0, scale=1.0)
-return (scaled_dot_product_attention_default,)""")
+return (scaled_dot_product_attention_default,)""",
+        )

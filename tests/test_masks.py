@@ -227,14 +227,17 @@ class Goldens(expecttest.TestCase):
     def test_window_and_padding(self):
         gm = captured(lambda p, x: (p[:, None, None] & causal()) & (i()[:, None] - i() < 3))
         Canonicalize()(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 q: [2, 4, 8, 4] = placeholder
 k: [2, 4, 8, 4] = placeholder
 v: [2, 4, 8, 4] = placeholder
 padding: [2, 8] = placeholder
 positions: [2, 8] = placeholder
 masked_attention_default: [2, 4, 8, 4] = sp.masked_attention(q, k, v, [], [padding], [], (k <= q) & Ne(col0, 0) & (-k + q < 3), 0.0, None, False)
-return (masked_attention_default,)""")
+return (masked_attention_default,)""",
+        )
 
     def test_vectors_are_cut_where_the_mask_reads_them(self):
         def mask(padding: Tensor, positions: Tensor) -> Tensor:
@@ -243,7 +246,9 @@ return (masked_attention_default,)""")
 
         gm = captured(mask)
         Canonicalize()(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 q: [2, 4, 8, 4] = placeholder
 k: [2, 4, 8, 4] = placeholder
 v: [2, 4, 8, 4] = placeholder
@@ -261,4 +266,5 @@ expand_default: [1, 8] = aten.expand(reshape_default, [1, 8])
 slice_tensor: [8, 2] = aten.slice.Tensor(cumsum, 0, 8, 16)
 transpose_int: [2, 8] = aten.transpose.int(slice_tensor, 0, 1)
 masked_attention_default: [2, 4, 8, 4] = sp.masked_attention(q, k, v, [transpose_int], [expand_default, transpose_int_1], [], (col1 <= row0) & (k < col0), 0.0, None, False)
-return (masked_attention_default,)""")
+return (masked_attention_default,)""",
+        )

@@ -1,0 +1,17 @@
+"""What the bodies of the ``sp::`` operators are: a digest of this package's source."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def digest() -> str:
+    """Changes with every edit of an operator.
+
+    A compiler's caches see the operators' names only, and would bring back code made from an older body.
+    """
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
