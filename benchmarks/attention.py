@@ -6,7 +6,8 @@ A block of attention with its projections and a norm, causal, compiled with back
 against backend="inductor" on one process, the ops of sp_compile.functional, and modules written by hand (both in eager
 mode; handwritten.py). The variants take turns, in every round the same, and the medians over the rounds of
 (CPU time summed over the ranks) / (CPU time of one device in the same round) are printed. All processes share one
-core, so that no variant is slowed by more neighbours than another. Writes benchmarks/results/attention_cpu.md.
+core, so that no variant is slowed by more neighbours than another, and keep the memory that they free.
+Writes benchmarks/results/attention_cpu.md.
 """
 
 import argparse
@@ -15,178 +16,22 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from counting import Counts, count
-from handwritten import UlyssesAttention, ZigzagRingAttention, zigzag
+from attention_ranks import Case, cases, work
+from counting import Counts
 from tables import markdown, processor
 
 RESULTS = Path(__file__).parent / "results" / "attention_cpu.md"
 TARGETS = {"ulysses": 1.05, "ring": 1.15, "gather": 1.10}
 TOLERANCE = 1e-3  # float32 sums in another order
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Step = Callable[[], None]
-
-
-def whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-class Block(nn.Module):
-    """x (B, S, heads * head_dim) -> a loss to which every position contributes. `attend` takes (B, S, H, D)."""
-
-    def __init__(self, heads: int, head_dim: int, attend: Attend = whole_attention) -> None:
-        super().__init__()
-        width = heads * head_dim
-        self.heads, self.attend = heads, attend
-        self.norm = nn.RMSNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (project(h).unflatten(-1, (self.heads, -1)) for project in (self.q, self.k, self.v))
-        return (x + self.out(self.attend(q, k, v).flatten(2))).square().mean()
-
-
-@dataclass(frozen=True)
-class Case:
-    """what: "one device", or the way of attention; how: "compiled", "op" (functional), or "by hand"."""
-
-    what: str
-    how: str
-    ranks: int
-
-
-def cases(worlds: list[int], heads: int) -> list[Case]:
-    out = [Case("one device", "compiled", 1)]
-    for n in worlds:
-        kinds = ["ulysses", "ring", "gather"] + (["hybrid"] if n > 3 and n % 2 == 0 else [])
-        out += [Case(kind, "compiled", n) for kind in kinds if kind != "ulysses" or heads % n == 0]
-        out += [Case(kind, how, n) for kind in ("ulysses", "ring") for how in ("op", "by hand")]
-    return out
-
-
-# On a rank.
-
-
-def build(case: Case, args: argparse.Namespace, rank: int, group: dist.ProcessGroup) -> tuple[Block, Step]:
-    """The model with its weights, and what runs one step of it on this rank."""
-    torch.manual_seed(0)
-    model = Block(args.heads, args.head_dim)
-    x = torch.randn(1, args.seq, args.heads * args.head_dim)
-    if case.what == "one device":
-        return model, _step(torch.compile(model, backend="inductor"), x)
-    if case.how == "compiled":
-        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",))
-        options = {"attention": case.what, "mesh": mesh}
-        return model, _step(torch.compile(model, backend="sp", options=options), x)
-    model.attend = by_hand(case, group)
-    shard = zigzag(x, rank, case.ranks) if case.what == "ring" else x.chunk(case.ranks, 1)[rank].contiguous()
-    return model, _local_step(model, shard, group)
-
-
-def by_hand(case: Case, group: dist.ProcessGroup) -> Attend:
-    if case.how == "by hand":
-        return UlyssesAttention(group) if case.what == "ulysses" else ZigzagRingAttention(group)
-    from sp_compile.functional import ring_attention, ulysses_attention
-
-    op, layout = (ulysses_attention, "contiguous") if case.what == "ulysses" else (ring_attention, "zigzag")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return op(q, k, v, mesh=group, layout=layout, is_causal=True, check=False).transpose(1, 2)
-
-    return attend
-
-
-def _step(model: nn.Module, x: Tensor) -> Step:
-    def step() -> None:
-        model.zero_grad()
-        model(x).backward()
-
-    return step
-
-
-def _local_step(model: nn.Module, shard: Tensor, group: dist.ProcessGroup) -> Step:
-    """A shard's part of the mean; loss and gradients summed over the ranks, the gradients as one tensor."""
-
-    def step() -> None:
-        model.zero_grad()
-        loss = model(shard) / group.size()
-        loss.backward()
-        dist.all_reduce(loss.detach(), group=group)
-        parameters = list(model.parameters())
-        flat = torch.cat([p.grad.flatten() for p in parameters])
-        dist.all_reduce(flat, group=group)
-        for p, grad in zip(parameters, flat.split([p.numel() for p in parameters])):
-            p.grad = grad.view_as(p)
-
-    return step
-
-
-def work(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """A rank's life: build every case, run the rounds, save seconds, counts and errors."""
-    # Its kernels as events of the profiler, and as many variants of one model as there are cases.
-    torch._inductor.config.cpp.enable_kernel_profile = True
-    torch._dynamo.config.recompile_limit = 64
-    torch.set_num_threads(1)
-    world = max(args.ranks)
-    init = {"init_method": f"file://{folder}/store", "timeout": timedelta(minutes=30)}
-    dist.init_process_group("gloo", rank=rank, world_size=world, **init)
-    groups = {n: dist.new_group(range(n)) for n in {1, *args.ranks}}
-    steps: dict[Case, Step] = {}
-    errors: dict[Case, float] = {}
-    expected: list[Tensor] = []
-    for case in args.cases:
-        dist.barrier()
-        if rank < case.ranks:
-            model, steps[case] = build(case, args, rank, groups[case.ranks])
-            steps[case]()
-            grads = [p.grad.clone() for p in model.parameters()]
-            expected = expected or grads
-            errors[case] = max(_difference(a, b) for a, b in zip(expected, grads))
-    seconds = [{case: _turn(steps.get(case)) for case in args.cases} for _ in range(args.rounds)]
-    counts: dict[Case, Counts] = {}
-    for case, step in steps.items():
-        counts[case] = count(step) if rank == 0 else Counts(step() or {})
-    torch.save({"seconds": seconds, "counts": counts, "errors": errors}, f"{folder}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _difference(expected: Tensor, found: Tensor) -> float:
-    return ((expected - found).abs().max() / expected.abs().max()).item()
-
-
-def _turn(step: Step | None) -> tuple[float, float]:
-    """CPU seconds of this process in one step, all its threads, and those of them in the kernel (sockets, new pages).
-
-    The other ranks have a turn of the same case, or wait.
-    """
-    dist.barrier()
-    if step is None:
-        return 0.0, 0.0
-    start, before = time.process_time(), os.times().system
-    step()
-    return time.process_time() - start, os.times().system - before
-
-
-# In the main process.
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
@@ -202,6 +47,11 @@ def share_one_core() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
+def keep_memory() -> None:
+    """The processes to come keep what they free, as on a GPU: new pages would cost more than the copies into them."""
+    os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+
 def totals(found: list[dict], which: int = 0) -> dict[Case, list[float]]:
     """case -> in each round, the CPU seconds of all ranks (which = 1: in the kernel)."""
     rounds = list(zip(*(rank["seconds"] for rank in found)))
@@ -215,7 +65,9 @@ def ratios(found: list[dict], over: Case) -> dict[Case, list[float]]:
 
 
 def time_table(found: list[dict]) -> Table:
-    table = Table("ranks", "attention", "how", "CPU / one device", "rounds", "CPU s", "kernel s", "target", "")
+    table = Table(
+        "ranks", "attention", "how", "CPU / one device", "rounds", "CPU s", "kernel s", "target", ""
+    )
     seconds, kernel = totals(found), totals(found, 1)
     for case, values in ratios(found, Case("one device", "compiled", 1)).items():
         median = statistics.median(values)
@@ -252,6 +104,7 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
         f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
         f"- `python benchmarks/attention.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- S = {args.seq}, {args.heads} heads of {args.head_dim}, batch 1, float32, causal; {args.rounds} rounds",
+        "- malloc " + ("as it is" if args.return_memory else "keeps freed memory, in all variants (glibc)"),
         "- CPU seconds summed over the ranks, forward and backward; medians of the ratios within a round",
         "- collectives and copies: of one step of rank 0, from its profile",
     ]
@@ -274,6 +127,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--return-memory", action="store_true", help="leave the C library's malloc as it is")
     parser.add_argument("--only", nargs="+", help="kinds of attention to run")
     parser.add_argument("--profile", action="store_true", help="show what takes rank 0's time")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -287,6 +141,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     share_one_core()
+    if not args.return_memory:
+        keep_memory()
     console = Console()
     found = measure(args)
     errors = [(error, case) for rank in found for case, error in rank["errors"].items()]

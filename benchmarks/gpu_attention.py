@@ -6,7 +6,8 @@
 values  every way of attention on simulated ranks against float64, forward and gradients, beside one device's own error
 merge   the log-sum-exp merge of two blocks, as a share of a copy_ that moves as many bytes in the same process
 ranks   the steps of all ranks, one after another on this device, against causal attention of one device on the whole
-        sequence; the ranks' exchanges are copies within the device, so this says nothing about communication
+        sequence. The ranks' exchanges are copies within the device; they say nothing about communication and are
+        not counted, the packing around them is
 
 Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/attention_<device name>.md.
 """
@@ -15,9 +16,7 @@ import argparse
 import os
 import platform
 import re
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from clock import Clock, Job
 from handwritten import zigzag
 from tables import markdown, processor
 
@@ -49,7 +49,6 @@ TARGETS = {"ulysses": (0.97, 0.97), "ring": (0.85, 0.90), "gathered": (0.95, 0.9
 MERGE_TARGETS = {"share of copy": 0.85, "over eager": 4.0}
 ALLOWED = 2.0
 """Times the error of one device in the same dtype."""
-Job = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -143,35 +142,6 @@ def _error(true: Tensor, found: Tensor, scale: Tensor | None = None) -> float:
 # Times.
 
 
-class Clock:
-    """Milliseconds of a job: CUDA events, or the wall clock on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-
-    def milliseconds(self, job: Job, inner: int) -> float:
-        if not self.cuda:
-            start = time.perf_counter()
-            for _ in range(inner):
-                job()
-            return 1000 * (time.perf_counter() - start) / inner
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(inner):
-            job()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / inner
-
-    def interleaved(self, jobs: dict[str, Job], repeats: int, inner: int) -> dict[str, float]:
-        """The median of each; in every repeat all of them in turn, after one turn that does not count."""
-        times: dict[str, list[float]] = {name: [] for name in jobs}
-        for _ in range(repeats + 1):
-            for name, job in jobs.items():
-                times[name].append(self.milliseconds(job, inner))
-        return {name: statistics.median(found[1:]) for name, found in times.items()}
-
-
 def merging(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     """The merge of a float32 accumulator and a bfloat16 block: kernels, a copy_, and the block itself."""
     shape = (1, sizes.heads, sizes.tokens, sizes.head_dim)
@@ -224,7 +194,8 @@ def stepping(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     """All ranks' work in one row against one device's attention, which PyTorch chose, and PyTorch's flash kernel."""
     whole = draw(sizes, sizes.tokens, device)
     title = f"{sizes.ranks} ranks of {sizes.tokens} tokens in turn, {sizes.heads} heads of {sizes.head_dim}, bfloat16"
-    table = Table("", "pass", "ms", "TFLOP/s", "of default", "of flash", "target", title=title)
+    columns = "", "pass", "ms", "exchanges, ms", "TFLOP/s", "of default", "of flash", "target"
+    table = Table(*columns, title=title)
     for backward in (False, True):
         jobs: dict[str, Job] = {
             "one device, default": lambda b=backward: one_device(whole, b),
@@ -235,10 +206,15 @@ def stepping(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
             jobs[way] = lambda w=way, g=given, b=backward: all_ranks(w, g, b)
         times = clock.interleaved(jobs, sizes.repeats, 1)
         for name, ms in times.items():
-            shares = [f"{times[f'one device, {which}'] / ms:.2f}" for which in ("default", "flash")]
+            own = ms - clock.exchanged[name]
+            shares = [f"{times[f'one device, {which}'] / own:.2f}" for which in ("default", "flash")]
             target = f"{TARGETS[name][backward]:.2f}" if name in TARGETS else ""
-            rate = f"{_flops(sizes, backward) / ms / 1e9:.0f}"
-            table.add_row(name, "both" if backward else "forward", f"{ms:.2f}", rate, *shares, target)
+            spent = [
+                f"{ms:.2f}",
+                f"{clock.exchanged[name]:.2f}",
+                f"{_flops(sizes, backward) / own / 1e9:.0f}",
+            ]
+            table.add_row(name, "both" if backward else "forward", *spent, *shares, target)
     return table
 
 
@@ -258,7 +234,7 @@ def facts(device: torch.device, name: str) -> str:
         f"- {date.today()}, {name}" + (f", {processor()}" if device.type == "cuda" else ""),
         f"- torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {_triton()}, {platform.system()}",
         f"- `python benchmarks/gpu_attention.py {' '.join(sys.argv[1:])}".rstrip() + "`",
-        "- medians of interleaved repeats; exchanges between the ranks are copies within the device",
+        "- medians of interleaved repeats; rates and shares without the simulated exchanges",
     ]
     return "\n".join(lines)
 

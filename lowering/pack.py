@@ -19,9 +19,14 @@ def pack(xs: list[Tensor], dim: int | None, after: Tensor) -> Tensor:
 
     ``after`` only orders: the buffer is made once it exists. Bytes: none. Not differentiable.
     """
-    if dim is None:
-        return torch.cat([x.reshape(-1) for x in xs])
-    return torch.cat(xs, dim)
+    return flat(xs) if dim is None else torch.cat(xs, dim)
+
+
+def flat(xs: list[Tensor]) -> Tensor:
+    """The tensors one behind the other, flattened; any strides, copied once where they have one shape."""
+    if all(x.shape == xs[0].shape for x in xs):
+        return torch.stack(xs).flatten()
+    return torch.cat([x.reshape(-1) for x in xs])
 
 
 LIBRARY.impl("pack", pack, "CompositeExplicitAutograd")

@@ -20,6 +20,7 @@ from . import routes
 from .communicator import current
 from .frames import Frame
 from .merge import merge
+from .pack import flat
 from .scores import Scores, Span, span
 
 
@@ -80,10 +81,6 @@ class _Ring(torch.autograd.Function):
         return None, None, dq, dk, dv, dmask, *rest
 
 
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([k.reshape(-1), v.reshape(-1)])
-
-
 def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = both.split([k.numel(), v.numel()])
     return keys.view(k.shape), values.view(v.shape)
@@ -91,7 +88,7 @@ def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> tuple[Tensor, Tensor]:
     out = lse = None
-    both, keys, values = (_pack(k, v) if ring.steps > 1 else None), k, v
+    both, keys, values = (flat([k, v]) if ring.steps > 1 else None), k, v
     for step in range(ring.steps):
         coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
         block = scores.attend(q, keys, values, ring.q_span(), ring.k_span(step), coming)
@@ -122,7 +119,7 @@ def _backward(
         dq = dq_ if dq is None else dq + dq_
         dmask = dmask_ if dmask is None else dmask + dmask_
         if ring.steps > 1:
-            carried.add(_pack(dk_, dv_))
+            carried.add(flat([dk_, dv_]))
         if coming is not None:
             both = current().wait(coming)
             keys, values = _unpack(both, k, v)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import routes
 from .folding import folded
-from .frames import Frame, folds_of, nearest_rows, own_positions
+from .frames import Frame, folds_of, known, nearest_rows, own_positions
 from .gathered import Gathering, gathered
 from .library import composite
 from .ring import Ring, ring
@@ -106,7 +106,7 @@ def _to_heads(xs: list[Tensor], job: _Sharded, ranks: int) -> list[Tensor]:
     """Ulysses between neighbours: the whole heads of this rank for the rows of them all. Padding stays."""
     heads = xs[1].shape[HEADS]
     places = zip(xs, (job.q_frame, job.k_frame, job.k_frame), strict=True)
-    alike = xs[0].shape[SEQUENCE] == xs[1].shape[SEQUENCE]
+    alike = known(xs[0].shape[SEQUENCE] == xs[1].shape[SEQUENCE])
     out = [] if not alike else _exchanged(xs, heads, _rows(xs[0], job.q_frame, ranks), job, ranks)
     return out or [_exchanged([x], heads, _rows(x, frame, ranks), job, ranks)[0] for x, frame in places]
 

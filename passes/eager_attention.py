@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from ..call import Call, is_tensor
+from ..call import Call
 from ..shapes import Size, product, same, sizes
 from .edit import Editor
 from .masks import always_attends, recognise
@@ -192,7 +192,7 @@ def _uncast(factor: Factor, dtype: torch.dtype) -> Factor | None:
     node = factor.node
     if node.meta["val"].dtype == dtype:
         return factor
-    source = node.args[0] if node.target in CASTS else None
-    if dtype in HALF and is_tensor(source) and source.meta["val"].dtype == dtype:
-        return Factor(source, factor.order)
-    return None
+    if dtype not in HALF or node.target not in CASTS:
+        return None
+    (source,) = Call(node).operands
+    return Factor(source, factor.order) if source.meta["val"].dtype == dtype else None

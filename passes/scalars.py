@@ -7,7 +7,9 @@ import operator
 from typing import Any
 
 import torch
+from torch.fx import Node
 
+from .._compat import FakeTensor
 from ..call import is_tensor
 
 aten = torch.ops.aten
@@ -29,8 +31,9 @@ def scalar(x: Any, dtype: torch.dtype) -> float | None:
         return float(x)
     if not is_tensor(x) or x.meta["val"].ndim or x.meta["val"].dtype != dtype:
         return None
-    if x.op == "get_attr" and x.meta.get("constant"):  # nobody else can reach it
-        return float(operator.attrgetter(x.target)(x.graph.owning_module))
+    if x.op == "get_attr":
+        held = operator.attrgetter(x.target)(x.graph.owning_module)
+        return float(held) if _is_constant(x) and not isinstance(held, FakeTensor) else None
     if x.op != "call_function":
         return None
     if x.target in (aten.full.default, aten.scalar_tensor.default):
@@ -39,3 +42,8 @@ def scalar(x: Any, dtype: torch.dtype) -> float | None:
         return scalar(x.args[0], dtype)
     root = scalar(x.args[0], dtype) if x.target is aten.sqrt.default else None
     return math.sqrt(root) if root is not None and root >= 0 else None
+
+
+def _is_constant(x: Node) -> bool:
+    """Written down by a trace, make_fx's or export's: neither a parameter nor a buffer, which the user may change."""
+    return bool(x.meta.get("constant")) or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))

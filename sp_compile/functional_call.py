@@ -1,0 +1,220 @@
+"""One call of an attention by hand: its operands and options, what does not fit, and whether all ranks made the same.
+
+Whatever is wrong on one rank is found before the first exchange, told to the others, and raised on all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .errors import SpError
+from .lowering.communicator import current
+from .mesh import Ranks
+
+TEXT = 1024  # bytes of a rank's description in an error message
+LAYOUTS = ("contiguous", "zigzag")
+WAYS_HOME = ("travel", "scatter")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of every attention by hand; see `sp_compile.functional`."""
+
+    layout: str = "contiguous"
+    length: int | None = None
+    kv_length: int | None = None
+    is_causal: bool = False
+    window: int | None = None
+    documents: Tensor | None = None
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | int | None = None
+    scale: float | None = None
+    check: bool = True
+
+    @property
+    def folds(self) -> int:
+        """Chunks that a rank holds."""
+        return 2 if self.layout == "zigzag" else 1
+
+    def lookups(self) -> tuple[list[Tensor], list[Tensor], list[int], str]:
+        """rows, cols, sizes and predicate."""
+        parts = ["(k <= q)"] if self.is_causal else []
+        if self.window is not None:
+            parts += ["(q - k < n0)"] if self.is_causal else ["(q - k < n0) & (k - q < n0)"]
+        vectors = [] if self.documents is None else [self.documents]
+        parts += ["Eq(row0, col0)"] if vectors else []
+        sizes = [] if self.window is None else [self.window]
+        return vectors, vectors, sizes, " & ".join(parts)
+
+
+NAMES = tuple(f.name for f in fields(Options))
+
+
+@dataclass(frozen=True)
+class Attending:
+    """This rank's call. width: ranks that share heads; unknown: names that are no option."""
+
+    kind: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ranks: Ranks
+    options: Options
+    width: int | None
+    kv_grads: str
+    unknown: Sequence[str] = ()
+
+    @property
+    def q_length(self) -> int:
+        """Of the whole sequence."""
+        given = self.options.length
+        return self.q.shape[2] * self.ranks.n if given is None else given
+
+    @property
+    def k_length(self) -> int:
+        """Of the whole sequence of keys."""
+        given = self.options.kv_length
+        return self.k.shape[2] * self.ranks.n if given is None else given
+
+    def frames(self) -> tuple[list[int], list[int]]:
+        """Where the shards of queries and keys lie."""
+        zigzag = [2] if self.options.folds == 2 else []
+        return [1, self.q_length, 0, self.q_length, *zigzag], [1, self.k_length, 0, self.k_length, *zigzag]
+
+    def steps(self) -> int:
+        """Ranks whose keys any query needs, counted backwards from its own: fewer than all for a causal window."""
+        given, n, rows = self.options, self.ranks.n, self.q.shape[2]
+        alike = self.k.shape[2] == rows and self.q_length == self.k_length
+        if given.window is None or not (given.is_causal and given.folds == 1 and alike):
+            return n
+        return min(n, 1 + (given.window + rows - 2) // rows)
+
+    def check(self) -> None:
+        """Raise SpError on every rank if any has a problem, or if their calls differ."""
+        problem = next(self._problems(), None)
+        # A traced program cannot stop for what other ranks say.
+        if self.options.check and self.ranks.n > 1 and not torch.compiler.is_compiling():
+            self._agree(problem)
+        if problem is not None:
+            raise SpError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with this rank's call."""
+        for name in self.unknown:
+            close = difflib.get_close_matches(name, NAMES, n=1)
+            guess = f" (did you mean {close[0]!r}?)" if close else ""
+            yield f"attention: unknown option {name!r}{guess}; known: {', '.join(NAMES)}"
+        yield from self._wrong_operands()
+        yield from self._wrong_layout()
+        yield from self._wrong_heads()
+        yield from self._wrong_masks()
+        yield from self._wrong_dropout()
+
+    def _wrong_operands(self) -> Iterator[str]:
+        q, k, v, shapes = self.q, self.k, self.v, self._shapes()
+        fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]
+        if not fits or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
+            yield f"attention: expected q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E), got {shapes}"
+        if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+            yield f"attention: q, k, v are of one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        if not (q.device == k.device == v.device):
+            yield f"attention: q, k, v are on one device, got {q.device}, {k.device}, {v.device}"
+
+    def _wrong_layout(self) -> Iterator[str]:
+        given, n = self.options, self.ranks.n
+        if given.layout not in LAYOUTS:
+            yield _unknown_value("layout", given.layout, LAYOUTS)
+        if given.folds == 2 and (self.q.shape[2] % 2 or self.k.shape[2] % 2):
+            yield f"attention: zigzag shards are two equal chunks, but their lengths are odd ({self._shapes()})"
+        for name, local, whole in (
+            ("length", self.q.shape[2], given.length),
+            ("kv_length", self.k.shape[2], given.kv_length),
+        ):
+            held = local if whole is None else given.folds * -(-whole // (given.folds * n))
+            if held != local:
+                yield (
+                    f"attention: a sequence of {name}={whole} on {n} ranks ({given.layout}) has {held} rows a rank, "
+                    f"but this rank's shard has {local}"
+                )
+
+    def _wrong_heads(self) -> Iterator[str]:
+        heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
+        if kv_heads == 0 or heads % kv_heads:
+            yield f"attention: the {kv_heads} key heads do not divide the {heads} query heads ({self._shapes()})"
+        if self.kv_grads not in WAYS_HOME:
+            yield _unknown_value("kv_grads", self.kv_grads, WAYS_HOME)
+        if width is None:
+            yield "hybrid_attention: pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
+        elif width < 1 or n % width or heads % width:
+            yield (
+                f"{self.kind}_attention: {width} ranks that share heads must divide the {n} ranks and the {heads} "
+                "query heads; use ring_attention, gathered_attention, or another hybrid"
+            )
+
+    def _wrong_masks(self) -> Iterator[str]:
+        given, whole = self.options, (self.q_length, self.k_length)
+        if given.window is not None and given.window < 1:
+            yield f"attention: window={given.window}: expected at least 1, which is each query's own position"
+        x = given.documents
+        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}):
+            yield (
+                f"attention: documents are whole on every rank, (B|1, S) with S = {whole[0]} queries and {whole[1]} "
+                f"keys, got {list(x.shape)}"
+            )
+        full, x = (*self.q.shape[:2], *whole), given.attn_mask
+        if x is None:
+            return
+        if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, full)):
+            yield f"attention: attn_mask is whole on every rank, it broadcasts to {list(full)}, got {list(x.shape)}"
+        if x.dtype != torch.bool and not x.is_floating_point():
+            yield f"attention: attn_mask is bool (True: may attend) or floating-point (added), got {x.dtype}"
+
+    def _wrong_dropout(self) -> Iterator[str]:
+        p, seed = self.options.dropout_p, self.options.seed
+        if not 0 <= p < 1:
+            yield f"attention: dropout_p={p}: expected 0 <= dropout_p < 1"
+        if isinstance(seed, Tensor) and (seed.dtype != torch.int64 or seed.ndim):
+            yield f"attention: seed is an int or an int64 tensor of shape (), got {seed.dtype} {list(seed.shape)}"
+
+    def _shapes(self) -> str:
+        return f"q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)}"
+
+    def _agree(self, problem: str | None) -> None:
+        """Raise on every rank what is wrong on any: 16 bytes a rank, and their words only if they differ."""
+        text = self._description() if problem is None else problem
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        n, group, device = self.ranks.n, self.ranks.group, self.q.device
+        mine = torch.tensor([problem is not None, digest], dtype=torch.int64, device=device)
+        everyone = current().all_gather(mine, n, group).view(n, 2).tolist()
+        if not any(failed for failed, _ in everyone) and all(words == everyone[0] for words in everyone):
+            return
+        letters = list(text.encode()[:TEXT].ljust(TEXT))
+        sent = torch.tensor(letters, dtype=torch.uint8, device=device)
+        rows = current().all_gather(sent, n, group).view(n, TEXT).tolist()
+        told = [bytes(row).decode(errors="replace").rstrip() for row in rows]
+        failed = [rank for rank in range(n) if everyone[rank][0]]
+        if failed:
+            raise SpError("\n".join(f"rank {rank}: {told[rank]}" for rank in failed))
+        each = "\n".join(f"  rank {rank}: {words}" for rank, words in enumerate(told))
+        raise SpError(f"attention: the ranks' calls differ; shards are of equal length, options the same\n{each}")
+
+    def _description(self) -> str:
+        """What must be the same on every rank, or exchanges would not meet."""
+        given, tensors = self.options, (self.q, self.k, self.v, self.options.attn_mask)
+        grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+        plain = [f"{n}={x}" for n in NAMES if not isinstance(x := getattr(given, n), Tensor) and n != "seed"]
+        shaped = [f"{n} {list(x.shape)}" for n in NAMES if isinstance(x := getattr(given, n), Tensor) and n != "seed"]
+        how = f"{self.kind} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
+        wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
+        return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *shaped, *plain])
+
+
+def _unknown_value(name: str, value: object, known: Sequence[str]) -> str:
+    return f"attention: {name}={value!r}: expected {' or '.join(map(repr, known))}"
