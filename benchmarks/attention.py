@@ -81,9 +81,7 @@ def time_table(found: list[dict]) -> Table:
 
 def hand_table(found: list[dict]) -> Table:
     """Ours against the hand-written module of the same kind: time as the median of ratios in a round, and counts."""
-    table = Table(
-        "ranks", "attention", "how", "CPU / by hand", "collectives", "which", "copies", "copies, ms"
-    )
+    table = Table("ranks", "attention", "how", "CPU / by hand", "collectives", "which", "copies")
     counts: dict[Case, Counts] = found[0]["counts"]
     for hand in (case for case in counts if case.how == "by hand"):
         against = ratios(found, hand)
@@ -94,7 +92,7 @@ def hand_table(found: list[dict]) -> Table:
             c = counts[case]
             which = ", ".join(f"{number} {name}" for name, number in sorted(c.collectives.items()))
             row = [f"{statistics.median(against[case]):.3f}", str(sum(c.collectives.values())), which]
-            table.add_row(str(case.ranks), case.what, how, *row, str(c.copies), f"{c.copy_ms:.0f}")
+            table.add_row(str(case.ranks), case.what, how, *row, str(c.copies))
     return table
 
 
@@ -113,7 +111,9 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
 
 def show_heaviest(console: Console, counts: dict[Case, Counts]) -> None:
     for case, c in counts.items():
-        console.print(f"\n{case.ranks} ranks, {case.what}, {case.how}: CPU ms of rank 0, by what takes most")
+        console.print(
+            f"\n{case.ranks} ranks, {case.what}, {case.how}: ms of rank 0, waiting for the core included"
+        )
         for name, milliseconds in c.heaviest.items():
             console.print(f"  {milliseconds:9.1f}  {name}", highlight=False, markup=False)
 

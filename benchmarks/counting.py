@@ -21,11 +21,10 @@ SMALL = 1024
 
 @dataclass
 class Counts:
-    """Of one step on one rank. heaviest: name -> CPU ms of its own, the largest first."""
+    """Of one step on one rank. heaviest: name -> ms of its own by the clock, the largest first."""
 
     collectives: dict[str, int] = field(default_factory=dict)
     copies: int = 0
-    copy_ms: float = 0.0
     heaviest: dict[str, float] = field(default_factory=dict)
 
 
@@ -42,7 +41,6 @@ def count(step: Callable[[], object]) -> Counts:
             counts.collectives[name] = counts.collectives.get(name, 0) + 1
         if _copies(event):
             counts.copies += 1
-            counts.copy_ms += event.self_cpu_time_total / 1000
     counts.heaviest = dict(sorted(own.items(), key=lambda item: -item[1])[:12])
     return counts
 

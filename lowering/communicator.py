@@ -87,6 +87,8 @@ class FunctionalCommunicator(Communicator):
         return _sent(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
 
     def _reduce_scatter(self, x: Tensor, n: int, group: str) -> Tensor:
+        if x.device.type == "cpu":  # Gloo's own takes half as long again
+            return self._all_to_all(x.unflatten(0, (n, x.shape[0] // n)), n, group).sum(0, dtype=x.dtype)
         return _sent(x, lambda y: torch.ops._c10d_functional.reduce_scatter_tensor(y, "sum", n, group))
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:

@@ -20,7 +20,6 @@ from . import routes
 from .communicator import current
 from .frames import Frame
 from .merge import merge
-from .pack import flat
 from .scores import Scores, Span, span
 
 
@@ -81,14 +80,20 @@ class _Ring(torch.autograd.Function):
         return None, None, dq, dk, dv, dmask, *rest
 
 
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """(B, Hkv, s, D) and (B, Hkv, s, E) -> (B, Hkv, s, D + E): one copy, whatever the strides are."""
+    return torch.cat([k, v], 3)
+
+
 def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    keys, values = both.split([k.numel(), v.numel()])
-    return keys.view(k.shape), values.view(v.shape)
+    """Undo `_pack`; views."""
+    keys, values = both.split([k.shape[3], v.shape[3]], 3)
+    return keys, values
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> tuple[Tensor, Tensor]:
     out = lse = None
-    both, keys, values = (flat([k, v]) if ring.steps > 1 else None), k, v
+    both, keys, values = (_pack(k, v) if ring.steps > 1 else None), k, v
     for step in range(ring.steps):
         coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
         block = scores.attend(q, keys, values, ring.q_span(), ring.k_span(step), coming)
@@ -110,7 +115,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dq = dmask = None
     carried = (_Travelling if ring.steps < ring.size else _WAYS_HOME[ring.grads])(ring)
-    both, keys, values = (torch.ops.sp.pack([k, v], None, given[0]) if ring.steps > 1 else None), k, v
+    both, keys, values = (torch.ops.sp.pack([k, v], 3, given[0]) if ring.steps > 1 else None), k, v
     for step in range(ring.steps):
         coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
         spans = ring.q_span(), ring.k_span(step)
@@ -119,7 +124,7 @@ def _backward(
         dq = dq_ if dq is None else dq + dq_
         dmask = dmask_ if dmask is None else dmask + dmask_
         if ring.steps > 1:
-            carried.add(flat([dk_, dv_]))
+            carried.add(dk_, dv_)
         if coming is not None:
             both = current().wait(coming)
             keys, values = _unpack(both, k, v)
@@ -134,9 +139,10 @@ class _Travelling:
     def __init__(self, ring: Ring) -> None:
         self.ring, self.added, self.coming = ring, 0, None
 
-    def add(self, part: Tensor) -> None:
+    def add(self, dk: Tensor, dv: Tensor) -> None:
         """The gradients of the next step's keys, which are one rank further from home."""
         self.added += 1
+        part = _pack(dk, dv)
         if self.coming is not None:
             part = part + current().wait(self.coming)
         last = self.added == self.ring.steps
@@ -156,16 +162,14 @@ class _Scattered:
     def __init__(self, ring: Ring) -> None:
         self.ring, self.parts = ring, []
 
-    def add(self, part: Tensor) -> None:
+    def add(self, dk: Tensor, dv: Tensor) -> None:
         """The gradients of the next step's keys."""
-        self.parts.append(part)
+        self.parts += [dk, dv]
 
     def home(self) -> Tensor:
         """The sum over all ranks for one's own keys."""
-        ring, device = self.ring, self.parts[0].device
-        index = torch.ops.sp.rank(ring.group, device) // ring.stride
-        by_owner = (index - torch.arange(ring.size, device=device)) % ring.size
-        parts = torch.stack(self.parts).index_select(0, by_owner)
+        ring = self.ring
+        parts = torch.ops.sp.pack_by_owner(self.parts, ring.stride, ring.group)
         return current().all_to_all(parts, ring.size, routes.across(ring.group, ring.stride)).sum(0)
 
 

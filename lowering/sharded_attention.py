@@ -105,10 +105,13 @@ def _repeated(k: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
 def _to_heads(xs: list[Tensor], job: _Sharded, ranks: int) -> list[Tensor]:
     """Ulysses between neighbours: the whole heads of this rank for the rows of them all. Padding stays."""
     heads = xs[1].shape[HEADS]
+    # The queries of a key head as part of its rows: as many heads as keys have, so that backward is one exchange too.
+    xs = [xs[0].unflatten(HEADS, (heads, xs[0].shape[HEADS] // heads)).movedim(2, 3), *xs[1:]]
     places = zip(xs, (job.q_frame, job.k_frame, job.k_frame), strict=True)
     alike = known(xs[0].shape[SEQUENCE] == xs[1].shape[SEQUENCE])
     out = [] if not alike else _exchanged(xs, heads, _rows(xs[0], job.q_frame, ranks), job, ranks)
-    return out or [_exchanged([x], heads, _rows(x, frame, ranks), job, ranks)[0] for x, frame in places]
+    out = out or [_exchanged([x], heads, _rows(x, frame, ranks), job, ranks)[0] for x, frame in places]
+    return [out[0].movedim(3, 2).flatten(HEADS, 2), *out[1:]]
 
 
 def _exchanged(xs: list[Tensor], heads: int, rows: Frame, job: _Sharded, ranks: int) -> list[Tensor]:

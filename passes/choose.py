@@ -81,20 +81,21 @@ def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -
     legal = [c for c in allowed if c.legal is None]
     if legal:
         return choose(legal)
-    if job.attention in ("auto", "ulysses"):  # passes/ulysses.py raises what it knows better
+    if _kind(job) in ("auto", "ulysses"):  # passes/ulysses.py raises what it knows better
         return None
     why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
     call, n = Call(node), job.ranks.n
     raise SpError(
-        f"{node.name} ({node.target}) at {at(node)}: attention={job.attention!r} on {n} ranks cannot take its "
-        f"{call.shape(0)[-3]} query heads and {call.shape(1)[-3]} key heads"
+        f"{node.name} ({node.target}) at {at(node)}: attention={job.attention!r} on {n} ranks"
+        + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis," if job.ranks.ulysses else "")
+        + f" cannot take its {call.shape(0)[-3]} query heads and {call.shape(1)[-3]} key heads"
         + (f" ({why})" if why else f": no U with 1 < U < {n} divides both {n} and the query heads")
         + "; use attention='auto', 'ring' or 'gather', or another mesh"
     )
 
 
 def _asked(c: Candidate, job: Settings) -> bool:
-    kind = job.attention if job.ranks.ulysses in (None, 1, job.ranks.n) else _of_mesh(job)
+    kind = _kind(job)
     if kind not in ("auto", c.kind):
         return False
     if c.kind == "hybrid" and job.ranks.ulysses is not None and c.ulysses != job.ranks.ulysses:
@@ -104,8 +105,10 @@ def _asked(c: Candidate, job: Settings) -> bool:
     return job.layout == "auto" or c.layout == "contiguous"
 
 
-def _of_mesh(job: Settings) -> str:
-    return "hybrid" if job.attention == "auto" else job.attention
+def _kind(job: Settings) -> str:
+    """What the user asked for; a mesh of two axes asks for the hybrid."""
+    two_axes = job.ranks.ulysses not in (None, 1, job.ranks.n)
+    return "hybrid" if two_axes and job.attention == "auto" else job.attention
 
 
 def _even(have: object, n: int) -> bool:

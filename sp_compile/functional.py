@@ -143,4 +143,9 @@ def _ranks(mesh: Mesh) -> Ranks:
         raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the process group")
     if isinstance(mesh, dist.ProcessGroup):
         return Ranks(dist.get_world_size(mesh), mesh.group_name)
+    return _resolved(mesh)
+
+
+@torch.compiler.assume_constant_result
+def _resolved(mesh: DeviceMesh | None) -> Ranks:
     return resolve(mesh, None)

@@ -35,13 +35,28 @@ def test_explain_llama():
     assert "ulysses" in run("examples/explain_llama.py", "2")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_data_and_sequence(kind):
+def torchrun(processes, *command):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(port)]
-    assert f"{kind}: largest relative error" in run(*launch, "examples/data_and_sequence.py", kind)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+    return run(*launch, *command)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_data_and_sequence(kind):
+    assert f"{kind}: largest relative error" in torchrun(4, "examples/data_and_sequence.py", kind)
+
+
+def test_attention_by_hand():
+    assert torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
+
+
+def test_attention_strategies():
+    out = run("examples/attention_strategies.py")
+    assert out.count("chosen: fastest") == 2
+    assert "64 ranks do not divide 16 query heads" in out
+    assert re.findall(r"(\w+) +on 4 ranks", out) == ["ulysses", "ring", "hybrid", "gather", "auto"]
 
 
 def test_readme():

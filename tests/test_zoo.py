@@ -75,6 +75,11 @@ def token_mixing_by_hand(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     return (x @ x.mT).masked_fill(hidden, -1e9).softmax(-1) @ x
 
 
+def capped_mixing_by_hand(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    """No fused attention caps its scores."""
+    return (x @ x.mT).tanh().softmax(-1) @ x
+
+
 # The sequence is mixed, and the op named is done on the whole.
 GATHERED: dict[str, Op] = {
     "cumsum": lambda m, x, ids: x.cumsum(1),
@@ -124,7 +129,7 @@ GATHERED: dict[str, Op] = {
     "slice_scatter": shifted_by_writes,
     "cdist": lambda m, x, ids: torch.cdist(x, x),
     "einsum": lambda m, x, ids: torch.einsum("bsd,btd->bst", x, x.exp()),
-    "matmul": token_mixing_by_hand,
+    "matmul": capped_mixing_by_hand,
     "linear": lambda m, x, ids: F.linear(x.mT, square(m, x), m.mix[0, : x.shape[1]]).mT,
     "avg_pool1d": lambda m, x, ids: F.avg_pool1d(x.mT, 2).mT @ m.weight,
     "tril": lambda m, x, ids: x.tril(),
@@ -172,6 +177,7 @@ SHARDED: dict[str, Op] = {
     "likelihood": lambda m, x, ids: m.head(x)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).sum(1),
     "sizes": lambda m, x, ids: x * x.shape[1] / x.numel(),
     "expanded": lambda m, x, ids: x[:, None].expand(-1, 3, -1, -1).flatten(0, 1) @ m.weight,
+    "attention by hand": token_mixing_by_hand,
 }
 
 
