@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import routes
 from .._compat import process_group
+from . import routes
 
 
 def _rank_in_group(group: str) -> int:

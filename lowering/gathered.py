@@ -44,7 +44,9 @@ class _Gathered(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         scores = scores.holding(list(tensors))
         keys, values = _gather(k, v, where, torch.cat)
-        out, lse = scores.attend(q, keys, values, span(where.q_frame, where.n), whole_span(keys.shape[SEQUENCE]))
+        out, lse = scores.attend(
+            q, keys, values, span(where.q_frame, where.n), whole_span(keys.shape[SEQUENCE])
+        )
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.scores, ctx.where = scores.holding([None] * len(tensors)), where
         ctx.mark_non_differentiable(lse)
@@ -60,7 +62,15 @@ class _Gathered(torch.autograd.Function):
         dq, dk, dv, dmask = scores.grads((grad, out, lse), q, keys, values, *spans, mask_grad=wants_mask)
         dk, dv = _scatter(dk, dv, where)
         rest = [None] * (len(tensors) - 1)
-        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask if wants_mask else None, *rest
+        return (
+            None,
+            None,
+            dq.to(q.dtype),
+            dk.to(k.dtype),
+            dv.to(v.dtype),
+            dmask if wants_mask else None,
+            *rest,
+        )
 
 
 def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:

@@ -1,8 +1,8 @@
 """``sp::pack`` and ``sp::pack_by_owner``: several tensors in one buffer that is about to be sent.
 
-A compiler that sees the same exchange of the same values twice makes it once, and keeps what arrived: the whole of K and
-V on every rank. Packing for a backward that sends again therefore waits for the cotangent, in an operator that stays
-opaque. So does packing whose order depends on the rank, because it is read when the program runs.
+A compiler that sees the same exchange of the same values twice makes it once, and keeps what arrived: the whole of K
+and V on every rank. Packing for a backward that sends again therefore waits for the cotangent, in an operator that
+stays opaque. So does packing whose order depends on the rank, because it is read when the program runs.
 """
 
 from __future__ import annotations

@@ -113,8 +113,9 @@ def _backward(
     ring: Ring,
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    dq = dmask = None
-    carried = (_Travelling if ring.steps < ring.size else _WAYS_HOME[ring.grads])(ring)
+    dq: Tensor | None = None
+    dmask: Tensor | None = None
+    carried = _WAYS_HOME["travel" if ring.steps < ring.size else ring.grads](ring)
     both, keys, values = (torch.ops.sp.pack([k, v], 3, given[0]) if ring.steps > 1 else None), k, v
     for step in range(ring.steps):
         coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
@@ -130,6 +131,7 @@ def _backward(
             keys, values = _unpack(both, k, v)
     if ring.steps > 1:
         dk_, dv_ = _unpack(carried.home(), k, v)
+    assert dq is not None
     return dq.to(q.dtype), dk_.to(k.dtype), dv_.to(v.dtype), dmask if mask_grad else None
 
 
@@ -160,7 +162,8 @@ class _Scattered:
     coming = None
 
     def __init__(self, ring: Ring) -> None:
-        self.ring, self.parts = ring, []
+        self.ring = ring
+        self.parts: list[Tensor] = []
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
         """The gradients of the next step's keys."""
@@ -173,4 +176,4 @@ class _Scattered:
         return current().all_to_all(parts, ring.size, routes.across(ring.group, ring.stride)).sum(0)
 
 
-_WAYS_HOME = {"travel": _Travelling, "scatter": _Scattered}
+_WAYS_HOME: dict[str, type[_Travelling] | type[_Scattered]] = {"travel": _Travelling, "scatter": _Scattered}

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from .._compat import known_process_group, process_group, register_process_group
 
-Ends = tuple[list[int], list[int]]  # ranks that this rank's blocks go to, and that they come from; both ascending
+Ends = tuple[
+    list[int], list[int]
+]  # ranks that this rank's blocks go to, and that they come from; both ascending
 
 
 def shift(group: str, offset: int, stride: int = 1) -> str:
@@ -120,7 +122,7 @@ class _Route(dist.ProcessGroup):
         super().__init__(carrier.rank(), carrier.size())
         self._route = group
 
-    def getBackendName(self) -> str:  # noqa: N802  (c10d's name)
+    def getBackendName(self) -> str:
         return "sp"
 
     def alltoall_base(

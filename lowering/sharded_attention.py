@@ -79,9 +79,7 @@ class _Sharded(NamedTuple):
         return self._replace(q_frame=zigzag[0], k_frame=zigzag[1], balance=False)
 
 
-def _around(
-    q: Tensor, k: Tensor, v: Tensor, job: _Sharded, stride: int, steps: int, grads: str
-) -> Tensor:
+def _around(q: Tensor, k: Tensor, v: Tensor, job: _Sharded, stride: int, steps: int, grads: str) -> Tensor:
     if job.balance:
         q, k, v = folded([q, k, v], job.n, job.group)
         out = _around(q, k, v, job.folded(), stride, steps, grads)

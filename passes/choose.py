@@ -27,7 +27,7 @@ from ..machine import Machine
 from ..predicate import over, symbols
 from ..shapes import divides
 from .rewrite import Settings
-from .sharded_attention import on_sequence
+from .sharded_attention import sequence_shard
 
 ORDERED = ("whole", "no rule", "align")  # demands of what reads neighbours, as convolutions and scans do
 
@@ -59,8 +59,7 @@ def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> Chosen:
 
 def _shardable(node: Node, plan: Plan) -> bool:
     call = Call(node)
-    placed = [plan.of(o) for o in call.operands[:3]]
-    sharded = all(on_sequence(p, call.ndim(i)) for i, p in enumerate(placed))
+    sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
     return sharded and call.ndim(0) >= 3 and any(d.node is node and d.kind == "attend" for d in plan.demands)
 
 

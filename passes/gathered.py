@@ -1,6 +1,6 @@
 """Gathered keys and values: every rank attends with its own queries over all keys.
 
-    scaled_dot_product_attention(q, k, v)   ->   sp::gathered_attention(q, k, v, ..., q_frame, k_frame, n, group, balance)
+    scaled_dot_product_attention(q, k, v)   ->   sp::gathered_attention(q, k, v, ..., q_frame, k_frame, n, group, ...)
 
 One all-gather of K and V forward, another and a reduce-scatter backward; nothing whole is kept in between, and causal
 attention is cut into full blocks and diagonals. For few key heads, and for what no other pass takes: keys that are

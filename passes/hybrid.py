@@ -43,6 +43,7 @@ class Hybrid(ShardedAttention):
 
     def says(self, node: Node) -> str:
         ulysses = self._ulysses(Call(node))
+        assert ulysses is not None
         return f"heads over {ulysses} neighbours, a ring of {self.job.ranks.n // ulysses} neighbourhoods"
 
     def _ulysses(self, call: Call) -> int | None:

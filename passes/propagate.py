@@ -139,7 +139,8 @@ def _step(
 
 def _as_spelt(call: Call, rule: Factors, have: Sequence[Placement]) -> Step:
     """The call says where its operands lie; a shard that lies elsewhere is gathered first, and cut anew."""
-    assert rule.wants is not None and rule.gives is not None
+    assert rule.wants is not None
+    assert rule.gives is not None
     demands = tuple(
         Demand(call.node, i, "", "align", p, why="the op was written for another placement of it")
         for i, (p, want) in enumerate(zip(have, rule.wants))

@@ -19,7 +19,7 @@ from ..attention import predicate_of
 from ..call import Call
 from ..cost import Candidate
 from ..predicate import over, symbols
-from .sharded_attention import ShardedAttention
+from .sharded_attention import ShardedAttention, sequence_shard
 
 
 class Ring(ShardedAttention):
@@ -40,11 +40,12 @@ class Ring(ShardedAttention):
     def _steps(self, node: Node) -> int:
         """1 + the furthest rank backwards whose keys any query may see; all ranks unless sizes and mask prove less."""
         call, n = Call(node), self.job.ranks.n
-        query, key = (self.plan.of(o) for o in call.operands[:2])
+        query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = predicate_of(call)
-        plain = query.matches(key.on(query.dim)) and query.frame.folds == 1 and not self._balance(node)
-        rows, length = query.frame.local(n), query.frame.length
-        if not predicate or not plain or not isinstance(rows, int) or query.frame.start != 0:
+        if not predicate or query is None or key is None or self._balance(node):
+            return n
+        rows, in_order = query.frame.local(n), query.frame.folds == 1 and query.frame.start == 0
+        if not query.matches(key) or not isinstance(rows, int) or not in_order:
             return n
         box = {name: (-math.inf, math.inf) for name in symbols(predicate)}
         needed = [

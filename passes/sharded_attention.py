@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ..attention import predicate_of
 from ..call import Call
-from ..layout import Demand, Shard
+from ..layout import Demand, Plan, Shard
 from ..shapes import Size, divides, product, same, sizes
 from .rewrite import Rewrite
 
@@ -25,7 +25,7 @@ SEQUENCE = -2
 
 
 class ShardedAttention(Rewrite):
-    """Claims attention whose queries are sharded along their sequence. Subclasses name the op and its last arguments."""
+    """Claims attention whose queries are sharded along their sequence. Subclasses name the op and its arguments."""
 
     kinds = frozenset({"attend"})
     op: Any = None
@@ -38,12 +38,10 @@ class ShardedAttention(Rewrite):
         return why if why is None or self.job.attention == self.name else ""
 
     def _why_not(self, call: Call) -> str | None:
-        query, key, value = (self.plan.of(o) for o in call.operands[:3])
-        if not on_sequence(query, call.ndim(0)):
+        query, key, value = (sequence_shard(self.plan, call, i) for i in range(3))
+        if query is None:
             return "its queries are not sharded along their sequence"
-        keys = [on_sequence(p, call.ndim(i)) for i, p in ((1, key), (2, value))]
-        alike = all(keys) and key.matches(value.on(key.dim))
-        if self.moves_keys and not alike:
+        if self.moves_keys and not (key is not None and value is not None and key.matches(value)):
             return "its keys and values are not sharded alike along their sequence"
         if call.get("enable_gqa") and not divides(*_heads(call)):
             return f"{_heads(call)[0]} key heads do not divide {_heads(call)[1]} query heads"
@@ -63,9 +61,9 @@ class ShardedAttention(Rewrite):
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         call = Call(node)
-        placed = [self.plan.of(o) for o in call.operands[:3]]
-        q_frame = self.frame(placed[0])
-        k_frame = self.frame(placed[1]) if on_sequence(placed[1], call.ndim(1)) else []
+        query, key = (sequence_shard(self.plan, call, i) for i in range(2))
+        assert query is not None
+        q_frame, k_frame = self.frame(query), self.frame(key) if key is not None else []
         with self.graph.inserting_before(node):
             batch = tuple(sizes(node.meta["val"].shape)[:-3])
             q, k, v = (self._four_dims(o, batch, node) for o in call.operands[:3])
@@ -150,8 +148,9 @@ def _heads(call: Call) -> tuple[Any, Any]:
     return call.shape(1)[-3], call.shape(0)[-3]
 
 
-def on_sequence(have: object, ndim: int) -> bool:
-    """Is a value of so many dims sharded on its second last, and on nothing but the sequence?"""
-    if not isinstance(have, Shard) or have.dim != ndim + SEQUENCE:
-        return False
-    return same(have.outer, 1) and same(have.inner, 1)
+def sequence_shard(plan: Plan, call: Call, operand: int) -> Shard | None:
+    """Where q, k or v (0, 1, 2) of an attention lies, if it is sharded along its sequence and on nothing else."""
+    have = plan.of(call.operands[operand])
+    if not isinstance(have, Shard) or have.dim != call.ndim(operand) + SEQUENCE:
+        return None
+    return have if same(have.outer, 1) and same(have.inner, 1) else None

@@ -64,7 +64,7 @@ class Ulysses(Rewrite):
         if self._repeats(Call(node)):
             placed.update(self._repeat(node, placed))
         call = Call(node)
-        moved = {o: placed[o] for o in call.operands[:3] if isinstance(placed[o], Shard)}
+        moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
         groups = _alike(moved)
         heads = min((call.shape(i)[HEADS] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
         fresh: dict[Node, Node] = {}

@@ -44,7 +44,9 @@ def sp(
     given = vars(options) if isinstance(options, SPConfig) else options or {}
     try:
         ranks = resolve(given.get("mesh"), given.get("mesh_dim"))
-        measured = measure.machine(ranks, _device(example_inputs))  # together, before anything can fail on one rank
+        measured = measure.machine(
+            ranks, _device(example_inputs)
+        )  # together, before anything can fail on one rank
         config = SPConfig.of(options)
         if mode is not None:
             raise SpError(
@@ -105,7 +107,9 @@ def lower(
         gather_outputs=config.outputs == "gather",
         attention=config.attention,
         layout=config.layout,
-        machine=Machine.of(_device(example_inputs).type, config.cost) if config.cost is not None else measured,
+        machine=Machine.of(_device(example_inputs).type, config.cost)
+        if config.cost is not None
+        else measured,
         fallback=config.fallback,
         param_grads=config.param_grads,
     )
@@ -123,7 +127,10 @@ def compile_local(
 ) -> Callable[..., Any]:
     """Hand the local graph to Inductor (or the compiler that the config names)."""
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {digest()}"
-    with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag):
+    with (
+        _compat.memory_budget(config.activation_memory_budget),
+        torch.compiler.config.patch(cache_key_tag=tag),
+    ):
         run = _compat.compiler(config.compiler)(local, example_inputs)
     return decorrelated(run, ranks) if ranks.n > 1 and draws(local) else run
 

@@ -13,6 +13,7 @@ from .decision import Decision, merged
 from .shapes import Size
 from .traffic import Exchange
 
+
 @dataclass
 class Report:
     """The report of one graph; `str(report)` is for people."""

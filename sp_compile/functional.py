@@ -6,8 +6,8 @@ Every rank passes its shard of q, k and v and gets its shard of the result; grad
     mesh        None: the default process group; a ProcessGroup; a DeviceMesh of one axis, of ("ring", "ulysses") axes,
                 or with an axis "sp"; what `sp_compile.mesh.resolve` makes of one, which saves doing so every time
     layout      "contiguous": rank r of n holds rows r * s ...; "zigzag": chunks r and 2n - 1 - r of 2n (s is even)
-    length, kv_length   of the whole sequences; n * s and n * t unless the last rows are padding, which may hold any
-                finite numbers: no query attends to them, and what is returned for them is for no loss to use
+    length, kv_length   of the whole sequences, where the last of the n * s and n * t rows are padding, which may hold
+                any finite numbers: no query attends to them, and what is returned for them is for no loss to use
     is_causal   query i attends to keys 0..i of the whole sequence
     window      and of these (or, without is_causal, of all) only to those less than `window` positions away
     documents   int (B|1, S), whole on every rank: a query attends to keys of its own document
@@ -26,20 +26,20 @@ Raise SpError for shapes, heads, meshes, layouts and options that do not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .functional_call import NAMES, Attending, Options
 from .errors import SpError
+from .functional_call import NAMES, Attending, Options
 from .lowering import routes
 from .mesh import Ranks, resolve
 
 sp = torch.ops.sp
-Mesh = DeviceMesh | dist.ProcessGroup | Ranks | None
+Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Ranks | None
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:

@@ -86,7 +86,9 @@ class Attending:
     def frames(self) -> tuple[list[int], list[int]]:
         """Where the shards of queries and keys lie."""
         zigzag = [2] if self.options.folds == 2 else []
-        return [1, self.q_length, 0, self.q_length, *zigzag], [1, self.k_length, 0, self.k_length, *zigzag]
+        rows = (self.q.shape[2] * self.ranks.n, self.k.shape[2] * self.ranks.n)
+        q_frame, k_frame = ([1, held, 0, x, *zigzag] for held, x in zip(rows, (self.q_length, self.k_length)))
+        return q_frame, k_frame
 
     def steps(self) -> int:
         """Ranks whose keys any query needs, counted backwards from its own: fewer than all for a causal window."""
@@ -134,16 +136,12 @@ class Attending:
             yield _unknown_value("layout", given.layout, LAYOUTS)
         if given.folds == 2 and (self.q.shape[2] % 2 or self.k.shape[2] % 2):
             yield f"attention: zigzag shards are two equal chunks, but their lengths are odd ({self._shapes()})"
-        for name, local, whole in (
-            ("length", self.q.shape[2], given.length),
-            ("kv_length", self.k.shape[2], given.kv_length),
+        for name, rows, whole in (
+            ("length", self.q.shape[2] * n, given.length),
+            ("kv_length", self.k.shape[2] * n, given.kv_length),
         ):
-            held = local if whole is None else given.folds * -(-whole // (given.folds * n))
-            if held != local:
-                yield (
-                    f"attention: a sequence of {name}={whole} on {n} ranks ({given.layout}) has {held} rows a rank, "
-                    f"but this rank's shard has {local}"
-                )
+            if whole is not None and not 0 < whole <= rows:
+                yield f"attention: {name}={whole}: expected 1 to {rows}, the rows of all {n} ranks ({self._shapes()})"
 
     def _wrong_heads(self) -> Iterator[str]:
         heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
@@ -164,7 +162,9 @@ class Attending:
         if given.window is not None and given.window < 1:
             yield f"attention: window={given.window}: expected at least 1, which is each query's own position"
         x = given.documents
-        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}):
+        if x is not None and (
+            x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}
+        ):
             yield (
                 f"attention: documents are whole on every rank, (B|1, S) with S = {whole[0]} queries and {whole[1]} "
                 f"keys, got {list(x.shape)}"
@@ -204,14 +204,20 @@ class Attending:
         if failed:
             raise SpError("\n".join(f"rank {rank}: {told[rank]}" for rank in failed))
         each = "\n".join(f"  rank {rank}: {words}" for rank, words in enumerate(told))
-        raise SpError(f"attention: the ranks' calls differ; shards are of equal length, options the same\n{each}")
+        raise SpError(
+            f"attention: the ranks' calls differ; shards are of equal length, options the same\n{each}"
+        )
 
     def _description(self) -> str:
         """What must be the same on every rank, or exchanges would not meet."""
         given, tensors = self.options, (self.q, self.k, self.v, self.options.attn_mask)
         grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
         plain = [f"{n}={x}" for n in NAMES if not isinstance(x := getattr(given, n), Tensor) and n != "seed"]
-        shaped = [f"{n} {list(x.shape)}" for n in NAMES if isinstance(x := getattr(given, n), Tensor) and n != "seed"]
+        shaped = [
+            f"{n} {list(x.shape)}"
+            for n in NAMES
+            if isinstance(x := getattr(given, n), Tensor) and n != "seed"
+        ]
         how = f"{self.kind} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
         wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
         return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *shaped, *plain])

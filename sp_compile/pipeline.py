@@ -31,8 +31,8 @@ from .passes.hybrid import Hybrid
 from .passes.localize import localize
 from .passes.pick import Pick
 from .passes.reduce import Means, Reduce
-from .passes.ring import Ring
 from .passes.rewrite import Note, Rewrite, Settings, analyse
+from .passes.ring import Ring
 from .passes.strides import restore_strides
 from .passes.ulysses import Ulysses
 from .passes.undo import Undo

@@ -51,7 +51,9 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
             there, back = _ATTENTION[name](_Heads(node), n)
             out.append(_exchange(node, name, Call(node).operands[:3], there, back))
         elif name in FORWARD_AND_BACKWARD:
-            operands = [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if _is_tensor(v)]
+            operands = (
+                [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if _is_tensor(v)]
+            )
             there, back = (_scaled(formula, _bytes(operands), n) for formula in FORWARD_AND_BACKWARD[name])
             out.append(_exchange(node, name, operands, there, back))
     return out
@@ -117,7 +119,9 @@ class _Heads:
 
     def moved(self, n: int, keys: bool) -> Size:
         """Of the exchanges to the zigzag layout and back, if it is made inside: half of the chunks change ranks."""
-        return _share(self.queries + (self.keys if keys else 0), 1, 2) if self.call["balance"] and n > 1 else 0
+        return (
+            _share(self.queries + (self.keys if keys else 0), 1, 2) if self.call["balance"] and n > 1 else 0
+        )
 
 
 def _ring(heads: _Heads, n: int, ulysses: int = 1, hops: int | None = None) -> tuple[Size, Size]:

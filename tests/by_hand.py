@@ -39,6 +39,8 @@ class Case:
     t: int = 0
     layout: str = "contiguous"
     dtype: torch.dtype = torch.float64
+    multiple: int = 1
+    """Of which each chunk's rows are some."""
 
     def operands(self) -> list[Tensor]:
         """Whole q, k, v, and the cotangent."""
@@ -58,7 +60,7 @@ class Case:
 
     def lengths(self, n: int) -> dict[str, int]:
         """length and kv_length, if n ranks must pad."""
-        chunks = n * (2 if self.layout == "zigzag" else 1)
+        chunks = self.multiple * n * (2 if self.layout == "zigzag" else 1)
         given = {"length": self.s, "kv_length": self.t or self.s}
         return given if any(x % chunks for x in given.values()) else {}
 
@@ -91,9 +93,9 @@ def dense(case: Case) -> list[Tensor]:
 def positions(case: Case, length: int, rank: int, n: int) -> Tensor:
     """Those of a rank's rows; the last one instead of padding."""
     folds = 2 if case.layout == "zigzag" else 1
-    chunks = torch.arange(folds * n * -(-length // (folds * n))).chunk(folds * n)
-    mine = chunks[rank] if folds == 1 else torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
-    return mine
+    unit = folds * n * case.multiple
+    chunks = torch.arange(-(-length // unit) * unit).chunk(folds * n)
+    return chunks[rank] if folds == 1 else torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
 
 
 def cut(case: Case, x: Tensor, rank: int, n: int) -> Tensor:

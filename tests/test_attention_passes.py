@@ -11,8 +11,8 @@ from sp_compile.mesh import Ranks
 from sp_compile.passes.canonicalize import Canonicalize
 from sp_compile.passes.gathered import Gathered
 from sp_compile.passes.hybrid import Hybrid
-from sp_compile.passes.ring import Ring
 from sp_compile.passes.rewrite import Settings
+from sp_compile.passes.ring import Ring
 from sp_compile.passes.ulysses import Ulysses
 from sp_compile.simulate import GROUP
 
@@ -42,63 +42,80 @@ class Goldens(expecttest.TestCase):
     def test_ring(self):
         gm = captured(causal, torch.randn(1, 16, 16))
         Ring(FOUR)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 16, 16] = placeholder
 mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
 ring_attention_default: [1, 4, 16, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], k <= q, None, 0.0, None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 4, travel)
-return (ring_attention_default,)""")
+return (ring_attention_default,)""",
+        )
 
     def test_ring_of_a_window_needs_fewer_steps(self):
         gm = captured(windowed, torch.randn(1, 16, 16))
         Canonicalize()(gm)
         Ring(FOUR)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 16, 16] = placeholder
 mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
 ring_attention_default: [1, 4, 16, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], (k <= q) & (-k + q < 3), None, 0.0, None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 2, travel)
-return (ring_attention_default,)""")
+return (ring_attention_default,)""",
+        )
 
     def test_zigzag(self):
         gm = captured(causal, torch.randn(1, 13, 16))
         Ring(Settings(FOUR, folds=2))(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 13, 16] = placeholder
 mul: [1, 13, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 13, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 13, 4] = aten.transpose.int(unflatten, 1, 2)
 ring_attention_default: [1, 4, 13, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], k <= q, None, 0.0, None, [1, 13, 0, 13, 2], [1, 13, 0, 13, 2], 4, sim, False, 4, travel)
-return (ring_attention_default,)""")
+return (ring_attention_default,)""",
+        )
 
     def test_hybrid(self):
         gm = captured(causal, torch.randn(1, 16, 16))
         Hybrid(FOUR)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 16, 16] = placeholder
 mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
 hybrid_attention_default: [1, 4, 16, 4] = sp.hybrid_attention(transpose, transpose, transpose, None, [], [], [], k <= q, None, 0.0, None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 2, travel)
-return (hybrid_attention_default,)""")
+return (hybrid_attention_default,)""",
+        )
 
     def test_gathered(self):
         gm = captured(causal, torch.randn(1, 16, 16))
         Gathered(FOUR)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 16, 16] = placeholder
 mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
 gathered_attention_default: [1, 4, 16, 4] = sp.gathered_attention(transpose, transpose, transpose, None, [], [], [], k <= q, None, 0.0, None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False)
-return (gathered_attention_default,)""")
+return (gathered_attention_default,)""",
+        )
 
     def test_ulysses_repeats_key_heads_for_the_ranks(self):
         gm = captured(grouped, torch.randn(1, 16, 16))
         Ulysses(FOUR)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 16, 16] = placeholder
 mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
@@ -118,7 +135,8 @@ getitem_2: [1, 4, 16, 4] = getitem(all_to_all_default, 2)
 scaled_dot_product_attention: [1, 4, 16, 4] = aten.scaled_dot_product_attention(getitem, getitem_1, getitem_2, enable_gqa=True)
 all_to_all_default_1:  = sp.all_to_all([scaled_dot_product_attention], 2, [1, 16, 0, 16], 1, [1, 4, 0, 4], 4, sim)
 getitem_3: [1, 4, 16, 4] = getitem(all_to_all_default_1, 0)
-return (getitem_3,)""")
+return (getitem_3,)""",
+        )
 
 
 def test_ulysses_that_was_asked_for_and_cannot_be():

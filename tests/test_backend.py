@@ -1,14 +1,12 @@
 """torch.compile(model, backend="sp") on real ranks: the loss and every gradient of one device."""
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
 import ranks as worker
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from parity import (
     VOCAB,
     Block,
@@ -27,10 +25,8 @@ from parity import (
     train_step,
 )
 from ranks import Ranks
+from recording import Recorder
 from torch import Tensor, nn
-from torch import _inductor as inductor
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 

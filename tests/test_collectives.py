@@ -14,7 +14,15 @@ from sp_compile.lowering import shard_length
 from sp_compile.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
-CONTIGUOUS = [[1, 8, 0, 8], [1, 7, 0, 7], [1, 3, 0, 3], [1, 7, 2, 4], [2, 7, 1, 5], [3, 8, 0, 8], [2, 1, 0, 1]]
+CONTIGUOUS = [
+    [1, 8, 0, 8],
+    [1, 7, 0, 7],
+    [1, 3, 0, 3],
+    [1, 7, 2, 4],
+    [2, 7, 1, 5],
+    [3, 8, 0, 8],
+    [2, 1, 0, 1],
+]
 FRAMES = [*CONTIGUOUS, *([*frame, 2] for frame in CONTIGUOUS)]
 DIM, INNER = 1, 2
 

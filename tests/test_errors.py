@@ -191,7 +191,9 @@ def with_other_values(what: str) -> str:
     """One rank has other weights, or other tokens: the loss would be that of a mixture."""
     rank = dist.get_rank()
     torch.manual_seed(rank if what == "weights" else 0)
-    model = nn.Sequential(nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+    model = nn.Sequential(
+        nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    )
     torch.manual_seed(rank if what == "tokens" else 0)
     run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "mesh": worker.mesh(2)})
     try:
@@ -203,6 +205,6 @@ def with_other_values(what: str) -> str:
 
 @pytest.mark.parametrize("what", ["weights", "tokens"])
 def test_ranks_with_other_values_all_raise(ranks: Ranks, what: str) -> None:
-    for text in ranks.run(2, with_other_values, what):
-        assert "different values" in text
-        assert "checksum" in text
+    for message in ranks.run(2, with_other_values, what):
+        assert "different values" in message
+        assert "checksum" in message

@@ -49,7 +49,9 @@ def test_data_and_sequence(kind):
 
 
 def test_attention_by_hand():
-    assert torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
+    assert (
+        torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
+    )
 
 
 def test_attention_strategies():

@@ -36,6 +36,7 @@ CASES = {
     "MQA": Case({"is_causal": True}, kv_heads=1),
     "other v": Case({"is_causal": True}, v_dim=6),
     "padding": Case({"is_causal": True, "window": 6}, s=13),
+    "padding to a multiple": Case({"is_causal": True}, s=13, multiple=4),
     "cross": Case(s=16, t=24),
     "cross, padding": Case({"is_causal": True}, s=19, t=10),
 }
@@ -112,9 +113,11 @@ def _mask_gradient_on_rank_0() -> list[Tensor]:
 
 def test_ranks_may_differ_in_whether_the_mask_needs_a_gradient(ranks) -> None:
     first, second = ranks.run(2, _mask_gradient_on_rank_0)
-    assert len(first) == 4 and len(second) == 3
+    assert len(first) == 4
+    assert len(second) == 3
     assert all(x.isfinite().all() for x in [*first, *second])
-    assert not first[3][:, :, 4:].any() and first[3][:, :, :4].any()  # the share of rank 0: its own rows
+    assert not first[3][:, :, 4:].any()
+    assert first[3][:, :, :4].any()
 
 
 # Dropout, precision, memory layout.
@@ -171,7 +174,8 @@ def test_autocast_computes_in_the_dtype_of_autocast(op: str) -> None:
             return attend(op, case, Ranks(2, GROUP), rank, 2)
 
     found = whole(case, run_ranks(2, live))
-    assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+    assert found[0].dtype == torch.bfloat16
+    assert found[1].dtype == torch.float32
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.bfloat16(), b)
 

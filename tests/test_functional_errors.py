@@ -120,7 +120,8 @@ def _raised_then_right(call: Callable[[int], Any]) -> tuple[str, Tensor]:
 
 def test_the_group_is_whole_after_an_error(ranks) -> None:
     for told, out in ranks.run(2, _raised_then_right, _unequal_queries, timeout=TIMEOUT):
-        assert "calls differ" in told and out.shape == (1, 4, 8, 4)
+        assert "calls differ" in told
+        assert out.shape == (1, 4, 8, 4)
 
 
 def test_simulated_ranks_raise_as_well() -> None:
@@ -138,7 +139,7 @@ WHOLE = (1, 4, 8, 8)
 ALONE: dict[str, dict[str, Any]] = {
     "layout='zigzags'": {"layout": "zigzags"},
     "window=0: expected at least 1": {"window": 0},
-    "has 10 rows a rank": {"length": 10},
+    "length=10: expected 1 to 8": {"length": 10},
     "documents are whole on every rank": {"documents": torch.zeros(1, 4, dtype=torch.int64)},
     "attn_mask is whole on every rank, it broadcasts to": {"attn_mask": torch.ones(1, 1, 4, 8)},
     "attn_mask is bool": {"attn_mask": torch.ones(WHOLE, dtype=torch.int64)},

@@ -1,10 +1,10 @@
-"""The collectives in AOTAutograd's graphs and in Inductor's code: how many, how large, in which order, on all ranks alike."""
+"""The collectives in AOTAutograd's graphs and in Inductor's code: how many, how large, in which order, alike on all."""
 
 from typing import Any
 
 import pytest
 import ranks as worker
-from parity import Decoder, Outcome, against_eager, build, check, sp, text
+from parity import Outcome, against_eager, build, check, sp, text
 from ranks import Ranks
 from recording import Recorder
 from torch._inductor import config
@@ -70,12 +70,18 @@ def strategy(attention: str, layout: str, seq: int) -> dict[str, Any]:
     recorder = Recorder()
     how = {"attention": attention, "layout": layout, "mesh": worker.mesh(), "compiler": recorder}
     outcome = against_eager(build(layers=1), *text(seq), **how)
-    return {"outcome": outcome, "text": recorder.text(), "calls": [calls(recorder, n) for n in ("forward", "backward")]}
+    return {
+        "outcome": outcome,
+        "text": recorder.text(),
+        "calls": [calls(recorder, n) for n in ("forward", "backward")],
+    }
 
 
 def calls(recorder: Recorder, name: str) -> list[str]:
     """Collectives of attention, by op and by route."""
-    found = [(str(n.target).split(".")[1], str(n.args[-1]).partition("/")[2]) for n in recorder.collectives(name)]
+    found = [
+        (str(n.target).split(".")[1], str(n.args[-1]).partition("/")[2]) for n in recorder.collectives(name)
+    ]
     return [route.split(":")[0] or op for op, route in found if op != "all_reduce"]
 
 
@@ -104,8 +110,9 @@ def test_gathered_keys_are_gathered_again(ranks: Ranks, layout: str) -> None:
     check([first["outcome"], *(o["outcome"] for o in others)])
     assert all(other["text"] == first["text"] for other in others)
     gathers = ["all_gather_into_tensor"]
-    assert first["calls"] == [gathers, [*gathers, "all_to_all_single"]], "Gloo's reduce-scatter is an all-to-all and a sum"
-
+    assert first["calls"] == [gathers, [*gathers, "all_to_all_single"]], (
+        "Gloo's reduce-scatter is an all-to-all and a sum"
+    )
 
 
 def with_ring() -> tuple[Outcome, list[str]]:
