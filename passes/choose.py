@@ -26,6 +26,7 @@ from ..layout import Plan, Shard
 from ..machine import Machine
 from ..predicate import over, symbols
 from ..shapes import divides
+from .lift import differentiable_nodes
 from .rewrite import Settings
 from .sharded_attention import sequence_shard
 
@@ -44,9 +45,9 @@ def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> Chosen:
     """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits no attention here."""
     nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
     free = job.layout == "zigzag" or (job.layout == "auto" and _permutable(plan, job))
-    decisions = []
+    decisions, trained = [], differentiable_nodes(gm)
     for node in nodes:
-        shape = _shape(node, job.ranks.n, free)
+        shape = _shape(node, job.ranks.n, free, node in trained)
         found = candidates(shape, _machine(job, node))
         choice = _choice(found, node, plan, job)
         if choice is not None:
@@ -115,7 +116,7 @@ def _even(have: object, n: int) -> bool:
     return isinstance(have, Shard) and have.frame.exact(n) and divides(2 * n, have.frame.size)
 
 
-def _shape(node: Node, n: int, free: bool) -> Shape:
+def _shape(node: Node, n: int, free: bool, training: bool) -> Shape:
     call = Call(node)
     q, k, v = (_hints(call, i) for i in range(3))
     predicate = predicate_of(call)
@@ -134,6 +135,7 @@ def _shape(node: Node, n: int, free: bool) -> Shape:
         window=window,
         mask=predicate is None,
         zigzag=free,
+        training=training,
     )
 
 

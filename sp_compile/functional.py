@@ -7,7 +7,7 @@ Every rank passes its shard of q, k and v and gets its shard of the result; grad
                 or with an axis "sp"; what `sp_compile.mesh.resolve` makes of one, which saves doing so every time
     layout      "contiguous": rank r of n holds rows r * s ...; "zigzag": chunks r and 2n - 1 - r of 2n (s is even)
     length, kv_length   of the whole sequences, where the last of the n * s and n * t rows are padding, which may hold
-                any finite numbers: no query attends to them, and what is returned for them is for no loss to use
+                anything: no query attends to them, and what is returned for them is for no loss to use
     is_causal   query i attends to keys 0..i of the whole sequence
     window      and of these (or, without is_causal, of all) only to those less than `window` positions away
     documents   int (B|1, S), whole on every rank: a query attends to keys of its own document
@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import SpError
 from .functional_call import NAMES, Attending, Options
 from .lowering import routes
+from .lowering.version import digest
 from .mesh import Ranks, resolve
 
 sp = torch.ops.sp
@@ -99,7 +100,7 @@ def _attend(
     if given.attn_mask is not None and given.attn_mask.ndim < 4:
         mask = given.attn_mask
         given = Options(**{**known, "attn_mask": mask.view([1] * (4 - mask.ndim) + list(mask.shape))})
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return _run(Attending(kind, q, k, v, ranks, given, width, kv_grads, unknown))
     q, k, v = (_as_autocast(x) for x in (q, k, v))
     with torch.autocast(device, enabled=False):
@@ -119,21 +120,24 @@ def _run(job: Attending) -> Tensor:
     scores = (given.attn_mask, *given.lookups(), seed, given.dropout_p, given.scale)
     balance = False
     shared = (job.q, job.k, job.v, *scores, *job.frames(), ranks.n, ranks.group, balance)
+    width = job.width or 1
+    steps = job.steps() if job.kind == "ring" else ranks.n // width
+    if torch.compiler.is_compiling():
+        _prepare(ranks.group, width, steps)
     if job.kind == "gathered":
         return sp.gathered_attention(*shared)
     if job.kind == "ring":
-        steps = job.steps()
-        _declare(ranks.group, 1, steps)
         return sp.ring_attention(*shared, steps, job.kv_grads)
-    width = job.width or 1
-    _declare(ranks.group, width, ranks.n // width)
     return sp.hybrid_attention(*shared, width, job.kv_grads)
 
 
 @torch.compiler.assume_constant_result
-def _declare(group: str, stride: int, steps: int) -> None:
-    """A compiled program may come from a cache, untraced: what its exchanges are called is made known here."""
+def _prepare(group: str, stride: int, steps: int) -> None:
+    """A compiled program may come from a cache, untraced: its routes are known then, and it was made of these ops."""
     routes.declare(group, stride, steps)
+    config, tag = torch.compiler.config, f"sp_compile {digest()}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
 
 
 def _ranks(mesh: Mesh) -> Ranks:

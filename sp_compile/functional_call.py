@@ -169,6 +169,8 @@ class Attending:
                 f"attention: documents are whole on every rank, (B|1, S) with S = {whole[0]} queries and {whole[1]} "
                 f"keys, got {list(x.shape)}"
             )
+        if x is not None and (x.is_floating_point() or x.is_complex()):
+            yield f"attention: documents are integers, got {x.dtype}"
         full, x = (*self.q.shape[:2], *whole), given.attn_mask
         if x is None:
             return

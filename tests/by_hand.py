@@ -41,6 +41,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     multiple: int = 1
     """Of which each chunk's rows are some."""
+    fill: float | None = None
+    """What padding holds; None: a copy of the last row."""
 
     def operands(self) -> list[Tensor]:
         """Whole q, k, v, and the cotangent."""
@@ -99,8 +101,10 @@ def positions(case: Case, length: int, rank: int, n: int) -> Tensor:
 
 
 def cut(case: Case, x: Tensor, rank: int, n: int) -> Tensor:
-    """A rank's rows of a whole x (B, H, S, D), with a copy of the last row as padding."""
-    return x[:, :, positions(case, x.shape[2], rank, n).clamp(max=x.shape[2] - 1)]
+    """A rank's rows of a whole x (B, H, S, D), and padding."""
+    places, last = positions(case, x.shape[2], rank, n), x.shape[2] - 1
+    rows = x[:, :, places.clamp(max=last)]
+    return rows if case.fill is None else rows.masked_fill((places > last)[:, None], case.fill)
 
 
 def joined(case: Case, shards: list[Tensor], length: int) -> Tensor:
@@ -112,7 +116,8 @@ def joined(case: Case, shards: list[Tensor], length: int) -> Tensor:
 def attend(op: str, case: Case, mesh: Any, rank: int, n: int, transposed: bool = False) -> list[Tensor]:
     """This rank's result and gradients of q, k, v (and its share of the mask's)."""
     *operands, grad = (cut(case, x, rank, n) for x in case.operands())
-    grad = grad * (positions(case, case.s, rank, n) < case.s)[:, None]  # padding is for no loss to use
+    padding = positions(case, case.s, rank, n)[:, None] >= case.s
+    grad = grad.masked_fill(padding, 0)  # what is returned there is for no loss to use
     if transposed:
         operands = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands]
     leaves, mask = [x.requires_grad_() for x in operands], case.mask()

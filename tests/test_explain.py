@@ -146,3 +146,20 @@ def test_verify_sees_a_wrong_program(monkeypatch):
 
     monkeypatch.setattr(Communicator, "all_to_all", lambda self, x, n, group: x)
     assert sp_compile.verify(Decoder().double(), *text(8), sp=2).worst > 1e-3
+
+
+@pytest.mark.parametrize(("attention", "ulysses"), [("ring", 1), ("hybrid", 2), ("gather", 1)])
+def test_bytes_of_the_other_strategies(attention, ulysses):
+    """Keys and values: (R-1) shards in a ring or a gather of R; hybrid: also (U-1)/U of q, k, v and of the output."""
+    n, length, size, heads, width = 4, 64, 4, 4, 4
+    report = sp_compile.explain(Decoder(), *text(length), sp=n, attention=attention, layout="contiguous")
+    head = length // n * width * size
+    ring = n // ulysses
+    keys = 2 * heads * head
+    others = (ulysses - 1) * 4 * heads * head // ulysses
+    sent = [e for e in report.exchanges if e.op.endswith("_attention")]
+    assert [e.forward for e in sent] == [others + (ring - 1) * keys] * 2
+    home = {"ring": ring, "hybrid": ring, "gather": n - 1}[attention]
+    if any("scatter" in str(d.chosen.ring_grads) for d in report.attention):
+        home = ring - 1
+    assert [e.backward for e in sent] == [others + (ring - 1) * keys + home * keys] * 2

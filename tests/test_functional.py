@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,12 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_device(name: str, layout: str, op: str) -> None:
     case = replace(CASES[name], layout=layout)
+    close(simulated(op, case, 4), dense(case))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_padding_may_hold_anything(op: str) -> None:
+    case = replace(CASES["padding"], fill=math.nan)
     close(simulated(op, case, 4), dense(case))
 
 

@@ -141,6 +141,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "window=0: expected at least 1": {"window": 0},
     "length=10: expected 1 to 8": {"length": 10},
     "documents are whole on every rank": {"documents": torch.zeros(1, 4, dtype=torch.int64)},
+    "documents are integers": {"documents": torch.zeros(1, 8)},
     "attn_mask is whole on every rank, it broadcasts to": {"attn_mask": torch.ones(1, 1, 4, 8)},
     "attn_mask is bool": {"attn_mask": torch.ones(WHOLE, dtype=torch.int64)},
     "0 <= dropout_p < 1": {"dropout_p": 1.0},
@@ -166,6 +167,11 @@ def test_operands() -> None:
     ):
         with pytest.raises(SpError, match=told):
             sp_compile.gathered_attention(*wrong)
+
+
+def test_shapes_alone() -> None:
+    operands_without_data = (x.to("meta") for x in operands(kv_heads=2))
+    assert sp_compile.ring_attention(*operands_without_data, is_causal=True).shape == (1, 4, 8, 4)
 
 
 def test_a_hybrid_must_be_told_its_width() -> None:

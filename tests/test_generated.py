@@ -7,8 +7,10 @@ import ranks as worker
 from parity import Outcome, against_eager, build, check, sp, text
 from ranks import Ranks
 from recording import Recorder
+from torch import Tensor
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
+from torch.fx import Node
 
 
 def recorded(layers: int, seq: int, batch: int) -> dict[str, Any]:
@@ -74,7 +76,16 @@ def strategy(attention: str, layout: str, seq: int) -> dict[str, Any]:
         "outcome": outcome,
         "text": recorder.text(),
         "calls": [calls(recorder, n) for n in ("forward", "backward")],
+        "kept": kept(recorder),
     }
+
+
+def kept(recorder: Recorder) -> int:
+    """Bytes of activations that the forward keeps for the backward: all that is neither a parameter nor an input."""
+    nodes = recorder.graphs["forward"].graph.output_node().args[0]
+    made = {n for n in nodes if isinstance(n, Node) and n.op != "placeholder"}
+    values = [n.meta["val"] for n in made if isinstance(n.meta.get("val"), Tensor)]
+    return sum(v.numel() * v.element_size() for v in values)
 
 
 def calls(recorder: Recorder, name: str) -> list[str]:
@@ -102,6 +113,13 @@ def test_rounds_of_a_hybrid(ranks: Ranks) -> None:
     forward, backward = first["calls"]
     assert forward == ["among", "shift", "among"]
     assert sorted(backward) == ["among"] * 2 + ["shift"] * 3
+
+
+@pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
+def test_memory_falls_with_the_ranks(ranks: Ranks, attention: str) -> None:
+    """No rank keeps the keys that came from others; what does not shrink is views of the weights."""
+    two, four = (ranks.run(n, strategy, attention, "contiguous", 512)[0]["kept"] for n in (2, 4))
+    assert four <= 0.52 * two
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
