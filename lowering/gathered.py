@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .communicator import current
 from .frames import Frame, by_rank, in_order, pad, trim
@@ -53,6 +54,7 @@ class _Gathered(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         wants_mask, where = ctx.needs_input_grad[5], ctx.where

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .library import composite
 from .spans import whole
@@ -23,6 +24,7 @@ class _MaskedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, seed, *vectors = ctx.saved_tensors
         arguments = _arguments(q, k, seed, ctx.how, vectors)
@@ -69,14 +71,14 @@ def masked_attention(
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
     how = len(rows), sizes, predicate, dropout_p, scale
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
-    q, k, v = (x.unsqueeze(-3) if headless else x for x in _autocast(q, k, v))
+    q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     out = _MaskedAttention.apply(*_four_dims(q, k, v, batch, enable_gqa), seed, how, *rows, *cols)
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
 
 
-def _autocast(*xs: Tensor) -> list[Tensor]:
+def autocast(*xs: Tensor) -> list[Tensor]:
     """What autocast does to the operands of scaled_dot_product_attention."""
     device = xs[0].device.type
     if not torch.is_autocast_enabled(device):

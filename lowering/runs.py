@@ -20,10 +20,10 @@ class Runs(NamedTuple):
 def runs_of(x: Tensor) -> Runs:
     """The runs of an int or bool vector (B, S), both >= 1. Reads values: on a GPU this waits for them."""
     values = x.to(torch.int64)
-    ends = torch.stack([values.amin(0), values.amax(0)], 1)
-    distinct, counts = torch.unique_consecutive(ends, dim=0, return_counts=True)
-    starts = counts.cumsum(0) - counts
-    table = torch.cat([starts[:, None], distinct], 1).T.tolist()
+    ends = torch.stack([values.amin(0), values.amax(0)])
+    changes = (ends[:, 1:] != ends[:, :-1]).any(0).nonzero().squeeze(1) + 1
+    starts = torch.cat([changes.new_zeros(1), changes])
+    table = torch.cat([starts[None], ends[:, starts]]).tolist()
     return Runs(x.shape[0], *(tuple(row) for row in table))
 
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from . import routes
 from .folding import folded
-from .frames import Frame, folds_of, known, nearest_rows, own_positions
+from .frames import Frame, folds_of, is_padded, known, nearest_rows, own_positions
 from .gathered import Gathering, gathered
 from .library import composite
+from .masked_attention import autocast
 from .ring import Ring, ring
 from .scores import Scores
 
@@ -62,7 +63,7 @@ class _Sharded(NamedTuple):
     def _mask(self, stride: int) -> Tensor | None:
         """The mask's rows of the neighbourhood's queries and its heads of this rank."""
         mask, n, group = self.mask, self.n, self.group
-        if mask is None or n == 1:
+        if mask is None or (n == 1 and not is_padded(self.q_frame, 1)):
             return mask
         if mask.shape[SEQUENCE] != 1:
             positions = own_positions(self.q_frame, n, group, mask.device, stride)
@@ -137,6 +138,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     backward, and those of dK and dV in float32. Source: arXiv:2310.01889; see ``ring.py``.
     """
     *shared, steps, grads = rest
+    q, k, v = autocast(q, k, v)
     return _around(q, k, v, _Sharded(*shared), 1, steps, grads)
 
 
@@ -149,6 +151,7 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """
     *shared, ulysses, grads = rest
     job = _Sharded(*shared)
+    q, k, v = autocast(q, k, v)
     return _around(q, k, v, job, ulysses, job.n // ulysses, grads)
 
 
@@ -160,6 +163,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     as many again in the backward, and those of dK and dV in float32.
     """
     job = _Sharded(*rest)
+    q, k, v = autocast(q, k, v)
     if job.balance:
         (q,) = folded([q], job.n, job.group)
         where = job.folded()

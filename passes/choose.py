@@ -10,8 +10,8 @@ the program depends on the order of the sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -28,9 +28,16 @@ from ..predicate import over, symbols
 from ..shapes import divides
 from .lift import differentiable_nodes
 from .rewrite import Settings
-from .sharded_attention import sequence_shard
+from .sharded_attention import heads_broadcast, may_hold_fills, sequence_shard
 
 ORDERED = ("whole", "no rule", "align")  # demands of what reads neighbours, as convolutions and scans do
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided(Decision):
+    """The decision for one node."""
+
+    node: Node
 
 
 @dataclass(frozen=True)
@@ -38,30 +45,50 @@ class Chosen:
     """folds: of the whole program's layout. decisions: for the report."""
 
     folds: int
-    decisions: list[Decision]
+    decisions: Sequence[Decided]
 
 
 def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> Chosen:
     """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits no attention here."""
+    trained = differentiable_nodes(gm)
     nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
-    free = job.layout == "zigzag" or (job.layout == "auto" and _permutable(plan, job))
-    decisions, trained = [], differentiable_nodes(gm)
-    for node in nodes:
-        shape = _shape(node, job.ranks.n, free, node in trained)
-        found = candidates(shape, _machine(job, node))
+    shapes = {n: _shape(n, job.ranks.n, n in trained) for n in nodes}
+    programs = [1] if job.ranks.n == 1 or job.layout != "zigzag" else [2]
+    if job.layout == "auto" and job.ranks.n > 1 and _permutable(plan, job):
+        programs = [1, 2]
+    made = [Chosen(folds, _decisions(shapes, folds, plan, job)) for folds in programs]
+    best = min(made, key=lambda c: (sum(d.chosen.seconds for d in c.decisions), c.folds))
+    for decision in best.decisions:
+        decision.node.meta["sp_choice"] = decision.chosen
+    return best
+
+
+def _decisions(shapes: dict[Node, Shape], folds: int, plan: Plan, job: Settings) -> list[Decided]:
+    """The best way for every attention if the program keeps its sequence in this order."""
+    out = []
+    for node, shape in shapes.items():
+        found = _found(replace(shape, zigzag=folds == 2), _machine(job, node))
         choice = _choice(found, node, plan, job)
         if choice is not None:
-            node.meta["sp_choice"] = choice
-            decisions.append(Decision(shape, found, choice))
-    chosen = [d.chosen for d in decisions]
-    zigzag = job.layout == "zigzag" or any(c.layout == "zigzag" and not c.relayout for c in chosen)
-    return Chosen(2 if zigzag and job.ranks.n > 1 else 1, decisions)
+            out.append(Decided(shape, found, choice, node=node))
+    return out
+
+
+def _found(shape: Shape, machine: Machine) -> list[Candidate]:
+    """The candidates in the program's order; in a zigzag one a window reaches the keys of all ranks."""
+    found = candidates(shape, machine)
+    if not shape.zigzag or not shape.causal or shape.q_len != shape.kv_len:
+        return found
+    others = candidates(replace(shape, window=None), machine)
+    heads = [c for c in found if c.kind == "ulysses"]
+    return heads + [c for c in others if c.kind != "ulysses" and c.layout == "zigzag"]
 
 
 def _shardable(node: Node, plan: Plan) -> bool:
     call = Call(node)
     sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
-    return sharded and call.ndim(0) >= 3 and any(d.node is node and d.kind == "attend" for d in plan.demands)
+    wanted = any(d.node is node and d.kind == "attend" for d in plan.demands)
+    return wanted and sharded and call.ndim(0) >= 3 and not heads_broadcast(call)
 
 
 def _permutable(plan: Plan, job: Settings) -> bool:
@@ -78,6 +105,10 @@ def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -
     """The best of what config and sizes allow; None leaves the node to the passes, which say why they refuse it."""
     even = all(_even(plan.of(o), job.ranks.n) for o in Call(node).operands[:2])
     allowed = [c for c in found if _asked(c, job) and (even or not c.relayout)]
+    if may_hold_fills(Call(node)):  # passes/ring.py says why, and gathered.py takes it
+        allowed = [c for c in allowed if c.kind in ("ulysses", "gather")]
+        if _kind(job) in ("ring", "hybrid"):
+            return None
     legal = [c for c in allowed if c.legal is None]
     if legal:
         return choose(legal)
@@ -116,7 +147,7 @@ def _even(have: object, n: int) -> bool:
     return isinstance(have, Shard) and have.frame.exact(n) and divides(2 * n, have.frame.size)
 
 
-def _shape(node: Node, n: int, free: bool, training: bool) -> Shape:
+def _shape(node: Node, n: int, training: bool) -> Shape:
     call = Call(node)
     q, k, v = (_hints(call, i) for i in range(3))
     predicate = predicate_of(call)
@@ -134,7 +165,6 @@ def _shape(node: Node, n: int, free: bool, training: bool) -> Shape:
         causal=causal,
         window=window,
         mask=predicate is None,
-        zigzag=free,
         training=training,
     )
 
@@ -153,10 +183,18 @@ def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
 
     last = min(queries, keys) - 1
     causal = last > 0 and none((0, 0), (1, last)) and none((last // 2,) * 2, (last // 2 + 1, last))
-    if last < 1 or not none((last, last), (0, 0)):
+    if last < 1:
         return causal, None
-    near, far = 0, last  # the key `far` back is out of reach, and so are all before it
+    reaches = [_reach(none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
+    return causal, None if None in reaches else max(r for r in reaches if r is not None)
+
+
+def _reach(none: Callable[..., bool], query: int) -> int | None:
+    """How many keys up to its own a query sees at most; None if it may see all."""
+    if not none((query, query), (0, 0)):
+        return None
+    near, far = 0, query  # the key `far` back is out of reach, and so are all before it
     while far - near > 1:
         middle = (near + far) // 2
-        near, far = (near, middle) if none((last, last), (0, last - middle)) else (middle, far)
-    return causal, far
+        near, far = (near, middle) if none((query, query), (0, query - middle)) else (middle, far)
+    return far

@@ -23,6 +23,7 @@ from torch.fx import Node
 from ..call import Call
 from ..shapes import Size, product, same, sizes
 from .edit import Editor
+from .fills import filling_nodes
 from .masks import always_attends, recognise
 from .products import Factor, Product, product_of, transposed
 from .scores import CASTS, SAME, Scores, keeps_matrices, scores_of
@@ -47,6 +48,7 @@ class EagerAttention(Editor):
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         self.edit(gm.graph)
+        self._filling = filling_nodes(gm)
 
     def run(self) -> bool:
         """True if the graph changed."""
@@ -110,6 +112,7 @@ class EagerAttention(Editor):
                 fits = fits and recognise(node, shape) is not None
                 allowed = self._both(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
+            fits = fits and (node not in self._filling or recognise(node, shape) is not None)
             term = self.compute(aten.neg.default, (node,), like) if negative else node
             bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
         for condition, filled, _ in scores.fills:

@@ -20,7 +20,7 @@ class Gathered(ShardedAttention):
 
     name = "gathered"
     op = torch.ops.sp.gathered_attention.default
-    moves_keys = False
+    merges = moves_keys = False
 
     def chosen(self, node: Node) -> bool:
         return True

@@ -18,6 +18,7 @@ from ..attention import predicate_of
 from ..call import Call
 from ..layout import Demand, Plan, Shard
 from ..shapes import Size, divides, product, same, sizes
+from .fills import filling_nodes
 from .rewrite import Rewrite
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -29,6 +30,7 @@ class ShardedAttention(Rewrite):
 
     kinds = frozenset({"attend"})
     op: Any = None
+    merges = True  # results over some keys and over others are merged by their log-sum-exps
     moves_keys = True  # the keys are exchanged in blocks, so they must be shards themselves
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
@@ -48,6 +50,10 @@ class ShardedAttention(Rewrite):
         vectors = [*call.get("rows", []), *call.get("cols", [])]
         if call.ndim(0) != 4 and any(sizes(v.meta["val"].shape)[0] != 1 for v in vectors):
             return "its mask differs from batch to batch, and its operands have no head dim"
+        if heads_broadcast(call):
+            return "its heads broadcast"
+        if self.merges and may_hold_fills(call):
+            return "its mask may hold large finite numbers, whose log-sum-exps cannot be merged (use -inf or bools)"
         return self.unfit(call)
 
     def chosen(self, node: Node) -> bool:
@@ -81,7 +87,7 @@ class ShardedAttention(Rewrite):
                 self._balance(node),
                 *self.last(node),
             )
-            out = self._result(q, v)
+            out = self._result(q, v, node.meta["val"].dtype)
             new = self.emit(self.op, args, out, node)
             self.note(new, self.says(node))
             if node.meta["val"].ndim != 4:
@@ -103,10 +109,10 @@ class ShardedAttention(Rewrite):
         choice = node.meta.get("sp_choice")
         return bool(choice is not None and choice.relayout)
 
-    def _result(self, q: Node, v: Node) -> torch.Tensor:
+    def _result(self, q: Node, v: Node, dtype: torch.dtype) -> torch.Tensor:
         query, value = q.meta["val"], v.meta["val"]
         with query.fake_mode:
-            return query.new_empty((*query.shape[:3], value.shape[3]))
+            return query.new_empty((*query.shape[:3], value.shape[3]), dtype=dtype)
 
     def _four_dims(self, x: Node, batch: tuple[Size, ...], node: Node) -> Node:
         """(..., H, S, D) with the batch dims of the result, expanded and flattened to (B, H, S, D)."""
@@ -146,6 +152,22 @@ class ShardedAttention(Rewrite):
 
 def _heads(call: Call) -> tuple[Any, Any]:
     return call.shape(1)[-3], call.shape(0)[-3]
+
+
+def heads_broadcast(call: Call) -> bool:
+    """Do query or value heads broadcast? One key head for all query heads is grouped heads, and does not count."""
+    if call.ndim(0) < 3:
+        return False
+    heads = [call.shape(i)[-3] if call.ndim(i) >= 3 else 1 for i in range(3)]
+    return heads[1] != heads[2] or heads[0] != sizes(call.node.meta["val"].shape)[-3]
+
+
+def may_hold_fills(call: Call) -> bool:
+    """Is there a mask of floats that may be large and finite?"""
+    mask = call.get("attn_mask")
+    if mask is None or not mask.meta["val"].is_floating_point():
+        return False
+    return mask in filling_nodes(mask.graph.owning_module)
 
 
 def sequence_shard(plan: Plan, call: Call, operand: int) -> Shard | None:

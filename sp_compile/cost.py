@@ -193,7 +193,7 @@ def _ring(shape: Shape, machine: Machine, ulysses: int, layout: str) -> Candidat
     kv = math.lcm(shape.kv_heads, ulysses) * shape.kv_bytes
     grads = kv * shape.widening
     zigzag = layout == "zigzag"
-    hops = _hops(shape, size)
+    hops = _hops(shape, size) if ulysses == 1 else size - 1
     busiest = 1.0 if zigzag else shape.imbalance(size)
     keys = ulysses * shape.kv_rows / (2 if zigzag else 1)
     step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
@@ -216,6 +216,7 @@ def _ring(shape: Shape, machine: Machine, ulysses: int, layout: str) -> Candidat
     rounds = (exchanged + hops, exchanged + hops + (hops + last if way == "travel" else 1))
     accumulators = shape.heads * shape.out_bytes * shape.widening
     memory = 2 * kv + accumulators + (_exchanged_bytes(shape, ulysses) if ulysses > 1 else 0)
+    memory += 2 * size * grads if way == "scatter" else 0  # every part, and all of them packed
     kind = "hybrid" if ulysses > 1 else "ring"
     return Candidate(kind, ulysses, size, layout, False, forward, shared + home, memory, rounds, way)
 

@@ -52,6 +52,10 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     ulysses = None
     if mesh_dim is None and names and {"ring", "ulysses"} <= set(names):
         ulysses = mesh["ulysses"].size()
+        if names.index("ring") > names.index("ulysses"):
+            raise SpError(
+                f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours"
+            )
         mesh = flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
         names = mesh.mesh_dim_names
     if mesh.ndim > 1:

@@ -51,15 +51,15 @@ Rewrites
 
 Attention, predicted
 2 x batch 1, 4 heads x 4, 64 positions, causal
-attention    U x R    layout        forward ms    backward ms    total ms    memory MiB  why
------------  -------  ----------  ------------  -------------  ----------  ------------  ---------------
-ulysses      4 x 1    contiguous         0.707          0.710       1.417         0.004  chosen: fastest
-gather       1 x 4    contiguous         0.616          0.934       1.550         0.008  +9.4%
-gather       1 x 4    zigzag             0.915          1.231       2.146         0.008  +51.4%
-hybrid       2 x 2    contiguous         1.211          1.522       2.733         0.009  +92.9%
-hybrid       2 x 2    zigzag             1.412          1.723       3.135         0.009  +121.3%
-ring         1 x 4    contiguous         1.619          1.944       3.563         0.005  +151.4%
-ring         1 x 4    zigzag             2.019          2.345       4.364         0.005  +208.0%
+attention    U x R    layout           forward ms    backward ms    total ms    memory MiB  why
+-----------  -------  -------------  ------------  -------------  ----------  ------------  ---------------
+ulysses      4 x 1    contiguous            0.707          0.710       1.417         0.004  chosen: fastest
+gather       1 x 4    contiguous            0.616          0.934       1.550         0.008  +9.4%
+hybrid       2 x 2    contiguous            1.211          1.522       2.733         0.017  +92.9%
+gather       1 x 4    zigzag, moved         1.522          1.838       3.360         0.008  +137.1%
+ring         1 x 4    contiguous            1.619          1.944       3.563         0.021  +151.4%
+hybrid       2 x 2    zigzag, moved         2.016          2.327       4.343         0.017  +206.5%
+ring         1 x 4    zigzag, moved         2.627          2.952       5.579         0.021  +293.7%
 
 Collectives, bytes that one rank sends
   times  exchange     local shape                                     sent forward    sent backward    at
@@ -93,15 +93,15 @@ Rewrites
 
 Attention, predicted
 2 x batch 1, 2 heads x 8, 10 positions, causal
-attention    U x R    layout        forward ms    backward ms    total ms    memory MiB  why
------------  -------  ----------  ------------  -------------  ----------  ------------  -----------------------------------
-ring         1 x 4    contiguous         1.603          1.907       3.510         0.001  chosen: asked for
-gather       1 x 4    contiguous         0.603          0.906       1.509         0.001  -57.0%
-gather       1 x 4    zigzag             0.903          1.205       2.108         0.001  -39.9%
-hybrid       2 x 2    contiguous         1.202          1.503       2.705         0.002  -22.9%
-hybrid       2 x 2    zigzag             1.402          1.704       3.105         0.002  -11.5%
-ring         1 x 4    zigzag             2.003          2.307       4.310         0.001  +22.8%
-ulysses      4 x 1    contiguous                                                         4 ranks do not divide 2 query heads
+attention    U x R    layout           forward ms    backward ms    total ms    memory MiB  why
+-----------  -------  -------------  ------------  -------------  ----------  ------------  -----------------------------------
+ring         1 x 4    contiguous            1.603          1.907       3.510         0.004  chosen: asked for
+gather       1 x 4    contiguous            0.603          0.906       1.509         0.001  -57.0%
+hybrid       2 x 2    contiguous            1.202          1.503       2.705         0.003  -22.9%
+gather       1 x 4    zigzag, moved         1.504          1.807       3.311         0.001  -5.7%
+hybrid       2 x 2    zigzag, moved         2.003          2.304       4.307         0.003  +22.7%
+ring         1 x 4    zigzag, moved         2.604          2.908       5.513         0.004  +57.1%
+ulysses      4 x 1    contiguous                                                            4 ranks do not divide 2 query heads
 
 Collectives, bytes that one rank sends
   times  exchange        local shape                                  sent forward    sent backward    at
