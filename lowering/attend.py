@@ -52,7 +52,13 @@ def attend(
     masking = Masking.of(
         q, k, mask, rows, cols, sizes, predicate, seed, dropout_p, q_span, k_span, split_heads, group
     )
-    return attend_blocks(q, k, v, masking, scale)
+    sign, scale = _positive(scale)
+    return attend_blocks(q if sign == 1 else q * sign, k, v, masking, scale)
+
+
+def _positive(scale: float) -> tuple[int, float]:
+    """(what to multiply queries by, a scale above 0): PyTorch's causal kernel returns NaN for any other."""
+    return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
 
 
 def attend_backward(
@@ -86,7 +92,11 @@ def attend_backward(
     masking = Masking.of(
         q, k, mask, rows, cols, sizes, predicate, seed, dropout_p, q_span, k_span, split_heads, group
     )
-    return attend_blocks_backward(grad, q, k, v, out, lse, masking, scale, mask_grad)
+    sign, scale = _positive(scale)
+    if sign == 1:
+        return attend_blocks_backward(grad, q, k, v, out, lse, masking, scale, mask_grad)
+    dq, *others = attend_blocks_backward(grad, q * sign, k, v, out, lse, masking, scale, mask_grad)
+    return dq * sign, *others
 
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)

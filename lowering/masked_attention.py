@@ -81,7 +81,7 @@ def masked_attention(
 def autocast(*xs: Tensor) -> list[Tensor]:
     """What autocast does to the operands of scaled_dot_product_attention."""
     device = xs[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return list(xs)
     dtype = torch.get_autocast_dtype(device)
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in xs]

@@ -141,9 +141,11 @@ class Masks(Editor):
         mask = self.masks[key]
         if mask is None:
             return False
-        if mask.allowed in (sympy.true, CAUSAL):
+        # torch's own causal kernel returns NaN for a scale that is not positive.
+        kernel = mask.allowed == CAUSAL and (call["scale"] is None or call["scale"] > 0)
+        if mask.allowed == sympy.true or kernel:
             old = call["attn_mask"]
-            causal = {"is_causal": True} if mask.allowed == CAUSAL else {}
+            causal = {"is_causal": True} if kernel else {}
             node.args, node.kwargs = call.rebuild(call.operands[:3] + [None], **causal)
             self.drop(old)
             return True
@@ -152,6 +154,8 @@ class Masks(Editor):
     def _predicate(self, node: Node, call: Call, mask: Mask) -> bool:
         spelling = Spelling()
         predicate = spelling.spell(mask.allowed)
+        if predicate.free_symbols & {BATCH, HEAD}:  # a condition on the head and on data
+            return False
         try:
             rows = [self._vector(mask, leaf, QUERY, node) for leaf in spelling.rows]
             cols = [self._vector(mask, leaf, KEY, node) for leaf in spelling.cols]

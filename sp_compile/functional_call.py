@@ -19,6 +19,7 @@ from .mesh import Ranks
 
 TEXT = 1024  # bytes of a rank's description in an error message
 LAYOUTS = ("contiguous", "zigzag")
+FILL = 1e4
 WAYS_HOME = ("travel", "scatter")
 
 
@@ -159,8 +160,8 @@ class Attending:
 
     def _wrong_masks(self) -> Iterator[str]:
         given, whole = self.options, (self.q_length, self.k_length)
-        if given.window is not None and given.window < 1:
-            yield f"attention: window={given.window}: expected at least 1, which is each query's own position"
+        if given.window is not None and (not isinstance(given.window, int) or given.window < 1):
+            yield f"attention: window={given.window}: expected at least 1 (an int), which is each query's own position"
         x = given.documents
         if x is not None and (
             x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}
@@ -178,6 +179,12 @@ class Attending:
             yield f"attention: attn_mask is whole on every rank, it broadcasts to {list(full)}, got {list(x.shape)}"
         if x.dtype != torch.bool and not x.is_floating_point():
             yield f"attention: attn_mask is bool (True: may attend) or floating-point (added), got {x.dtype}"
+        merged = self.kind in ("ring", "hybrid") or bool(given.lookups()[-1])
+        if given.check and merged and x.is_floating_point() and not x.is_meta and _holds_fills(x):
+            yield (
+                "attention: attn_mask holds large finite numbers, whose log-sum-exps cannot be merged over blocks of "
+                "keys; use -inf, or a bool mask"
+            )
 
     def _wrong_dropout(self) -> Iterator[str]:
         p, seed = self.options.dropout_p, self.options.seed
@@ -223,6 +230,13 @@ class Attending:
         how = f"{self.kind} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
         wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
         return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *shaped, *plain])
+
+
+def _holds_fills(mask: Tensor) -> bool:
+    """Numbers such as finfo.min: a float32 has lost the logarithm of how many there are."""
+    if torch.compiler.is_compiling():
+        return False
+    return bool(((mask <= -FILL) & mask.isfinite()).any())
 
 
 def _unknown_value(name: str, value: object, known: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from .explain import Report
 from .mesh import Ranks
 from .simulate import GROUP, run_ranks
 
-ROUNDING = 1e-6
+ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
 
 def explain(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -> Report:
@@ -125,13 +125,19 @@ def _errors(gm: GraphModule, reference: Any, found: Any) -> list[tuple[str, floa
     (results, grads, state), (here, here_grads, here_state) = reference, found
     names = [n.name for n in gm.graph.find_nodes(op="placeholder") if n.meta.get("sp_grad", False)]
     # A gradient that is zero but for rounding (a key's bias) is measured against the largest one.
-    floor = max((g.abs().max().item() for g in grads if g is not None and g.numel()), default=0.0) * ROUNDING
+    floor = max(
+        (g.abs().max().item() * _rounding(g) for g in grads if g is not None and g.numel()), default=0.0
+    )
     rows = [
         (f"result {i}", _error(a, b)) for i, (a, b) in enumerate(zip(results, here)) if isinstance(a, Tensor)
     ]
     rows += [(f"mutated input {i}", _error(a, here_state[i])) for i, a in state.items()]
     rows += [(f"gradient of {name}", _error(a, b, floor)) for name, a, b in zip(names, grads, here_grads)]
     return rows
+
+
+def _rounding(x: Tensor) -> float:
+    return max(ROUNDING, torch.finfo(x.dtype).eps ** 0.5)
 
 
 def _error(expected: Tensor | None, found: Tensor | None, floor: float = 0.0) -> float:
