@@ -114,3 +114,31 @@ def _fits(strategy: str, ranks: int, heads: int) -> bool:
     if strategy == "ulysses":
         return heads % ranks == 0
     return any(ranks % u == 0 and heads % u == 0 for u in range(2, ranks))
+
+
+class Mixed(torch.nn.Module):
+    """A layer that sees a window, then one that sees all, as in Gemma."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = Decoder(lambda m, q, k, v: _window_of(3, q, k, v))
+        self.far = Decoder(lambda m, q, k, v: _window_of(1000, q, k, v))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.near(ids) + self.far(ids)
+
+
+def _window_of(width: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(i[:, None] >= i) & (i[:, None] - i < width))
+
+
+@pytest.mark.parametrize("flops", [1e3, 1e15], ids=["compute counts", "bytes count"])
+def test_one_layout_for_layers_that_want_different_ones(flops: float) -> None:
+    """What `explain` prints is what runs: all candidates are priced in the order that the program keeps."""
+    report = check(
+        seeded(Mixed), tokens(64), sp=4, attention="ring", cost={"flops": flops, "block_keys": 1e-9}
+    )
+    shifts = [note.why.split()[0] for note in report.notes if note.done == "ring"]
+    hops = sorted(d.chosen.rounds[0] - 2 * d.chosen.relayout for d in report.attention)
+    assert sorted(map(int, shifts)) == hops
