@@ -112,8 +112,8 @@ class EagerAttention(Editor):
                 fits = fits and recognise(node, shape) is not None
                 allowed = self._both(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
-            fits = fits and (node not in self._filling or recognise(node, shape) is not None)
             term = self.compute(aten.neg.default, (node,), like) if negative else node
+            fits = fits and (node not in self._filling or recognise(term, shape) is not None)
             bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
         for condition, filled, _ in scores.fills:
             allowed = self._both(allowed, self._allows(condition, filled, like), like)
