@@ -10,15 +10,17 @@ causal part of a contiguous or zigzag shard is cut into full blocks and diagonal
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .communicator import current
+from .differentiable import attention
 from .frames import Frame, by_rank, in_order, pad, trim
-from .scores import Scores, span, whole_span
+from .scores import Scores, Span, span
+from .spans import whole
 
 SEQUENCE = -2
 Cat = Callable[[list[Tensor], int], Tensor]
@@ -35,44 +37,30 @@ class Gathering(NamedTuple):
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, scores: Scores, where: Gathering) -> Tensor:
     """Attention of q (B, H, s, D) over all keys: (B, H, s, E). Differentiable."""
-    return _Gathered.apply(scores, where, q, k, v, *scores.tensors())[0]
+    return attention(q, k, v, scores, partial(_forward, where=where), partial(_backward, where=where))
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Scores, where: Gathering, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        scores = scores.holding(list(tensors))
-        keys, values = _gather(k, v, where, torch.cat)
-        out, lse = scores.attend(
-            q, keys, values, span(where.q_frame, where.n), whole_span(keys.shape[SEQUENCE])
-        )
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.scores, ctx.where = scores.holding([None] * len(tensors)), where
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, where: Gathering) -> tuple[Tensor, Tensor]:
+    keys, values = _gather(k, v, where, torch.cat)
+    return scores.attend(q, keys, values, *_spans(keys, where))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        wants_mask, where = ctx.needs_input_grad[5], ctx.where
-        scores = ctx.scores.holding(tensors)
-        keys, values = _gather(k, v, where, lambda xs, dim: torch.ops.sp.pack(xs, dim, grad))
-        spans = span(where.q_frame, where.n), whole_span(keys.shape[SEQUENCE])
-        dq, dk, dv, dmask = scores.grads((grad, out, lse), q, keys, values, *spans, mask_grad=wants_mask)
-        dk, dv = _scatter(dk, dv, where)
-        rest = [None] * (len(tensors) - 1)
-        return (
-            None,
-            None,
-            dq.to(q.dtype),
-            dk.to(k.dtype),
-            dv.to(v.dtype),
-            dmask if wants_mask else None,
-            *rest,
-        )
+
+def _backward(
+    given: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    mask_grad: bool,
+    where: Gathering,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keys, values = _gather(k, v, where, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0]))
+    dq, dk, dv, dmask = scores.grads(given, q, keys, values, *_spans(keys, where), mask_grad=mask_grad)
+    return dq, *_scatter(dk, dv, where), dmask
+
+
+def _spans(keys: Tensor, where: Gathering) -> tuple[Span, Span]:
+    return span(where.q_frame, where.n), whole(keys.shape[SEQUENCE])
 
 
 def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:

@@ -1,45 +1,11 @@
 """Attention of whole sequences whose mask is a predicate: one node in a rewritten graph."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .gathered import Gathering, gathered
 from .library import composite
-from .spans import whole
-
-
-class _MaskedAttention(torch.autograd.Function):
-    """``sp::attend`` of whole sequences, with its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, how: Sequence[Any], *vectors: Tensor
-    ) -> Tensor:
-        ctx.how = how
-        out, lse = torch.ops.sp.attend(q, k, v, *_arguments(q, k, seed, how, vectors))
-        ctx.save_for_backward(q, k, v, out, lse, seed, *vectors)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, seed, *vectors = ctx.saved_tensors
-        arguments = _arguments(q, k, seed, ctx.how, vectors)
-        dq, dk, dv, _ = torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *arguments, False)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, *[None] * len(vectors)
-
-
-def _arguments(
-    q: Tensor, k: Tensor, seed: Tensor | None, how: Sequence[Any], vectors: Sequence[Tensor]
-) -> list[Any]:
-    """The operators' arguments from ``mask`` to ``group``."""
-    n_rows, sizes, predicate, dropout_p, scale = how
-    rows, cols = list(vectors[:n_rows]), list(vectors[n_rows:])
-    spans = whole(q.shape[2]), whole(k.shape[2])
-    return [None, rows, cols, sizes, predicate, seed, dropout_p, scale, *spans, 1, ""]
+from .scores import Scores
 
 
 @composite(
@@ -69,11 +35,12 @@ def masked_attention(
     seed = None
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    how = len(rows), sizes, predicate, dropout_p, scale
+    scores = Scores(None, rows, cols, sizes, predicate, seed, dropout_p, scale, 1, "")
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-    out = _MaskedAttention.apply(*_four_dims(q, k, v, batch, enable_gqa), seed, how, *rows, *cols)
+    frame = [1, q.shape[-2], 0, q.shape[-2]]
+    out = gathered(*_four_dims(q, k, v, batch, enable_gqa), scores, Gathering(frame, None, 1, ""))
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
 
@@ -84,12 +51,17 @@ def autocast(*xs: Tensor) -> list[Tensor]:
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return list(xs)
     dtype = torch.get_autocast_dtype(device)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in xs]
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs]
 
 
-def _four_dims(q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool) -> list[Tensor]:
+def _four_dims(
+    q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(B, heads, S, width) each. One key head for all query heads stays one: the kernels group heads."""
     key_heads = torch.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)
     wanted = zip((q, k, v), (heads, key_heads, key_heads))
-    return [x.expand(*batch, *h, *x.shape[-2:]).reshape(batch.numel(), *h, *x.shape[-2:]) for x, h in wanted]
+    query, key, value = (
+        x.expand(*batch, *h, *x.shape[-2:]).reshape(batch.numel(), *h, *x.shape[-2:]) for x, h in wanted
+    )
+    return query, key, value

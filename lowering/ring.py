@@ -11,14 +11,15 @@ needed at all (causal, zigzag, windows, documents) is decided when the step runs
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import routes
 from .communicator import current
+from .differentiable import attention
 from .frames import Frame
 from .merge import merge
 from .scores import Scores, Span, span
@@ -55,31 +56,7 @@ class Ring(NamedTuple):
 
 def ring(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> Tensor:
     """Attention of q (B, H, s, D) over the keys of the whole ring: (B, H, s, E). Differentiable."""
-    return _Ring.apply(scores, ring, q, k, v, *scores.tensors())[0]
-
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Scores, ring: Ring, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        scores = scores.holding(list(tensors))
-        out, lse = _forward(q, k, v, scores, ring)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.scores, ctx.ring = scores.holding([None] * len(tensors)), ring
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        wants_mask = ctx.needs_input_grad[5]
-        scores = ctx.scores.holding(tensors)
-        dq, dk, dv, dmask = _backward((grad, out, lse), q, k, v, scores, ctx.ring, wants_mask)
-        rest = [None] * (len(tensors) - 1)
-        return None, None, dq, dk, dv, dmask, *rest
+    return attention(q, k, v, scores, partial(_forward, ring=ring), partial(_backward, ring=ring))
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -112,8 +89,8 @@ def _backward(
     k: Tensor,
     v: Tensor,
     scores: Scores,
-    ring: Ring,
     mask_grad: bool,
+    ring: Ring,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dq: Tensor | None = None
     dmask: Tensor | None = None
@@ -134,7 +111,7 @@ def _backward(
     if ring.steps > 1:
         dk_, dv_ = _unpack(carried.home(), k, v)
     assert dq is not None
-    return dq.to(q.dtype), dk_.to(k.dtype), dv_.to(v.dtype), dmask if mask_grad else None
+    return dq, dk_, dv_, dmask
 
 
 class _Travelling:

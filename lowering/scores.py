@@ -13,7 +13,6 @@ from torch import Tensor
 from .frames import Frame, folds_of
 
 Span = list[int]
-WHOLE_RANKS = [1, 1, 1, 0]
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,3 @@ class Scores:
 def span(frame: Frame, n: int, stride: int = 1, shift: int = 0) -> Span:
     """The span of a frame's shard over n ranks, or over the n // stride neighbourhoods of a hybrid."""
     return [n // stride, folds_of(frame), stride, shift, frame[2], frame[3]]
-
-
-def whole_span(length: int) -> Span:
-    """The span of a sequence that every rank has whole and in order."""
-    return [*WHOLE_RANKS, 0, length]

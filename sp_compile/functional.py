@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import SpError
 from .functional_call import NAMES, Attending, Options
 from .lowering import routes
+from .lowering.masked_attention import autocast
 from .lowering.version import digest
 from .mesh import Ranks, resolve
 
@@ -102,15 +103,9 @@ def _attend(
         given = Options(**{**known, "attn_mask": mask.view([1] * (4 - mask.ndim) + list(mask.shape))})
     if device == "meta" or not torch.is_autocast_enabled(device):
         return _run(Attending(kind, q, k, v, ranks, given, width, kv_grads, unknown))
-    q, k, v = (_as_autocast(x) for x in (q, k, v))
+    q, k, v = autocast(q, k, v)
     with torch.autocast(device, enabled=False):
         return _run(Attending(kind, q, k, v, ranks, given, width, kv_grads, unknown))
-
-
-def _as_autocast(x: Tensor) -> Tensor:
-    """As scaled_dot_product_attention's autocast rule has it."""
-    cast = x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(x.device.type)) if cast else x
 
 
 def _run(job: Attending) -> Tensor:
