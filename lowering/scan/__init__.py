@@ -1,0 +1,1 @@
+"""Prefix scans: one table of implementations, and the ``sp::`` operators over it."""
