@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
+from .._compat import keep_calling_convention
 from ..call import Call, is_tensor, is_written
 from ..errors import SpError, at
 from ..layout import Partial, Placement, Plan, Replicate, Shard
@@ -69,7 +70,7 @@ class _Localizer:
     def __init__(self, gm: GraphModule, plan: Plan, ranks: Ranks, param_grads: str) -> None:
         self.old, self.plan, self.ranks, self.param_grads = gm, plan, ranks, param_grads
         self.graph = Graph()
-        self.graph._codegen = gm.graph._codegen
+        keep_calling_convention(self.graph, gm.graph)
         self.env: dict[Node, Node] = {}
         self.aliases: dict[Node, tuple[Node, ...]] = {}  # windows: one local value stands for several results
         self.converted: dict[tuple[Node, Placement], Node] = {}

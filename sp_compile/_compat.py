@@ -35,6 +35,7 @@ from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_metadata_torch_function_mode,
     _temp_remove_pre_dispatch_torch_function_mode,
@@ -62,10 +63,13 @@ __all__ = [
     "enable_python_dispatcher",
     "enter_autocast",
     "exit_autocast",
+    "forget_compiled",
     "get_data",
     "has_autocast_kernel",
     "invoke_subgraph",
     "is_functorch_tensor",
+    "keep_calling_convention",
+    "keep_source",
     "make_fx",
     "process_group",
     "pytree",
@@ -77,6 +81,7 @@ __all__ = [
     "tag_activation_checkpoint",
     "trace_structured",
     "track_tensor_tree",
+    "unmark_static",
     "wrap",
     "wrap_activation_checkpoint",
     "wrap_with_autocast",
@@ -89,6 +94,27 @@ is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 # Calls that change Python state around attention; Dynamo leaves them in its graph and no dispatcher sees them.
 PYTHON_STATE_CALLS = frozenset({torch.nn.attention._backend_from_string, torch.nn.attention._sdpa_kernel})
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile has compiled so far in this process."""
+    torch._dynamo.reset()
+
+
+def keep_source(new: Node, old: Node) -> None:
+    """Give a copied placeholder Dynamo's account of where its value comes from."""
+    if hasattr(old, "_dynamo_source"):
+        new._dynamo_source = old._dynamo_source
+
+
+def keep_calling_convention(new: Graph, old: Graph) -> None:
+    """Make a new graph take its inputs and return its results in the containers that the old one does."""
+    new.set_codegen(old._codegen)
+
+
+def unmark_static(facts: dict[str, Any]) -> dict[str, Any]:
+    """Dynamo's facts about a placeholder, without the promise that its memory is constant."""
+    return {name: fact for name, fact in facts.items() if name != "_dynamo_static_input_type"}
 
 
 def reset_functorch() -> None:

@@ -22,6 +22,7 @@ from ._compat import (
     TracingContext,
     detect_fake_mode,
     is_functorch_tensor,
+    keep_source,
 )
 from .errors import SpError, at
 from .functionalize import functionalize
@@ -114,8 +115,7 @@ def _keep_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
     new, old = (g.graph.find_nodes(op="placeholder") for g in (captured, gm))
     for n, o in zip(new, old, strict=True):
         n.meta.update({k: o.meta[k] for k in _PLACEHOLDER_META if k in o.meta})
-        if hasattr(o, "_dynamo_source"):
-            n._dynamo_source = o._dynamo_source
+        keep_source(n, o)
     captured.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         constants = {name: ConstantSource(name) for name, _ in captured.named_buffers()}

@@ -19,7 +19,14 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node, map_arg
 
 from . import views
-from ._compat import detect_fake_mode, enter_autocast, exit_autocast, has_autocast_kernel, set_grad_enabled
+from ._compat import (
+    detect_fake_mode,
+    enter_autocast,
+    exit_autocast,
+    has_autocast_kernel,
+    set_grad_enabled,
+    unmark_static,
+)
 from .aliases import Aliases
 from .errors import SpError, at
 from .inplace import (
@@ -277,4 +284,4 @@ def _unmark_static(placeholder: Node) -> None:
     """Drop the promise that the memory is constant: the min-cut partitioner would recompute from changed data."""
     facts = placeholder.meta.get("tensor_dict")
     if facts:
-        placeholder.meta["tensor_dict"] = {k: v for k, v in facts.items() if k != "_dynamo_static_input_type"}
+        placeholder.meta["tensor_dict"] = unmark_static(facts)

@@ -21,6 +21,8 @@ from ._compat import (
     enter_autocast,
     exit_autocast,
     invoke_subgraph,
+    keep_calling_convention,
+    keep_source,
     set_grad_enabled,
     tag_activation_checkpoint,
     wrap,
@@ -53,7 +55,7 @@ def inline_regions(gm: GraphModule) -> GraphModule:
     output = copy.body(gm, "", {}, {})
     out = copy.graph.output(output)
     out.meta = dict(gm.graph.output_node().meta)
-    copy.graph.set_codegen(gm.graph._codegen)
+    keep_calling_convention(copy.graph, gm.graph)
     for node in copy.graph.find_nodes(op="get_attr"):
         if not node.users:
             copy.graph.erase_node(node)
@@ -95,8 +97,8 @@ class _Copy:
         new = self.graph.node_copy(node, env.__getitem__)
         if node.op in ("get_attr", "call_module") and path:
             new.target = f"{path}.{node.target}"
-        if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
-            new._dynamo_source = node._dynamo_source
+        if node.op == "placeholder":
+            keep_source(new, node)
         if node.target is set_grad_enabled:
             self.grad[-1] = bool(node.args[0])
         if tags and node.op in ("call_function", "call_method"):

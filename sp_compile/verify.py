@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from ._compat import forget_compiled
 from .backend import lower
 from .config import SPConfig
 from .errors import SpError
@@ -71,10 +72,10 @@ def _each_graph(
 
         return call
 
-    torch._dynamo.reset()
+    forget_compiled()
     with _restored_buffers(model):
         torch.compile(model, backend=backend)(*args, **kwargs)
-    torch._dynamo.reset()
+    forget_compiled()
     if failure:
         raise failure[0]
     return total
