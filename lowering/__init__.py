@@ -1,6 +1,6 @@
 """How the ``sp::`` operators run. Importing this package registers them as ``torch.ops.sp``."""
 
-from . import all_to_all, attend, collectives, masked_attention, pack, sharded_attention
+from . import all_to_all, attend, collectives, masked_attention, pack, scan, sharded_attention
 from .communicator import Communicator, current
 from .frames import shard_length
 
@@ -12,6 +12,7 @@ __all__ = [
     "current",
     "masked_attention",
     "pack",
+    "scan",
     "shard_length",
     "sharded_attention",
 ]

@@ -36,7 +36,7 @@ from .library import LIBRARY, composite
 Map = Callable[..., Tensor]
 
 
-class _Pair(torch.autograd.Function):
+class Pair(torch.autograd.Function):
     """A linear map and its adjoint, both called as ``map(x, *where)``."""
 
     @staticmethod
@@ -46,7 +46,7 @@ class _Pair(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (_Pair.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
+        return (Pair.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
 
 
 # The maps. Each pair below names two of them.
@@ -127,7 +127,7 @@ def shard(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     Backward: all_gather of the shards, (n - 1) * bytes(result): the window's rows, invariant.
     Source: one index_select, which a compiler fuses into the reader.
     """
-    return _Pair.apply(x, _take, _whole, dim % x.ndim, frame, n, group)
+    return Pair.apply(x, _take, _whole, dim % x.ndim, frame, n, group)
 
 
 @composite("unshard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
@@ -138,7 +138,7 @@ def unshard(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     Backward: this rank's rows of the cotangent, zeros at padding; no bytes.
     Source: all_gather_into_tensor, then views (outer 1).
     """
-    return _Pair.apply(x, _whole, _take_zeroed, dim % x.ndim, frame, n, group)
+    return Pair.apply(x, _whole, _take_zeroed, dim % x.ndim, frame, n, group)
 
 
 @composite("all_gather(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
@@ -149,7 +149,7 @@ def all_gather(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     Backward: reduce_scatter of the cotangents, as many bytes.
     Source: all_gather_into_tensor, then views (outer 1).
     """
-    return _Pair.apply(x, _whole, _reduce_rows, dim % x.ndim, frame, n, group)
+    return Pair.apply(x, _whole, _reduce_rows, dim % x.ndim, frame, n, group)
 
 
 @composite("all_reduce(Tensor x, int n, str group) -> Tensor")
@@ -160,7 +160,7 @@ def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
     ``_c10d_functional.all_reduce`` is another all_reduce and belongs to another pair of types.
     Source: all_reduce(sum).
     """
-    return x if n == 1 else _Pair.apply(x, _sum, _same, n, group)
+    return x if n == 1 else Pair.apply(x, _sum, _same, n, group)
 
 
 @composite("broadcast(Tensor x, str group) -> Tensor")
@@ -171,7 +171,7 @@ def broadcast(x: Tensor, group: str) -> Tensor:
     be equal, so each rank's own computation of them takes the invariant cotangent.
     Source: broadcast from the group's rank 0.
     """
-    return _Pair.apply(x, _first, _same, group)
+    return Pair.apply(x, _first, _same, group)
 
 
 @composite("broadcast_grad(Tensor x, str group) -> Tensor")
@@ -181,7 +181,7 @@ def broadcast_grad(x: Tensor, group: str) -> Tensor:
     Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0. With ``broadcast``
     behind a random op it makes value and gradient those of rank 0's draw.
     """
-    return _Pair.apply(x, _same, _first, group)
+    return Pair.apply(x, _same, _first, group)
 
 
 @composite("mask(Tensor x, int dim, SymInt[] frame, Scalar value, int n, str group) -> Tensor")
@@ -217,7 +217,7 @@ def window(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     cotangent, with exact zeros (whatever stands there, NaN too) outside the window.
     Source: index_select and masked_fill.
     """
-    return _Pair.apply(x, _inside, _zero_outside, dim % x.ndim, frame, n, group)
+    return Pair.apply(x, _inside, _zero_outside, dim % x.ndim, frame, n, group)
 
 
 class _ReduceGrad(torch.autograd.Function):

@@ -23,3 +23,19 @@ def composite(schema: str) -> Callable[[Body], Body]:
         return body
 
     return register
+
+
+def opaque(schema: str, fake: Callable[..., object]) -> Callable[[Body], Body]:
+    """Decorator: register the function as ``sp::<schema>``, which no tracer looks into and no autograd derives.
+
+    fake: the function on fake tensors. Results must not be views of operands.
+    """
+
+    def register(body: Body) -> Body:
+        name = schema.split("(")[0]
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"sp::{name}", fake, lib=LIBRARY)
+        return body
+
+    return register

@@ -22,7 +22,7 @@ class Gather(Rewrite):
     """Claims every demand for a whole operand."""
 
     name = "gather"
-    kinds = frozenset({"whole", "align", "no rule", "attend", "invariant"})
+    kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "invariant"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         if (
@@ -57,7 +57,9 @@ class Gather(Rewrite):
     def _gather(self, node: Node, demand: Demand) -> None:
         source = _operand(node, demand.operand)
         have, why = self.plan.of(source), self._reason(demand)
-        assert isinstance(have, Shard)
+        if not isinstance(have, Shard):
+            node.meta["sp_whole"] = True  # nothing to gather: propagation is not to begin a sequence here
+            return
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
         whole = next((u for u in source.users if u.target is op and u.args[0] is source), None)
         if whole is None:

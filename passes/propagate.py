@@ -25,6 +25,7 @@ from ..rules.redistribute import fits
 from ..shapes import Size, divides, product, same, typical
 
 SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
+SCANNED = "every position needs what all before it combine to"
 INVARIANT = "it runs alike on every rank, so the gradient it sends back is whole on every rank"
 
 
@@ -146,7 +147,7 @@ def _as_spelt(call: Call, rule: Factors, have: Sequence[Placement]) -> Step:
         for i, (p, want) in enumerate(zip(have, rule.wants))
         if isinstance(p, Shard) and not _lies(p, want)
     )
-    return Step(tuple(rule.wants), (rule.gives,), demands)
+    return Step(tuple(rule.wants), (rule.gives,) * len(rule.results), demands)
 
 
 def _lies(have: Shard, want: Placement) -> bool:
@@ -175,9 +176,9 @@ def _through_movement(call: Call, rule: Reshape | Window, have: Sequence[Placeme
 
 def _start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     """Does a sequence of floats (or of random draws) begin here? Then run on shards of replicated operands."""
-    node, value = call.node, call.node.meta["val"]
+    node, value = call.node, next(iter(call.results()), None)
     random = is_random(node)
-    if not isinstance(value, torch.Tensor) or (rule.lazy and not random):
+    if value is None or (rule.lazy and not random):
         return None
     shard = axes.shard(node) if value.is_floating_point() or value.is_complex() or random else None
     if shard is None:
@@ -185,7 +186,12 @@ def _start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     factor = rule.results[0][shard.dim]
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
         return None
-    return _run(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, ())
+    demands: tuple[Demand, ...] = ()
+    if rule.kind(factor) == "scan":
+        if "sp_whole" in node.meta or not (same(shard.outer, 1) and same(shard.inner, 1)):
+            return None
+        demands = (Demand(node, 0, factor, "scan", REPLICATE, why=SCANNED),) if n > 1 else ()
+    return _run(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
 
 
 def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: int) -> Step:
@@ -197,6 +203,8 @@ def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: in
         stays = kept is not None and sharded[kept] not in rule.operands[i]
         if rule.kind(f) == "whole":
             demands.append(Demand(node, i, f, "whole", shards[i], stays, f"needs all of {f!r}"))
+        elif rule.kind(f) == "scan" and not (n == 1 and shards[i].frame.exact(1)):
+            demands.append(Demand(node, i, f, "scan", shards[i], stays, SCANNED))
         elif rule.kind(f) == "attend":
             demands.append(Demand(node, i, f, "attend", shards[i], stays, "attention mixes the sequence"))
         elif kept is None or f != sharded[kept] or not _same_place(call, i, shards[i], shards[kept], n):

@@ -19,7 +19,7 @@ from .errors import SpError
 from .layout import Frame, Shard
 from .movement import Reshape, Window
 from .rule import Factors, Rule, lookup, transfer_of
-from .shapes import Size, product, same, size, sizes
+from .shapes import Size, product, same, size, sizes, typical
 
 
 @dataclass(frozen=True)
@@ -183,65 +183,69 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
     for tier in (_attended, _softmax_attended, _scanned):
-        atoms = list(tier(gm, axes))
+        found = list(tier(gm, axes))
+        atoms = [a for _, dim in found for a in dim]
         longer = [a for a in atoms if not same(a.size, 1)]
         if atoms:  # a sequence of one token (decoding) is one, too: nothing of it can be sharded
             axes.sequences = {axes.find(a.name) for a in longer or atoms}
-            _drop_rivals(gm, axes)
+            _drop_rivals(axes, dict.fromkeys(node for node, _ in found))
             return
 
 
-def _drop_rivals(gm: GraphModule, axes: Axes) -> None:
-    """Attention along several axes of one value (axial): one of them is sharded, the one in most values."""
+def _drop_rivals(axes: Axes, values: Iterable[Node]) -> None:
+    """Attention or scans along several axes of one result (axial): one of them is sharded, the one in most values."""
     weight = Counter(
         axes.find(a.name)
         for dims in axes.dims.values()
         for a in {a for dim in dims for a in dim}
         if axes.is_sequence(a)
     )
-    for node in attending_nodes(gm):
-        query = axes.dims[Call(node).operands[0], 0]
-        rivals = {axes.find(a.name) for dim in query for a in dim if axes.is_sequence(a)}
+    for node in values:
+        rivals = {axes.find(a.name) for dim in axes.dims[node, 0] for a in dim if axes.is_sequence(a)}
         axes.sequences -= set(sorted(rivals, key=lambda c: (weight[c], -c))[:-1])
 
 
-def _attended(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
+Evidence = Iterable[tuple[Node, Dim]]  # an op, and a dim that is a sequence because of it
+
+
+def _attended(gm: GraphModule, axes: Axes) -> Evidence:
     """q and k of attention."""
     for node in attending_nodes(gm):
         query, key = Call(node).operands[:2]
-        yield from axes.dims[query, 0][-2]
-        yield from axes.dims[key, 0][-2]
+        yield node, axes.dims[query, 0][-2]
+        yield node, axes.dims[key, 0][-2]
 
 
-def _softmax_attended(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
+def _softmax_attended(gm: GraphModule, axes: Axes) -> Evidence:
     """Attention spelt out: a dim that a softmax normalises over and a later matmul contracts."""
-    normalised: dict[int, Atom] = {}
+    normalised: set[int] = set()
+    for call, rule in _calls(gm):
+        for dim, kind in _classified(axes, call, rule):
+            names = {axes.find(a.name) for a in dim}
+            if rule.normalises and kind == "whole":
+                normalised |= names
+            elif kind == "sum" and len(call.operands) > 1 and names & normalised:
+                yield call.node, tuple(a for a in dim if axes.find(a.name) in normalised)
+
+
+def _scanned(gm: GraphModule, axes: Axes) -> Evidence:
+    """What a scan runs along; of a batch of sequences flattened into one dim, the longest part."""
+    for call, rule in _calls(gm):
+        for dim, kind in _classified(axes, call, rule):
+            if kind == "scan" and dim:
+                yield call.node, (max(reversed(dim), key=lambda a: typical(a.size)),)
+
+
+def _calls(gm: GraphModule) -> Iterable[tuple[Call, Factors]]:
     for node in gm.graph.nodes:
         found = lookup(node)
-        if found is None:
-            continue
-        call, rule = found
-        if not isinstance(rule, Factors):
-            continue
-        is_softmax = "softmax" in str(node.target)
-        for i, names in enumerate(rule.operands):
-            for d, f in enumerate(names):
-                atoms = axes.dims[call.operands[i], 0][d] if f else ()
-                if is_softmax and rule.kind(f) == "whole":
-                    normalised.update({axes.find(a.name): a for a in atoms})
-                elif rule.kind(f) == "sum" and len(call.operands) > 1:
-                    yield from (a for a in atoms if axes.find(a.name) in normalised)
+        if found is not None and isinstance(found[1], Factors):
+            yield found[0], found[1]
 
 
-_SCANS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
-
-
-def _scanned(gm: GraphModule, axes: Axes) -> Iterable[Atom]:
-    for node in gm.graph.nodes:
-        if (
-            node.op == "call_function"
-            and str(node.target).split(".")[-2:-1]
-            and str(node.target).split(".")[1] in _SCANS
-        ):
-            call = Call(node)
-            yield from axes.dims[call.operands[0], 0][call.dim()]
+def _classified(axes: Axes, call: Call, rule: Factors) -> Iterable[tuple[Dim, str]]:
+    """Every dim of the operands that has a name, and its kind."""
+    for operand, names in zip(call.operands, rule.operands):
+        for dim, f in zip(axes.dims[operand, 0], names):
+            if f:
+                yield dim, rule.kind(f)

@@ -11,6 +11,7 @@ One that vanishes must be classified, or registration fails:
     total=   a sum whose padding no fill of one operand removes         mse_loss with reduction="sum"
     whole=   the op needs all of it                                     softmax's dim (also if it stays in the result)
     attend=  attention mixes it                                         scaled_dot_product_attention's q and k
+    scan=    every position needs what all before it combine to         cumsum's dim (it stays in the result)
 
 Ops whose behaviour depends on arguments register a function from the Call to a rule with `@rule_of(op, ...)`.
 The notation is that of einops and of Shardy's op sharding rules (openxla.org/shardy); `attend` is ours.
@@ -46,7 +47,7 @@ __all__ = [
     "rule_of",
 ]
 
-KINDS = ("sum", "mean", "total", "whole", "attend")
+KINDS = ("sum", "mean", "total", "whole", "attend", "scan")
 Dims = tuple[str, ...]  # one factor name per dim; "" is a dim of size 1 that broadcasts
 
 
@@ -58,7 +59,8 @@ class Factors:
     lazy: the op only moves data, so it does not by itself decide that a replicated value is worth sharding.
     pad: (operand, value): the operand to fill outside the window, and with what, so that a sum ignores padding.
     masks: operands that are only looked up by position; computed whole on every rank as long as that is free.
-    wants, gives: where the call itself says that its operands and its result lie (an op that does its own exchanges).
+    normalises: what it needs whole it divides by its total, as softmax does.
+    wants, gives: where the call itself says that its operands and its results lie (an op that does its own exchanges).
     """
 
     operands: tuple[Dims, ...]
@@ -68,6 +70,7 @@ class Factors:
     lazy: bool = False
     pad: tuple[int, Any] | None = None
     masks: tuple[int, ...] = ()
+    normalises: bool = False
     wants: tuple[Placement, ...] | None = None
     gives: Placement | None = None
 

@@ -1,1 +1,5 @@
 """Prefix scans: one table of implementations, and the ``sp::`` operators over it."""
+
+from . import local
+
+__all__ = ["local"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..rule import Call, Dims, Factors, Pattern, RuleFunction
@@ -45,7 +45,7 @@ def broadcast(shape: Sequence[Size], full: Sequence[Size], dims: Dims) -> Dims:
     )
 
 
-def whole_dims(*dims_arguments: str, ndim: int = 0) -> RuleFunction:
+def whole_dims(*dims_arguments: str, ndim: int = 0) -> Callable[[Call], Factors]:
     """The result has the operand's shape; the dims that the arguments name (or the last `ndim`) are needed whole."""
 
     def instantiate(call: Call) -> Factors:

@@ -1,4 +1,4 @@
-"""Reductions, scans and orderings along dims."""
+"""Reductions and orderings along dims."""
 
 from __future__ import annotations
 
@@ -68,11 +68,6 @@ _register(
 )
 
 rule_of(aten.argsort.default, aten.argsort.stable)(whole_dims("dim"))
-rule_of(aten.cummax.default)(whole_dims("dim"))
-rule_of(aten.cummin.default)(whole_dims("dim"))
-rule_of(aten.cumprod.default)(whole_dims("dim"))
-rule_of(aten.cumsum.default)(whole_dims("dim"))
-rule_of(aten.logcumsumexp.default)(whole_dims("dim"))
 rule_of(aten.sort.default, aten.sort.stable)(whole_dims("dim"))
 rule_of(aten.topk.default)(resized_dims("dim"))
 

@@ -1,0 +1,62 @@
+"""torch's own scans where they are at their best: forwards, along the last dim, as they round."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .monoids import MONOIDS, Pair, accumulate_dtype
+from .problem import Problem
+
+DIM = 1
+
+
+def fits(problem: Problem) -> bool:
+    """Contiguous rows, forwards, no segments, and no total that torch has rounded already."""
+    if problem.inner != 1 or problem.reverse or problem.segmented:
+        return False
+    return problem.kind == "extremes" or (problem.kind == "scan" and _exact(problem))
+
+
+def _exact(problem: Problem) -> bool:
+    """Does torch combine in the wanted dtype or a wider one, and return what the total must not lose?"""
+    result, wanted = problem.result, problem.accumulate
+    own = accumulate_dtype(problem.op, result, "cpu") if problem.device == "cpu" else result
+    return torch.promote_types(own, wanted) == own and (not problem.total or result == wanted)
+
+
+def scan(
+    x: Tensor,
+    starts: Tensor | None,
+    op: str,
+    exclusive: bool,
+    reverse: bool,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+) -> Pair:
+    """torch.cumsum or its like, in one pass over x."""
+    monoid = MONOIDS[op]
+    out = torch.empty_like(x, dtype=dtype)
+    before = out[:, :1].fill_(monoid.identity(dtype))
+    if exclusive:
+        _cumulative(monoid, x[:, :-1], out[:, 1:])
+    else:
+        _cumulative(monoid, x, out)
+    if not x.shape[DIM]:
+        total = ...
+    total = out[:, -1].to(accumulate)
+    return out, monoid.combine(total, x[:, -1]) if exclusive else total
+
+
+def _cumulative(monoid: Monoid, x: Tensor, out: Tensor) -> None:
+    x = x.to(out.dtype)
+    if monoid.selects:
+        monoid.cumulative(x, DIM, out=(out, torch.empty_like(x, dtype=torch.int64)))
+    else:
+        monoid.cumulative(x, DIM, out=out)
+
+
+def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
+    """torch.cummax or torch.cummin."""
+    values, indices = MONOIDS[op].cumulative(x, DIM)
+    return values, indices

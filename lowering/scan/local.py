@@ -1,0 +1,204 @@
+"""The ``sp::local_*`` operators: scans of one tensor along any dim, run by what the lowering table chooses.
+
+Opaque and without derivatives; ``sp::scan``, ``sp::extremes`` and ``sp::linear_scan`` have them. Results are
+contiguous. starts: bool, (length,) or broadcast to x; True where, in scan order, a segment begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..library import opaque
+from .monoids import Pair
+from .problem import Problem
+from .table import kernel
+
+
+def _fake_scan(
+    x: Tensor,
+    starts: Tensor | None,
+    dim: int,
+    op: str,
+    exclusive: bool,
+    reverse: bool,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+    total: bool = True,
+) -> Pair:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(_total_shape(x, dim, total), dtype=accumulate)
+
+
+@opaque(
+    "local_scan(Tensor x, Tensor? starts, int dim, str op, bool exclusive, bool reverse, ScalarType dtype, "
+    "ScalarType accumulate, bool total=True) -> (Tensor, Tensor)",
+    _fake_scan,
+)
+def local_scan(
+    x: Tensor,
+    starts: Tensor | None,
+    dim: int,
+    op: str,
+    exclusive: bool,
+    reverse: bool,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+    total: bool = True,
+) -> Pair:
+    """Scan x along dim by one of `monoids.MONOIDS`.
+
+    Shapes: x (..., S, ...) -> out like x in dtype, and the combination of the last segment in scan order, x's shape
+    without dim, in accumulate; with total=False that is an empty tensor, which spares some kernels a pass over x.
+    x is rounded to dtype before it is combined, as in torch.cumsum(x, dim, dtype=...).
+    Source: the lowering table.
+    """
+    x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
+    rows, starts = _rows(x, dim), _rows_of_starts(starts, x, dim)
+    problem = _problem(
+        "scan", rows, dtype, accumulate, op=op, exclusive=exclusive, reverse=reverse, total=total,
+        segmented=starts is not None,
+    )  # fmt: skip
+    out, last = kernel(problem)(rows, starts, op, exclusive, reverse, dtype, accumulate)
+    out = _fresh(out, x.shape, x)
+    return out, _fresh(last, _total_shape(x, dim), x, out) if total else last.new_empty(0)
+
+
+def _fake_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse: bool) -> Pair:
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
+
+
+@opaque(
+    "local_extremes(Tensor x, Tensor? starts, int dim, str op, bool reverse) -> (Tensor, Tensor)",
+    _fake_extremes,
+)
+def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse: bool) -> Pair:
+    """The running max or min of x along dim, and its index.
+
+    Shapes: x (..., S, ...) -> values like x, indices int64 like x. Of equal values the later in scan order wins, and
+    NaN wins over all others, as in torch.cummax. Source: the lowering table.
+    """
+    rows, starts = _rows(x, dim), _rows_of_starts(starts, x, dim)
+    problem = _problem(
+        "extremes", rows, x.dtype, x.dtype, op=op, reverse=reverse, segmented=starts is not None
+    )
+    values, indices = kernel(problem)(rows, starts, op, reverse)
+    return _fresh(values, x.shape, x), _fresh(indices, x.shape)
+
+
+def _fake_linear_scan(
+    a: Tensor,
+    b: Tensor,
+    initial: Tensor | None,
+    dim: int,
+    reverse: bool,
+    lagged: bool,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+) -> Tensor:
+    return b.new_empty(b.shape, dtype=dtype)
+
+
+@opaque(
+    "local_linear_scan(Tensor a, Tensor b, Tensor? initial, int dim, bool reverse, bool lagged, ScalarType dtype, "
+    "ScalarType accumulate) -> Tensor",
+    _fake_linear_scan,
+)
+def local_linear_scan(
+    a: Tensor,
+    b: Tensor,
+    initial: Tensor | None,
+    dim: int,
+    reverse: bool,
+    lagged: bool,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+) -> Tensor:
+    """h_i = a_i * h_(i-1) + b_i from h_(-1) = initial, or zeros.
+
+    Shapes: a and b (..., S, ...) of one shape, initial that shape without dim -> h like b in dtype.
+    lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial. Source: the lowering table.
+    """
+    a_rows, b_rows = _rows(a, dim), _rows(b, dim)
+    problem = _problem("linear", b_rows, dtype, accumulate, reverse=reverse, lagged=lagged)
+    if initial is not None:
+        initial = initial.reshape(problem.outer, problem.inner).contiguous()
+    h = kernel(problem)(a_rows, b_rows, initial, reverse, lagged, dtype, accumulate)
+    return _fresh(h, b.shape, b)
+
+
+def _fake_linear_total(
+    a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype
+) -> Pair:
+    shape = _total_shape(b, dim)
+    return b.new_empty(shape, dtype=accumulate), b.new_empty(shape, dtype=accumulate)
+
+
+@opaque(
+    "local_linear_total(Tensor a, Tensor b, int dim, bool reverse, bool lagged, ScalarType accumulate) "
+    "-> (Tensor, Tensor)",
+    _fake_linear_total,
+)
+def local_linear_total(
+    a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype
+) -> Pair:
+    """factor and state of the map that a linear scan makes of what it starts from: factor * initial + state.
+
+    Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate. The map gives the last
+    h, or if lagged the last s. Source: the lowering table.
+    """
+    a_rows, b_rows = _rows(a, dim), _rows(b, dim)
+    problem = _problem("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)
+    factor, state = kernel(problem)(a_rows, b_rows, reverse, lagged, accumulate)
+    shape = _total_shape(b, dim)
+    return _fresh(factor, shape, a), _fresh(state, shape, b)
+
+
+def _problem(
+    kind: str, rows: Tensor, result: torch.dtype, accumulate: torch.dtype, **options: bool | str
+) -> Problem:
+    return Problem(kind, rows.device.type, *rows.shape, rows.dtype, result, accumulate, **options)
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    """x as (outer, length, inner), contiguous."""
+    if x.ndim == 0:
+        return x.reshape(1, 1, 1)
+    dim %= x.ndim
+    outer, inner = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 :])
+    return x.reshape(outer, x.shape[dim], inner).contiguous()
+
+
+def _rows_of_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
+    """(outer|1, length, inner|1): not repeated where it is the same for all outer or all inner."""
+    if starts is None:
+        return None
+    dim %= max(x.ndim, 1)
+    if starts.ndim <= 1:
+        return starts.expand(x.shape[dim] if x.ndim else 1).reshape(1, -1, 1).contiguous()
+    sizes = [1] * (x.ndim - starts.ndim) + list(starts.shape)
+    outer, inner = _common(sizes[:dim], x.shape[:dim]), _common(sizes[dim + 1 :], x.shape[dim + 1 :])
+    return _rows(starts.reshape(sizes).expand(*outer, x.shape[dim], *inner), dim)
+
+
+def _common(sizes: Sequence[int], wanted: Sequence[int]) -> Sequence[int]:
+    return sizes if math.prod(sizes) == 1 else wanted
+
+
+def _total_shape(x: Tensor, dim: int, total: bool = True) -> list[int]:
+    if not total:
+        return [0]
+    shape = list(x.shape)
+    if shape:
+        del shape[dim]
+    return shape
+
+
+def _fresh(result: Tensor, shape: Sequence[int], *operands: Tensor) -> Tensor:
+    """The result in a shape: contiguous, in memory of its own and no more than it needs."""
+    result = result.reshape(shape).contiguous()
+    storage = result.untyped_storage()
+    shared = any(storage.data_ptr() == x.untyped_storage().data_ptr() for x in operands)
+    return result.clone() if shared or storage.nbytes() > result.nbytes else result

@@ -1,0 +1,30 @@
+"""One call of a kernel, as the lowering table sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a row of the table decides by. kind: "scan", "extremes", "linear" or "linear_total".
+
+    x is (outer, length, inner) of dtype in, the result of dtype out. total: is a scan asked for its total?
+    """
+
+    kind: str
+    device: str
+    outer: int
+    length: int
+    inner: int
+    dtype: torch.dtype
+    result: torch.dtype
+    accumulate: torch.dtype
+    op: str = ""
+    segmented: bool = False
+    exclusive: bool = False
+    reverse: bool = False
+    lagged: bool = False
+    total: bool = True

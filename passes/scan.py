@@ -1,0 +1,102 @@
+"""Scans along a sharded sequence: each rank scans its rows, and only what they add up to is exchanged.
+
+    cumsum(x, S)       ->   sp.scan(x, None, S, "sum", ..., frame, exchange, n, group)
+    cummax(x, S)       ->   sp.extremes(x, S, "max", ..., frame, exchange, n, group)
+    sp.linear_scan(a, b, initial, S)   ->   the same with its frame
+
+Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which idioms and the user's own calls
+are. One collective forward and one backward; bytes sent: (n - 1) * C, where C is one row of the result in the dtype
+that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (scan_cost.py). Leaves alone (to be
+gathered): what nested_scan.py cannot take apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.passes.infra.pass_base import PassResult
+
+from .._compat import size_hint
+from ..call import Call
+from ..layout import Demand, Shard
+from ..lowering.scan.monoids import accumulate_dtype
+from ..machine import Machine
+from ..scan_cost import Carries, carries
+from ..shapes import same
+from .nested_scan import cannot_nest, unnested
+from .rewrite import Rewrite
+from .scan_calls import respelt
+from .slow_scans import SlowScans
+
+sp = torch.ops.sp
+
+
+class Scan(Rewrite):
+    """Claims the demands of scans. By hand, `Scan(1)(graph_module)` makes the slow scans of any graph fast."""
+
+    name = "scan"
+    kinds = frozenset({"scan"})
+
+    def call(self, graph_module: torch.fx.GraphModule) -> PassResult:
+        claimed = super().call(graph_module).modified
+        return PassResult(graph_module, SlowScans(self.job)(graph_module).modified or claimed)
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return None if _flat(self._shard(node)) else cannot_nest(node)
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        shard = self._shard(node)
+        with self.graph.inserting_before(node):
+            fresh = respelt(self, node)
+            if not _flat(shard):
+                self.replace(fresh, unnested(self, fresh, shard))
+                return
+        call = Call(fresh)
+        cost = self._carries(call, shard)
+        ranks = self.job.ranks
+        where = {
+            "frame": self.frame(shard),
+            "exchange": cost.exchange,
+            "n": ranks.n,
+            "group": ranks.group,
+        }
+        fresh.args, fresh.kwargs = call.rebuild(call.operands, **where)
+        self.note(fresh, f"{_described(call)} of {shard.frame.size} positions: {cost}")
+
+    def _shard(self, node: Node) -> Shard:
+        """Where the scanned rows lie."""
+        return next(w for w in self.plan.wants[node] if isinstance(w, Shard))
+
+    def _carries(self, call: Call, shard: Shard) -> Carries:
+        result = call.results()[0]
+        rows = 1
+        for d, extent in enumerate(result.shape):
+            rows *= 1 if d == shard.dim else _hint(extent)
+        nbytes = rows * shard.frame.folds * row_bytes(call)
+        machine = self.job.machine or Machine.of(result.device.type)
+        return carries(nbytes, self.job.ranks.n, machine, shard.frame.folds)
+
+
+def row_bytes(call: Call) -> int:
+    """Bytes of one element's carry: a state in the dtype that it is combined in, and what else must be known of it."""
+    result = call.results()[0]
+    wide = call.get("accumulate") or accumulate_dtype(call.get("op", "sum"), result.dtype, result.device)
+    pieces = {sp.extremes.default: 8, sp.linear_scan.default: wide.itemsize}.get(call.node.target, 0)
+    return wide.itemsize + pieces + (9 if call.get("segments") is not None else 0)
+
+
+def _described(call: Call) -> str:
+    if call.node.target is sp.linear_scan.default:
+        return "linear recurrence"
+    kind = "exclusive" if call.get("exclusive") else "inclusive"
+    return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")
+
+
+def _flat(shard: Shard) -> bool:
+    return same(shard.outer, 1) and same(shard.inner, 1)
+
+
+def _hint(extent: Any) -> int:
+    return size_hint(extent) if isinstance(extent, torch.SymInt) else int(extent)

@@ -1,0 +1,68 @@
+"""torch's scans in the words of the package: sp::scan and sp::extremes without a frame, which are the same values."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..call import Call
+from ..lowering.scan.monoids import result_dtype
+from .edit import Editor
+
+aten, sp = torch.ops.aten, torch.ops.sp
+CUMULATIVE = {
+    aten.cumsum.default: "sum",
+    aten.cumprod.default: "prod",
+    aten.logcumsumexp.default: "logsumexp",
+}
+EXTREMES = {aten.cummax.default: "max", aten.cummin.default: "min"}
+TORCH = {**CUMULATIVE, **EXTREMES}
+OURS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
+
+
+def respelt(editor: Editor, node: Node) -> Node:
+    """The scan as an op of the package, at the insertion point; it takes the node's place. Ours stay as they are.
+
+    A running maximum whose indices nobody reads is an sp::scan.
+    """
+    if node.target in OURS:
+        return node
+    call, value = Call(node), node.meta["val"]
+    x, op = call.operands[0], TORCH[node.target]
+    if node.target in CUMULATIVE:
+        fresh = scan(editor, x, call.dim(), op, value, node)
+    elif _reads_indices(node):
+        fresh = editor.emit(sp.extremes.default, (x, call.dim(), op), value, node)
+    else:
+        fresh = scan(editor, x, call.dim(), op, value[0], node)
+        for piece in list(node.users):
+            piece.replace_all_uses_with(fresh)
+            editor.graph.erase_node(piece)
+    editor.replace(node, fresh)
+    return fresh
+
+
+def scan(
+    editor: Editor,
+    x: Node,
+    dim: int,
+    op: str,
+    value: torch.Tensor,
+    like: Node,
+    exclusive: bool = False,
+    reverse: bool = False,
+) -> Node:
+    """sp.scan of x with the result `value`; its dtype is spelt where it is not the one that x alone would give."""
+    dtype = None if result_dtype(op, x.meta["val"].dtype) == value.dtype else value.dtype
+    flags: tuple[Any, ...] = (exclusive, reverse, dtype)
+    while flags and not flags[-1]:
+        flags = flags[:-1]
+    return editor.emit(sp.scan.default, (x, None, dim, op, *flags), value, like)
+
+
+def _reads_indices(node: Node) -> bool:
+    pieces = [u for u in node.users if u.target is operator.getitem]
+    return len(pieces) < len(node.users) or any(u.args[1] != 0 and u.users for u in pieces)

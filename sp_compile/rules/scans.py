@@ -1,0 +1,70 @@
+"""Scans: torch's along a dim, and sp::scan and its kin, whose frame spells where operands and results lie, if anywhere.
+
+Along the scanned dim every position needs what all before it combine to (kind "scan"); all other dims pass.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import Placement, Replicate, Shard
+from ..rule import Call, Dims, Factors, rule_of
+from ..shapes import Size
+from ._build import broadcast, names
+from .redistribute import frame_of
+
+aten, sp = torch.ops.aten, torch.ops.sp
+
+
+@rule_of(
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.cumprod.default,
+    aten.cumsum.default,
+    aten.logcumsumexp.default,
+)
+def _cumulative(call: Call) -> Factors:
+    """A complex scan is needed whole: sp::scan has no complex numbers."""
+    dims = names(call.ndim())
+    kind = "whole" if call.results()[0].is_complex() else "scan"
+    return Factors((dims,), tuple(dims for _ in call.results()), {f: kind for f in dims[call.dim() :][:1]})
+
+
+@rule_of(*(getattr(sp, n).default for n in ("scan", "extremes") if hasattr(sp, n)))
+def _scan(call: Call) -> Factors:
+    """ "... s ..., ... s ... -> ... s ...": x and segment ids, which are one a position or broadcast to x."""
+    dims = names(call.ndim())
+    at = dims[call.dim() :][:1]
+    segments = [
+        at if len(shape) == 1 else broadcast(shape, call.shape(), dims)
+        for shape in map(call.shape, range(1, len(call.operands)))
+    ]
+    return _framed(call, (dims, *segments), dims, at)
+
+
+@rule_of(*(getattr(sp, n).default for n in ("linear_scan",) if hasattr(sp, n)))
+def _linear_scan(call: Call) -> Factors:
+    """ "... s ..., ... s ..., ... ... -> ... s ...": a, b, and the state before the first position."""
+    full: tuple[Size, ...] = call.result_shapes()[0]
+    dims = names(len(full))
+    at = call.dim(operand=1)
+    rows = tuple(broadcast(call.shape(i), full, dims) for i in range(2))
+    before = [
+        broadcast(call.shape(i), full[:at] + full[at + 1 :], dims[:at] + dims[at + 1 :])
+        for i in range(2, len(call.operands))
+    ]
+    return _framed(call, (*rows, *before), dims, dims[at : at + 1])
+
+
+def _framed(call: Call, operands: tuple[Dims, ...], result: Dims, at: Dims) -> Factors:
+    """at: the scanned dim's name, or nothing for a number."""
+    results = tuple(result for _ in call.results())
+    kinds = dict.fromkeys(at, "scan")
+    if call["frame"] is None or not at:
+        return Factors(operands, results, kinds)
+    frame = frame_of(call)[0]
+
+    def placed(dims: Dims) -> Placement:
+        return Shard(dims.index(at[0]), frame) if at[0] in dims else Replicate(partial_grad=True)
+
+    return Factors(operands, results, kinds, wants=tuple(map(placed, operands)), gives=placed(result))
