@@ -1,6 +1,6 @@
 """How the ``sp::`` operators run. Importing this package registers them as ``torch.ops.sp``."""
 
-from . import all_to_all, attend, collectives, masked_attention, pack, scan, sharded_attention
+from . import all_to_all, attend, collectives, masked_attention, pack, scan, sharded_attention, windowed
 from .communicator import Communicator, current
 from .frames import shard_length
 
@@ -15,4 +15,5 @@ __all__ = [
     "scan",
     "shard_length",
     "sharded_attention",
+    "windowed",
 ]

@@ -1,10 +1,13 @@
 """One spelling for what models spell in several ways, before anything is analysed. The program's value is unchanged.
 
     spellings         ops that read only an operand's dtype or device say so
+    reroll            loops over time, unrolled      ->  scans, and one body for all steps
     eager_attention   matmul, softmax, matmul        ->  scaled_dot_product_attention
     stack_heads       one attention per head         ->  one attention of all heads
     masks             masks computed from positions  ->  is_causal, no mask, or sp.masked_attention with a predicate
     group_heads       repeated key and value heads   ->  enable_gqa
+    associative_scan  the op by this name            ->  sp.scan, sp.linear_scan
+    scan_idioms       cumsum(x) - x, flip-cumsum-flip   ->  sp.scan, exclusive, reverse
 
 Each has a module of its own, which says what it leaves alone. Bytes moved: none.
 """
@@ -15,10 +18,13 @@ from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from ..attention import attention_nodes
+from .associative_scan import AssociativeScans
 from .eager_attention import EagerAttention
 from .edit import Editor
 from .group_heads import group_heads
 from .masks import Masks
+from .reroll import Reroll
+from .scan_idioms import ScanIdioms
 from .spellings import respell
 from .stack_heads import StackHeads
 
@@ -28,9 +34,11 @@ class Canonicalize(PassBase):
 
     def call(self, graph_module: GraphModule) -> PassResult:
         changed = respell(graph_module)
-        for rewrite in (EagerAttention, StackHeads, Masks):
+        for rewrite in (Reroll, EagerAttention, StackHeads, Masks):
             changed = rewrite(graph_module).run() or changed
         changed = _group_heads(graph_module) or changed
+        for rewrite in (AssociativeScans, ScanIdioms):
+            changed = rewrite(graph_module).run() or changed
         if changed:
             graph_module.graph.lint()
             graph_module.recompile()

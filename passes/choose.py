@@ -30,7 +30,7 @@ from .lift import differentiable_nodes
 from .rewrite import Settings
 from .sharded_attention import heads_broadcast, may_hold_fills, sequence_shard
 
-ORDERED = ("whole", "no rule", "align")  # demands of what reads neighbours, as convolutions and scans do
+ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 
 
 @dataclass(frozen=True, kw_only=True)

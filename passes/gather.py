@@ -22,7 +22,7 @@ class Gather(Rewrite):
     """Claims every demand for a whole operand."""
 
     name = "gather"
-    kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "invariant"})
+    kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         if (

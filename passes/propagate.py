@@ -23,9 +23,11 @@ from ..randomness import is_random
 from ..rule import Dims, Factors, Rule, lookup, transfer_of
 from ..rules.redistribute import fits
 from ..shapes import Size, divides, product, same, typical
+from ..sliding import place
 
 SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
 SCANNED = "every position needs what all before it combine to"
+NEIGHBOURS = "every position needs its neighbours"
 INVARIANT = "it runs alike on every rank, so the gradient it sends back is whole on every rank"
 
 
@@ -155,7 +157,8 @@ def _lies(have: Shard, want: Placement) -> bool:
 
 
 def _no_rule(node: Node) -> str:
-    return "its result is changed in place" if is_written(node) else f"{node.target} has no sharding rule"
+    why = str(node.meta.get("sp_no_rule", f"{node.target} has no sharding rule"))
+    return "its result is changed in place" if is_written(node) else why
 
 
 def _all_whole(node: Node, have: Sequence[Placement], kind: str, why: str, results: int) -> Step:
@@ -186,6 +189,10 @@ def _start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     factor = rule.results[0][shard.dim]
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
         return None
+    if rule.kind(factor) == "halo":
+        operand = axes.shard(call.operands[0])
+        step = _slide(call, rule, [REPLICATE] * len(call.operands), operand, n) if operand else None
+        return step if step is not None and step.wants is not None and "sp_whole" not in node.meta else None
     demands: tuple[Demand, ...] = ()
     if rule.kind(factor) == "scan":
         if "sp_whole" in node.meta or not (same(shard.outer, 1) and same(shard.inner, 1)):
@@ -198,6 +205,8 @@ def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: in
     node, demands = call.node, []
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
     sharded = {i: rule.operands[i][p.dim] for i, p in shards.items()}
+    if rule.kind(sharded.get(0, "")) == "halo":
+        return _slide(call, rule, have, shards[0], n)
     kept = _kept(call, rule, sharded)
     for i, f in sharded.items():
         stays = kept is not None and sharded[kept] not in rule.operands[i]
@@ -213,6 +222,23 @@ def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: in
     if kept is None:
         return Step(None, (REPLICATE,) * len(rule.results), tuple(demands))
     return _run(call, rule, have, sharded[kept], shards[kept], n, tuple(demands))
+
+
+def _slide(call: Call, rule: Factors, have: Sequence[Placement], base: Shard, n: int) -> Step:
+    """Windows over the first operand's rows, which lie as in `base`; all other operands are read whole."""
+    node, factor = call.node, rule.operands[0][base.dim]
+    placed = place(rule.slides[factor], base, n)
+    others = tuple(
+        Demand(node, i, "", "whole", p, not isinstance(placed, str), "every window reads all of it")
+        for i, p in enumerate(have)
+        if i and isinstance(p, Shard)
+    )
+    if isinstance(placed, str):
+        demand = Demand(node, 0, factor, "halo", have[0], why=f"needs its neighbours along {factor!r}: {placed}")
+        return Step(None, (REPLICATE,) * len(rule.results), (demand, *others))
+    alone = n == 1 and base.frame.exact(1) and placed.frame.exact(1)
+    demands = () if alone else (Demand(node, 0, factor, "halo", have[0], why=NEIGHBOURS),)
+    return Step((base, *[SUMMAND] * (len(have) - 1)), (placed,), (*demands, *others))
 
 
 def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:

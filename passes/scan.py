@@ -6,8 +6,8 @@
 
 Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which idioms and the user's own calls
 are. One collective forward and one backward; bytes sent: (n - 1) * C, where C is one row of the result in the dtype
-that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (scan_cost.py). Leaves alone (to be
-gathered): what nested_scan.py cannot take apart.
+that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (scan_cost.py). Leaves alone: dims that hold
+more than the sequence (nested_scan.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from ..layout import Demand, Shard
 from ..lowering.scan.monoids import accumulate_dtype
 from ..machine import Machine
 from ..scan_cost import Carries, carries
-from ..shapes import same
-from .nested_scan import cannot_nest, unnested
+from .nested_scan import is_flat, scanned_rows
 from .rewrite import Rewrite
 from .scan_calls import respelt
 from .slow_scans import SlowScans
@@ -44,15 +43,11 @@ class Scan(Rewrite):
         return PassResult(graph_module, SlowScans(self.job)(graph_module).modified or claimed)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        return None if _flat(self._shard(node)) else cannot_nest(node)
+        return None if is_flat(scanned_rows(self.plan, node)) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        shard = self._shard(node)
-        with self.graph.inserting_before(node):
-            fresh = respelt(self, node)
-            if not _flat(shard):
-                self.replace(fresh, unnested(self, fresh, shard))
-                return
+        shard = scanned_rows(self.plan, node)
+        fresh = respelt(self, node)
         call = Call(fresh)
         cost = self._carries(call, shard)
         ranks = self.job.ranks
@@ -64,10 +59,6 @@ class Scan(Rewrite):
         }
         fresh.args, fresh.kwargs = call.rebuild(call.operands, **where)
         self.note(fresh, f"{_described(call)} of {shard.frame.size} positions: {cost}")
-
-    def _shard(self, node: Node) -> Shard:
-        """Where the scanned rows lie."""
-        return next(w for w in self.plan.wants[node] if isinstance(w, Shard))
 
     def _carries(self, call: Call, shard: Shard) -> Carries:
         result = call.results()[0]
@@ -92,10 +83,6 @@ def _described(call: Call) -> str:
         return "linear recurrence"
     kind = "exclusive" if call.get("exclusive") else "inclusive"
     return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")
-
-
-def _flat(shard: Shard) -> bool:
-    return same(shard.outer, 1) and same(shard.inner, 1)
 
 
 def _hint(extent: Any) -> int:

@@ -24,7 +24,7 @@ OURS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
 
 
 def respelt(editor: Editor, node: Node) -> Node:
-    """The scan as an op of the package, at the insertion point; it takes the node's place. Ours stay as they are.
+    """The scan as an op of the package in the node's place; ours stay as they are.
 
     A running maximum whose indices nobody reads is an sp::scan.
     """
@@ -32,15 +32,16 @@ def respelt(editor: Editor, node: Node) -> Node:
         return node
     call, value = Call(node), node.meta["val"]
     x, op = call.operands[0], TORCH[node.target]
-    if node.target in CUMULATIVE:
-        fresh = scan(editor, x, call.dim(), op, value, node)
-    elif _reads_indices(node):
-        fresh = editor.emit(sp.extremes.default, (x, call.dim(), op), value, node)
-    else:
-        fresh = scan(editor, x, call.dim(), op, value[0], node)
-        for piece in list(node.users):
-            piece.replace_all_uses_with(fresh)
-            editor.graph.erase_node(piece)
+    with editor.graph.inserting_before(node):
+        if node.target in CUMULATIVE:
+            fresh = scan(editor, x, call.dim(), op, value, node)
+        elif _reads_indices(node):
+            fresh = editor.emit(sp.extremes.default, (x, call.dim(), op), value, node)
+        else:
+            fresh = scan(editor, x, call.dim(), op, value[0], node)
+            for piece in list(node.users):
+                piece.replace_all_uses_with(fresh)
+                editor.graph.erase_node(piece)
     editor.replace(node, fresh)
     return fresh
 

@@ -13,6 +13,7 @@ from ..layout import Plan, Shard
 from ..movement import Reshape, Window
 from ..rule import Factors, lookup, transfer_of
 from ..rules.smooth import SMOOTH
+from ..sliding_calls import ON_SHARDS
 
 
 def stays_smooth(node: Node, plan: Plan) -> bool:
@@ -24,6 +25,8 @@ def stays_smooth(node: Node, plan: Plan) -> bool:
             if user in seen:
                 continue
             seen.add(user)
+            if user.target in ON_SHARDS:  # reads constants outside the window, whose cotangents are zeros
+                continue
             if user.target is operator.getitem:
                 todo.append(user)
             elif user in plan.wants and transfer_of(user.target) is None:

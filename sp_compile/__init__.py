@@ -9,6 +9,14 @@ from .explain import Report
 from .functional import gathered_attention, hybrid_attention, ring_attention, ulysses_attention
 from .pipeline import parallelize
 from .rule import rule as sharding_rule
+from .scans import (
+    exclusive_scan,
+    inclusive_scan,
+    linear_scan,
+    parallel_exclusive_scan,
+    parallel_inclusive_scan,
+    segmented_scan,
+)
 from .verify import explain, verify
 
 __all__ = [
@@ -16,11 +24,17 @@ __all__ = [
     "SPConfig",
     "SpError",
     "capture_export",
+    "exclusive_scan",
     "explain",
     "gathered_attention",
     "hybrid_attention",
+    "inclusive_scan",
+    "linear_scan",
+    "parallel_exclusive_scan",
+    "parallel_inclusive_scan",
     "parallelize",
     "ring_attention",
+    "segmented_scan",
     "sharding_rule",
     "ulysses_attention",
     "verify",

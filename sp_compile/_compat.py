@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.source import ConstantSource
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, detect_fake_mode
+from torch._higher_order_ops.associative_scan import associative_scan_op
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.register_hook import register_hook_op
 from torch._higher_order_ops.wrap import (
@@ -58,6 +60,7 @@ __all__ = [
     "RestartAnalysis",
     "TracingContext",
     "active_tracer",
+    "associative_scan_op",
     "autograd_function_apply",
     "detect_fake_mode",
     "enable_python_dispatcher",
@@ -242,3 +245,24 @@ def argument_name(node: torch.fx.Node) -> str:
     """The user's name of a placeholder: `input_ids` for L['input_ids'] (tried on 2.13)."""
     source = getattr(node, "_dynamo_source", None)
     return str(getattr(source, "local_name", node.name)) if source is not None else node.name
+
+
+def has_cpp_compiler() -> bool:
+    """Does Inductor find a C++ compiler? (tried on 2.13)"""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return False
+
+
+def compile_cpp(source: str) -> ctypes.CDLL:
+    """The shared library of a C++ file, from Inductor's cache on disk if it is there (tried on 2.13).
+
+    Processes that compile one source at a time wait for the first.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source)

@@ -146,10 +146,16 @@ def _name_factors(
             else:
                 named[f] = dim
     for i, (shape, names) in enumerate(zip(shapes, rule.results)):
-        axes.dims[node, i] = tuple(
-            named[f] if f in named and same(product(a.size for a in named[f]), s) else (axes.fresh(s),)
-            for s, f in zip(shape, names)
-        )
+        axes.dims[node, i] = tuple(_passed(axes, named.get(f), f, rule, s) for s, f in zip(shape, names))
+
+
+def _passed(axes: Axes, dim: Dim | None, factor: str, rule: Factors, new: Size) -> Dim:
+    """What a factor of an operand is called in a result."""
+    if dim is not None and same(product(a.size for a in dim), new):
+        return dim
+    if dim is not None and factor in rule.slides and rule.slides[factor].fits(product(a.size for a in dim)):
+        return _resize(axes, dim, new)
+    return (axes.fresh(new),)
 
 
 def _regroup(axes: Axes, before: tuple[Dim, ...], after: tuple[Size, ...]) -> tuple[Dim, ...]:
@@ -230,7 +236,7 @@ def _softmax_attended(gm: GraphModule, axes: Axes) -> Evidence:
 
 def _scanned(gm: GraphModule, axes: Axes) -> Evidence:
     """What a scan runs along; of a batch of sequences flattened into one dim, the longest part."""
-    for call, rule in _calls(gm):
+    for call, rule in (found for found in _calls(gm) if "sp_aside" not in found[0].node.meta):
         for dim, kind in _classified(axes, call, rule):
             if kind == "scan" and dim:
                 yield call.node, (max(reversed(dim), key=lambda a: typical(a.size)),)

@@ -27,12 +27,16 @@ from .passes.draws import Draws
 from .passes.expand_heads import ExpandHeads
 from .passes.gather import Gather
 from .passes.gathered import Gathered
+from .passes.halo import Halo
 from .passes.hybrid import Hybrid
 from .passes.localize import localize
+from .passes.nested_scan import NestedScan
 from .passes.pick import Pick
 from .passes.reduce import Means, Reduce
 from .passes.rewrite import Note, Rewrite, Settings, analyse
 from .passes.ring import Ring
+from .passes.scan import Scan
+from .passes.slow_scans import SlowScans
 from .passes.strides import restore_strides
 from .passes.ulysses import Ulysses
 from .passes.undo import Undo
@@ -46,12 +50,15 @@ log = logging.getLogger(__name__)
 # Strategies first; what they leave is gathered. Each claims demands by kind and may be run alone, by hand.
 STRATEGIES: tuple[type[Rewrite], ...] = (
     Undo,
+    NestedScan,
     Means,
     Pick,
     Ulysses,
     Ring,
     Hybrid,
     Gathered,
+    Scan,
+    Halo,
     Reduce,
     Gather,
     Draws,
@@ -91,8 +98,10 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         axes, plan = analyse(gm, job)
     clock.lap("choose")
     axes, plan = _discharge(gm, job, axes, plan, clock)
-    if ExpandHeads(job).discharge(gm, plan):
-        axes, plan = analyse(gm, job)
+    for last in (SlowScans(job), ExpandHeads(job)):
+        if last.discharge(gm, plan):
+            axes, plan = analyse(gm, job)
+        report.add(last.notes)
     if not job.gather_outputs:
         _check_local_outputs(gm, plan, job.ranks.n)
     report.constraints = _constraints(gm, axes, plan, job.ranks.n)

@@ -12,6 +12,7 @@ One that vanishes must be classified, or registration fails:
     whole=   the op needs all of it                                     softmax's dim (also if it stays in the result)
     attend=  attention mixes it                                         scaled_dot_product_attention's q and k
     scan=    every position needs what all before it combine to         cumsum's dim (it stays in the result)
+    halo=    a position needs its neighbours (see `Factors.slides`)      conv1d's dim (it stays in the result)
 
 Ops whose behaviour depends on arguments register a function from the Call to a rule with `@rule_of(op, ...)`.
 The notation is that of einops and of Shardy's op sharding rules (openxla.org/shardy); `attend` is ours.
@@ -32,6 +33,7 @@ from .errors import SpError
 from .layout import Placement
 from .movement import Reshape, Window
 from .shapes import Size
+from .sliding import Sliding
 
 __all__ = [
     "POINTWISE",
@@ -47,7 +49,7 @@ __all__ = [
     "rule_of",
 ]
 
-KINDS = ("sum", "mean", "total", "whole", "attend", "scan")
+KINDS = ("sum", "mean", "total", "whole", "attend", "scan", "halo")
 Dims = tuple[str, ...]  # one factor name per dim; "" is a dim of size 1 that broadcasts
 
 
@@ -60,6 +62,7 @@ class Factors:
     pad: (operand, value): the operand to fill outside the window, and with what, so that a sum ignores padding.
     masks: operands that are only looked up by position; computed whole on every rank as long as that is free.
     normalises: what it needs whole it divides by its total, as softmax does.
+    slides: for every factor of kind "halo", the rows that a result reads; its extent may differ in the result.
     wants, gives: where the call itself says that its operands and its results lie (an op that does its own exchanges).
     """
 
@@ -71,6 +74,7 @@ class Factors:
     pad: tuple[int, Any] | None = None
     masks: tuple[int, ...] = ()
     normalises: bool = False
+    slides: Mapping[str, Sliding] = field(default_factory=dict)
     wants: tuple[Placement, ...] | None = None
     gives: Placement | None = None
 

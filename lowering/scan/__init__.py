@@ -1,5 +1,5 @@
 """Prefix scans: one table of implementations, and the ``sp::`` operators over it."""
 
-from . import local
+from . import local, message, operators
 
-__all__ = ["local"]
+__all__ = ["local", "message", "operators"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .monoids import MONOIDS, Pair, accumulate_dtype
+from .monoids import MONOIDS, Monoid, Pair, accumulate_dtype
 from .problem import Problem
 
 DIM = 1
@@ -37,18 +37,18 @@ def scan(
     """torch.cumsum or its like, in one pass over x."""
     monoid = MONOIDS[op]
     out = torch.empty_like(x, dtype=dtype)
-    before = out[:, :1].fill_(monoid.identity(dtype))
+    if not out.shape[DIM]:
+        return out, x.new_full((x.shape[0], x.shape[2]), monoid.identity(accumulate), dtype=accumulate)
     if exclusive:
-        _cumulative(monoid, x[:, :-1], out[:, 1:])
+        out[:, :1] = monoid.identity(dtype)
+        _write(monoid, x[:, :-1], out[:, 1:])
     else:
-        _cumulative(monoid, x, out)
-    if not x.shape[DIM]:
-        total = ...
+        _write(monoid, x, out)
     total = out[:, -1].to(accumulate)
     return out, monoid.combine(total, x[:, -1]) if exclusive else total
 
 
-def _cumulative(monoid: Monoid, x: Tensor, out: Tensor) -> None:
+def _write(monoid: Monoid, x: Tensor, out: Tensor) -> None:
     x = x.to(out.dtype)
     if monoid.selects:
         monoid.cumulative(x, DIM, out=(out, torch.empty_like(x, dtype=torch.int64)))

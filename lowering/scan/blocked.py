@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..._compat import pytree
@@ -77,9 +76,14 @@ def _write(results: Any, first: int, run: Any, dim: int) -> None:
 
 
 def fits(problem: Problem) -> bool:
-    """Every problem that more than one thread of a vector unit can share."""
+    """Every problem."""
     return True
 
 
 _KERNELS = Kernels(inclusive, total)
-scan, extremes, linear, linear_total = _KERNELS.scan, _KERNELS.extremes, _KERNELS.linear, _KERNELS.linear_total
+scan, extremes, linear, linear_total = (
+    _KERNELS.scan,
+    _KERNELS.extremes,
+    _KERNELS.linear,
+    _KERNELS.linear_total,
+)

@@ -1,6 +1,7 @@
 """The four kernels of the lowering table, made of any inclusive scan of states.
 
-x is (outer, length, inner), starts None or bool (outer|1, length, inner|1); every size may be 0.
+x is (outer, length, inner), starts None or bool (outer|1, length, inner|1), all contiguous; every size may be 0.
+Results are contiguous, and no views of operands or of each other.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Kernels:
         identity = MONOIDS[op].identity(accumulate)
         values, starts = _in_scan_order(reverse, x.to(accumulate), starts)
         sums = self._segmented(MONOIDS[op].combine, values, starts)
-        total = sums[:, -1] if x.shape[DIM] else _row(sums, identity)[:, 0]
+        total = sums[:, -1].clone() if x.shape[DIM] else _row(sums, identity)[:, 0]
         if exclusive:
             sums = torch.cat((_row(sums, identity), sums[:, :-1]), DIM) if x.shape[DIM] else sums
             sums = sums if starts is None else sums.masked_fill(starts, identity)
         (sums,) = _in_scan_order(reverse, sums)
-        return sums.to(dtype), total
+        return _own(sums.to(dtype), x), total
 
     def extremes(self, x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
         """-> the running max or min, like x, and its index, int64."""
@@ -51,7 +52,7 @@ class Kernels:
         values, index, starts = _in_scan_order(reverse, x, index, starts)
         values, index = self._segmented(selecting(op), (values, index), starts)
         values, index = _in_scan_order(reverse, values, index)
-        return values, index
+        return _own(values, x), index
 
     def linear(
         self,
@@ -83,7 +84,7 @@ class Kernels:
         if not a.shape[DIM]:
             return _row(a, 1)[:, 0], _row(b, 0)[:, 0]
         factor, state = self.total(compose, (a, a * b if lagged else b), DIM)
-        return factor[:, -1], state[:, -1]
+        return factor[:, -1].clone(), state[:, -1].clone()
 
     def _segmented(self, combine: Callable[[Any, Any], Any], values: Any, starts: Tensor | None) -> Any:
         if starts is None:
@@ -94,6 +95,11 @@ class Kernels:
 def _in_scan_order(reverse: bool, *tensors: Any) -> tuple[Any, ...]:
     """The same tensors, or if reverse all turned round, which also undoes it."""
     return tuple(x if x is None or not reverse else x.flip(DIM) for x in tensors)
+
+
+def _own(result: Tensor, operand: Tensor) -> Tensor:
+    """A copy if the result is the operand, as the scan of one row may be."""
+    return result.clone() if result.data_ptr() == operand.data_ptr() else result
 
 
 def _row(x: Tensor, value: float) -> Tensor:

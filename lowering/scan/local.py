@@ -57,13 +57,10 @@ def local_scan(
     """
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     rows, starts = _rows(x, dim), _rows_of_starts(starts, x, dim)
-    problem = _problem(
-        "scan", rows, dtype, accumulate, op=op, exclusive=exclusive, reverse=reverse, total=total,
-        segmented=starts is not None,
-    )  # fmt: skip
+    segmented = starts is not None
+    problem = _problem("scan", rows, dtype, accumulate, op, segmented, exclusive, reverse, False, total)
     out, last = kernel(problem)(rows, starts, op, exclusive, reverse, dtype, accumulate)
-    out = _fresh(out, x.shape, x)
-    return out, _fresh(last, _total_shape(x, dim), x, out) if total else last.new_empty(0)
+    return out.view(x.shape), last.view(_total_shape(x, dim)) if total else last.new_empty(0)
 
 
 def _fake_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse: bool) -> Pair:
@@ -81,11 +78,9 @@ def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse:
     NaN wins over all others, as in torch.cummax. Source: the lowering table.
     """
     rows, starts = _rows(x, dim), _rows_of_starts(starts, x, dim)
-    problem = _problem(
-        "extremes", rows, x.dtype, x.dtype, op=op, reverse=reverse, segmented=starts is not None
-    )
+    problem = _problem("extremes", rows, x.dtype, x.dtype, op, starts is not None, False, reverse)
     values, indices = kernel(problem)(rows, starts, op, reverse)
-    return _fresh(values, x.shape, x), _fresh(indices, x.shape)
+    return values.view(x.shape), indices.view(x.shape)
 
 
 def _fake_linear_scan(
@@ -122,11 +117,11 @@ def local_linear_scan(
     lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial. Source: the lowering table.
     """
     a_rows, b_rows = _rows(a, dim), _rows(b, dim)
-    problem = _problem("linear", b_rows, dtype, accumulate, reverse=reverse, lagged=lagged)
+    problem = _problem("linear", b_rows, dtype, accumulate, "", False, False, reverse, lagged)
     if initial is not None:
         initial = initial.reshape(problem.outer, problem.inner).contiguous()
     h = kernel(problem)(a_rows, b_rows, initial, reverse, lagged, dtype, accumulate)
-    return _fresh(h, b.shape, b)
+    return h.view(b.shape)
 
 
 def _fake_linear_total(
@@ -150,16 +145,16 @@ def local_linear_total(
     h, or if lagged the last s. Source: the lowering table.
     """
     a_rows, b_rows = _rows(a, dim), _rows(b, dim)
-    problem = _problem("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)
+    problem = _problem("linear_total", b_rows, accumulate, accumulate, "", False, False, reverse, lagged)
     factor, state = kernel(problem)(a_rows, b_rows, reverse, lagged, accumulate)
     shape = _total_shape(b, dim)
-    return _fresh(factor, shape, a), _fresh(state, shape, b)
+    return factor.view(shape), state.view(shape)
 
 
 def _problem(
-    kind: str, rows: Tensor, result: torch.dtype, accumulate: torch.dtype, **options: bool | str
+    kind: str, rows: Tensor, result: torch.dtype, accumulate: torch.dtype, *options: bool | str
 ) -> Problem:
-    return Problem(kind, rows.device.type, *rows.shape, rows.dtype, result, accumulate, **options)
+    return Problem(kind, rows.device.type, *rows.shape, rows.dtype, result, accumulate, *options)
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
@@ -194,11 +189,3 @@ def _total_shape(x: Tensor, dim: int, total: bool = True) -> list[int]:
     if shape:
         del shape[dim]
     return shape
-
-
-def _fresh(result: Tensor, shape: Sequence[int], *operands: Tensor) -> Tensor:
-    """The result in a shape: contiguous, in memory of its own and no more than it needs."""
-    result = result.reshape(shape).contiguous()
-    storage = result.untyped_storage()
-    shared = any(storage.data_ptr() == x.untyped_storage().data_ptr() for x in operands)
-    return result.clone() if shared or storage.nbytes() > result.nbytes else result

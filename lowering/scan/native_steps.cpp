@@ -6,7 +6,8 @@ template <class C>
 struct Machine {
   using Compute = C;
   using V = Vec<C, lanes<C>>;
-  static constexpr int inputs = 1, planes = 1, outputs = 1;
+  static constexpr int inputs = 1, planes = 1, outputs = 1, vectors = 8;
+  C empty;
 };
 
 struct Add {
@@ -29,9 +30,8 @@ template <class C, class Op, bool exclusive>
 struct Scan : Machine<C> {
   using Fold = Scan;
   using V = typename Machine<C>::V;
-  C empty;
 
-  C identity(int) const { return empty; }
+  C identity(int) const { return this->empty; }
   INLINE V step(V* state, V x, V, C, V*) const {
     V before = state[0];
     state[0] = Op::combine(before, x);
@@ -45,7 +45,7 @@ struct Scan : Machine<C> {
 template <bool exclusive>
 struct LogSumExp : Machine<double> {
   using Fold = LogSumExp;
-  static constexpr int planes = 2;
+  static constexpr int planes = 2, vectors = 4;
 
   double identity(int plane) const { return plane ? 0.0 : -std::numeric_limits<double>::infinity(); }
   static INLINE Doubles value(const Doubles* state) { return state[0] + log1p_of_positive(state[1]); }
@@ -77,10 +77,9 @@ template <class C, class Op>
 struct Extremes : Machine<C> {
   using Fold = Extremes;
   using V = typename Machine<C>::V;
-  static constexpr int planes = 2, outputs = 2;
-  C empty;
+  static constexpr int planes = 2, outputs = 2, vectors = 4;
 
-  C identity(int plane) const { return plane ? C(0) : empty; }
+  C identity(int plane) const { return plane ? C(0) : this->empty; }
   INLINE V step(V* state, V x, V, C row, V* index) const {
     auto wins = Op::wins(x, state[0]);
     state[0] = wins ? x : state[0];
@@ -109,6 +108,7 @@ struct LinearTotal : Machine<C> {
   static void extend(C* carry, const C* part) {
     carry[0] = part[1] * carry[0] + part[0], carry[1] = part[1] * carry[1];
   }
+  static C total(const C* state) { return state[0]; }
 };
 
 template <class C, bool lagged>
@@ -124,6 +124,7 @@ struct Linear : Machine<C> {
     return h;
   }
   static void extend(C* carry, const C* part) { carry[0] = part[1] * carry[0] + part[0]; }
+  static C total(const C* state) { return state[0]; }
 };
 
 }  // namespace

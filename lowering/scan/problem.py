@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What a row of the table decides by. kind: "scan", "extremes", "linear" or "linear_total".
 
-    x is (outer, length, inner) of dtype in, the result of dtype out. total: is a scan asked for its total?
+    x is (outer, length, inner) of dtype, the result of result's. total: is a scan asked for its total?
     """
 
     kind: str

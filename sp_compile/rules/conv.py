@@ -1,4 +1,7 @@
-"""Convolutions, pooling and interpolation: the batch passes, and what a window slides over is needed whole."""
+"""Convolutions, pooling and interpolation: the batch passes, and what a window slides over is needed whole.
+
+Windows over one dim are followed in sliding.py.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ aten = torch.ops.aten
 
 
 @rule_of(
-    aten.conv1d.default,
-    aten.conv1d.padding,
     aten.conv2d.default,
     aten.conv2d.padding,
     aten.conv3d.default,
@@ -22,9 +23,8 @@ aten = torch.ops.aten
     aten.conv_transpose1d.default,
     aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,
-    aten.convolution.default,
 )
-def _conv(call: Call) -> Factors | None:
+def conv(call: Call) -> Factors | None:
     """Without a batch dim nothing passes."""
     weight = names(call.ndim("weight"), "w")
     image = names(len(weight) - 1, "i")
@@ -43,8 +43,6 @@ _spatial(
     1,
     aten.adaptive_avg_pool1d.default,
     aten.adaptive_max_pool1d.default,
-    aten.avg_pool1d.default,
-    aten.max_pool1d.default,
     aten.max_pool1d_with_indices.default,
     aten.reflection_pad1d.default,
     aten.replication_pad1d.default,

@@ -5,6 +5,8 @@ Along the scanned dim every position needs what all before it combine to (kind "
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..layout import Placement, Replicate, Shard
@@ -30,7 +32,7 @@ def _cumulative(call: Call) -> Factors:
     return Factors((dims,), tuple(dims for _ in call.results()), {f: kind for f in dims[call.dim() :][:1]})
 
 
-@rule_of(*(getattr(sp, n).default for n in ("scan", "extremes") if hasattr(sp, n)))
+@rule_of(sp.scan.default, sp.extremes.default)
 def _scan(call: Call) -> Factors:
     """ "... s ..., ... s ... -> ... s ...": x and segment ids, which are one a position or broadcast to x."""
     dims = names(call.ndim())
@@ -42,9 +44,9 @@ def _scan(call: Call) -> Factors:
     return _framed(call, (dims, *segments), dims, at)
 
 
-@rule_of(*(getattr(sp, n).default for n in ("linear_scan",) if hasattr(sp, n)))
+@rule_of(sp.linear_scan.default)
 def _linear_scan(call: Call) -> Factors:
-    """ "... s ..., ... s ..., ... ... -> ... s ...": a, b, and the state before the first position."""
+    """ "... s ..., ... s ..., ... ... -> ... s ...": a, b, and the state before the first position, the same everywhere."""
     full: tuple[Size, ...] = call.result_shapes()[0]
     dims = names(len(full))
     at = call.dim(operand=1)
@@ -53,18 +55,21 @@ def _linear_scan(call: Call) -> Factors:
         broadcast(call.shape(i), full[:at] + full[at + 1 :], dims[:at] + dims[at + 1 :])
         for i in range(2, len(call.operands))
     ]
-    return _framed(call, (*rows, *before), dims, dims[at : at + 1])
+    return _framed(call, (*rows, *before), dims, dims[at : at + 1], invariant=(2,))
 
 
-def _framed(call: Call, operands: tuple[Dims, ...], result: Dims, at: Dims) -> Factors:
-    """at: the scanned dim's name, or nothing for a number."""
+def _framed(
+    call: Call, operands: tuple[Dims, ...], result: Dims, at: Dims, invariant: Sequence[int] = ()
+) -> Factors:
+    """at: the scanned dim's name, or nothing for a number. invariant: operands whose gradients are whole everywhere."""
     results = tuple(result for _ in call.results())
     kinds = dict.fromkeys(at, "scan")
     if call["frame"] is None or not at:
         return Factors(operands, results, kinds)
     frame = frame_of(call)[0]
-
-    def placed(dims: Dims) -> Placement:
-        return Shard(dims.index(at[0]), frame) if at[0] in dims else Replicate(partial_grad=True)
-
-    return Factors(operands, results, kinds, wants=tuple(map(placed, operands)), gives=placed(result))
+    wants: list[Placement] = [
+        Shard(dims.index(at[0]), frame) if at[0] in dims else Replicate(partial_grad=i not in invariant)
+        for i, dims in enumerate(operands)
+    ]
+    gives = Shard(result.index(at[0]), frame)
+    return Factors(operands, results, kinds, wants=tuple(wants), gives=gives)

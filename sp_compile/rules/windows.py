@@ -1,4 +1,7 @@
-"""Ops that cut, mirror, pad or shift along dims: a contiguous piece is a window, for all else the dim is whole."""
+"""Ops that cut, mirror, pad or shift along dims: a contiguous piece is a window, for all else the dim is whole.
+
+Shifts by known numbers are followed further in sliding.py.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,24 @@ def _whole_at(call: Call, at: Sequence[int], result: Dims | None = None) -> Fact
     return Factors((dims,), results, {dims[d]: "whole" for d in at if dims}, lazy=True)
 
 
-@rule_of(aten.flip.default, aten.roll.default)
+@rule_of(aten.flip.default)
 def _flip(call: Call) -> Factors:
-    """roll without dims runs through the flattened tensor, and then all of them are whole."""
-    listed = call["dims"] or (range(call.ndim()) if "shifts" in call.args else ())
-    return _whole_at(call, [wrap(d, call.ndim()) for d in listed])
+    return _whole_at(call, [wrap(d, call.ndim()) for d in call["dims"]])
 
 
-@rule_of(aten.constant_pad_nd.default, aten.pad.default)
-def _pad(call: Call) -> Factors:
-    """Pairs (before, after) from the last dim on; a pair of zeros leaves its dim as it is."""
+def roll(call: Call) -> Factors:
+    """Without dims it runs through the flattened tensor, and then all of them are whole."""
+    return _whole_at(call, [wrap(d, call.ndim()) for d in call["dims"] or range(call.ndim())])
+
+
+def pad(call: Call) -> Window | Factors:
+    """Pairs (before, after) from the last dim on; a pair of zeros leaves its dim as it is, negative ones cut it."""
     widths = [size(w) for w in call["pad"]]
     ndim = call.ndim()
-    at = [
-        ndim - 1 - i // 2
-        for i in range(0, len(widths), 2)
-        if not (same(widths[i], 0) and same(widths[i + 1], 0))
-    ]
+    pairs = {ndim - 1 - i // 2: widths[i : i + 2] for i in range(0, len(widths), 2)}
+    at = [d for d, pair in pairs.items() if not all(same(w, 0) for w in pair)]
+    if len(at) == 1 and all(isinstance(w, int) and w <= 0 for w in pairs[at[0]]):
+        return Window(at[0], ((-pairs[at[0]][0], call.result_shapes()[0][at[0]]),))
     return _whole_at(call, at, replaced(names(ndim), at, "padded"))
 
 
@@ -54,9 +58,9 @@ def _triangle(call: Call) -> Factors:
     return _whole_at(call, [call.ndim() - 2, call.ndim() - 1])
 
 
-@rule_of(aten.unfold.default)
-def _unfold(call: Call) -> Factors:
-    at = wrap(call["dimension"], call.ndim())
+def unfold(call: Call) -> Factors:
+    """The windows stand where the rows stood, and what each holds in a last dim."""
+    at = wrap(call.get("dim", call.get("dimension")), call.ndim())
     dims = names(call.ndim())
     return _whole_at(call, [at] if dims else [], (*replaced(dims, [at], "windows"), "window"))
 

@@ -1,0 +1,141 @@
+"""Scans of a rank's chunks, with what other ranks carry into them: values only, no derivatives.
+
+Tensors are chunked: dim `way.dim` counts the chunks (one, or two in a zigzag frame), the next one their rows.
+
+    cuts    bool, like x but with a row more: True between two rows, in index order, where a segment ends and another
+            begins. Either end of a chunk counts; an end that nobody has compared with the next chunk yet is False.
+            Other dims may be 1.
+    ends    the first and the last segment id of each chunk in index order, (..., chunks, 1, ...), if that is so
+
+The carry is added as ordinary pointwise operations, which a compiler fuses into whatever reads the result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .across import Way, carry_of_extremes, carry_of_recurrence, carry_of_scan
+from .monoids import MONOIDS, Pair, selecting
+
+sp = torch.ops.sp
+
+
+def starts(cuts: Tensor, way: Way) -> Tensor:
+    """Does a segment begin at the row, in scan order? cuts without the row behind the last one."""
+    return cuts.narrow(way.rows, int(way.reverse), cuts.shape[way.rows] - 1)
+
+
+def first_row(x: Tensor, way: Way) -> Tensor:
+    """Each chunk's first row in scan order, (..., chunks, 1, ...)."""
+    return x.narrow(way.rows, x.shape[way.rows] - 1 if way.reverse else 0, 1)
+
+
+def before(x: Tensor, carry: Tensor, way: Way) -> Tensor:
+    """At each row what stands at the row before, in scan order: `carry` (..., chunks, 1, ...) at a chunk's first."""
+    others = x.narrow(way.rows, int(way.reverse), x.shape[way.rows] - 1)
+    return torch.cat([others, carry] if way.reverse else [carry, others], way.rows)
+
+
+def summary(x: Tensor, way: Way) -> Tensor:
+    """(..., chunks, ...) without the dim of rows -> (chunks, ...)."""
+    return x.movedim(way.dim, 0)
+
+
+def row(x: Tensor, way: Way) -> Tensor:
+    """Undo `summary`, as one row of every chunk: (chunks, ...) -> (..., chunks, 1, ...)."""
+    return x.movedim(0, way.dim).unsqueeze(way.rows)
+
+
+def end(x: Tensor, way: Way) -> Tensor:
+    """Each chunk's last row in scan order as a summary, (chunks, ...)."""
+    return summary(first_row(x, way.back).squeeze(way.rows), way)
+
+
+def scanned(
+    x: Tensor,
+    cuts: Tensor | None,
+    ends: Pair | None,
+    op: str,
+    exclusive: bool,
+    way: Way,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The scan in dtype; what is carried into the chunks, (..., chunks, 1, ...); where segments begin in them (cut).
+
+    The carry is None on one rank, the cut unless ends were compared. Both are rows, (..., chunks, 1, ...).
+    """
+    begins, options = None if cuts is None else starts(cuts, way), (op, exclusive, way.reverse)
+    if way.alone:
+        return sp.local_scan(x, begins, way.rows, *options, dtype, accumulate, False)[0], None, None
+    # Not rounded before the carry is in: the sum may be small where both are large.
+    out, total = sp.local_scan(x, begins, way.rows, *options, accumulate, accumulate)
+    total, stops = summary(total, way), None
+    if cuts is not None and begins is not None:
+        leaving = end(cuts, way)
+        total = total.masked_fill(leaving, MONOIDS[op].identity(accumulate))
+        stops = summary(begins.any(way.rows), way) | leaving
+    ends = ends if ends is None or not way.reverse else ends[::-1]
+    given = None if ends is None else (end(ends[0], way), end(ends[1], way))
+    carry, cut = carry_of_scan(total, stops, given, op, way)
+    carry, cut = row(carry, way), None if cut is None else row(cut, way)
+    both = MONOIDS[op].combine(carry, out)
+    if begins is not None:
+        both = torch.where(_unbroken(begins, cut, way), both, out)
+    return both.to(dtype), carry, cut
+
+
+def met(cuts: Tensor, cut: Tensor, way: Way) -> Tensor:
+    """cuts once the first row of each chunk, in scan order, has been compared with the row before."""
+    others = cuts.narrow(way.rows, int(not way.reverse), cuts.shape[way.rows] - 1)
+    return torch.cat([others, cut] if way.reverse else [cut, others], way.rows)
+
+
+def _unbroken(begins: Tensor, cut: Tensor | None, way: Way) -> Tensor:
+    """The rows that the chunk before reaches: does no segment begin between its end and the row?"""
+    size = begins.shape[way.rows]
+    index = torch.arange(size, device=begins.device)
+    index = index.view([-1 if dim == way.rows else 1 for dim in range(begins.ndim)])
+    if way.reverse:
+        reached = index > torch.where(begins, index, -1).amax(way.rows, keepdim=True)
+    else:
+        reached = index < torch.where(begins, index, size).amin(way.rows, keepdim=True)
+    return reached if cut is None else reached & ~cut
+
+
+def selected(x: Tensor, op: str, way: Way, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The running extreme, its position in the sequence (less `first`), and the extreme that is carried into the chunks."""
+    best, index = sp.local_extremes(x, None, way.rows, op, way.reverse)
+    if way.alone:
+        return best, index, None
+    size = x.shape[way.rows]
+    starts_at = way.own(x.device) * size - first
+    index = index + starts_at.view([-1 if dim == way.dim else 1 for dim in range(x.ndim)])
+    carry = carry_of_extremes(end(best, way), end(index, way), op, way)
+    value, position = (row(x, way) for x in carry)
+    best, index = selecting(op)((value, position), (best, index))
+    return best, index, value
+
+
+def recurred(
+    a: Tensor,
+    b: Tensor,
+    initial: Tensor | None,
+    lagged: bool,
+    way: Way,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """h in dtype; what is carried into the chunks, (..., chunks, 1, ...); what comes out of the last of all.
+
+    initial: like h without chunks and rows; so is what comes out. The latter two are None on one rank.
+    """
+    options = way.rows, way.reverse, lagged
+    if way.alone:
+        given = None if initial is None else initial.unsqueeze(way.dim)
+        return sp.local_linear_scan(a, b, given, *options, dtype, accumulate), None, None
+    factor, state = (summary(x, way) for x in sp.local_linear_total(a, b, *options, accumulate))
+    carry, final = carry_of_recurrence(factor, state, initial, way)
+    h = sp.local_linear_scan(a, b, carry.movedim(0, way.dim), *options, dtype, accumulate)
+    return h, row(carry, way), final

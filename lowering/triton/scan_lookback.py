@@ -1,0 +1,196 @@
+"""A scan in one pass whatever the shape: every program scans one tile and looks back for what comes before it.
+
+Decoupled look-back (Merrill and Garland, 2016, "Single-pass parallel prefix scan with decoupled look-back"). A
+program publishes the total of its tile, then adds up what its predecessors have published until it finds one that
+knows the total of all places up to its own tile, and publishes that too. Here it reads a window of predecessors at
+a time. Tiles are handed out by a counter, so that a program waits only for programs that already run.
+
+A state of one 32-bit tensor is published as one 64-bit word, with what it is in the upper half. Others are written
+to memory of their own first: barrier, release and acquire order them. Importing this needs triton.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from .scan_parts import join, last, leaf, lines_of, load_state, neutral, scan_tile, starts_of, time_of, value_of
+from .scan_sweep import State, Sweep, Tile, on_device
+
+WINDOW = 256
+"""Predecessors read at a time, and at most WINDOW_STATES of their lines."""
+WINDOW_STATES = 2048
+
+
+@triton.jit
+def _publish(  # type: ignore[no-untyped-def]
+    words, values, seconds, slots, at, exists, state, p, q, PACKED: tl.constexpr, PAIR: tl.constexpr
+):
+    """state: 1, the total of a tile; 2, of all places up to its end. These are never overwritten by the other."""
+    if PACKED:
+        bits = p.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        tl.atomic_xchg(words + at, (state.to(tl.int64) << 32) | bits, mask=exists, sem="relaxed")
+    else:
+        slot = (state - 1) * slots + at
+        tl.store(values + slot, p, mask=exists)
+        if PAIR:
+            tl.store(seconds + slot, q, mask=exists)
+        tl.debug_barrier()
+        tl.atomic_xchg(words + at, state.to(tl.int64), mask=exists, sem="release")
+
+
+@triton.jit
+def _await(  # type: ignore[no-untyped-def]
+    words, values, seconds, slots, at, here, p, q, PACKED: tl.constexpr, PAIR: tl.constexpr
+):
+    """Wait until all that is here has been published. -> state, 1 elsewhere, and p and q, as given elsewhere."""
+    SHIFT: tl.constexpr = 32 if PACKED else 0
+    word = tl.load(words + at, mask=here, other=1 << SHIFT, volatile=True)
+    while tl.min(tl.min(word, 1), 0) == 0:
+        word = tl.load(words + at, mask=here, other=1 << SHIFT, volatile=True)
+    if PACKED:
+        state = (word >> 32).to(tl.int32)
+        p = tl.where(here, (word & 0xFFFFFFFF).to(tl.int32).to(p.dtype, bitcast=True), p)
+    else:
+        word = tl.atomic_add(words + at, tl.zeros_like(word), mask=here, sem="acquire")
+        state = tl.where(here, word, 1).to(tl.int32)
+        tl.debug_barrier()
+        slot = (state - 1) * slots + at
+        p = tl.where(here, tl.load(values + slot, mask=here, other=0, volatile=True), p)
+        if PAIR:
+            q = tl.where(here, tl.load(seconds + slot, mask=here, other=0, volatile=True), q)
+    return state, p, q
+
+
+@triton.jit
+def _look_back(  # type: ignore[no-untyped-def]
+    words, values, seconds, slots, k, line, lines, exists, p, q, COMBINE: tl.constexpr, PAIR: tl.constexpr,
+    PACKED: tl.constexpr, WINDOW: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """The state before tile k; p and q are neutral, (1, LINES)."""
+    row = tl.arange(0, WINDOW)[:, None]
+    none = tl.zeros((WINDOW, LINES), tl.int32)
+    none_p = tl.broadcast_to(p, (WINDOW, LINES))
+    none_q = tl.broadcast_to(q, (WINDOW, LINES))
+    done = tl.zeros((1, LINES), tl.int32)
+    newest = k - 1
+    while newest >= 0:
+        tile = newest - (WINDOW - 1) + row
+        here = exists & (tile >= 0)
+        at = tile.to(tl.int64) * lines + line
+        state, own, own_q = _await(words, values, seconds, slots, at, here, none_p, none_q, PACKED, PAIR)
+        latest = tl.max(tl.where(state == 2, row, -1), 0, keep_dims=True)
+        own = tl.where(row >= latest, own, none_p)
+        if PAIR:
+            own_q = tl.where(row >= latest, own_q, none_q)
+        _, own, own_q = scan_tile(none, own, own_q, COMBINE, PAIR, False)
+        own = last(own, row, WINDOW)
+        if PAIR:
+            own_q = last(own_q, row, WINDOW)
+        both, both_q = join(own, own_q, p, q, COMBINE, PAIR)
+        p = tl.where(done != 0, p, both)
+        if PAIR:
+            q = tl.where(done != 0, q, both_q)
+        done = done | (latest >= 0).to(tl.int32)
+        finished = tl.min(tl.min(tl.where(exists, done, 1), 1), 0)
+        newest = tl.where(finished != 0, -1, newest - WINDOW)
+    return p, q
+
+
+@triton.jit
+def _scan(  # type: ignore[no-untyped-def]
+    x, second, starts, initial, out, out_index, total, total_second, words, values, seconds, counter,
+    lines, length, inner, slots, per_outer, per_time, per_inner,
+    COMBINE: tl.constexpr, SCAN: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr,
+    SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr, CARRY: tl.constexpr, TOTAL: tl.constexpr,
+    PACKED: tl.constexpr, WINDOW: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """One tile. The first program to ask gets the first one."""
+    ticket = tl.atomic_add(counter, 1)
+    tiles = tl.cdiv(lines, LINES)
+    k = (ticket // tiles).to(tl.int32)
+    line, exists, base = lines_of(ticket % tiles, lines, length, inner, FLAT, LINES)
+    row = tl.arange(0, STEPS)[:, None]
+    place = k.to(tl.int64) * STEPS + row
+    inside = exists & (place < length)
+    time = time_of(place, length, REVERSE)
+    source = time_of(place - SHIFT, length, REVERSE)
+    taken = inside & (place >= SHIFT)
+    kept = taken
+    flag = tl.zeros((STEPS, LINES), tl.int32)
+    if SEGMENTED:
+        flag = starts_of(
+            starts, time, line, place < length, inside, inner, per_outer, per_time, per_inner, SHARED, STEPS, LINES
+        )
+        if SHIFT:
+            kept = taken & (flag == 0)
+    p, q = leaf(
+        x, second, base + source * inner, base + time * inner, taken, kept, inside, time,
+        LEAF, NEUTRAL, ACC, INDEX, GIVEN,
+    )  # fmt: skip
+    none, none_q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
+    if CARRY:
+        before, before_q = load_state(initial, initial, line, exists & (k == 0), none, none_q, LEAF)
+        both, both_q = join(before, before_q, p, q, COMBINE, PAIR)
+        first = (row == 0) & (k == 0)
+        p = tl.where(first, both, p)
+        if PAIR:
+            q = tl.where(first, both_q, q)
+    flag, p, q = scan_tile(flag, p, q, SCAN, PAIR, SEGMENTED)
+
+    # What has a start in its tile, or nothing before it, needs no predecessor.
+    sums, sums_q, alone = last(p, row, STEPS), last(q, row, STEPS), (last(flag, row, STEPS) != 0) | (k == 0)
+    state = tl.where(alone, 2, 1)
+    at = k.to(tl.int64) * lines + line
+    _publish(words, values, seconds, slots, at, exists, state, sums, sums_q, PACKED, PAIR)
+    before, before_q = _look_back(
+        words, values, seconds, slots, k, line, lines, exists, none, none_q, COMBINE, PAIR, PACKED, WINDOW, LINES
+    )
+    both, both_q = join(before, before_q, sums, sums_q, COMBINE, PAIR)
+    sums = tl.where(alone, sums, both)
+    if PAIR:
+        sums_q = tl.where(alone, sums_q, both_q)
+    _publish(words, values, seconds, slots, at, exists, tl.full((1, LINES), 2, tl.int32), sums, sums_q, PACKED, PAIR)
+
+    both, both_q = join(before, before_q, p, q, COMBINE, PAIR)
+    carried = (flag == 0) & (k > 0)
+    p = tl.where(carried, both, p)
+    if PAIR:
+        q = tl.where(carried, both_q, q)
+    tl.store(out + base + time * inner, value_of(p, q, LEAF).to(out.dtype.element_ty), mask=inside)
+    if LEAF == "indexed":
+        tl.store(out_index + base + time * inner, q.to(out_index.dtype.element_ty), mask=inside)
+    if TOTAL:
+        if SHIFT:
+            left = base + time_of(length - 1, length, REVERSE) * inner
+            p, q = leaf(x, second, left, left, exists, exists, line < 0, left, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
+            sums, sums_q = join(sums, sums_q, p, q, COMBINE, PAIR)
+        final = exists & (k == tl.cdiv(length, STEPS) - 1)
+        tl.store(total + line, value_of(sums, sums_q, LEAF), mask=final)
+        if LEAF == "linear":
+            tl.store(total_second + line, sums_q, mask=final)
+
+
+def in_one_pass(sweep: Sweep, tile: Tile, initial: State | None, out: State, total: bool) -> State | None:
+    """Each line by as many programs as it has tiles: reads x once, writes results once. -> total, if asked for."""
+    places = triton.cdiv(sweep.length, tile.steps)
+    slots = places * sweep.lines
+    packed = not sweep.operator.pair and sweep.compute.itemsize == 4
+    words = sweep.x.new_zeros(slots + 1, dtype=torch.int64)
+    memory = replace(sweep, starts=None)
+    published = State(words, words) if packed else memory.states(2 * places)
+    totals = memory.states(1) if total else None
+    sums = totals or State(sweep.x)
+    pointers = [
+        None if initial is None else initial.value, out.value, out.second, sums.value, sums.second,
+        words, published.value, published.second, words[slots:],
+    ]  # fmt: skip
+    with on_device(sweep.x):
+        _scan[(places * triton.cdiv(sweep.lines, tile.lines),)](
+            *sweep.tensors(), *sweep.pointers(*pointers), *sweep.sizes(), slots, *sweep.strides(),
+            **sweep.options(tile), CARRY=initial is not None, TOTAL=total, PACKED=packed,
+            WINDOW=max(1, min(WINDOW, WINDOW_STATES // tile.lines)),
+        )  # fmt: skip
+    return totals

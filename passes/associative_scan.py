@@ -1,0 +1,184 @@
+"""torch.associative_scan becomes the scan that its combine function says it is, or a tree of combinations.
+
+    (l, r) -> l + r            sp.scan(x, None, 0, "sum")         also *, maximum, minimum, logaddexp; each of many leaves
+    (a, b), (a', b') -> a * a', a' * b + b'      sp.scan(a, ..., "prod"), sp.linear_scan(a, b)
+    anything else              the tree of lowering/scan/tree.py with the function inlined (`Trees`)
+
+What a function computes is read off its graph as an expression of its arguments, so that neither its spelling nor the
+order of leaves matters. The op's own backward takes memory quadratic in the length; these are linear. Bytes moved: none.
+On shards, what is not recognised is gathered. Leaves alone: recurrences of other dtypes than floats.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from .._compat import associative_scan_op, detect_fake_mode, enable_python_dispatcher, make_fx
+from ..call import is_tensor
+from ..lowering.scan import tree
+from ..rule import Factors, lookup
+from .combining import Combining, combining
+from .edit import Editor
+from .scan_calls import scan
+
+aten, sp = torch.ops.aten, torch.ops.sp
+UNKNOWN = "its combine function is no sum, product, maximum, minimum, log-sum-exp or linear recurrence"
+
+
+class AssociativeScan(PassBase):
+    """By hand: every associative_scan of the graph, by the op that it is or by a tree."""
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        changed = AssociativeScans(graph_module).run()
+        changed = Trees(graph_module).run() or changed
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return PassResult(graph_module, changed)
+
+
+@dataclass
+class _Operands:
+    """What is scanned, along which dim and in which direction; `undone`: ops that make of it what the call was given."""
+
+    leaves: list[Node]
+    dim: int = 0
+    reverse: bool = False
+    undone: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+
+
+class AssociativeScans(Editor):
+    """Rewrites the calls of one graph whose combine function is recognised. Part of canonicalize."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.edit(gm.graph)
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        changed = False
+        for node in _calls(self.gm):
+            found = combining(getattr(self.gm, node.args[0].target), len(node.args[1]))
+            if found is not None and all(self._fits(node, one) for one in found):
+                self._rewrite(node, found)
+                changed = True
+            else:
+                node.meta["sp_no_rule"] = UNKNOWN
+        return changed
+
+    def _fits(self, node: Node, one: Combining) -> bool:
+        values = [node.args[1][i].meta["val"] for i in one.leaves]
+        linear = one.op == "linear"
+        return not linear or (values[0].dtype == values[1].dtype and values[0].is_floating_point())
+
+    def _rewrite(self, node: Node, found: list[Combining]) -> None:
+        given = _operands(list(node.args[1]))
+        pieces: dict[int, list[Node]] = {}
+        for user in list(node.users):
+            pieces.setdefault(user.args[1], []).append(user)
+        with self.graph.inserting_before(node):
+            fresh = {i: self._moved_back(self._scan(found[i], given, node), given, node) for i in pieces}
+        for i, users in pieces.items():
+            for user in users:
+                user.replace_all_uses_with(fresh[i])
+                self.graph.erase_node(user)
+        self.erase([node])
+
+    def _scan(self, one: Combining, given: _Operands, node: Node) -> Node:
+        rows = [given.leaves[i] for i in one.leaves]
+        value = rows[-1].meta["val"]
+        if one.op == "linear":
+            args = (*rows, None, given.dim, *([True] if given.reverse else []))
+            return self.emit(sp.linear_scan.default, args, value, node)
+        return scan(self, rows[0], given.dim, one.op, value, node, reverse=given.reverse)
+
+    def _moved_back(self, x: Node, given: _Operands, node: Node) -> Node:
+        for target, args in reversed(given.undone):
+            x = self.compute(target, (x, *args), node)
+        return x
+
+
+def _calls(gm: GraphModule) -> list[Node]:
+    """Every associative_scan of the graph; results are read by position only."""
+    found = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is associative_scan_op]
+    return [n for n in found if all(u.target is operator.getitem for u in n.users)]
+
+
+def _operands(leaves: list[Node]) -> _Operands:
+    """torch moves the dim to the front, and flips it for a scan backwards; a scan of the package needs neither."""
+    out = _Operands(leaves)
+    while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in out.leaves}) == 1:
+        first = out.leaves[0]
+        came_from = _source_dim(first, out.dim)
+        if came_from is None:
+            break
+        out.undone.append((first.target, tuple(first.args[1:])))
+        out.reverse ^= first.target is aten.flip.default
+        out.leaves, out.dim = [x.args[0] for x in out.leaves], came_from
+    return out
+
+
+def _source_dim(node: Node, dim: int) -> int | None:
+    """Where the dim comes from, if the op permutes dims or flips just this one."""
+    found = lookup(node)
+    rule = found[1] if found is not None else None
+    if not isinstance(rule, Factors) or len(rule.operands) != 1 or node.kwargs or not is_tensor(node.args[0]):
+        return None
+    if node.target is aten.flip.default:
+        return dim if [int(d) % node.meta["val"].ndim for d in node.args[1]] == [dim] else None
+    before, after = rule.operands[0], rule.results[0]
+    moved = rule.lazy and not rule.kinds and "" not in before and sorted(before) == sorted(after)
+    return before.index(after[dim]) if moved and node.target not in _COPIES else None
+
+
+_COPIES = (aten.expand.default, aten.broadcast_to.default, aten.cat.default)
+
+
+class Trees(Editor):
+    """Writes out what is left, level by level: functional torch ops, in linear memory. Lengths become constants."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.edit(gm.graph)
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        found = _calls(self.gm)
+        for node in found:
+            self._inline(node, getattr(self.gm, node.args[0].target))
+        return bool(found)
+
+    def _inline(self, node: Node, combine: GraphModule) -> None:
+        leaves, extra = list(node.args[1]), list(node.args[2])
+        traced = _traced(combine, [x.meta["val"] if isinstance(x, Node) else x for x in (*leaves, *extra)], len(leaves))
+        env: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), (*leaves, *extra), strict=True))
+        with self.graph.inserting_before(node):
+            for inner in traced.graph.nodes:
+                if inner.op == "call_function":
+                    args, kwargs = torch.fx.map_arg((inner.args, inner.kwargs), env.__getitem__)
+                    env[inner] = self.emit(inner.target, args, inner.meta["val"], node, kwargs)
+        results = torch.fx.map_arg(traced.graph.output_node().args[0], env.__getitem__)
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            self.graph.erase_node(user)
+        self.erase([node])
+
+
+def _traced(combine: GraphModule, values: list[Any], leaves: int) -> GraphModule:
+    """The tree over so many leaves, and what the function reads besides, on fake values."""
+    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+
+    def run(*xs: Any) -> Any:
+        def both(left: Any, right: Any) -> Any:
+            return list(Interpreter(combine).run(*left, *right, *xs[leaves:]))
+
+        return tree.inclusive(both, list(xs[:leaves]), 0)
+
+    with mode or nullcontext(), enable_python_dispatcher():
+        return make_fx(run, pre_dispatch=True, tracing_mode="real")(*values)

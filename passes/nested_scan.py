@@ -1,0 +1,111 @@
+"""A scan along a dim of which the sequence is only a factor: a batch of sequences in one dim, or choices of each token.
+
+    cumsum(x: (B * S, ...), 0)      rows of one sequence, then what the sequences before it add up to:
+        y = sp.scan(x: (B, S, ...), 1);  y + sp.scan(y[:, -1], 0, exclusive)[:, None]
+    cumsum(x: (S * K, ...), 0)      within each position, then over the positions:
+        y = cumsum(x: (S, K, ...), 1);   y + sp.scan(y[:, -1], 0, exclusive)[:, None]
+
+What this leaves along S itself is for pick.py and scan.py. Bytes sent: those of one scan; of a batch also one row of
+each sequence, which the rank that holds it sends to the others. Refuses: indices of extremes, segments and
+recurrences, and float maxima and log-sum-exps, whose gradients would not be those of the scan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..call import Call
+from ..layout import Demand, Plan, Shard
+from ..shapes import Size, same, sizes
+from .edit import Editor
+from .rewrite import Rewrite
+from .scan_calls import CUMULATIVE, respelt, scan
+
+aten, sp = torch.ops.aten, torch.ops.sp
+COMBINE = {
+    "sum": aten.add.Tensor,
+    "prod": aten.mul.Tensor,
+    "max": aten.maximum.default,
+    "min": aten.minimum.default,
+}
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class NestedScan(Rewrite):
+    """Claims the demands of scans along a dim of several factors."""
+
+    name = "nested_scan"
+    kinds = frozenset({"scan"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return "" if is_flat(scanned_rows(self.plan, node)) else _cannot(node)
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        shard = scanned_rows(self.plan, node)
+        fresh = respelt(self, node)
+        with self.graph.inserting_before(fresh):
+            parts = _Nested(self, fresh).run(shard)
+        self.replace(fresh, parts)
+        self.note(parts, f"a scan of {shard.frame.length} positions within a dim of {shard}")
+
+
+def scanned_rows(plan: Plan, node: Node) -> Shard:
+    """Where the rows of a scan that states a demand lie."""
+    return next(w for w in plan.wants[node] if isinstance(w, Shard))
+
+
+def is_flat(shard: Shard) -> bool:
+    """Does the dim hold the sequence and nothing else?"""
+    return same(shard.outer, 1) and same(shard.inner, 1)
+
+
+def _cannot(node: Node) -> str | None:
+    call, value = Call(node), node.meta["val"]
+    op = CUMULATIVE.get(node.target) or call.get("op", "")
+    if node.target not in (sp.scan.default, *CUMULATIVE) or call.get("segments") is not None:
+        return "its dim holds more than the sequence, and its parts cannot be put together from two scans"
+    if op not in COMBINE or (op in ("max", "min") and value.is_floating_point()):
+        return f"its dim holds more than the sequence, and a {op} of two scans has another gradient"
+    return None
+
+
+class _Nested:
+    def __init__(self, editor: Editor, node: Node) -> None:
+        call = Call(node)
+        self.editor, self.node, self.value = editor, node, node.meta["val"]
+        self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
+        self.exclusive, self.reverse = call["exclusive"], call["reverse"]
+        # Parts are added up in float32, as one scan would; the sum is rounded once.
+        self.wide = torch.float32 if self.value.dtype in HALVES else self.value.dtype
+
+    def run(self, shard: Shard) -> Node:
+        dim, length = self.dim, shard.frame.length
+        parts = (shard.outer, length) if same(shard.inner, 1) else (shard.outer * length, shard.inner)
+        x = self.x if self.x.meta["val"].dtype == self.wide else self.call(aten.to.dtype, self.x, self.wide)
+        each, before = self.two_levels(self.unflatten(x, dim, *parts), dim)
+        (before if same(shard.inner, 1) else each).meta["sp_aside"] = True
+        both = self.call(COMBINE[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
+        flat = self.call(aten.reshape.default, both, self.editor.sizes.list(sizes(self.value.shape)))
+        return flat if self.wide == self.value.dtype else self.call(aten.to.dtype, flat, self.value.dtype)
+
+    def two_levels(self, y: Node, dim: int) -> tuple[Node, Node]:
+        """The scan of dim + 1, and what all rows of dim before this one combine to."""
+        each = self.scanned(y, dim + 1, self.exclusive)
+        whole = self.call(COMBINE[self.op], each, y) if self.exclusive else each
+        last = self.call(aten.select.int, whole, dim + 1, 0 if self.reverse else -1)
+        return each, self.scanned(last, dim, True)
+
+    def scanned(self, x: Node, dim: int, exclusive: bool) -> Node:
+        value = x.meta["val"]
+        return scan(self.editor, x, dim, self.op, value, self.node, exclusive, self.reverse)
+
+    def unflatten(self, x: Node, dim: int, *parts: Size) -> Node:
+        shape = sizes(x.meta["val"].shape)
+        full = self.editor.sizes.list((*shape[:dim], *parts, *shape[dim + 1 :]))
+        return self.call(aten.reshape.default, x, full)
+
+    def call(self, target: Any, *args: Any) -> Node:
+        return self.editor.compute(target, args, self.node)

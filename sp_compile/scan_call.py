@@ -1,0 +1,172 @@
+"""One call of a public scan: its operands and options, and what is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import SpError
+from .lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
+from .scan_values import may_overflow, observable, ungrouped, wrapped
+
+sp = torch.ops.sp
+_SYNONYMS = {
+    **dict.fromkeys(("add", "plus", "cumsum"), "sum"),
+    **dict.fromkeys(("mul", "product", "cumprod"), "prod"),
+    **dict.fromkeys(("maximum", "amax", "cummax", "or", "any"), "max"),
+    **dict.fromkeys(("minimum", "amin", "cummin", "and", "all"), "min"),
+    **dict.fromkeys(("lse", "logaddexp", "logcumsumexp"), "logsumexp"),
+}
+
+
+@dataclass(frozen=True)
+class ScanCall:
+    """A call of inclusive_scan, exclusive_scan or segmented_scan. runs: may an id come again as another segment?"""
+
+    name: str
+    x: Tensor
+    dim: int
+    op: str
+    exclusive: bool
+    reverse: bool
+    dtype: torch.dtype | None
+    accumulate: torch.dtype | None
+    check: bool
+    segments: Tensor | None = None
+    runs: bool = False
+
+    @property
+    def result(self) -> torch.dtype:
+        """The dtype of the result."""
+        return self.dtype or result_dtype(self.op, self.x.dtype)
+
+    @property
+    def length(self) -> int:
+        """Of the scanned dim."""
+        return self.x.shape[self.dim] if self.x.ndim else 1
+
+    def run(self) -> Tensor:
+        """The scan. Raises SpError for a call that does not fit, or an integer that overflows."""
+        self._require()
+        out = self._scan(self.x, self.dtype, self.accumulate)
+        self._require_in_range(out)
+        return out
+
+    def run_with_indices(self) -> tuple[Tensor, Tensor]:
+        """The running max or min, and where it stands. Raises SpError for a call that does not fit."""
+        self._require()
+        if not MONOIDS[self.op].selects:
+            raise SpError(f"{self.name}: indices=True is for max and min, a {self.op} is at no index")
+        return sp.extremes(self.x.to(self.result), self.dim, self.op, self.reverse)
+
+    def _require(self) -> None:
+        for problem in self._problems():
+            raise SpError(f"{self.name}: {problem}")
+
+    def _scan(self, x: Tensor, dtype: torch.dtype | None, accumulate: torch.dtype | None) -> Tensor:
+        return sp.scan(x, self.segments, self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate)
+
+    def _require_in_range(self, out: Tensor) -> None:
+        checked = self.check and self.op in ("sum", "prod") and not out.dtype.is_floating_point
+        if not checked or not observable(self.x) or not observable(out):
+            return
+        x = self.x.to(self.result) if self.x.is_floating_point() else self.x
+        dtype = min(out.dtype, self.accumulate or out.dtype, key=lambda each: torch.iinfo(each).bits)
+        if may_overflow(x, self.op, self.length, dtype):
+            exact = self._scan(x.double(), None, None)
+            places = wrapped(out, exact, dtype).nonzero().tolist()
+            if places:
+                raise SpError(f"{self.name}: {self._overflow(exact, places[0], dtype)}")
+
+    def _overflow(self, exact: Tensor, index: list[int], dtype: torch.dtype) -> str:
+        value, where = f"{exact[tuple(index)].item():.6g}", f"at index {tuple(index)}"
+        wider = "torch.int64" if dtype is not torch.int64 else "torch.float64, which rounds,"
+        hint = f"pass dtype={wider} or check=False to let it wrap round"
+        return f"the {self.op} is about {value} {where}, which {dtype} cannot hold; {hint}"
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._wrong_op()
+        yield from wrong_dim(self.x, self.dim)
+        yield from self._wrong_dtypes()
+        yield from self._wrong_segments()
+
+    def _wrong_op(self) -> Iterator[str]:
+        if self.op not in MONOIDS:
+            close = (
+                [_SYNONYMS[self.op]]
+                if self.op in _SYNONYMS
+                else difflib.get_close_matches(str(self.op), MONOIDS)
+            )
+            guess = f" (did you mean {close[0]!r}?)" if close else ""
+            yield f"unknown op {self.op!r}{guess}; known: {', '.join(MONOIDS)}"
+
+    def _wrong_dtypes(self) -> Iterator[str]:
+        given, result = self.x.dtype, self.result
+        if given.is_complex or result.is_complex:
+            yield f"complex numbers are not supported, got {given if given.is_complex else result}"
+        if MONOIDS[self.op].floating and not result.is_floating_point:
+            yield f"{self.op} is for floating-point numbers, got {result}; pass dtype=torch.float32"
+        if result is torch.bool and self.op in ("sum", "prod"):
+            yield f"dtype=torch.bool cannot hold a {self.op}; for any and all pass op='max' and op='min'"
+        wanted = self.accumulate
+        if wanted is not None and (
+            wanted.is_floating_point != result.is_floating_point or wanted is torch.bool
+        ):
+            usual = accumulate_dtype(self.op, result, self.x.device)
+            yield f"accumulate_dtype={wanted} does not go with a result in {result}; usual: {usual}"
+
+    def _wrong_segments(self) -> Iterator[str]:
+        ids, x = self.segments, self.x
+        if ids is None:
+            return
+        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+            hint = (
+                "; flags of where segments begin become ids by .cumsum(dim)"
+                if ids.dtype is torch.bool
+                else ""
+            )
+            yield f"segment_ids are integers, got {ids.dtype}{hint}"
+        if ids.device != x.device:
+            yield f"segment_ids and x are on one device, got {ids.device} and {x.device}"
+        yield from self._wrong_shape_of(ids)
+        if (
+            self.check
+            and not self.runs
+            and ids.ndim
+            and observable(ids)
+            and ungrouped(ids, self._dim_of(ids))
+        ):
+            yield (
+                "segment_ids are not grouped: an id comes again after another one. Sort x by them or, if every run of "
+                "equal ids is a segment of its own, pass runs=True"
+            )
+
+    def _wrong_shape_of(self, ids: Tensor) -> Iterator[str]:
+        x, shape = self.x, [1] * (self.x.ndim - ids.ndim) + list(ids.shape)
+        if ids.ndim <= 1:
+            fits = ids.numel() == self.length and ids.ndim <= x.ndim
+        else:
+            fits = len(shape) == x.ndim and all(size in (1, wanted) for size, wanted in zip(shape, x.shape))
+            fits = fits and shape[self.dim] == self.length
+        if not fits:
+            leading = list(ids.shape) == list(x.shape[: ids.ndim]) and self.dim % x.ndim < ids.ndim < x.ndim
+            hint = f"; view them as {[*ids.shape, *[1] * (x.ndim - ids.ndim)]}" if leading else ""
+            yield (
+                f"segment_ids hold one id for each of the {self.length} positions of dim {self.dim}: expected shape "
+                f"[{self.length}], or one that broadcasts to x {list(x.shape)}, got {list(ids.shape)}{hint}"
+            )
+
+    def _dim_of(self, ids: Tensor) -> int:
+        """The dim of the ids that runs along the scanned one."""
+        return 0 if ids.ndim <= 1 else self.dim % self.x.ndim - self.x.ndim
+
+
+def wrong_dim(x: Tensor, dim: int) -> Iterator[str]:
+    """Is dim one of x's?"""
+    ndim = max(x.ndim, 1)
+    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+        yield f"dim {dim} is out of range for x of shape {list(x.shape)}: expected {-ndim} to {ndim - 1}"

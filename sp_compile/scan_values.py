@@ -1,0 +1,62 @@
+"""Checks of a scan that need its values: done in eager mode only, and not on a tensor without values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._compat import FakeTensor, is_functorch_tensor
+
+
+def observable(x: Tensor) -> bool:
+    """May Python look at the values of x?"""
+    if torch.compiler.is_compiling():
+        return False
+    return not (x.is_meta or isinstance(x, FakeTensor) or is_functorch_tensor(x))
+
+
+def ungrouped(ids: Tensor, dim: int) -> bool:
+    """Does an id come again along dim after another one? Ids that are not in order are sorted."""
+    before, after = _neighbours(ids, dim)
+    if bool((before <= after).all()) or bool((before >= after).all()):
+        return False
+    changes = (before != after).sum(dim)
+    before, after = _neighbours(ids.sort(dim).values, dim)
+    return bool((changes != (before != after).sum(dim)).any())
+
+
+def _neighbours(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    pairs = max(ids.shape[dim] - 1, 0)
+    return ids.narrow(dim, 0, pairs), ids.narrow(dim, ids.shape[dim] - pairs, pairs)
+
+
+def may_overflow(x: Tensor, op: str, length: int, dtype: torch.dtype) -> bool:
+    """Can a sum or product of `length` numbers of an integer x leave the dtype?
+
+    The range of x's own dtype answers first, then the numbers that x holds.
+    """
+    limit = torch.iinfo(dtype).max
+    if x.dtype is torch.bool:
+        return _exceeds(1, op, length, limit)
+    own = torch.iinfo(x.dtype)
+    if not _exceeds(max(-own.min, own.max), op, length, limit) or not x.numel():
+        return False
+    least, greatest = (int(end) for end in x.aminmax())
+    return _exceeds(max(-least, greatest), op, length, limit)
+
+
+def _exceeds(magnitude: int, op: str, length: int, limit: int) -> bool:
+    if op == "sum":
+        return magnitude * length > limit
+    return magnitude > 1 and length * math.log2(magnitude) >= math.log2(limit)
+
+
+def wrapped(out: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the integers of out have wrapped round in dtype, told by the same numbers in float64.
+
+    A number that wraps is off by a multiple of 2**bits, and float64 by much less than half of that, or it is so large
+    that one before it has wrapped.
+    """
+    return ((exact - out.double()).abs() >= 2.0 ** (torch.iinfo(dtype).bits - 1)) | ~exact.isfinite()

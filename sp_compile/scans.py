@@ -1,0 +1,117 @@
+"""Prefix scans: inclusive_scan, exclusive_scan, segmented_scan, and linear_scan for h = a * h + b.
+
+Differentiable, twice where the operation is, in linear memory; eager or inside torch.compile; of any dtype, shape
+and strides, along any dim, of any length. All but linear_scan take
+
+    x (..., S, ...)     bool, integers or floating-point; the result is like x
+    dim         the dim of S, negative ones counted from the last
+    op          "sum", "prod", "max", "min" or "logsumexp"
+    reverse     from the last position to the first
+    dtype       x is cast to it first, as by torch.cumsum. If None x's dtype, but int64 for sums and products of
+                integers and bools
+    accumulate_dtype    what sums, products and logsumexps are rounded to on the way. If None float32 for bfloat16 and
+                float16, float64 for float32 on a CPU, which is what torch.cumsum does there, else the result's dtype
+    check       raise if an integer sum or product overflows. That takes a pass over integers that may, for which
+                a GPU is waited for. Not done inside torch.compile
+
+NaN, infinities, and of equal extremes which is the one whose index and gradient count, as torch.cumsum, cumprod,
+cummax, cummin and logcumsumexp have them. Raise SpError for what does not fit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .linear_call import LinearCall
+from .scan_call import ScanCall
+
+
+def inclusive_scan(
+    x: Tensor,
+    dim: int,
+    op: str = "sum",
+    *,
+    reverse: bool = False,
+    indices: bool = False,
+    dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    check: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Each element combined with all before it: torch.cumsum, cumprod, cummax, cummin or logcumsumexp.
+
+    indices: of max or min return also where each value stands along dim, int64.
+
+    >>> inclusive_scan(torch.tensor([3, 1, 2]), 0)
+    tensor([3, 4, 6])
+    """
+    call = ScanCall("inclusive_scan", x, dim, op, False, reverse, dtype, accumulate_dtype, check)
+    return call.run_with_indices() if indices else call.run()
+
+
+def exclusive_scan(
+    x: Tensor,
+    dim: int,
+    op: str = "sum",
+    *,
+    reverse: bool = False,
+    dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    check: bool = True,
+) -> Tensor:
+    """All elements before each one combined; for the first, op's identity: 0, 1, or the dtype's lowest or highest.
+
+    >>> exclusive_scan(torch.tensor([3, 1, 2]), 0)
+    tensor([0, 3, 4])
+    """
+    return ScanCall("exclusive_scan", x, dim, op, True, reverse, dtype, accumulate_dtype, check).run()
+
+
+def segmented_scan(
+    x: Tensor,
+    segment_ids: Tensor,
+    dim: int,
+    op: str = "sum",
+    *,
+    exclusive: bool = False,
+    reverse: bool = False,
+    dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    runs: bool = False,
+    check: bool = True,
+) -> Tensor:
+    """A scan that begins anew wherever the id changes, as in batches of packed sequences.
+
+    segment_ids: integers, (S,) or broadcast to x. Equal ids stand together, which `check` makes sure of, unless with
+    runs=True each run of them is a segment, and an id may come again as another.
+
+    >>> segmented_scan(torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1]), 0)
+    tensor([3, 4, 2, 6])
+    """
+    return ScanCall(
+        "segmented_scan", x, dim, op, exclusive, reverse, dtype, accumulate_dtype, check, segment_ids, runs
+    ).run()
+
+
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    dim: int,
+    *,
+    initial: Tensor | None = None,
+    reverse: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """h_t = a_t * h_(t-1) + b_t along dim: the recurrence of a diagonal state-space model.
+
+    a, b (..., S, ...): floating-point, broadcast to each other; h is of their common shape and dtype. initial: h before
+    the first step, that shape without dim, or broadcast to it; zeros if None. reverse: h_t = a_t * h_(t+1) + b_t.
+
+    >>> linear_scan(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 1.0]), 0)
+    tensor([1.0000, 1.5000, 1.7500])
+    """
+    return LinearCall(a, b, dim, initial, reverse, accumulate_dtype).run()
+
+
+parallel_inclusive_scan = inclusive_scan
+parallel_exclusive_scan = exclusive_scan

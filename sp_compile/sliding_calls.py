@@ -1,0 +1,192 @@
+"""Convolutions, poolings, shifts, rolls and unfolds as windows that slide along a dim, in the words of the package.
+
+    F.conv1d(x, w, b, padding=2)   along its last dim:   sp::conv1d(x, w, b, before=2, after=2, ...), width 3
+
+torch's ops, and the sp:: ops themselves, whose frame says where shards lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .call import Call
+from .shapes import Size, same, size
+from .sliding import Sliding, plain
+
+aten, sp = torch.ops.aten, torch.ops.sp
+
+
+@dataclass(frozen=True)
+class Slides:
+    """A call that slides along one dim as `op(x, *head, before, after, *tail)`; a roll has no before and after.
+
+    first: an op and its arguments behind x, which does beforehand what the call does along other dims.
+    """
+
+    sliding: Sliding
+    op: Any
+    head: tuple[Any, ...] = ()
+    tail: tuple[Any, ...] = ()
+    first: tuple[Any, tuple[Any, ...]] | None = None
+
+    def args(self, rows: Size) -> tuple[Any, ...]:
+        """What follows an x of so many rows."""
+        if self.sliding.rolls is not None:
+            return self.head
+        return (*self.head, self.sliding.before, self.sliding.after(rows), *self.tail)
+
+
+def slides_of(call: Call) -> Mapping[int, Slides]:
+    """By dim of the first operand: how the call slides along it. Empty where it does not, or not in known steps."""
+    function = SLIDING.get(call.node.target)
+    found = function(call) if function is not None else {}
+    return {d: s for d, s in found.items() if _known(s.sliding, call.shape()[d])}
+
+
+def _known(sliding: Sliding, rows: Size) -> bool:
+    if sliding.rolls is not None:
+        return isinstance(sliding.rolls, int)
+    numbers = (sliding.before, sliding.width, sliding.stride, sliding.after(rows))
+    return all(isinstance(s, int) for s in numbers) and not same(sliding.length, 0)
+
+
+Along = Mapping[int, Slides]
+
+
+def _number(value: Any, default: Any = None) -> Any:
+    """The number in a list argument of an op of one spatial dim; the default if the list is empty."""
+    listed = value if isinstance(value, Sequence) else [value]
+    return size(listed[0]) if listed else default
+
+
+def _last_length(call: Call) -> Size:
+    return call.result_shapes()[0][call.ndim() - 1]
+
+
+def _conv(call: Call) -> Along:
+    weight, padding = call.shape("weight"), call["padding"]
+    if len(weight) != 3 or call.get("transposed") or not isinstance(weight[-1], int):
+        return {}
+    stride, dilation = _number(call["stride"], 1), _number(call["dilation"], 1)
+    width = dilation * (weight[-1] - 1) + 1
+    if isinstance(padding, str):
+        before = (width - 1) // 2 if padding == "same" else 0
+    else:
+        before = _number(padding, 0)
+    sliding = Sliding(_last_length(call), before, width, stride)
+    head = (call["weight"], call["bias"])
+    return {call.ndim() - 1: Slides(sliding, sp.conv1d.default, head, (stride, dilation, call["groups"]))}
+
+
+def _avg_pool(call: Call) -> Along:
+    """Windows that end beyond the padding, or do not count it, divide by fewer rows."""
+    width, before = _number(call["kernel_size"]), _number(call["padding"], 0)
+    stride = _number(call["stride"], width)
+    sliding = Sliding(_last_length(call), before, width, stride)
+    after = sliding.after(call.shape()[-1])
+    if not (isinstance(after, int) and after <= before) or not (before == 0 or call["count_include_pad"]):
+        return {}
+    return {call.ndim() - 1: Slides(sliding, sp.avg_pool1d.default, (), (width, stride))}
+
+
+def _max_pool(call: Call) -> Along:
+    rows, before, dilation = (_number(call[name]) for name in ("kernel_size", "padding", "dilation"))
+    stride, width = _number(call["stride"], rows), dilation * (rows - 1) + 1
+    if not call.results()[0].is_floating_point():
+        return {}
+    sliding = Sliding(_last_length(call), before, width, stride)
+    return {
+        call.ndim() - 1: Slides(sliding, sp.max_pool1d.default, (), (-math.inf, width, stride, dilation))
+    }
+
+
+def _unfold(call: Call) -> Along:
+    at, width, stride = call.dim("dimension"), size(call["size"]), size(call["step"])
+    if call.ndim() == 0 or not isinstance(stride, int):
+        return {}
+    sliding = Sliding(call.result_shapes()[0][at], 0, width, stride)
+    return {at: Slides(sliding, sp.unfold.default, (at,), (0, width, stride))}
+
+
+def _pad(call: Call) -> Along:
+    """Dims are padded one after the other, so that the others may come first."""
+    fill = call["value"] if call["value"] is not None else 0
+    if call.get("mode", "constant") != "constant" or not isinstance(fill, (bool, int, float)):
+        return {}
+    widths = [size(w) for w in call["pad"]]
+    out = {}
+    for i in range(0, len(widths), 2):
+        at, pair = call.ndim() - 1 - i // 2, widths[i : i + 2]
+        others = [*widths[:i], 0, 0, *widths[i + 2 :]]
+        if not all(same(w, 0) for w in pair):
+            first = (aten.constant_pad_nd.default, (others, fill)) if any(others) else None
+            sliding = Sliding(call.result_shapes()[0][at], pair[0])
+            out[at] = Slides(sliding, sp.shift.default, (at,), (fill,), first)
+    return out
+
+
+def _roll(call: Call) -> Along:
+    shape, shifts, by_dim = call.shape(), call["shifts"], dict[int, Size]()
+    for d, shift in zip(call["dims"] or (), shifts if isinstance(shifts, Sequence) else [shifts]):
+        at = int(d) % max(len(shape), 1)
+        by_dim[at] = plain(by_dim.get(at, 0) + size(shift))
+    out = {}
+    for at, shift in by_dim.items():
+        others = [d for d in by_dim if d != at]
+        first = (aten.roll.default, ([by_dim[d] for d in others], others)) if others else None
+        by = _short_way(shift, shape[at])
+        out[at] = Slides(Sliding(shape[at], rolls=by), sp.roll.default, (at, by), first=first)
+    return out
+
+
+def _short_way(shift: Size, length: Size) -> Size:
+    """The same roll by at most half of the length, where numbers tell."""
+    if not isinstance(shift, int) or not isinstance(length, int) or length == 0:
+        return shift
+    forward = shift % length
+    return forward if 2 * forward <= length else forward - length
+
+
+def _ours(call: Call) -> Along:
+    """The arguments of an sp:: op spell it all."""
+    op, arguments = call.node.target, list(call.args)
+    at = call.dim() if "dim" in call.args else call.ndim() - 1
+    if op is sp.roll.default:
+        by = call["shift"]
+        return {at: Slides(Sliding(call.shape()[at], rolls=by), op, (at, by))}
+    width = call.get("width", 1)
+    if op is sp.conv1d.default:
+        width = call["dilation"] * (int(call.shape("weight")[-1]) - 1) + 1
+    sliding = Sliding(call.result_shapes()[0][at], call["before"], width, call.get("stride", 1))
+    head = tuple(call[name] for name in arguments[1 : arguments.index("before")])
+    tail = tuple(call[name] for name in arguments[arguments.index("after") + 1 : arguments.index("frame")])
+    return {at: Slides(sliding, op, head, tail)}
+
+
+ON_SHARDS = (
+    sp.avg_pool1d.default,
+    sp.conv1d.default,
+    sp.max_pool1d.default,
+    sp.roll.default,
+    sp.shift.default,
+    sp.unfold.default,
+)
+"""The ops that take shards, if their frame says where these lie."""
+
+SLIDING: Mapping[Any, Callable[[Call], Along]] = {
+    aten.avg_pool1d.default: _avg_pool,
+    aten.constant_pad_nd.default: _pad,
+    aten.conv1d.default: _conv,
+    aten.conv1d.padding: _conv,
+    aten.convolution.default: _conv,
+    aten.max_pool1d.default: _max_pool,
+    aten.pad.default: _pad,
+    aten.roll.default: _roll,
+    aten.unfold.default: _unfold,
+    **dict.fromkeys(ON_SHARDS, _ours),
+}
