@@ -8,6 +8,7 @@
     group_heads       repeated key and value heads   ->  enable_gqa
     associative_scan  the op by this name            ->  sp.scan, sp.linear_scan
     scan_idioms       cumsum(x) - x, flip-cumsum-flip   ->  sp.scan, exclusive, reverse
+    paddings          pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence
 
 Each has a module of its own, which says what it leaves alone. Bytes moved: none.
 """
@@ -23,6 +24,7 @@ from .eager_attention import EagerAttention
 from .edit import Editor
 from .group_heads import group_heads
 from .masks import Masks
+from .paddings import Paddings
 from .reroll import Reroll
 from .scan_idioms import ScanIdioms
 from .spellings import respell

@@ -46,11 +46,6 @@ class Padded:
     before: Size
     fill: Any
 
-    @property
-    def rows(self) -> Size:
-        """How many rows x has."""
-        return size(self.x.meta["val"].shape[self.dim])
-
 
 class Paddings(Editor):
     """Rewrites the padded windows of one graph."""
@@ -61,7 +56,7 @@ class Paddings(Editor):
     def run(self) -> bool:
         """True if the graph changed."""
         changed = False
-        for rewrite in (self._cut, self._read, self._cut):  # what reads a padding may itself be cut
+        for rewrite in (self._read, self._cut):  # what reads a padding may itself be cut
             for node in list(self.graph.nodes):
                 if node.op == "call_function" and node.users:
                     changed = rewrite(node) or changed
@@ -73,47 +68,51 @@ class Paddings(Editor):
         if padded is None:
             return False
         if node.target is aten.cat.default and _fits(node, padded):
-            length = size(node.meta["val"].shape[padded.dim])
-            whole = Slides(Sliding(length, padded.before), sp.shift.default, (padded.dim,), (padded.fill,))
-            return self._slide(node, padded.x, padded.dim, whole)
+            self._slide([node], padded.x, padded.dim, _shift(padded, 0, _rows(node, padded.dim)))
+            return True
         found = [_reading(user, node, padded) for user in node.users]
-        if not all(one is not None and _spelt(one, padded.rows) for one in found):
+        known = [one for one in found if one is not None and _spelt(one, _rows(padded.x, padded.dim))]
+        if len(known) < len(found):
             return False
-        for user, one in zip(list(node.users), found):
-            self._slide(user, padded.x, padded.dim, one)
+        for user, one in zip(list(node.users), known):
+            self._slide([user], padded.x, padded.dim, one)
         return True
 
     def _cut(self, node: Node) -> bool:
         """What is longer than its sequence and cut back at once is never made."""
-        call = Call(node) if node.target in WINDOWS else None
+        call = Call(node) if isinstance(node.target, torch._ops.OpOverload) else None
         for dim, slides in slides_of(call).items() if call is not None else ():
             assert call is not None
-            cuts = [_span(user, node, dim) for user in node.users]
-            rows = call.shape()[dim]
-            if slides.first is not None or slides.sliding.fits(rows) or None in cuts or len(set(cuts)) != 1:
+            cuts, rows = [_span(user, node, dim) for user in node.users], call.shape()[dim]
+            if slides.first is not None or slides.sliding.fits(rows) or cuts[0] is None or len(set(cuts)) > 1:
                 continue
-            assert cuts[0] is not None
-            start, length = cuts[0]
-            before = plain(slides.sliding.before - start * slides.sliding.stride)
-            one = replace(slides, sliding=replace(slides.sliding, before=before, length=length))
+            (start, length), sliding = cuts[0], slides.sliding
+            before = plain(sliding.before - start * sliding.stride)
+            one = replace(slides, sliding=replace(sliding, before=before, length=length))
             if _spelt(one, rows):
-                first, *others = node.users
-                for other in others:
-                    other.replace_all_uses_with(first)
-                    self.graph.erase_node(other)
-                return self._slide(first, call.operands[0], dim, one)
+                self._slide(list(node.users), call.operands[0], dim, one, before=node)
+                return True
         return False
 
-    def _slide(self, node: Node, x: Node, dim: int, slides: Slides | None) -> bool:
-        assert slides is not None
-        with self.graph.inserting_before(node):
-            args = (x, *slides.args(size(x.meta["val"].shape[dim])))
-            new = self.emit(slides.op, args, node.meta["val"], node)
-        self.replace(node, new)
-        return True
+    def _slide(
+        self, nodes: list[Node], x: Node, dim: int, slides: Slides, before: Node | None = None
+    ) -> None:
+        """One call in the place of nodes that are all the same."""
+        with self.graph.inserting_before(before or nodes[0]):
+            args = (x, *slides.args(_rows(x, dim)))
+            new = self.emit(slides.op, args, nodes[0].meta["val"], nodes[0])
+        for node in nodes:
+            self.replace(node, new)
 
 
-WINDOWS = (aten.conv1d.default, aten.convolution.default, sp.conv1d.default)
+def _rows(x: Node, dim: int) -> Size:
+    return size(x.meta["val"].shape[dim])
+
+
+def _shift(padded: Padded, start: Size, length: Size) -> Slides:
+    """So many rows of a padded value, from `start` on."""
+    sliding = Sliding(length, plain(padded.before - start))
+    return Slides(sliding, sp.shift.default, (padded.dim,), (padded.fill,))
 
 
 def _spelt(slides: Slides, rows: Size) -> bool:
@@ -121,13 +120,17 @@ def _spelt(slides: Slides, rows: Size) -> bool:
     return isinstance(slides.sliding.before, int) and isinstance(slides.sliding.after(rows), int)
 
 
+def _window(node: Node) -> Window | None:
+    found = lookup(node)
+    return found[1] if found is not None and isinstance(found[1], Window) else None
+
+
 def _fits(node: Node, padded: Padded) -> bool:
     """Is it no longer than the sequence that x is a slice of?"""
     source = padded.x
-    while isinstance(lookup(source)[1] if lookup(source) else None, Window):  # type: ignore[index]
+    while _window(source) is not None:
         source = Call(source).operands[0]
-    length, whole = (size(n.meta["val"].shape[padded.dim]) for n in (node, source))
-    return Sliding(length).fits(whole)
+    return Sliding(_rows(node, padded.dim)).fits(_rows(source, padded.dim))
 
 
 def _padding(node: Node) -> Padded | None:
@@ -167,40 +170,35 @@ def _constant(node: Node, dtype: torch.dtype) -> Any:
 
 def _span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
     """(start, length) if the user is a slice of the node along the dim."""
-    found = lookup(user)
-    rule = found[1] if found is not None else None
-    if not isinstance(rule, Window) or user.target is not aten.slice.Tensor:
+    rule = _window(user)
+    if rule is None or rule.spans is None or rule.dim != dim or user.target is not aten.slice.Tensor:
         return None
-    assert found is not None
-    return rule.spans[0] if rule.spans and rule.dim == dim and found[0].operands == [node] else None
+    return rule.spans[0]
 
 
 def _reading(user: Node, node: Node, padded: Padded) -> Slides | None:
-    """What reads a padding, as a window that slides over what is padded."""
+    """What reads a padding, as a window that slides over what is padded; its own constants must be the same."""
     span = _span(user, node, padded.dim)
     if span is not None:
-        sliding = Sliding(span[1], plain(padded.before - span[0]))
-        return Slides(sliding, sp.shift.default, (padded.dim,), (padded.fill,))
-    if user.op != "call_function" or node in user.all_input_nodes[1:]:
+        return _shift(padded, *span)
+    if not isinstance(user.target, torch._ops.OpOverload) or user.all_input_nodes[0] is not node:
         return None
-    call = Call(user) if isinstance(user.target, torch._ops.OpOverload) else None
-    slides = slides_of(call).get(padded.dim) if call is not None else None
-    if call is None or slides is None or slides.op in (sp.roll.default, sp.shift.default):
+    call = Call(user)
+    slides = slides_of(call).get(padded.dim)
+    if slides is None or slides.op in (sp.roll.default, sp.shift.default) or call.operands.count(node) > 1:
         return None
-    pads_itself = not same(slides.sliding.before, 0) or not _at_most_zero(
-        slides.sliding.after(call.shape()[padded.dim])
-    )
-    fill = slides.tail[0] if slides.op in FILLED else 0
-    if slides.op in FILLED and not pads_itself:
-        slides, fill = replace(slides, tail=(padded.fill, *slides.tail[1:])), padded.fill
-    if fill != padded.fill:
-        return None
+    fill: Any = 0
+    if slides.op in FILLED:
+        if not _pads(slides.sliding, call.shape()[padded.dim]):
+            slides = replace(slides, tail=(padded.fill, *slides.tail[1:]))
+        fill = slides.tail[0]
     before = plain(slides.sliding.before + padded.before)
-    return replace(slides, sliding=replace(slides.sliding, before=before))
+    return replace(slides, sliding=replace(slides.sliding, before=before)) if fill == padded.fill else None
 
 
 FILLED = (sp.max_pool1d.default, sp.unfold.default)
 
 
-def _at_most_zero(rows: Size) -> bool:
-    return isinstance(rows, int) and rows <= 0
+def _pads(sliding: Sliding, rows: Size) -> bool:
+    after = sliding.after(rows)
+    return not (same(sliding.before, 0) and isinstance(after, int) and after <= 0)
