@@ -34,7 +34,7 @@ def opaque(schema: str, fake: Callable[..., object]) -> Callable[[Body], Body]:
     def register(body: Body) -> Body:
         name = schema.split("(")[0]
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, torch.no_grad()(body), "CompositeExplicitAutograd")
         torch.library.register_fake(f"sp::{name}", fake, lib=LIBRARY)
         return body
 

@@ -13,7 +13,7 @@ no collective set-up, which a compiler pass could not do safely.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -100,6 +100,13 @@ def declare(group: str, stride: int, steps: int) -> None:
     shifts = [shift(group, offset, stride) for offset in (1, 1 - steps)]
     for route in (*shifts, among(group, stride), across(group, stride), fold(group), fold(group, back=True)):
         ensure(route)
+
+
+def declare_shifts(group: str, offsets: Iterable[int]) -> None:
+    """The same for shifts around the ring of all ranks, and for the way back that their gradients take."""
+    for offset in offsets:
+        ensure(shift(group, offset))
+        ensure(shift(group, -offset))
 
 
 _routes: dict[str, dist.ProcessGroup] = {}  # the registry of process groups holds them weakly

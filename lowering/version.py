@@ -6,6 +6,8 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
+import torch
+
 
 @cache
 def digest() -> str:
@@ -15,3 +17,10 @@ def digest() -> str:
     """
     files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
+
+
+def tag_programs() -> None:
+    """Programs compiled from now on are found in caches only by a process with the same operators."""
+    config, tag = torch.compiler.config, f"sp_compile {digest()}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()

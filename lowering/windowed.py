@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .collectives import window
 from .frames import Frame, folds_of, is_padded, own_positions, rows_held
-from .halo import around, around_ring
+from .halo import around, around_ring, shifts_of
 from .library import composite
 
 AS_SHARDS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
@@ -40,6 +40,13 @@ def reach_of(before: int, width: int, stride: int, frame: Frame, result: Frame, 
         raise ValueError("a window needs neighbours, which the zigzag layout parts")
     s, low = rows_held(frame, n), frame[2] - before - stride * result[2]
     return Reach(low, low + s + width - stride, s)
+
+
+def window_shifts(
+    before: int, width: int, stride: int, frame: Frame, result: Frame, n: int
+) -> list[tuple[int, int]]:
+    """(ranks further on, rows) of every shift in the forward of a window on shards."""
+    return shifts_of(*reach_of(before, width, stride, frame, result, n), n)
 
 
 class Shards(NamedTuple):
@@ -237,6 +244,16 @@ def turned_rows(turn: Turn, s: int) -> tuple[int, int]:
 def is_ring(frame: Frame, n: int) -> bool:
     """Does the first rank's first row follow the last rank's last? False unless proved."""
     return not is_padded(frame, n)
+
+
+def roll_shifts(shift: int, frame: Frame, n: int) -> list[tuple[int, int]]:
+    """(ranks further on, rows) of every shift in the forward of a roll on shards."""
+    s = rows_held(frame, n)
+    if is_ring(frame, n):
+        return shifts_of(-shift, s - shift, s, n, wraps=True)
+    turn = turn_of(shift, frame)
+    first, last = turned_rows(turn, s)
+    return shifts_of(-shift, s - shift, s, n) + shifts_of(first + turn.delta, last + turn.delta, s, n)
 
 
 @composite("roll(Tensor x, int dim, int shift, SymInt[]? frame=None, int n=1, str group='') -> Tensor")

@@ -21,14 +21,21 @@ from torch.fx import Node
 from .._compat import pytree
 from ..call import is_tensor
 from ..shapes import sizes
-from .batch import Batch, Steps, Value
+from .batch import Steps, Value
+from .batched_ops import BatchedOps
 from .steps import Column, NotALoop
 
 aten = torch.ops.aten
 LINEAR_SCAN = torch.ops.sp.linear_scan.default
 ZEROS = (aten.zeros.default, aten.zeros_like.default)
 FILLS = (aten.full.default, aten.full_like.default)
-STILL_ZERO = (aten.alias.default, aten.clone.default, aten.expand.default, aten.to.dtype, aten.unsqueeze.default)
+STILL_ZERO = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.expand.default,
+    aten.to.dtype,
+    aten.unsqueeze.default,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Affine:
     b: Value
 
 
-class Scans(Batch):
+class Scans(BatchedOps):
     """Affine arithmetic on the values of steps, and the scans of states."""
 
     def affine(self, node: Node, leaves: list[Value]) -> Affine | None:

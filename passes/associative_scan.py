@@ -37,10 +37,7 @@ class AssociativeScan(PassBase):
 
     def call(self, graph_module: GraphModule) -> PassResult:
         changed = AssociativeScans(graph_module).run()
-        changed = Trees(graph_module).run() or changed
-        graph_module.graph.lint()
-        graph_module.recompile()
-        return PassResult(graph_module, changed)
+        return PassResult(graph_module, Trees(graph_module).run() or changed)
 
 
 @dataclass
@@ -63,13 +60,19 @@ class AssociativeScans(Editor):
     def run(self) -> bool:
         """True if the graph changed."""
         changed = False
-        for node in _calls(self.gm):
+        calls = _calls(self.gm)
+        if calls:
+            self.drop_dead()
+        for node in calls:
             found = combining(getattr(self.gm, node.args[0].target), len(node.args[1]))
             if found is not None and all(self._fits(node, one) for one in found):
                 self._rewrite(node, found)
                 changed = True
             else:
                 node.meta["sp_no_rule"] = UNKNOWN
+        if changed:
+            self.graph.lint()
+            self.gm.recompile()
         return changed
 
     def _fits(self, node: Node, one: Combining) -> bool:
@@ -152,6 +155,9 @@ class Trees(Editor):
         found = _calls(self.gm)
         for node in found:
             self._inline(node, getattr(self.gm, node.args[0].target))
+        if found:
+            self.graph.lint()
+            self.gm.recompile()
         return bool(found)
 
     def _inline(self, node: Node, combine: GraphModule) -> None:

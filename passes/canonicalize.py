@@ -39,7 +39,7 @@ class Canonicalize(PassBase):
         for rewrite in (Reroll, EagerAttention, StackHeads, Masks):
             changed = rewrite(graph_module).run() or changed
         changed = _group_heads(graph_module) or changed
-        for rewrite in (AssociativeScans, ScanIdioms):
+        for rewrite in (AssociativeScans, ScanIdioms, Paddings):
             changed = rewrite(graph_module).run() or changed
         if changed:
             graph_module.graph.lint()

@@ -61,6 +61,12 @@ class Editor:
             self.graph.erase_node(node)
         self.drop(*inputs)
 
+    def drop_dead(self) -> None:
+        """Erase all that nothing reads."""
+        for node in reversed(self.graph.nodes):
+            if node.op == "call_function" and not node.users and is_pure(node):
+                self.graph.erase_node(node)
+
     def drop(self, *nodes: Any) -> None:
         """Erase the nodes, and what only they needed, as far as nothing else uses them."""
         waiting, gone = [n for n in nodes if isinstance(n, Node)], set()

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from ..call import Call, is_tensor
 from ..layout import Demand, Shard
+from .propagate import SUMMAND
 from .rewrite import Rewrite
 
 sp = torch.ops.sp
@@ -59,6 +60,8 @@ class Gather(Rewrite):
         have, why = self.plan.of(source), self._reason(demand)
         if not isinstance(have, Shard):
             node.meta["sp_whole"] = True  # nothing to gather: propagation is not to begin a sequence here
+            if have == SUMMAND:
+                self._regather(node, demand)
             return
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
         whole = next((u for u in source.users if u.target is op and u.args[0] is source), None)

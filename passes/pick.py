@@ -1,6 +1,7 @@
 """One position of a sharded sequence (`x[:, -1]`, BERT's `x[:, 0]`) without gathering the others.
 
-    select(x, S, i)   ->   all_reduce(sum(where(arange(S) == i, x, 0), S))
+    select(x, S, i)           ->   all_reduce(sum(where(arange(S) == i, x, 0), S))
+    slice(x, S, i, i + 1)     ->   the same, and the dim of one row stays
 
 Exactly one rank holds position i, so the sum is the value. Bytes sent: 2 (n-1)/n of one row instead of n-1 times the
 shard. Leaves alone (to be gathered): booleans.
@@ -13,21 +14,23 @@ from torch.fx import Node
 
 from ..call import Call
 from ..layout import Demand
+from ..movement import Window
+from ..rule import lookup
+from ..shapes import Size, same, size
 from .rewrite import Rewrite
 
 aten = torch.ops.aten
 
 
 class Pick(Rewrite):
-    """Claims the demand of a select along the sharded dim."""
+    """Claims the demand of a select, or a slice of one row, along the sharded dim."""
 
     name = "pick"
     kinds = frozenset({"whole"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        if node.target is not aten.select.int or node.meta["val"].dtype == torch.bool:
-            return ""
-        return None
+        single = node.target is aten.select.int or _row(node) is not None
+        return None if single and node.meta["val"].dtype != torch.bool else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         call, value = Call(node), node.meta["val"]
@@ -35,7 +38,8 @@ class Pick(Rewrite):
         with self.graph.inserting_before(node):
             here = self._is_position(call, dim, node)
             only = self.compute(aten.where.ScalarOther, (here, x, 0), node)
-            row = self.compute(aten.sum.dim_IntList, (only, [dim]), node, {"dtype": value.dtype})
+            summed = (only, [dim], True) if _row(node) is not None else (only, [dim])
+            row = self.compute(aten.sum.dim_IntList, summed, node, {"dtype": value.dtype})
         node.replace_all_uses_with(row)
         self.graph.erase_node(node)
         self.note(row, "one position: the rank that holds it sends it to the others")
@@ -43,11 +47,21 @@ class Pick(Rewrite):
     def _is_position(self, call: Call, dim: int, node: Node) -> Node:
         """arange(S) == i, shaped to broadcast along `dim`."""
         length = call.shape()[dim]
-        index = call["index"]
+        row = _row(node)
+        index = call["index"] if row is None else row
         counted_back = isinstance(index, int) and index < 0
-        position = self.sizes(length + index) if counted_back else index
+        position = self.sizes(length + index) if counted_back else self.sizes(size(index))
         device = {"device": node.meta["val"].device}
         positions = self.compute(aten.arange.default, (self.sizes(length),), node, device)
         here = self.compute(aten.eq.Scalar, (positions, position), node)
         shape = [self.sizes(length) if d == dim else 1 for d in range(call.ndim())]
         return self.compute(aten.reshape.default, (here, shape), node)
+
+
+def _row(node: Node) -> Size | None:
+    """The position of a slice of one row."""
+    found = lookup(node) if node.target is aten.slice.Tensor else None
+    if found is None or not isinstance(found[1], Window) or found[1].spans is None:
+        return None
+    ((start, length),) = found[1].spans
+    return start if same(length, 1) else None

@@ -5,7 +5,7 @@
         ys.append(h * c[:, t])
     y = stack(ys, 1)
 
-A list of S nodes that do the same becomes one node that does it to all steps (steps.py, batch.py); a state that is
+A list of S nodes that do the same becomes one node that does it to all steps (steps.py, batched_ops.py); a state that is
 affine in the one before becomes a scan (affine.py). Steps are read by select, slices, unbind or split, in order or in
 reverse; the first may be another (a state to begin with). What else reads the value of one step selects it. Takes time
 linear in the nodes. Bytes moved: none.
@@ -80,8 +80,9 @@ class Reroll(Scans):
         if not again and not any(isinstance(x, Ref) and x.lag for x in operands):
             raise NotALoop("no recurrence")
         roll = Roll(self, loop)
-        owned = {n for c in roll.columns for n in c.nodes}
-        readers = [(u, n) for n in owned for u in n.users if u is not listed and u not in owned]
+        steps = [n for c in roll.columns for n in c.nodes]
+        owned = set(steps)
+        readers = [(u, n) for n in steps for u in n.users if u is not listed and u not in owned]
         anchor = _anchor(roll.shared(), owned, [listed, *(u for u, _ in readers)])
         with self.behind(anchor), _autocast_at(anchor):
             found = roll.run()

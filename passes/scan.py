@@ -21,9 +21,8 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._compat import size_hint
 from ..call import Call
 from ..layout import Demand, Shard
-from ..lowering.scan.monoids import accumulate_dtype
 from ..machine import Machine
-from ..scan_cost import Carries, carries
+from ..scan_cost import Carries, choose_exchange, message_bytes
 from .nested_scan import is_flat, scanned_rows
 from .rewrite import Rewrite
 from .scan_calls import respelt
@@ -51,31 +50,15 @@ class Scan(Rewrite):
         call = Call(fresh)
         cost = self._carries(call, shard)
         ranks = self.job.ranks
-        where = {
-            "frame": self.frame(shard),
-            "exchange": cost.exchange,
-            "n": ranks.n,
-            "group": ranks.group,
-        }
-        fresh.args, fresh.kwargs = call.rebuild(call.operands, **where)
+        where = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
+        fresh.args, fresh.kwargs = call.rebuild(call.operands, frame=self.frame(shard), **where)
         self.note(fresh, f"{_described(call)} of {shard.frame.size} positions: {cost}")
 
     def _carries(self, call: Call, shard: Shard) -> Carries:
-        result = call.results()[0]
-        rows = 1
-        for d, extent in enumerate(result.shape):
-            rows *= 1 if d == shard.dim else _hint(extent)
-        nbytes = rows * shard.frame.folds * row_bytes(call)
-        machine = self.job.machine or Machine.of(result.device.type)
-        return carries(nbytes, self.job.ranks.n, machine, shard.frame.folds)
-
-
-def row_bytes(call: Call) -> int:
-    """Bytes of one element's carry: a state in the dtype that it is combined in, and what else must be known of it."""
-    result = call.results()[0]
-    wide = call.get("accumulate") or accumulate_dtype(call.get("op", "sum"), result.dtype, result.device)
-    pieces = {sp.extremes.default: 8, sp.linear_scan.default: wide.itemsize}.get(call.node.target, 0)
-    return wide.itemsize + pieces + (9 if call.get("segments") is not None else 0)
+        folds = shard.frame.folds
+        nbytes, _ = message_bytes(call, folds, _hint)
+        machine = self.job.machine or Machine.of(call.results()[0].device.type)
+        return choose_exchange(int(nbytes), self.job.ranks.n, machine, folds)
 
 
 def _described(call: Call) -> str:

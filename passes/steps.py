@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -184,7 +185,7 @@ def _reading(values: Sequence[Any], first: int) -> Read | Node | None:
         return None
     at = [r[3] for r in reads if r is not None]
     stride = at[1] - at[0] if len(at) > 1 else 1
-    if any(b - a != stride for a, b in zip(at, at[1:])) or stride not in (-1, 0, 1):
+    if any(b - a != stride for a, b in pairwise(at)) or stride not in (-1, 0, 1):
         return None
     source, dim, keep = reads[0][:3]
     return values[0] if stride == 0 else Read(source, dim, at[0] - stride * first, stride, keep)
@@ -203,7 +204,11 @@ def reading(node: Any) -> tuple[Node, int, bool, int] | None:
     extent = source.meta["val"].shape[dim]
     keep = node.target is aten.slice.Tensor
     index = (call["start"] or 0) if keep else call["index"]
-    if not isinstance(extent, int) or not isinstance(index, int) or (keep and node.meta["val"].shape[dim] != 1):
+    if (
+        not isinstance(extent, int)
+        or not isinstance(index, int)
+        or (keep and node.meta["val"].shape[dim] != 1)
+    ):
         return None
     return source, dim, keep, max(index + extent, 0) if index < 0 else index
 

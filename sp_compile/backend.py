@@ -10,14 +10,12 @@ from torch.fx import GraphModule
 
 from . import _compat, measure
 from .agree import Agreed, fingerprint, input_names
-from .attention import SHARDED
-from .call import Call
 from .capture import capture
 from .config import SPConfig
 from .errors import SpError
 from .explain import Report
+from .known_routes import declare_routes
 from .local_inputs import capture_shards
-from .lowering import routes
 from .lowering.version import digest
 from .machine import Machine
 from .mesh import Ranks, resolve
@@ -114,11 +112,7 @@ def lower(
         param_grads=config.param_grads,
     )
     local, report = run_pipeline(graph, job, fragment)
-    for node in local.graph.nodes:
-        if node.target in SHARDED:
-            call = Call(node)
-            stride = call.get("ulysses", 1)
-            routes.declare(ranks.group, stride, call.get("steps", ranks.n // stride))
+    declare_routes(local, ranks)
     return local, report
 
 

@@ -26,27 +26,23 @@ Raise SpError for shapes, heads, meshes, layouts and options that do not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import SpError
 from .functional_call import NAMES, Attending, Options
 from .lowering import routes
 from .lowering.masked_attention import autocast
-from .lowering.version import digest
-from .mesh import Ranks, resolve
+from .lowering.version import tag_programs
+from .mesh import Mesh, Ranks, ranks_of
 
 sp = torch.ops.sp
-Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Ranks | None
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:
     """Heads are exchanged for sequence: two all-to-alls. The ranks must divide the query heads (arXiv:2309.14509)."""
-    ranks = _ranks(mesh)
+    ranks = ranks_of(mesh)
     return _attend("ulysses", q, k, v, ranks, options, ranks.n)
 
 
@@ -57,7 +53,7 @@ def ring_attention(
 
     kv_grads: "travel", gradients of keys and values go round behind them; "scatter", they go home in one exchange.
     """
-    return _attend("ring", q, k, v, _ranks(mesh), options, 1, kv_grads)
+    return _attend("ring", q, k, v, ranks_of(mesh), options, 1, kv_grads)
 
 
 def hybrid_attention(
@@ -74,14 +70,14 @@ def hybrid_attention(
 
     ulysses: a divisor of n and of the query heads; that of the mesh's "ulysses" axis if None. One rank needs none.
     """
-    ranks = _ranks(mesh)
+    ranks = ranks_of(mesh)
     width = 1 if ranks.n == 1 else ranks.ulysses if ulysses is None else ulysses
     return _attend("hybrid", q, k, v, ranks, options, width, kv_grads)
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:
     """Keys and values are gathered, and gathered again in the backward; any number of heads."""
-    return _attend("gathered", q, k, v, _ranks(mesh), options, 1)
+    return _attend("gathered", q, k, v, ranks_of(mesh), options, 1)
 
 
 def _attend(
@@ -130,21 +126,4 @@ def _run(job: Attending) -> Tensor:
 def _prepare(group: str, stride: int, steps: int) -> None:
     """A compiled program may come from a cache, untraced: its routes are known then, and it was made of these ops."""
     routes.declare(group, stride, steps)
-    config, tag = torch.compiler.config, f"sp_compile {digest()}"
-    if tag not in config.cache_key_tag:
-        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
-
-
-def _ranks(mesh: Mesh) -> Ranks:
-    if isinstance(mesh, Ranks):
-        return mesh
-    if mesh == dist.GroupMember.NON_GROUP_MEMBER:
-        raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the process group")
-    if isinstance(mesh, dist.ProcessGroup):
-        return Ranks(dist.get_world_size(mesh), mesh.group_name)
-    return _resolved(mesh)
-
-
-@torch.compiler.assume_constant_result
-def _resolved(mesh: DeviceMesh | None) -> Ranks:
-    return resolve(mesh, None)
+    tag_programs()

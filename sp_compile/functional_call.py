@@ -6,18 +6,16 @@ Whatever is wrong on one rank is found before the first exchange, told to the ot
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from .agreement import agree
 from .errors import SpError
-from .lowering.communicator import current
 from .mesh import Ranks
 
-TEXT = 1024  # bytes of a rank's description in an error message
 LAYOUTS = ("contiguous", "zigzag")
 FILL = 1e4
 WAYS_HOME = ("travel", "scatter")
@@ -105,7 +103,8 @@ class Attending:
         problem = next(self._problems(), None)
         # A traced program cannot stop for what other ranks say.
         if self.options.check and self.ranks.n > 1 and not torch.compiler.is_compiling():
-            self._agree(problem)
+            alike = "shards are of equal length, options the same"
+            agree("attention", problem, self._description(), self.ranks, self.q.device, alike)
         if problem is not None:
             raise SpError(problem)
 
@@ -195,27 +194,6 @@ class Attending:
 
     def _shapes(self) -> str:
         return f"q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)}"
-
-    def _agree(self, problem: str | None) -> None:
-        """Raise on every rank what is wrong on any: 16 bytes a rank, and their words only if they differ."""
-        text = self._description() if problem is None else problem
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-        n, group, device = self.ranks.n, self.ranks.group, self.q.device
-        mine = torch.tensor([problem is not None, digest], dtype=torch.int64, device=device)
-        everyone = current().all_gather(mine, n, group).view(n, 2).tolist()
-        if not any(failed for failed, _ in everyone) and all(words == everyone[0] for words in everyone):
-            return
-        letters = list(text.encode()[:TEXT].ljust(TEXT))
-        sent = torch.tensor(letters, dtype=torch.uint8, device=device)
-        rows = current().all_gather(sent, n, group).view(n, TEXT).tolist()
-        told = [bytes(row).decode(errors="replace").rstrip() for row in rows]
-        failed = [rank for rank in range(n) if everyone[rank][0]]
-        if failed:
-            raise SpError("\n".join(f"rank {rank}: {told[rank]}" for rank in failed))
-        each = "\n".join(f"  rank {rank}: {words}" for rank, words in enumerate(told))
-        raise SpError(
-            f"attention: the ranks' calls differ; shards are of equal length, options the same\n{each}"
-        )
 
     def _description(self) -> str:
         """What must be the same on every rank, or exchanges would not meet."""

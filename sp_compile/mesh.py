@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,6 +30,29 @@ class Ranks:
         if not self.group or not dist.is_initialized():
             return None
         return process_group(self.group)
+
+
+Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Ranks | None
+"""How the functions on local shards are told their ranks; None is the default group."""
+
+
+def ranks_of(mesh: Mesh) -> Ranks:
+    """The ranks of a function on local shards; see `resolve`. Inside torch.compile they are constants.
+
+    Raises SpError: what `resolve` raises, and this rank outside the process group.
+    """
+    if isinstance(mesh, Ranks):
+        return mesh
+    if mesh == dist.GroupMember.NON_GROUP_MEMBER:
+        raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the process group")
+    if isinstance(mesh, dist.ProcessGroup):
+        return Ranks(dist.get_world_size(mesh), mesh.group_name)
+    return _resolved(mesh)
+
+
+@torch.compiler.assume_constant_result
+def _resolved(mesh: DeviceMesh | None) -> Ranks:
+    return resolve(mesh, None)
 
 
 def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:

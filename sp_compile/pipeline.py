@@ -21,6 +21,7 @@ from .explain import Report
 from .layout import Plan, Shard
 from .machine import Machine
 from .mesh import Ranks, resolve
+from .passes.associative_scan import Trees
 from .passes.canonicalize import Canonicalize
 from .passes.choose import choose_attention
 from .passes.draws import Draws
@@ -106,6 +107,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         _check_local_outputs(gm, plan, job.ranks.n)
     report.constraints = _constraints(gm, axes, plan, job.ranks.n)
     local = localize(gm, plan, job)
+    Trees(local).run()
     clock.lap("localize")
     validate(local, plan, job.ranks.n)
     restore_strides(local)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import SpError
 from .lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
-from .scan_values import may_overflow, observable, ungrouped, wrapped
+from .scan_shards import Shards
+from .scan_values import may_overflow, never_overflows, observable, ungrouped, wrapped
 
 sp = torch.ops.sp
+INDEX = 8  # bytes
+UNGROUPED = (
+    "segment_ids are not grouped: an id comes again after another one. Sort x by them or, if every run of equal ids is "
+    "a segment of its own, pass runs=True"
+)
 _SYNONYMS = {
     **dict.fromkeys(("add", "plus", "cumsum"), "sum"),
     **dict.fromkeys(("mul", "product", "cumprod"), "prod"),
@@ -25,7 +32,10 @@ _SYNONYMS = {
 
 @dataclass(frozen=True)
 class ScanCall:
-    """A call of inclusive_scan, exclusive_scan or segmented_scan. runs: may an id come again as another segment?"""
+    """A call of inclusive_scan, exclusive_scan or segmented_scan.
+
+    runs: may an id come again as another segment? shards: how ranks share the dim; None: x is whole.
+    """
 
     name: str
     x: Tensor
@@ -38,6 +48,7 @@ class ScanCall:
     check: bool
     segments: Tensor | None = None
     runs: bool = False
+    shards: Shards | None = None
 
     @property
     def result(self) -> torch.dtype:
@@ -46,8 +57,14 @@ class ScanCall:
 
     @property
     def length(self) -> int:
-        """Of the scanned dim."""
+        """Of the scanned dim of x."""
         return self.x.shape[self.dim] if self.x.ndim else 1
+
+    @property
+    def among_ranks(self) -> Shards | None:
+        """The shards, if ranks can stop for what other ranks say: a traced program cannot."""
+        alone = self.shards is None or self.shards.ranks.n == 1 or torch.compiler.is_compiling()
+        return None if alone or not self.check else self.shards
 
     def run(self) -> Tensor:
         """The scan. Raises SpError for a call that does not fit, or an integer that overflows."""
@@ -58,29 +75,77 @@ class ScanCall:
 
     def run_with_indices(self) -> tuple[Tensor, Tensor]:
         """The running max or min, and where it stands. Raises SpError for a call that does not fit."""
-        self._require()
-        if not MONOIDS[self.op].selects:
-            raise SpError(f"{self.name}: indices=True is for max and min, a {self.op} is at no index")
-        return sp.extremes(self.x.to(self.result), self.dim, self.op, self.reverse)
+        self._require(indices=True)
+        x = self.x.to(self.result)
+        return sp.extremes(x, self.dim, self.op, self.reverse, *self._arguments(x.element_size() + INDEX))
 
-    def _require(self) -> None:
-        for problem in self._problems():
-            raise SpError(f"{self.name}: {problem}")
+    def _require(self, indices: bool = False) -> None:
+        problem = next(self._problems(indices), None)
+        problem = None if problem is None else f"{self.name}: {problem}"
+        shards, ids = self.among_ranks, self.segments
+        if shards is not None:
+            shards.agree(problem, self._description(indices), self.x.device)
+            if ids is not None and not self.runs and observable(ids) and self.length:
+                # All ranks see the same ids, so all of them raise.
+                again = shards.ungrouped(ids, self._dim_of(ids))
+                problem = f"{self.name}: {UNGROUPED}" if again else None
+        if problem is not None:
+            raise SpError(problem)
+
+    def _description(self, indices: bool) -> str:
+        """What must be the same on every rank, or exchanges would not meet."""
+        x, ids = self.x, self.segments
+        wants = x.requires_grad and torch.is_grad_enabled()
+        of_ids = "" if ids is None else f", segment_ids {list(ids.shape)} {ids.dtype}, runs={self.runs}"
+        return (
+            f"x {list(x.shape)} {x.dtype} along {self.dim % x.ndim}{of_ids}, op={self.op}, exclusive={self.exclusive}, "
+            f"reverse={self.reverse}, indices={indices}, {self.dtype}, {self.accumulate}, gradient: {wants}"
+        )
+
+    def _arguments(self, element: int) -> tuple[Any, ...]:
+        """What the sp operators need to know of the shards. element: bytes that a rank tells of a column."""
+        if self.shards is None:
+            return ()
+        columns = self.x.numel() // max(self.length, 1)
+        return self.shards.arguments(self.length, columns * element, self.x.device)
 
     def _scan(self, x: Tensor, dtype: torch.dtype | None, accumulate: torch.dtype | None) -> Tensor:
-        return sp.scan(x, self.segments, self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate)
+        if self._is_torchs(x, accumulate):
+            return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
+        inner = accumulate or accumulate_dtype(self.op, self.result, x.device)
+        how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
+        return sp.scan(x, self.segments, *how, *self._arguments(inner.itemsize))
+
+    def _is_torchs(self, x: Tensor, accumulate: torch.dtype | None) -> bool:
+        """Would torch's scan run in the end? Then it may as well run at once: sums and products of contiguous rows."""
+        if self.op not in ("sum", "prod") or self.exclusive or self.reverse:
+            return False
+        if self.segments is not None or self.shards is not None:
+            return False
+        plain = accumulate is None and x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not plain or x.ndim == 0 or self.dim not in (-1, x.ndim - 1) or not x.is_contiguous():
+            return False
+        # torch's derivative of a product divides by its factors.
+        return self.op == "sum" or not (x.requires_grad and torch.is_grad_enabled())
 
     def _require_in_range(self, out: Tensor) -> None:
         checked = self.check and self.op in ("sum", "prod") and not out.dtype.is_floating_point
         if not checked or not observable(self.x) or not observable(out):
             return
-        x = self.x.to(self.result) if self.x.is_floating_point() else self.x
+        x, shards = self.x.to(self.result) if self.x.is_floating_point() else self.x, self.among_ranks
         dtype = min(out.dtype, self.accumulate or out.dtype, key=lambda each: torch.iinfo(each).bits)
-        if may_overflow(x, self.op, self.length, dtype):
+        length = self.length * (shards.ranks.n if shards else 1)
+        if never_overflows(x, self.op, length, dtype):
+            return
+        risk = may_overflow(x, self.op, length, dtype)
+        if shards.any(risk, x.device) if shards else risk:
             exact = self._scan(x.double(), None, None)
             places = wrapped(out, exact, dtype).nonzero().tolist()
-            if places:
-                raise SpError(f"{self.name}: {self._overflow(exact, places[0], dtype)}")
+            problem = f"{self.name}: {self._overflow(exact, places[0], dtype)}" if places else None
+            if shards is not None:
+                shards.raise_together(problem, x.device)
+            elif problem is not None:
+                raise SpError(problem)
 
     def _overflow(self, exact: Tensor, index: list[int], dtype: torch.dtype) -> str:
         value, where = f"{exact[tuple(index)].item():.6g}", f"at index {tuple(index)}"
@@ -88,11 +153,15 @@ class ScanCall:
         hint = f"pass dtype={wider} or check=False to let it wrap round"
         return f"the {self.op} is about {value} {where}, which {dtype} cannot hold; {hint}"
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self, indices: bool = False) -> Iterator[str]:
         yield from self._wrong_op()
         yield from wrong_dim(self.x, self.dim)
+        if indices and not MONOIDS[self.op].selects:
+            yield f"indices=True is for max and min, a {self.op} is at no index"
         yield from self._wrong_dtypes()
         yield from self._wrong_segments()
+        if self.shards is not None:
+            yield from self.shards.problems(self.length) if self.x.ndim else ["x has no dim for ranks to share"]
 
     def _wrong_op(self) -> Iterator[str]:
         if self.op not in MONOIDS:
@@ -137,13 +206,11 @@ class ScanCall:
             self.check
             and not self.runs
             and ids.ndim
+            and self.among_ranks is None
             and observable(ids)
             and ungrouped(ids, self._dim_of(ids))
         ):
-            yield (
-                "segment_ids are not grouped: an id comes again after another one. Sort x by them or, if every run of "
-                "equal ids is a segment of its own, pass runs=True"
-            )
+            yield UNGROUPED
 
     def _wrong_shape_of(self, ids: Tensor) -> Iterator[str]:
         x, shape = self.x, [1] * (self.x.ndim - ids.ndim) + list(ids.shape)

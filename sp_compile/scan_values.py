@@ -32,19 +32,21 @@ def _neighbours(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return ids.narrow(dim, 0, pairs), ids.narrow(dim, ids.shape[dim] - pairs, pairs)
 
 
-def may_overflow(x: Tensor, op: str, length: int, dtype: torch.dtype) -> bool:
-    """Can a sum or product of `length` numbers of an integer x leave the dtype?
-
-    The range of x's own dtype answers first, then the numbers that x holds.
-    """
-    limit = torch.iinfo(dtype).max
+def never_overflows(x: Tensor, op: str, length: int, dtype: torch.dtype) -> bool:
+    """Does the dtype hold every sum or product of `length` numbers of x's own dtype, bool or integers?"""
     if x.dtype is torch.bool:
-        return _exceeds(1, op, length, limit)
+        return not _exceeds(1, op, length, torch.iinfo(dtype).max)
     own = torch.iinfo(x.dtype)
-    if not _exceeds(max(-own.min, own.max), op, length, limit) or not x.numel():
+    return not _exceeds(max(-own.min, own.max), op, length, torch.iinfo(dtype).max)
+
+
+def may_overflow(x: Tensor, op: str, length: int, dtype: torch.dtype) -> bool:
+    """Can a sum or product of `length` numbers as large as those of an integer x leave the dtype?"""
+    if never_overflows(x, op, length, dtype) or not x.numel():
         return False
-    least, greatest = (int(end) for end in x.aminmax())
-    return _exceeds(max(-least, greatest), op, length, limit)
+    ends = (x.to(torch.uint8) if x.dtype is torch.bool else x).aminmax()
+    least, greatest = (int(end) for end in ends)
+    return _exceeds(max(-least, greatest), op, length, torch.iinfo(dtype).max)
 
 
 def _exceeds(magnitude: int, op: str, length: int, limit: int) -> bool:

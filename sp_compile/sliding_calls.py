@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from .call import Call
+from .lowering import windowed
 from .shapes import Size, same, size
 from .sliding import Sliding, plain
 
@@ -190,3 +192,19 @@ SLIDING: Mapping[Any, Callable[[Call], Along]] = {
     aten.unfold.default: _unfold,
     **dict.fromkeys(ON_SHARDS, _ours),
 }
+
+
+def shifts_of(call: Call, n: int) -> list[tuple[int, Any]]:
+    """(ranks further on, rows) of every shift in the forward of a call on shards; those of the backward go back."""
+    if call.node.target not in ON_SHARDS or call["frame"] is None or n == 1:
+        return []
+    ((_, slides),) = _ours(call).items()
+    frame, result = (_values(call.get(name) or call["frame"]) for name in ("frame", "result"))
+    sliding = slides.sliding
+    if sliding.rolls is not None:
+        return windowed.roll_shifts(sliding.rolls, frame, n)
+    return windowed.window_shifts(sliding.before, sliding.width, sliding.stride, frame, result, n)
+
+
+def _values(frame: Sequence[Any]) -> list[Any]:
+    return [a.meta["val"] if isinstance(a, Node) else a for a in frame]

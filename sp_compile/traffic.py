@@ -13,7 +13,9 @@ from ._compat import pytree
 from .attention import SHARDED
 from .call import Call
 from .errors import at
-from .shapes import Size, product, sizes
+from .scan_cost import SCANS, message_bytes, rounds_of
+from .shapes import Size, product, size, sizes
+from .sliding_calls import ON_SHARDS, shifts_of
 
 HEADS = 1
 FORWARD_AND_BACKWARD = {
@@ -50,6 +52,10 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
         if node.target in SHARDED:
             there, back = _ATTENTION[name](_Heads(node), n)
             out.append(_exchange(node, name, Call(node).operands[:3], there, back))
+        elif node.target in SCANS:
+            out += [_exchange(node, name, Call(node).operands[:1], *sent) for sent in _scan(Call(node), n)]
+        elif node.target in ON_SHARDS:
+            out += [_exchange(node, name, Call(node).operands[:1], sent, sent) for sent in _halo(Call(node), n)]
         elif name in FORWARD_AND_BACKWARD:
             operands = (
                 [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if _is_tensor(v)]
@@ -57,6 +63,27 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
             there, back = (_scaled(formula, _bytes(operands), n) for formula in FORWARD_AND_BACKWARD[name])
             out.append(_exchange(node, name, operands, there, back))
     return out
+
+
+def _scan(call: Call, n: int) -> list[tuple[Size, Size]]:
+    """Forward and backward of a scan over ranks; nothing of one that is not."""
+    if call["frame"] is None:
+        return []
+    times = n - 1 if call["exchange"] == "gather" else rounds_of(n)
+    folds = call["frame"][4] if len(call["frame"]) == 5 else 1
+    there, back = message_bytes(call, folds)
+    return [(times * there, times * back)]
+
+
+def _halo(call: Call, n: int) -> list[Size]:
+    """The bytes of the rows that a window's neighbours are sent; nothing if it needs none."""
+    rows = [size(rows) for _, rows in shifts_of(call, n)]
+    at = call.dim() if "dim" in call.args else call.ndim() - 1
+    others = product(s for d, s in enumerate(call.shape()) if d != at)
+    total: Size = 0
+    for count in rows:
+        total = total + count * others * call.operands[0].meta["val"].element_size()
+    return [total] if rows else []
 
 
 def _is_tensor(value: object) -> bool:

@@ -223,6 +223,17 @@ def orders() -> None:
     one(aten.diff.default, x, 1, -1, f(2, 4, 2), f(2, 4, 1))
 
 
+def scans() -> None:
+    x, sp = f(2, 4, 6), torch.ops.sp
+    one(sp.scan.default, x, None, 1, "sum")
+    one(sp.scan.default, x, i(2, 6).cumsum(0), -1, "max", exclusive=True)
+    one(sp.scan.default, x, i(2, 4, 1), 1, "logsumexp", reverse=True)
+    one(sp.extremes.default, x, -1, "max")
+    one(sp.extremes.default, x, 1, "min", reverse=True)
+    one(sp.linear_scan.default, x, f(4, 6), None, 1)
+    one(sp.linear_scan.default, f(4, 1), x, f(2, 6), 1, reverse=True)
+
+
 FAMILIES = (
     attention,
     sums_of_products,
@@ -235,4 +246,5 @@ FAMILIES = (
     reductions,
     reductions_of_their_own_kind,
     orders,
+    scans,
 )

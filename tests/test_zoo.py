@@ -97,15 +97,9 @@ GATHERED: dict[str, Op] = {
     "var": lambda m, x, ids: x.var(1),
     "std": lambda m, x, ids: x / x.std(1, keepdim=True),
     "linalg_vector_norm": lambda m, x, ids: F.normalize(x, dim=1),
-    "roll": lambda m, x, ids: x.roll(1, 1) @ m.weight,
     "flip": lambda m, x, ids: x.flip(1),
-    "pad": lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1] * x,
-    "cat": lambda m, x, ids: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) * x,
     "cat ": with_class_token,
     "diff": lambda m, x, ids: x.diff(dim=1),
-    "sub": lambda m, x, ids: x[:, 1:] - x[:, :-1],
-    "conv1d": lambda m, x, ids: F.conv1d(x.mT, m.conv.weight, padding=2)[..., : x.shape[1]].mT * x,
-    "pad ": lambda m, x, ids: m.conv(F.pad(x.mT, (2, 0))).mT * x,
     "layer_norm": lambda m, x, ids: F.layer_norm(x.mT, x.shape[1:2]).mT,
     "batch_norm": lambda m, x, ids: m.batch_norm(x.mT).mT * x,
     "batch_norm ": lambda m, x, ids: m.batch_norm(x.flatten(0, 1)).view_as(x) * x,
@@ -119,7 +113,6 @@ GATHERED: dict[str, Op] = {
     "repeat": lambda m, x, ids: x.repeat(1, 2, 1) @ m.weight,
     "repeat_interleave": lambda m, x, ids: x.repeat_interleave(2, 1) @ m.weight,
     "split": lambda m, x, ids: [piece @ m.weight for piece in x.split(1, 1)],
-    "unfold": lambda m, x, ids: x.unfold(1, 2, 1).mean(-1) @ m.weight,
     "scatter_add": lambda m, x, ids: x.new_zeros(BATCH, VOCABULARY, WIDTH).scatter_add(
         1, ids[..., None].expand_as(x), x
     ),
@@ -131,7 +124,7 @@ GATHERED: dict[str, Op] = {
     "einsum": lambda m, x, ids: torch.einsum("bsd,btd->bst", x, x.exp()),
     "matmul": capped_mixing_by_hand,
     "linear": lambda m, x, ids: F.linear(x.mT, square(m, x), m.mix[0, : x.shape[1]]).mT,
-    "avg_pool1d": lambda m, x, ids: F.avg_pool1d(x.mT, 2).mT @ m.weight,
+    "avg_pool1d": lambda m, x, ids: F.avg_pool1d(x.mT, 3, 1, 1, count_include_pad=False).mT @ m.weight,
     "tril": lambda m, x, ids: x.tril(),
     "cumsum ": lambda m, x, ids: x.flatten().cumsum(0),
     "unflatten": lambda m, x, ids: x[:, : x.shape[1] // 2 * 2].unflatten(1, (-1, 2)).sum(2) @ m.weight,
@@ -177,6 +170,17 @@ SHARDED: dict[str, Op] = {
     "likelihood": lambda m, x, ids: m.head(x)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).sum(1),
     "sizes": lambda m, x, ids: x * x.shape[1] / x.numel(),
     "expanded": lambda m, x, ids: x[:, None].expand(-1, 3, -1, -1).flatten(0, 1) @ m.weight,
+    "roll": lambda m, x, ids: x.roll(1, 1) @ m.weight,
+    "pad": lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1] * x,
+    "cat": lambda m, x, ids: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) * x,
+    "sub": lambda m, x, ids: x[:, 1:] - x[:, :-1],
+    "conv1d": lambda m, x, ids: F.conv1d(x.mT, m.conv.weight, padding=2)[..., : x.shape[1]].mT * x,
+    "pad ": lambda m, x, ids: m.conv(F.pad(x.mT, (2, 0))).mT * x,
+    "unfold": lambda m, x, ids: x.unfold(1, 2, 1).mean(-1) @ m.weight,
+    "cat of the first": lambda m, x, ids: torch.cat([x[:, :1], x[:, :-1]], 1) * x,
+    "cat of a parameter": lambda m, x, ids: torch.cat([x[:, 1:], m.first.expand(x.shape[0], 1, -1)], 1) * x,
+    "mean pool": lambda m, x, ids: F.avg_pool1d(x.mT, 3, 1, 1).mT @ m.weight,
+    "max pool": lambda m, x, ids: F.max_pool1d(F.pad(x.mT, (1, 0)), 2, 1).mT @ m.weight,
     "attention by hand": token_mixing_by_hand,
 }
 
@@ -203,7 +207,7 @@ def test_other_ops_stay_sharded(name: str, ranks: int, length: int) -> None:
     assert not run(SHARDED[name], ranks, length).fallbacks
 
 
-@pytest.mark.parametrize("name", ["cumsum", "roll", "conv1d", "slice"])
+@pytest.mark.parametrize("name", ["cumsum", "flip", "avg_pool1d", "slice"])
 def test_fallback_error_names_the_op_and_the_line(name: str) -> None:
     with pytest.raises(SpError, match=rf"{name}.*test_zoo\.py.*fallback='error'"):
         run(GATHERED[name], 2, 16, fallback="error")

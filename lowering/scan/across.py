@@ -116,9 +116,7 @@ def carry_of_recurrence(
     """
     first = state.new_zeros(state.shape[1:]) if initial is None else initial.to(state.dtype)
     if way.exchange == "steps":
-        a, b = _exclusive(
-            (factor, state), (torch.ones_like(factor), torch.zeros_like(state)), compose, way
-        )
+        a, b = _exclusive((factor, state), (torch.ones_like(factor), torch.zeros_like(state)), compose, way)
         return torch.addcmul(b, a, first), None
     factor, state = _gathered([factor, state], way)
     same = state.dtype

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._compat import pytree
-from .kernels import Kernels
+from .kernels import Kernels, Map, same
 from .monoids import Combine
 from .problem import Problem
 from .states import joined, length, rows
@@ -21,58 +21,62 @@ from .states import joined, length, rows
 BLOCK = 16
 
 
-def inclusive(combine: Combine, states: Any, dim: int) -> Any:
-    """Each state combined with all before it along ``dim``; see `tree.inclusive`."""
+def inclusive(
+    combine: Combine, states: Any, dim: int, lift: Map = same, lower: Map = same
+) -> tuple[Any, Any]:
+    """lower(each state combined with all before it along ``dim``), and the last of these not lowered.
+
+    As `tree.inclusive`, of lift(rows of states).
+    """
     n = length(states, dim)
-    if n <= 1:
-        return states
-    run = rows(states, dim, 0, None, BLOCK)
+    run = lift(rows(states, dim, 0, None, BLOCK))
     if n > BLOCK:
-        carries = inclusive(combine, _totals(combine, states, dim), dim)
+        carries, _ = inclusive(combine, _totals(combine, states, dim, lift), dim)
         others = rows(run, dim, 1, None)
         others = combine(rows(carries, dim, length(others, dim)), others)
         run = joined(rows(run, dim, 1), others, dim)
-    results = pytree.tree_map(lambda leaf: _empty(leaf, dim, n), run)
-    _write(results, 0, run, dim)
-    for row in range(1, min(n, BLOCK)):
-        others = rows(states, dim, row, None, BLOCK)
-        run = combine(rows(run, dim, length(others, dim)), others)
-        _write(results, row, run, dim)
-    return results
+    results, last = _results(lower(run), dim, n), run
+    for row in range(min(n, BLOCK)):
+        if row:
+            added = lift(rows(states, dim, row, None, BLOCK))
+            run = combine(rows(run, dim, length(added, dim)), added)
+        pytree.tree_map(Tensor.copy_, rows(results, dim, row, None, BLOCK), lower(run))
+        last = run if row == (n - 1) % BLOCK else last
+    return results, rows(last, dim, -1, None)
 
 
-def total(combine: Combine, states: Any, dim: int) -> Any:
-    """The combination of all states; see `tree.total`."""
+def total(combine: Combine, states: Any, dim: int, lift: Map = same) -> Any:
+    """The combination of all states, as `tree.total`, of lift(rows of states)."""
     n = length(states, dim)
     if n > BLOCK:
-        last = n // BLOCK * BLOCK
-        run = total(combine, _totals(combine, states, dim), dim)
+        done = n // BLOCK * BLOCK
+        run = total(combine, _totals(combine, states, dim, lift), dim)
     else:
-        last = 1
-        run = rows(states, dim, 1)
-    for row in range(last, n):
-        run = combine(run, rows(states, dim, row, row + 1))
+        done = 1
+        run = lift(rows(states, dim, 1))
+    for row in range(done, n):
+        run = combine(run, lift(rows(states, dim, row, row + 1)))
     return run
 
 
-def _totals(combine: Combine, states: Any, dim: int) -> Any:
+def _totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
     """Of the whole blocks."""
     whole = length(states, dim) // BLOCK * BLOCK
-    run = rows(states, dim, 0, whole, BLOCK)
+    run = lift(rows(states, dim, 0, whole, BLOCK))
     for row in range(1, BLOCK):
-        run = combine(run, rows(states, dim, row, whole, BLOCK))
+        run = combine(run, lift(rows(states, dim, row, whole, BLOCK)))
     return run
 
 
-def _empty(leaf: Tensor, dim: int, n: int) -> Tensor:
-    shape = list(leaf.shape)
-    shape[dim] = n
-    return leaf.new_empty(shape)
+def _results(like: Any, dim: int, n: int) -> Any:
+    """Uninitialised, with n rows."""
 
+    def empty(leaf: Tensor) -> Tensor:
+        shape = list(leaf.shape)
+        shape[dim] = n
+        return leaf.new_empty(shape)
 
-def _write(results: Any, first: int, run: Any, dim: int) -> None:
-    """The row of each block: `first` within the block."""
-    pytree.tree_map(Tensor.copy_, rows(results, dim, first, None, BLOCK), run)
+    return pytree.tree_map(empty, like)
 
 
 def fits(problem: Problem) -> bool:

@@ -13,17 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .monoids import MONOIDS, Pair, compose, segmented, selecting
+from ..._compat import pytree
+from .monoids import MONOIDS, Combine, Pair, compose, segmented, selecting
 
 DIM = 1
+Map = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """inclusive(combine, states, dim) scans a tree of states along dim; total(combine, states, dim) is its last row."""
+    """inclusive(combine, states, dim, lift, lower) -> results and the last state; total(combine, states, dim, lift).
 
-    inclusive: Callable[[Any, Any, int], Any]
-    total: Callable[[Any, Any, int], Any]
+    lift makes of rows of states what is combined, and lower of that what is returned, so that an algorithm which goes
+    over its rows in parts never holds all of them in the wider dtype.
+    """
+
+    inclusive: Callable[[Combine, Any, int, Map, Map], tuple[Any, Any]]
+    total: Callable[[Combine, Any, int, Map], Any]
 
     def scan(
         self,
@@ -36,23 +42,24 @@ class Kernels:
         accumulate: torch.dtype,
     ) -> Pair:
         """-> out, like x in dtype, and total (outer, inner) in accumulate: of the last segment in scan order."""
-        identity = MONOIDS[op].identity(accumulate)
-        values, starts = _in_scan_order(reverse, x.to(accumulate), starts)
-        sums = self._segmented(MONOIDS[op].combine, values, starts)
-        total = sums[:, -1].clone() if x.shape[DIM] else _row(sums, identity)[:, 0]
+        monoid = MONOIDS[op]
+        if not x.shape[DIM]:
+            return x.new_empty(x.shape, dtype=dtype), _row(x, monoid.identity(accumulate), accumulate)[:, 0]
+        x, starts = _in_scan_order(reverse, x, starts)
+        out, total = self._scan(monoid.combine, x, starts, _to(accumulate), _to(dtype))
         if exclusive:
-            sums = torch.cat((_row(sums, identity), sums[:, :-1]), DIM) if x.shape[DIM] else sums
-            sums = sums if starts is None else sums.masked_fill(starts, identity)
-        (sums,) = _in_scan_order(reverse, sums)
-        return _own(sums.to(dtype), x), total
+            out = torch.cat((_row(out, monoid.identity(dtype), dtype), out[:, :-1]), DIM)
+            out = out if starts is None else out.masked_fill_(starts, monoid.identity(dtype))
+        (out,) = _in_scan_order(reverse, out)
+        return _own(out, x), total[:, 0].clone()
 
     def extremes(self, x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
         """-> the running max or min, like x, and its index, int64."""
         index = torch.arange(x.shape[DIM], device=x.device)[:, None].expand_as(x)
-        values, index, starts = _in_scan_order(reverse, x, index, starts)
-        values, index = self._segmented(selecting(op), (values, index), starts)
+        x, index, starts = _in_scan_order(reverse, x, index, starts)
+        (values, index), _ = self._scan(selecting(op), (x, index), starts, same, same)
         values, index = _in_scan_order(reverse, values, index)
-        return _own(values, x), index
+        return _own(values, x), index.contiguous()
 
     def linear(
         self,
@@ -65,31 +72,52 @@ class Kernels:
         accumulate: torch.dtype,
     ) -> Tensor:
         """-> h like b in dtype: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
-        a, b = _in_scan_order(reverse, a.to(accumulate), b.to(accumulate))
-        first = _row(b, 0) if initial is None else initial.to(accumulate).unsqueeze(DIM)
-        added = a * b if lagged else b
-        # In the first state rather than in the result: there the product of all a may overflow.
-        added = torch.cat((added[:, :1] + a[:, :1] * first, added[:, 1:]), DIM)
-        h = self.inclusive(compose, (a, added), DIM)[1]
-        if lagged and h.shape[DIM]:
-            h = b + torch.cat((first, h[:, :-1]), DIM)
-        (h,) = _in_scan_order(reverse, h)
-        return h.to(dtype)
+        a, b = _in_scan_order(reverse, a, b)
+        if lagged:
+            # s_(i-1) is a_(i-1) * h_(i-1): the same recurrence, of the a before.
+            a = torch.cat((_row(a, 1, a.dtype), a), DIM)[:, :-1]
+        if initial is not None:
+            # Added here rather than to the result, where it would be times a product that may overflow.
+            first = a[:, :1].to(accumulate) * initial.to(accumulate).unsqueeze(DIM) + b[:, :1]
+            b = torch.cat((first, b[:, 1:]), DIM)[:, : b.shape[DIM]]
+        h, _ = self.inclusive(compose, (a, b), DIM, _to(accumulate), lambda state: state[1].to(dtype))
+        return _own(*_in_scan_order(reverse, h), b)
 
     def linear_total(
         self, a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype
     ) -> Pair:
         """-> factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
-        a, b = _in_scan_order(reverse, a.to(accumulate), b.to(accumulate))
         if not a.shape[DIM]:
-            return _row(a, 1)[:, 0], _row(b, 0)[:, 0]
-        factor, state = self.total(compose, (a, a * b if lagged else b), DIM)
-        return factor[:, -1].clone(), state[:, -1].clone()
+            return _row(a, 1, accumulate)[:, 0], _row(b, 0, accumulate)[:, 0]
 
-    def _segmented(self, combine: Callable[[Any, Any], Any], values: Any, starts: Tensor | None) -> Any:
+        def lift(states: Pair) -> Pair:
+            a, b = _to(accumulate)(states)
+            return a, a * b if lagged else b
+
+        factor, state = self.total(compose, _in_scan_order(reverse, a, b), DIM, lift)
+        return factor[:, 0].clone(), state[:, 0].clone()
+
+    def _scan(
+        self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map
+    ) -> tuple[Any, Any]:
         if starts is None:
-            return self.inclusive(combine, values, DIM)
-        return self.inclusive(segmented(combine), (starts, values), DIM)[1]
+            return self.inclusive(combine, values, DIM, lift, lower)
+        out, last = self.inclusive(
+            segmented(combine),
+            (starts, values),
+            DIM,
+            lambda state: (state[0], lift(state[1])),
+            lambda state: lower(state[1]),
+        )
+        return out, last[1]
+
+
+def _to(dtype: torch.dtype) -> Map:
+    return lambda states: pytree.tree_map(lambda leaf: leaf.to(dtype), states)
+
+
+def same(states: Any) -> Any:
+    return states
 
 
 def _in_scan_order(reverse: bool, *tensors: Any) -> tuple[Any, ...]:
@@ -102,5 +130,5 @@ def _own(result: Tensor, operand: Tensor) -> Tensor:
     return result.clone() if result.data_ptr() == operand.data_ptr() else result
 
 
-def _row(x: Tensor, value: float) -> Tensor:
-    return x.new_full((x.shape[0], 1, x.shape[2]), value)
+def _row(x: Tensor, value: float, dtype: torch.dtype) -> Tensor:
+    return x.new_full((x.shape[0], 1, x.shape[2]), value, dtype=dtype)

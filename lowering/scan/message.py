@@ -24,7 +24,7 @@ def _fake_to_bytes(parts: list[Tensor]) -> Tensor:
 def to_bytes(parts: list[Tensor]) -> Tensor:
     """Rows of several tensors side by side: (k, ...) of any dtypes -> (k, bytes) uint8. Source: views and one copy."""
     rows = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
-    return torch.cat([row.contiguous().view(torch.uint8) for row in rows], 1)
+    return torch.cat([_aligned(row).view(torch.uint8) for row in rows], 1)
 
 
 def _fake_from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
@@ -36,6 +36,11 @@ def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
     """Undo `to_bytes`: (m, bytes) -> tensors (m, ...) with the further sizes and the dtypes of `parts`."""
     rows = message.split([_width(part) for part in parts], 1)
     shapes = [(message.shape[0], *part.shape[1:]) for part in parts]
-    # A clone starts at an address where numbers may start.
-    aligned = [row.clone(memory_format=torch.contiguous_format) for row in rows]
-    return [row.view(p.dtype).view(shape) for row, p, shape in zip(aligned, parts, shapes, strict=True)]
+    return [
+        _aligned(row).view(p.dtype).view(shape) for row, p, shape in zip(rows, parts, shapes, strict=True)
+    ]
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """A copy that starts where numbers may start, with the strides that reading other numbers needs even of one row."""
+    return rows.clone(memory_format=torch.contiguous_format)

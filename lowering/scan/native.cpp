@@ -1,23 +1,24 @@
-// Scans of (outer, length, inner) tensors in one pass over memory. The entry point is `scan`, at the end.
+// Scans of (outer, length, inner) tensors in one pass over memory. STEPS, a machine of native_steps.cpp, is defined
+// ahead of this; the entry point is `scan`, at the end.
 
 enum Element { kFloat, kDouble, kBFloat, kHalf, kInt8, kInt16, kInt32, kInt64, kByte };
-enum Work { kSum, kProd, kMax, kMin, kLogSumExp, kArgMax, kArgMin, kLinear, kLinearTotal };
 
 // As native.py's _Problem. initial, total and factor (outer, inner) are of the type to compute in.
 struct Problem {
   const void *x, *b, *initial;
   const uint8_t* starts;
-  void* out;
-  int64_t* indices;
-  void *total, *factor;
+  void *out, *indices, *total, *factor;
   int64_t outer, length, inner, starts_outer, starts_length, starts_inner, empty_integer;
   double empty_number;
-  int32_t work, element, result, compute, flag, reverse, threads;  // flag: exclusive or lagged
+  int32_t element, result, flag, reverse, threads;
 };
 
 namespace {
 
-constexpr int64_t kSlab = 1024;   // columns that are walked together, a few rows at a time
+constexpr int64_t kRows = 32;     // of a buffer, or that tiles of a row take in turn
+constexpr int64_t kSlab = 1024;   // columns that one thread walks
+constexpr int64_t kLine = 1024;   // elements of a line in a buffer
+constexpr int64_t kChains = 64;   // lines that one thread takes
 constexpr int64_t kPiece = 4096;  // rows worth a thread of their own
 
 template <class F>
@@ -36,332 +37,327 @@ auto with_element(int element, F f) {
 }
 
 template <class M>
-using Walk = void (*)(const M&, const Span<typename M::Compute>&, typename M::Compute*);
+using Walk = void (*)(const M&, const Columns<typename M::Compute>&, typename M::Compute*);
+
+template <class M, class E, class O>
+constexpr Walk<M> straight = down<M, E, O, int64_t, M::vectors>;
 
 // Walks that need no buffer, for the usual pairs of elements.
 template <class M>
 Walk<M> direct(int element, int result) {
   using C = typename M::Compute;
-  constexpr int V = M::vectors;
-  if constexpr (!std::is_same_v<C, int64_t>)
-    if (element == kFloat && result == kFloat) return walk<M, float, float, int64_t, V>;
+  int pair = element * 16 + result;
+  if constexpr (std::is_same_v<C, int64_t>) {
+    if (pair == kInt64 * 17) return straight<M, int64_t, int64_t>;
+    if (pair == kInt32 * 16 + kInt64) return straight<M, int32_t, int64_t>;
+  } else if (pair == kFloat * 17) {
+    return straight<M, float, float>;
+  }
   if constexpr (std::is_same_v<C, double>)
-    if (element == kDouble && result == kDouble) return walk<M, double, double, int64_t, V>;
-  if constexpr (std::is_same_v<C, float>)
-    if (element == kBFloat && result == kBFloat) return walk<M, BFloat, BFloat, int64_t, V>;
-  if constexpr (std::is_same_v<C, int64_t>)
-    if (element == kInt64 && result == kInt64) return walk<M, int64_t, int64_t, int64_t, V>;
+    if (pair == kDouble * 17) return straight<M, double, double>;
+  if constexpr (std::is_same_v<C, float>) {
+    if (pair == kBFloat * 17) return straight<M, BFloat, BFloat>;
+    if (pair == kBFloat * 16 + kFloat) return straight<M, BFloat, float>;
+  }
   return nullptr;
 }
 
+// What both kinds of walks know of the tensors.
 template <class M>
-class Run {
+struct Tensors {
   using C = typename M::Compute;
-  using Fold = typename M::Fold;
-  static constexpr int L = lanes<C>, V = M::vectors, W = V * L, P = M::planes;
-
   const Problem& p;
-  const M machine;
-  const Fold fold;
-  const bool wide;      // tiles are neighbours in a row
-  const bool in_parts;  // a chain is cut into lanes, block by block
-  int64_t slab, slabs;  // columns of an item, items in a row
-  Walk<M> walk_in_place;
-  decltype(&gather<C, float>) load_rows;
-  decltype(&scatter<C, float>) store_rows;
+  M machine;
+  typename M::Fold fold;
+  decltype(&read<C, float>) load_rows;
+  decltype(&write<C, float>) store_rows;
   int64_t size_in, size_out;
 
+  Tensors(const Problem& problem, C empty) : p(problem), machine{{empty, problem.flag != 0}}, fold{{empty, problem.flag != 0}} {
+    load_rows = with_element(p.element, [](auto e) { return &read<C, decltype(e)>; });
+    store_rows = with_element(p.result, [](auto e) { return &write<C, decltype(e)>; });
+    size_in = with_element(p.element, [](auto e) { return int64_t(sizeof(e)); });
+    size_out = with_element(p.result, [](auto e) { return int64_t(sizeof(e)); });
+  }
+  const void* in(const void* x, int64_t place) const { return static_cast<const char*>(x) + place * size_in; }
+  void* out(int64_t place) const { return static_cast<char*>(p.out) + place * size_out; }
+  int64_t* index(int64_t place) const { return static_cast<int64_t*>(p.indices) + place; }
+
+  // Where row i in scan order of a chain lies.
+  int64_t at(int64_t i) const { return p.reverse ? p.length - 1 - i : i; }
+  int64_t place(int64_t chain, int64_t i) const {
+    return (chain / p.inner * p.length + at(i)) * p.inner + chain % p.inner;
+  }
+  int64_t start(int64_t chain, int64_t i) const {
+    return chain / p.inner * p.starts_outer + at(i) * p.starts_length + chain % p.inner * p.starts_inner;
+  }
+  bool begins(int64_t chain, int64_t begin, int64_t end) const {
+    for (int64_t i = begin; p.starts && i < end; ++i)
+      if (p.starts[start(chain, i)]) return true;
+    return false;
+  }
+  C initial(int64_t chain, int plane) const {
+    return p.initial && plane == 0 ? static_cast<const C*>(p.initial)[chain] : machine.identity(plane);
+  }
+};
+
+// Neighbouring chains walk down together, a tile of W at a time. An item is a part of one row, or where rows are
+// shorter than a vector W chains of several.
+template <class M>
+struct Grid : Tensors<M> {
+  using typename Tensors<M>::C;
+  using Folding = Grid<typename M::Fold>;
+  using Tensors<M>::p;
+  static constexpr int L = lanes<C>, V = M::vectors, W = V * L, planes = M::planes;
+
+  bool wide;
+  Walk<M> walk;
+  int64_t row, slab, slabs;
+
   struct Buffer {
-    alignas(64) C x[kRows * W], b[kRows * W], index[kRows * W];
+    alignas(kBytes) C x[kRows * W], b[kRows * W], index[kRows * W];
     uint8_t starts[kRows * W];
   };
 
- public:
-  Run(const Problem& problem, C empty)
-      : p(problem), machine{{empty}}, fold{{empty}}, wide(p.inner >= L),
-        in_parts(M::outputs == 1 && p.inner == 1 && p.outer < W / 2 && p.length >= 8 * W) {
-    load_rows = with_element(p.element, [](auto e) { return &gather<C, decltype(e)>; });
-    store_rows = with_element(p.result, [](auto e) { return &scatter<C, decltype(e)>; });
-    size_in = with_element(p.element, [](auto e) { return int64_t(sizeof(e)); });
-    size_out = with_element(p.result, [](auto e) { return int64_t(sizeof(e)); });
-    walk_in_place = direct<M>(p.element, p.result);
-    int64_t row = wide ? p.inner : p.outer * p.inner, shares = (p.threads + p.outer - 1) / p.outer;
-    int64_t share = ((row + shares - 1) / shares + W - 1) / W * W;
-    slab = in_parts ? 1 : wide ? std::clamp<int64_t>(share, W, kSlab) : W;
+  Grid(const Problem& problem, C empty)
+      : Tensors<M>(problem, empty), wide(problem.inner >= L), walk(direct<M>(problem.element, problem.result)) {
+    row = wide ? p.inner : p.outer * p.inner;
+    int64_t shares = (p.threads + p.outer - 1) / p.outer, share = ((row + shares - 1) / shares + W - 1) / W * W;
+    slab = wide ? std::clamp<int64_t>(share, W, kSlab) : W;
     slabs = (row + slab - 1) / slab;
   }
 
   int64_t items() const { return wide ? slabs * p.outer : slabs; }
-  int64_t first(int64_t item) const { return wide ? item / slabs * p.inner + item % slabs * slab : item * slab; }
-  int64_t after(int64_t item) const {
-    int64_t end = wide ? (item / slabs + 1) * p.inner : p.outer * p.inner;
-    return std::min(first(item) + slab, end);
-  }
-  int64_t states() const { return (slab + W - 1) / W * W * P; }
+  int64_t first(int64_t item) const { return item / slabs * row + item % slabs * slab; }
+  int64_t after(int64_t item) const { return std::min(first(item) + slab, (item / slabs + 1) * row); }
+  int64_t states() const { return (slab + W - 1) / W * W * planes; }
 
-  // Of chain number k of an item that has `count`.
-  static C& at(C* states, int64_t k, int64_t count, int plane) {
-    int64_t width = count - k / W * W > L ? W : L;
-    return states[k / W * W * P + plane * width + k % W];
+  // In the states of an item of `count` chains; its last tile may be one vector wide.
+  static C& state(C* states, int64_t k, int64_t count, int plane) {
+    int64_t tile = k / W * W;
+    return states[tile * planes + plane * (count - tile > L ? W : L) + k - tile];
   }
 
-  void begin(int64_t item, C* states) const {
-    int64_t count = after(item) - first(item);
-    for (int64_t tile = 0; tile < count; tile += W)
-      for (int plane = 0; plane < P; ++plane)
-        std::fill_n(&at(states, tile, count, plane), count - tile > L ? W : L, machine.identity(plane));
-    if (p.initial)
-      for (int64_t k = 0; k < count; ++k)
-        at(states, k, count, 0) = static_cast<const C*>(p.initial)[first(item) + k];
-  }
-
-  void finish(int64_t item, C* states) const {
-    int64_t count = after(item) - first(item);
-    for (int64_t k = 0; p.total && k < count; ++k) {
-      C own[P];
-      for (int plane = 0; plane < P; ++plane) own[plane] = at(states, k, count, plane);
-      static_cast<C*>(p.total)[first(item) + k] = machine.total(own);
-      if (p.factor) static_cast<C*>(p.factor)[first(item) + k] = own[P - 1];
-    }
-  }
-
-  // Rows begin to end, in scan order, of an item's chains.
   void advance(int64_t item, int64_t begin, int64_t end, C* states, bool emit) const {
-    int64_t k = first(item), stop = after(item);
-    if (in_parts) begin = cut(k, begin, end, states, emit);
-    int64_t block = stop - k > W ? kRows : std::max<int64_t>(end - begin, 1);
+    int64_t chain = first(item), stop = after(item), block = stop - chain > W ? kRows : p.length;
     for (; begin < end; begin += block)
-      for (int64_t tile = k; tile < stop; tile += W)
-        rows(tile, int(std::min<int64_t>(W, stop - tile)), begin, std::min(end, begin + block),
-             states + (tile - k) * P, emit);
-  }
-
-  bool begins(int64_t chain, int64_t begin, int64_t end) const {
-    if (!p.starts) return false;
-    int64_t base = chain / p.inner * p.starts_outer + chain % p.inner * p.starts_inner;
-    for (int64_t i = begin; i < end; ++i)
-      if (p.starts[base + (p.reverse ? p.length - 1 - i : i) * p.starts_length]) return true;
-    return false;
-  }
-
- private:
-  // The lanes of chains of x, or of starts; count of them, filled up to width.
-  Lanes place(int64_t chain, int count, int64_t outer, int64_t length, int64_t inner) const {
-    Lanes lanes;
-    lanes.step = p.reverse ? -length : length;
-    lanes.count = count;
-    lanes.width = count > L ? W : L;
-    lanes.adjacent = wide && inner == 1;
-    int64_t o = chain / p.inner, c = chain % p.inner;
-    for (int l = 0; l < lanes.width; ++l) {
-      lanes.base[l] = l < count ? o * outer + c * inner + (p.reverse ? (p.length - 1) * length : 0) : lanes.base[0];
-      if (++c == p.inner) ++o, c = 0;
-    }
-    return lanes;
-  }
-  Lanes place(int64_t chain, int count) const { return place(chain, count, p.length * p.inner, p.inner, 1); }
-  Lanes place_starts(int64_t chain, int count) const {
-    return place(chain, count, p.starts_outer, p.starts_length, p.starts_inner);
-  }
-
-  void rows(int64_t chain, int count, int64_t begin, int64_t end, C* states, bool emit) const {
-    Lanes at = place(chain, count), starts = place_starts(chain, count);
-    if (wide && count == W && walk_in_place && (emit || std::is_same_v<M, Fold>)) {
-      Span<C> span = spanned(begin, end - begin);
-      int64_t start = at.base[0] + begin * at.step;
-      span.x = static_cast<const char*>(p.x) + start * size_in;
-      span.b = static_cast<const char*>(p.b) + start * size_in;
-      span.out = emit && p.out ? static_cast<char*>(p.out) + start * size_out : nullptr;
-      span.index = p.indices + start;
-      span.step = at.step;
-      if (p.starts) span.starts = p.starts + starts.base[0] + begin * starts.step;
-      span.starts_step = starts.step;
-      span.starts_wide = p.starts_inner != 0;
-      return walk_in_place(machine, span, states);
-    }
-    Buffer buffer;
-    for (; begin < end; begin += kRows) {
-      int64_t n = std::min<int64_t>(kRows, end - begin);
-      fill(buffer, at, starts, begin, n);
-      bool wants = emit && p.out;
-      if (at.width == W)
-        step<M, V>(machine, buffer, begin, n, states, wants);
-      else
-        step<M, 1>(machine, buffer, begin, n, states, wants);
-      if (wants) drain(buffer, at, begin, n);
-    }
-  }
-
-  Span<C> spanned(int64_t begin, int64_t rows) const {
-    Span<C> span{};
-    span.rows = rows;
-    span.row = C(p.reverse ? p.length - 1 - begin : begin);
-    span.row_step = C(p.reverse ? -1 : 1);
-    return span;
-  }
-
-  void fill(Buffer& buffer, const Lanes& at, const Lanes& starts, int64_t begin, int64_t n) const {
-    load_rows(at, p.x, begin, n, buffer.x);
-    if (M::inputs == 2) load_rows(at, p.b, begin, n, buffer.b);
-    if (p.starts)
-      for (int64_t i = 0; i < n; ++i)
-        for (int l = 0; l < at.width; ++l)
-          buffer.starts[i * at.width + l] = p.starts[starts.base[l] + (begin + i) * starts.step];
-  }
-
-  template <class S, int vectors>
-  void step(const S& machine, Buffer& buffer, int64_t begin, int64_t n, C* states, bool emit) const {
-    Span<C> span = spanned(begin, n);
-    span.x = buffer.x, span.b = buffer.b, span.index = buffer.index;
-    span.out = emit ? buffer.x : nullptr;
-    span.step = span.starts_step = vectors * L;
-    span.starts = p.starts ? buffer.starts : nullptr;
-    span.starts_wide = true;
-    walk<S, C, C, C, vectors>(machine, span, states);
-  }
-
-  void drain(const Buffer& buffer, const Lanes& at, int64_t begin, int64_t n) const {
-    store_rows(at, buffer.x, begin, n, p.out);
-    if constexpr (M::outputs == 2) scatter<C, int64_t>(at, buffer.index, begin, n, p.indices);
-  }
-
-  // One chain: blocks of W parts, whose totals say what each part begins with. Returns the first row not done.
-  int64_t cut(int64_t chain, int64_t begin, int64_t end, C* states, bool emit) const {
-    constexpr int Q = Fold::planes;
-    Buffer buffer;
-    C carry[P], own[Q], totals[Q * W], initial[P * W];
-    for (int plane = 0; plane < P; ++plane) carry[plane] = states[plane * L];
-    for (int64_t n; (n = std::min<int64_t>(kRows, (end - begin) / W)) >= 8; begin += n * W) {
-      Lanes at = parts(place(chain, 1), n), starts = parts(place_starts(chain, 1), n);
-      fill(buffer, at, starts, begin, n);
-      for (int k = 0; k < Q * W; ++k) totals[k] = fold.identity(k / W);
-      step<Fold, V>(fold, buffer, begin, n, totals, false);
-      for (int l = 0; l < W; ++l) {
-        for (int plane = 0; plane < P; ++plane) initial[plane * W + l] = carry[plane];
-        for (int plane = 0; plane < Q; ++plane) own[plane] = totals[plane * W + l];
-        if (begins(chain, begin + l * n, begin + (l + 1) * n))
-          std::copy_n(own, P, carry);
+      for (int64_t tile = chain; tile < stop; tile += W) {
+        int count = int(std::min<int64_t>(W, stop - tile));
+        int64_t rows = std::min(end - begin, block);
+        C* own = states + (tile - chain) * planes;
+        if (wide && count == W && walk)
+          straight_on(tile, begin, rows, own, emit);
+        else if (count > L)
+          buffered<V>(tile, count, begin, rows, own, emit);
         else
-          machine.extend(carry, own);
+          buffered<1>(tile, count, begin, rows, own, emit);
       }
-      if (!emit || !p.out) continue;
-      step<M, V>(machine, buffer, begin, n, initial, true);
-      store_rows(at, buffer.x, begin, n, p.out);
-    }
-    for (int plane = 0; plane < P; ++plane) states[plane * L] = carry[plane];
-    return begin;
   }
 
-  static Lanes parts(Lanes lanes, int64_t rows) {
-    for (int l = 1; l < W; ++l) lanes.base[l] = lanes.base[0] + l * rows * lanes.step;
-    lanes.count = lanes.width = W;
-    lanes.adjacent = false;
-    return lanes;
+  Columns<C> columns(int64_t chain, int64_t begin, int64_t rows) const {
+    Columns<C> at{};
+    at.rows = rows;
+    at.row = C(this->at(begin)), at.row_step = C(p.reverse ? -1 : 1);
+    if (p.starts) at.starts = p.starts + this->start(chain, begin);
+    at.starts_step = p.reverse ? -p.starts_length : p.starts_length;
+    at.starts_wide = p.starts_inner != 0;
+    return at;
+  }
+
+  void straight_on(int64_t chain, int64_t begin, int64_t rows, C* states, bool emit) const {
+    int64_t place = this->place(chain, begin);
+    Columns<C> at = columns(chain, begin, rows);
+    at.x = this->in(p.x, place), at.b = this->in(p.b, place);
+    at.step = p.reverse ? -p.inner : p.inner;
+    if (emit && p.out) at.out = this->out(place), at.index = this->index(place);
+    walk(this->machine, at, states);
+  }
+
+  template <int vectors>
+  void buffered(int64_t chain, int count, int64_t begin, int64_t rows, C* states, bool emit) const {
+    constexpr int width = vectors * L;
+    Buffer buffer;
+    if (count < width) std::memset(static_cast<void*>(&buffer), 0, sizeof(buffer));
+    for (int64_t end = begin + rows; begin < end; begin += kRows) {
+      Columns<C> at = columns(chain, begin, std::min(kRows, end - begin));
+      fill(buffer, at, chain, count, width, begin);
+      at.x = buffer.x, at.b = buffer.b, at.index = buffer.index, at.step = width;
+      if (emit && p.out) at.out = buffer.x;
+      down<M, C, C, C, vectors>(this->machine, at, states);
+      if (at.out) drain(buffer, at.rows, chain, count, width, begin);
+    }
+  }
+
+  // f(lane, chain, number) for chains that are neighbours.
+  template <class F>
+  void each_run(int64_t chain, int count, F f) const {
+    for (int lane = 0; lane < count;) {
+      int64_t run = std::min<int64_t>(p.inner - (chain + lane) % p.inner, count - lane);
+      f(lane, chain + lane, run);
+      lane += int(run);
+    }
+  }
+
+  void fill(Buffer& buffer, Columns<C>& at, int64_t chain, int count, int width, int64_t begin) const {
+    int64_t step = p.reverse ? -p.inner : p.inner;
+    bool shared = !p.starts || (p.starts_inner == 0 && (wide || p.starts_outer == 0));
+    each_run(chain, count, [&](int lane, int64_t first, int64_t run) {
+      int64_t place = this->place(first, begin);
+      this->load_rows(this->in(p.x, place), step, at.rows, run, buffer.x + lane, width);
+      if (M::inputs == 2) this->load_rows(this->in(p.b, place), step, at.rows, run, buffer.b + lane, width);
+      for (int64_t i = 0; !shared && i < at.rows; ++i)
+        for (int64_t j = 0; j < run; ++j)
+          buffer.starts[i * width + lane + j] = p.starts[this->start(first + j, begin + i)];
+    });
+    if (!shared) at.starts = buffer.starts, at.starts_step = width, at.starts_wide = true;
+  }
+
+  void drain(const Buffer& buffer, int64_t rows, int64_t chain, int count, int width, int64_t begin) const {
+    int64_t step = p.reverse ? -p.inner : p.inner;
+    each_run(chain, count, [&](int lane, int64_t first, int64_t run) {
+      int64_t place = this->place(first, begin);
+      this->store_rows(buffer.x + lane, width, rows, run, this->out(place), step);
+      if (M::outputs == 2) write<C, int64_t>(buffer.index + lane, width, rows, run, this->index(place), step);
+    });
   }
 };
 
+// Chains that lie along the last dim, each a line.
 template <class M>
-void in_one_pass(const Problem& p, const Run<M>& run) {
-  using C = typename M::Compute;
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads) if (p.threads > 1)
+struct Lines : Tensors<M> {
+  using typename Tensors<M>::C;
+  using Folding = Lines<M>;
+  using Tensors<M>::p;
+  static constexpr int L = lanes<C>, planes = M::Fold::planes;
+
+  struct Buffer {
+    alignas(kBytes) C x[kLine], b[kLine], index[kLine];
+    uint8_t starts[kLine];
+  };
+
+  using Tensors<M>::Tensors;
+
+  int64_t items() const { return (p.outer + kChains - 1) / kChains; }
+  int64_t first(int64_t item) const { return item * kChains; }
+  int64_t after(int64_t item) const { return std::min(first(item) + kChains, p.outer); }
+  int64_t states() const { return kChains * planes; }
+  static C& state(C* states, int64_t k, int64_t, int plane) { return states[k * planes + plane]; }
+
+  void advance(int64_t item, int64_t begin, int64_t end, C* states, bool emit) const {
+    Buffer buffer;
+    for (int64_t chain = first(item); chain < after(item); ++chain, states += planes)
+      for (int64_t i = begin; i < end; i += kLine) block(buffer, chain, i, std::min(kLine, end - i), states, emit);
+  }
+
+  void block(Buffer& buffer, int64_t chain, int64_t begin, int64_t count, C* states, bool emit) const {
+    int64_t low = this->place(chain, p.reverse ? begin + count - 1 : begin);
+    int64_t pad = p.reverse ? (count + L - 1) / L * L - count : 0;
+    this->load_rows(this->in(p.x, low), 0, 1, count, buffer.x + pad, 0);
+    if (M::inputs == 2) this->load_rows(this->in(p.b, low), 0, 1, count, buffer.b + pad, 0);
+    Line<C> at{buffer.x, buffer.b, nullptr, buffer.index, nullptr, count, p.reverse != 0};
+    at.row = C(this->at(begin)), at.row_step = C(p.reverse ? -1 : 1);
+    if (emit && p.out) at.out = buffer.x;
+    if (p.starts) {
+      std::memcpy(buffer.starts + pad, p.starts + chain * p.starts_outer + low - chain * p.length, count);
+      at.starts = buffer.starts;
+    }
+    along(this->machine, this->fold, at, states);
+    if (!at.out) return;
+    this->store_rows(buffer.x + pad, 0, 1, count, this->out(low), 0);
+    if (M::outputs == 2) write<C, int64_t>(buffer.index + pad, 0, 1, count, this->index(low), 0);
+  }
+};
+
+template <class R, class C>
+void begin(const R& run, int64_t item, C* states) {
+  int64_t count = run.after(item) - run.first(item);
+  for (int64_t k = 0; k < count; ++k)
+    for (int plane = 0; plane < R::planes; ++plane)
+      run.state(states, k, count, plane) = run.initial(run.first(item) + k, plane);
+}
+
+template <class R, class C>
+void finish(const R& run, int64_t item, C* states) {
+  int64_t count = run.after(item) - run.first(item);
+  for (int64_t k = 0; run.p.total && k < count; ++k) {
+    Vec<C, lanes<C>> own[R::planes];
+    for (int plane = 0; plane < R::planes; ++plane) own[plane] = splat(run.state(states, k, count, plane));
+    static_cast<C*>(run.p.total)[run.first(item) + k] = run.machine.value(own, own[0])[0];
+    if (run.p.factor) static_cast<C*>(run.p.factor)[run.first(item) + k] = own[R::planes - 1][0];
+  }
+}
+
+template <class R>
+void in_one_pass(const R& run) {
+#pragma omp parallel for schedule(dynamic) num_threads(run.p.threads) if (run.p.threads > 1)
   for (int64_t item = 0; item < run.items(); ++item) {
-    std::vector<C> states(run.states());
-    run.begin(item, states.data());
-    run.advance(item, 0, p.length, states.data(), true);
-    run.finish(item, states.data());
+    std::vector<typename R::C> states(run.states());
+    begin(run, item, states.data());
+    run.advance(item, 0, run.p.length, states.data(), true);
+    finish(run, item, states.data());
   }
 }
 
-// Fewer items than threads: the totals of pieces of the length first.
-template <class M>
-void in_two_passes(const Problem& p, const Run<M>& run, typename M::Compute empty, int64_t pieces) {
-  using C = typename M::Compute;
-  using Fold = typename M::Fold;
-  Run<Fold> folding(p, empty);
-  int64_t items = run.items(), length = (p.length + pieces - 1) / pieces;
-  std::vector<C> totals(items * pieces * folding.states()), states(items * pieces * run.states());
-  auto total = [&](int64_t k) { return totals.data() + k * folding.states(); };
-  auto state = [&](int64_t k) { return states.data() + k * run.states(); };
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-  for (int64_t k = 0; k < items * pieces; ++k) {
-    folding.begin(k / pieces, total(k));
-    int64_t begin = k % pieces * length;
-    folding.advance(k / pieces, begin, std::min(begin + length, p.length), total(k), false);
-  }
-  for (int64_t item = 0; item < items; ++item) {
-    run.begin(item, state(item * pieces));
-    int64_t count = run.after(item) - run.first(item);
-    for (int64_t k = item * pieces; k + 1 < (item + 1) * pieces; ++k)
-      for (int64_t lane = 0; lane < count; ++lane) {
-        C carry[M::planes], own[Fold::planes];
-        for (int plane = 0; plane < M::planes; ++plane) carry[plane] = run.at(state(k), lane, count, plane);
-        for (int plane = 0; plane < Fold::planes; ++plane) own[plane] = folding.at(total(k), lane, count, plane);
-        int64_t begin = k % pieces * length;
-        if (run.begins(run.first(item) + lane, begin, begin + length))
-          std::copy_n(own, M::planes, carry);
-        else
-          M::extend(carry, own);
-        for (int plane = 0; plane < M::planes; ++plane) run.at(state(k + 1), lane, count, plane) = carry[plane];
-      }
-  }
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-  for (int64_t k = 0; k < items * pieces; ++k) {
-    int64_t begin = k % pieces * length;
-    run.advance(k / pieces, begin, std::min(begin + length, p.length), state(k), true);
-    if ((k + 1) % pieces == 0) run.finish(k / pieces, state(k));
+// What a piece of an item's rows begins with, from what the piece before it began with and that one's total.
+template <class R, class C>
+void carry_on(const R& run, int64_t item, int64_t begin, int64_t end, C* states, C* totals, C* next) {
+  constexpr int Q = R::Folding::planes;
+  int64_t count = run.after(item) - run.first(item);
+  for (int64_t k = 0; k < count; ++k) {
+    Vec<C, lanes<C>> left[Q], own[Q];
+    for (int q = 0; q < Q; ++q) {
+      left[q] = splat(q < R::planes ? run.state(states, k, count, q % R::planes) : run.fold.identity(q));
+      own[q] = splat(R::Folding::state(totals, k, count, q));
+    }
+    if (!run.begins(run.first(item) + k, begin, end)) run.fold.join(left, own);
+    for (int plane = 0; plane < R::planes; ++plane) run.state(next, k, count, plane) = own[plane][0];
   }
 }
 
-template <class M>
-int run(const Problem& p, typename M::Compute empty) {
-  if (p.outer * p.inner == 0) return 0;
-  Run<M> run(p, empty);
+// Fewer items than threads: the totals of pieces of the rows first.
+template <class R, class C>
+void in_two_passes(const R& run, C empty, int64_t pieces) {
+  typename R::Folding folding(run.p, empty);
+  int64_t items = run.items(), rows = (run.p.length + pieces - 1) / pieces;
+  int64_t size = run.states(), total_size = folding.states();
+  std::vector<C> states(items * pieces * size), totals(items * pieces * total_size);
+  auto end = [&](int64_t piece) { return std::min((piece + 1) * rows, run.p.length); };
+#pragma omp parallel for schedule(dynamic) num_threads(run.p.threads)
+  for (int64_t k = 0; k < items * pieces; ++k) {
+    bool first = k % pieces == 0;
+    if (first) begin(run, k / pieces, &states[k * size]);
+    begin(folding, k / pieces, &totals[k * total_size]);
+    folding.advance(k / pieces, k % pieces * rows, end(k % pieces), &totals[k * total_size], false);
+  }
+  for (int64_t k = 0; k < items * pieces; ++k)
+    if (k % pieces + 1 < pieces)
+      carry_on(run, k / pieces, k % pieces * rows, end(k % pieces), &states[k * size], &totals[k * total_size],
+               &states[(k + 1) * size]);
+#pragma omp parallel for schedule(dynamic) num_threads(run.p.threads)
+  for (int64_t k = 0; k < items * pieces; ++k) {
+    run.advance(k / pieces, k % pieces * rows, end(k % pieces), &states[k * size], true);
+    if (k % pieces + 1 == pieces) finish(run, k / pieces, &states[k * size]);
+  }
+}
+
+template <class R, class C>
+void solve(const Problem& p, C empty) {
+  R run(p, empty);
   int64_t pieces = std::min<int64_t>(p.threads / run.items(), p.length / kPiece);
   if (pieces > 1)
-    in_two_passes(p, run, empty, pieces);
+    in_two_passes(run, empty, pieces);
   else
-    in_one_pass(p, run);
-  return 0;
-}
-
-template <class C, template <class, bool> class M>
-int flagged(const Problem& p, C empty) {
-  return p.flag ? run<M<C, true>>(p, empty) : run<M<C, false>>(p, empty);
-}
-
-template <class C, class Op>
-int combine(const Problem& p, C empty) {
-  return p.flag ? run<Scan<C, Op, true>>(p, empty) : run<Scan<C, Op, false>>(p, empty);
-}
-
-template <class C>
-int solve(const Problem& p, C empty) {
-  switch (p.work) {
-    case kSum: return combine<C, Add>(p, empty);
-    case kProd: return combine<C, Multiply>(p, empty);
-    case kMax: return combine<C, Larger>(p, empty);
-    case kMin: return combine<C, Smaller>(p, empty);
-  }
-  if constexpr (!std::is_same_v<C, int64_t>) {
-    if (p.work == kLinear) return flagged<C, Linear>(p, empty);
-    if (p.work == kLinearTotal) return flagged<C, LinearTotal>(p, empty);
-  }
-  if constexpr (!std::is_same_v<C, float>) {
-    if (p.work == kArgMax) return run<Extremes<C, Larger>>(p, empty);
-    if (p.work == kArgMin) return run<Extremes<C, Smaller>>(p, empty);
-  }
-  if constexpr (std::is_same_v<C, double>)
-    if (p.work == kLogSumExp) return p.flag ? run<LogSumExp<true>>(p, empty) : run<LogSumExp<false>>(p, empty);
-  return 1;
+    in_one_pass(run);
 }
 
 }  // namespace
 
-extern "C" int scan(const Problem* p) {
-  switch (p->compute) {
-    case kFloat: return solve<float>(*p, float(p->empty_number));
-    case kDouble: return solve<double>(*p, p->empty_number);
-    case kInt64: return solve<int64_t>(*p, p->empty_integer);
-  }
-  return 1;
+extern "C" void scan(const Problem* p) {
+  using C = STEPS::Compute;
+  C empty = std::is_same_v<C, int64_t> ? C(p->empty_integer) : C(p->empty_number);
+  if (p->outer * p->inner == 0) return;
+  if (p->inner == 1)
+    solve<Lines<STEPS>>(*p, empty);
+  else
+    solve<Grid<STEPS>>(*p, empty);
 }

@@ -1,4 +1,5 @@
-// What a scan does at one element. C: the type to compute in; a state is `planes` vectors.
+// What a scan does at one element, and how it joins the states of two parts. A state is some vectors of C, the type
+// to compute in: of `planes` in a walk over rows, of `Fold::planes` where parts are joined.
 
 namespace {
 
@@ -7,7 +8,13 @@ struct Machine {
   using Compute = C;
   using V = Vec<C, lanes<C>>;
   static constexpr int inputs = 1, planes = 1, outputs = 1, vectors = 8;
+
   C empty;
+  bool flag;  // exclusive, or lagged
+
+  C identity(int) const { return empty; }
+  // What comes out where the state is s.
+  static INLINE V value(const V* s, V) { return s[0]; }
 };
 
 struct Add {
@@ -18,113 +25,109 @@ struct Multiply {
 };
 // NaN wins and stays; of equal elements the later one.
 struct Larger {
-  template <class T> static INLINE auto wins(T later, T earlier) { return (later >= earlier) | (later != later); }
+  template <class T> static INLINE auto wins(T b, T a) { return (b >= a) | (b != b); }
   template <class T> static INLINE T combine(T a, T b) { return wins(b, a) ? b : a; }
 };
 struct Smaller {
-  template <class T> static INLINE auto wins(T later, T earlier) { return (later <= earlier) | (later != later); }
+  template <class T> static INLINE auto wins(T b, T a) { return (b <= a) | (b != b); }
   template <class T> static INLINE T combine(T a, T b) { return wins(b, a) ? b : a; }
 };
 
-template <class C, class Op, bool exclusive>
+template <class C, class Op>
 struct Scan : Machine<C> {
   using Fold = Scan;
-  using V = typename Machine<C>::V;
+  using typename Machine<C>::V;
 
-  C identity(int) const { return this->empty; }
-  INLINE V step(V* state, V x, V, C, V*) const {
-    V before = state[0];
-    state[0] = Op::combine(before, x);
-    return exclusive ? before : state[0];
+  static INLINE void lift(V* s, V x, V, V) { s[0] = x; }
+  static INLINE void join(const V* left, V* s) { s[0] = Op::combine(left[0], s[0]); }
+  INLINE V step(V* s, V x, V, V) const {
+    V before = s[0];
+    s[0] = Op::combine(before, x);
+    return this->flag ? before : s[0];
   }
-  static void extend(C* carry, const C* part) { carry[0] = Op::combine(carry[0], part[0]); }
-  static C total(const C* state) { return state[0]; }
 };
 
 // The state is the largest element m and the sum of exp(x - m) over all others.
-template <bool exclusive>
 struct LogSumExp : Machine<double> {
   using Fold = LogSumExp;
   static constexpr int planes = 2, vectors = 4;
 
-  double identity(int plane) const { return plane ? 0.0 : -std::numeric_limits<double>::infinity(); }
-  static INLINE Doubles value(const Doubles* state) { return state[0] + log1p_of_positive(state[1]); }
-  INLINE Doubles step(Doubles* state, Doubles x, Doubles, double, Doubles*) const {
-    Doubles out = exclusive ? value(state) : x;
-    join(state, x, Doubles{});
-    return exclusive ? out : value(state);
+  double identity(int plane) const { return plane ? 0.0 : empty; }
+  static INLINE Doubles value(const Doubles* s, Doubles) { return s[0] + log1p_of_positive(s[1]); }
+  static INLINE void lift(Doubles* s, Doubles x, Doubles, Doubles) { s[0] = x, s[1] = Doubles{}; }
+  // Equal ones may be infinite, and their difference is then not 0.
+  static INLINE void join(const Doubles* left, Doubles* s) {
+    Doubles gap = s[0] - left[0];
+    auto more = s[0] > left[0];
+    Doubles e = s[0] == left[0] ? splat(1.0) : exp_of_negative(more ? -gap : gap);
+    s[1] = more ? (left[1] + 1.0) * e + s[1] : left[1] + (s[1] + 1.0) * e;
+    s[0] = more ? s[0] : left[0];
   }
-  // Equal ones may be infinite, so that their difference is not 0.
-  static INLINE void join(Doubles* state, Doubles top, Doubles rest) {
-    Doubles m = state[0], s = state[1], gap = top - m;
-    Doubles e = top == m ? splat(1.0) : exp_of_negative(gap > 0.0 ? -gap : gap);
-    state[1] = top > m ? (s + 1.0) * e + rest : s + (rest + 1.0) * e;
-    state[0] = top > m ? top : m;
-  }
-  static void extend(double* carry, const double* part) {
-    Doubles state[2] = {splat(carry[0]), splat(carry[1])};
-    join(state, splat(part[0]), splat(part[1]));
-    carry[0] = state[0][0], carry[1] = state[1][0];
-  }
-  static double total(const double* state) {
-    Doubles both[2] = {splat(state[0]), splat(state[1])};
-    return value(both)[0];
+  INLINE Doubles step(Doubles* s, Doubles x, Doubles, Doubles) const {
+    Doubles next[2] = {x, Doubles{}};
+    join(s, next);
+    Doubles out = value(flag ? s : next, x);
+    s[0] = next[0], s[1] = next[1];
+    return out;
   }
 };
 
-// The state is the extreme and its index; a double holds an index below 2^53.
+// The state is the extreme and its index; a double holds every index below 2^53.
 template <class C, class Op>
 struct Extremes : Machine<C> {
   using Fold = Extremes;
-  using V = typename Machine<C>::V;
+  using typename Machine<C>::V;
   static constexpr int planes = 2, outputs = 2, vectors = 4;
 
   C identity(int plane) const { return plane ? C(0) : this->empty; }
-  INLINE V step(V* state, V x, V, C row, V* index) const {
-    auto wins = Op::wins(x, state[0]);
-    state[0] = wins ? x : state[0];
-    *index = state[1] = wins ? splat(row) : state[1];
-    return state[0];
+  static INLINE void lift(V* s, V x, V, V row) { s[0] = x, s[1] = row; }
+  static INLINE void join(const V* left, V* s) {
+    auto wins = Op::wins(s[0], left[0]);
+    s[0] = wins ? s[0] : left[0], s[1] = wins ? s[1] : left[1];
   }
-  static void extend(C* carry, const C* part) {
-    if (Op::wins(part[0], carry[0])) carry[0] = part[0], carry[1] = part[1];
+  INLINE V step(V* s, V x, V, V row) const {
+    V next[2] = {x, row};
+    join(s, next);
+    s[0] = next[0], s[1] = next[1];
+    return s[0];
   }
-  static C total(const C* state) { return state[0]; }
 };
 
-// The map carry -> state[1] * carry + state[0] of all elements.
-template <class C, bool lagged>
+// The map carry -> s[1] * carry + s[0] of all elements.
+template <class C>
 struct LinearTotal : Machine<C> {
   using Fold = LinearTotal;
-  using V = typename Machine<C>::V;
+  using typename Machine<C>::V;
   static constexpr int inputs = 2, planes = 2;
 
   C identity(int plane) const { return C(plane); }
-  INLINE V step(V* state, V a, V b, C, V*) const {
-    state[0] = lagged ? a * (state[0] + b) : a * state[0] + b;
-    state[1] = a * state[1];
-    return state[0];
+  INLINE V step(V* s, V a, V b, V) const {
+    s[0] = this->flag ? a * (s[0] + b) : a * s[0] + b;
+    s[1] = a * s[1];
+    return s[0];
   }
-  static void extend(C* carry, const C* part) {
-    carry[0] = part[1] * carry[0] + part[0], carry[1] = part[1] * carry[1];
+  // From 0, as a walk would: an infinite a shows.
+  INLINE void lift(V* s, V a, V b, V) const { s[0] = this->flag ? a * b : a * V{} + b, s[1] = a; }
+  // A product that overflows is not asked for what it makes of 0.
+  static INLINE void join(const V* left, V* s) {
+    s[0] = left[0] == 0 ? s[0] : s[1] * left[0] + s[0];
+    s[1] = s[1] * left[1];
   }
-  static C total(const C* state) { return state[0]; }
 };
 
-template <class C, bool lagged>
+template <class C>
 struct Linear : Machine<C> {
-  using Fold = LinearTotal<C, lagged>;
-  using V = typename Machine<C>::V;
+  using Fold = LinearTotal<C>;
+  using typename Machine<C>::V;
   static constexpr int inputs = 2;
 
   C identity(int) const { return C(0); }
-  INLINE V step(V* state, V a, V b, C, V*) const {
-    V h = lagged ? state[0] + b : a * state[0] + b;
-    state[0] = lagged ? a * h : h;
+  INLINE V value(const V* s, V b) const { return this->flag ? s[0] + b : s[0]; }
+  INLINE V step(V* s, V a, V b, V) const {
+    V h = this->flag ? s[0] + b : a * s[0] + b;
+    s[0] = this->flag ? a * h : h;
     return h;
   }
-  static void extend(C* carry, const C* part) { carry[0] = part[1] * carry[0] + part[0]; }
-  static C total(const C* state) { return state[0]; }
 };
 
 }  // namespace

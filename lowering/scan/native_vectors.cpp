@@ -17,6 +17,7 @@ constexpr int kBytes = 16;
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 namespace {
 
@@ -49,12 +50,12 @@ INLINE To cast(From from) {
 }
 
 // f(0), ..., f(N - 1) with constants, so that arrays of vectors become registers.
-template <int N, class F>
-INLINE void each(F f) {
-  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-    (f(std::integral_constant<int, i>{}), ...);
-  }(std::make_integer_sequence<int, N>{});
+template <class F, int... i>
+INLINE void each(F f, std::integer_sequence<int, i...>) {
+  (f(std::integral_constant<int, i>{}), ...);
 }
+template <int N, class F>
+INLINE void each(F f) { each(f, std::make_integer_sequence<int, N>{}); }
 
 template <int N>
 INLINE Vec<float, N> widen(Vec<uint16_t, N> raw, BFloat) {
@@ -116,31 +117,33 @@ INLINE void store(E* to, Vec<C, N> value) {
   }
 }
 
+// Lanes i... of a and after them of b.
 #if defined(__clang__)
-template <int width, class V, int... i>
-INLINE void exchange(V& a, V& b, std::integer_sequence<int, i...>) {
-  V low = __builtin_shufflevector(a, b, (i & width ? int(sizeof...(i)) + i - width : i)...);
-  b = __builtin_shufflevector(a, b, (i & width ? int(sizeof...(i)) + i : i + width)...);
-  a = low;
-}
+template <class V, int... i>
+INLINE V shuffle(V a, V b, std::integer_sequence<int, i...>) { return __builtin_shufflevector(a, b, i...); }
 #else
-template <int width, class V, int... i>
-INLINE void exchange(V& a, V& b, std::integer_sequence<int, i...>) {
-  using Index = Vec<Bits<std::decay_t<decltype(a[0])>>, sizeof...(i)>;
-  V low = __builtin_shuffle(a, b, Index{(i & width ? int(sizeof...(i)) + i - width : i)...});
-  b = __builtin_shuffle(a, b, Index{(i & width ? int(sizeof...(i)) + i : i + width)...});
-  a = low;
+template <class V, int... i>
+INLINE V shuffle(V a, V b, std::integer_sequence<int, i...>) {
+  return __builtin_shuffle(a, b, Vec<Bits<std::decay_t<decltype(a[0])>>, sizeof...(i)>{i...});
 }
 #endif
 
-// Square of L rows by L lanes, transposed in place.
-template <class C, int L = lanes<C>, int width = L / 2>
-INLINE void transpose(Vec<C, L>* rows) {
-  each<L>([&](auto i) __attribute__((always_inline)) {
-    if constexpr (!(i & width)) exchange<width>(rows[i], rows[i + width], std::make_integer_sequence<int, L>{});
-  });
-  if constexpr (width > 1) transpose<C, L, width / 2>(rows);
+template <int width, class V, int... i>
+INLINE V later(V a, V fill, std::integer_sequence<int, i...>) {
+  return shuffle(a, fill, std::integer_sequence<int, (i < width ? int(sizeof...(i)) : i - width)...>{});
 }
+// Every lane moved on by `width`; the first ones are those of fill.
+template <int width, class V>
+INLINE V later(V a, V fill) {
+  return later<width>(a, fill, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{});
+}
+
+template <class V, int... i>
+INLINE V backwards(V a, std::integer_sequence<int, i...>) {
+  return shuffle(a, a, std::integer_sequence<int, (int(sizeof...(i)) - 1 - i)...>{});
+}
+template <class V>
+INLINE V backwards(V a) { return backwards(a, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{}); }
 
 using Doubles = Vec<double, lanes<double>>;
 using Longs = Vec<int64_t, lanes<double>>;
@@ -151,27 +154,28 @@ INLINE Doubles exp_of_negative(Doubles x) {
   Doubles inside = x < -708.0 ? splat(-708.0) : x;
   Doubles shifted = inside * 0x1.71547652b82fep0 + shift, times = shifted - shift;
   Doubles r = (inside - times * 0x1.62e42fee00000p-1) - times * 0x1.a39ef35793c76p-33;
-  Doubles sum = splat(1.0 / 6227020800);
-  for (double term : {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
-                      1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0})
-    sum = sum * r + term;
+  Doubles sum = splat(2.511003761756205e-08);
+  for (double factor : {2.763263965412376e-07, 2.7557240918547625e-06, 2.480148548228773e-05,
+                        1.9841269890047143e-04, 1.3888888952314812e-03, 8.333333333319601e-03,
+                        4.166666666648809e-02, 1.666666666666668e-01, 5.000000000000019e-01, 1.0, 1.0})
+    sum = sum * r + factor;
   Doubles scale = cast<Doubles>((cast<Longs>(shifted) + 1023) << 52);
   return x < -708.0 ? splat(0.0) : sum * scale;
 }
 
-// log(1 + x) for x >= 0 to one unit in the last place; NaN for NaN. The quotient is what 1 + x has lost.
+// log(1 + x) for x >= 0 to one unit in the last place; NaN for NaN. What 1 + x has lost is divided by 1 + x roughly.
 INLINE Doubles log1p_of_positive(Doubles x) {
-  Doubles whole = 1.0 + x;
-  Longs bits = cast<Longs>(whole) - 0x3fe6a09e667f3bcd;
-  Longs power = bits >> 52;
+  Doubles whole = 1.0 + x, lost = x - (whole - 1.0);
+  Longs power = (cast<Longs>(whole) - 0x3fe6a09e667f3bcd) >> 52;
   Doubles times = cast<Doubles>(power + 0x4338000000000000) - 0x1.8p52;
   Doubles f = cast<Doubles>(cast<Longs>(whole) - (power << 52)) - 1.0;
   Doubles s = f / (2.0 + f), z = s * s, half = 0.5 * f * f;
   Doubles sum = splat(1.479819860511658591e-01);
-  for (double term : {1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01,
-                      2.857142874366239149e-01, 3.999999999940941908e-01, 6.666666666666735130e-01})
-    sum = sum * z + term;
-  Doubles low = times * 0x1.a39ef35793c76p-33 + (x - (whole - 1.0)) / whole;
+  for (double factor : {1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01,
+                        2.857142874366239149e-01, 3.999999999940941908e-01, 6.666666666666735130e-01})
+    sum = sum * z + factor;
+  Doubles scale = cast<Doubles>((1023 - power) << 52);
+  Doubles low = times * 0x1.a39ef35793c76p-33 + lost * scale * (1.0 - f + f * f);
   return times * 0x1.62e42fee00000p-1 - ((half - (s * (half + sum * z) + low)) - f);
 }
 

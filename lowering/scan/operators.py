@@ -56,6 +56,9 @@ def _(
     if known(x.shape[way.dim] == 0):
         return x.to(dtype, copy=True)
     accumulate = accumulate_dtype(op, dtype, x.device) if accumulate is None else accumulate
+    if frame is None and segments is None and not (x.requires_grad and torch.is_grad_enabled()):
+        # What follows would do the same, with a share of the time that short scans notice.
+        return sp.local_scan(x, None, way.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     padded = frame is not None and is_padded(frame, n)
     if padded:
@@ -148,9 +151,7 @@ def _(
     return sp.window(h, way.dim, frame, n, group) if padded else h
 
 
-def _way(
-    x: Tensor, dim: int, reverse: bool, frame: Frame | None, exchange: str, n: int, group: str
-) -> Way:
+def _way(x: Tensor, dim: int, reverse: bool, frame: Frame | None, exchange: str, n: int, group: str) -> Way:
     if exchange not in ("gather", "steps"):
         raise ValueError(f"sp scan: exchange must be 'gather' or 'steps', got {exchange!r}")
     folds = 1 if frame is None or n == 1 else folds_of(frame)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .kernels import Kernels
+from .kernels import Kernels, Map
 from .monoids import Combine
 from .problem import Problem
 from .states import interleaved, joined, length, rows
@@ -66,12 +66,21 @@ def down_sweep(combine: Combine, states: Any, parents: Any, dim: int) -> Any:
     return interleaved(lefts, rows(parents, dim, n // 2), dim)
 
 
+def _scan(combine: Combine, states: Any, dim: int, lift: Map, lower: Map) -> tuple[Any, Any]:
+    prefixes = inclusive(combine, lift(states), dim)
+    return lower(prefixes), rows(prefixes, dim, -1, None)
+
+
+def _total(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
+    return total(combine, lift(states), dim)
+
+
 def fits(problem: Problem) -> bool:
     """Every problem."""
     return True
 
 
-_KERNELS = Kernels(inclusive, total)
+_KERNELS = Kernels(_scan, _total)
 scan, extremes, linear, linear_total = (
     _KERNELS.scan,
     _KERNELS.extremes,

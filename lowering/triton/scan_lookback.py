@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .scan_parts import join, last, leaf, lines_of, load_state, neutral, scan_tile, starts_of, time_of, value_of
+from .scan_operators import combine, scan_segments, scan_states
+from .scan_parts import last, leaf, lines_of, load_state, neutral, starts_of, time_of, value_of
 from .scan_sweep import State, Sweep, Tile, on_device
 
 WINDOW = 256
@@ -32,7 +33,7 @@ def _publish(  # type: ignore[no-untyped-def]
         bits = p.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         tl.atomic_xchg(words + at, (state.to(tl.int64) << 32) | bits, mask=exists, sem="relaxed")
     else:
-        slot = (state - 1) * slots + at
+        slot = (state - 1).to(tl.int64) * slots + at
         tl.store(values + slot, p, mask=exists)
         if PAIR:
             tl.store(seconds + slot, q, mask=exists)
@@ -41,22 +42,30 @@ def _publish(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _read(words, at, here, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is published now; 0 is nothing yet."""
+    if PACKED:
+        word = tl.load(words + at, mask=here, other=1 << 32, volatile=True)
+    else:
+        word = tl.where(here, tl.atomic_add(words + at, 0, mask=here, sem="acquire"), 1)
+    return word
+
+
+@triton.jit
 def _await(  # type: ignore[no-untyped-def]
     words, values, seconds, slots, at, here, p, q, PACKED: tl.constexpr, PAIR: tl.constexpr
 ):
     """Wait until all that is here has been published. -> state, 1 elsewhere, and p and q, as given elsewhere."""
-    SHIFT: tl.constexpr = 32 if PACKED else 0
-    word = tl.load(words + at, mask=here, other=1 << SHIFT, volatile=True)
+    word = _read(words, at, here, PACKED)
     while tl.min(tl.min(word, 1), 0) == 0:
-        word = tl.load(words + at, mask=here, other=1 << SHIFT, volatile=True)
+        word = _read(words, at, here, PACKED)
     if PACKED:
         state = (word >> 32).to(tl.int32)
         p = tl.where(here, (word & 0xFFFFFFFF).to(tl.int32).to(p.dtype, bitcast=True), p)
     else:
-        word = tl.atomic_add(words + at, tl.zeros_like(word), mask=here, sem="acquire")
-        state = tl.where(here, word, 1).to(tl.int32)
+        state = word.to(tl.int32)
         tl.debug_barrier()
-        slot = (state - 1) * slots + at
+        slot = (state - 1).to(tl.int64) * slots + at
         p = tl.where(here, tl.load(values + slot, mask=here, other=0, volatile=True), p)
         if PAIR:
             q = tl.where(here, tl.load(seconds + slot, mask=here, other=0, volatile=True), q)
@@ -65,12 +74,11 @@ def _await(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _look_back(  # type: ignore[no-untyped-def]
-    words, values, seconds, slots, k, line, lines, exists, p, q, COMBINE: tl.constexpr, PAIR: tl.constexpr,
+    words, values, seconds, slots, k, line, lines, exists, p, q, OP: tl.constexpr, PAIR: tl.constexpr,
     PACKED: tl.constexpr, WINDOW: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The state before tile k; p and q are neutral, (1, LINES)."""
     row = tl.arange(0, WINDOW)[:, None]
-    none = tl.zeros((WINDOW, LINES), tl.int32)
     none_p = tl.broadcast_to(p, (WINDOW, LINES))
     none_q = tl.broadcast_to(q, (WINDOW, LINES))
     done = tl.zeros((1, LINES), tl.int32)
@@ -84,11 +92,11 @@ def _look_back(  # type: ignore[no-untyped-def]
         own = tl.where(row >= latest, own, none_p)
         if PAIR:
             own_q = tl.where(row >= latest, own_q, none_q)
-        _, own, own_q = scan_tile(none, own, own_q, COMBINE, PAIR, False)
+        own, own_q = scan_states(own, own_q, OP)
         own = last(own, row, WINDOW)
         if PAIR:
             own_q = last(own_q, row, WINDOW)
-        both, both_q = join(own, own_q, p, q, COMBINE, PAIR)
+        both, both_q = combine(own, own_q, p, q, OP)
         p = tl.where(done != 0, p, both)
         if PAIR:
             q = tl.where(done != 0, q, both_q)
@@ -102,7 +110,7 @@ def _look_back(  # type: ignore[no-untyped-def]
 def _scan(  # type: ignore[no-untyped-def]
     x, second, starts, initial, out, out_index, total, total_second, words, values, seconds, counter,
     lines, length, inner, slots, per_outer, per_time, per_inner,
-    COMBINE: tl.constexpr, SCAN: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr,
+    OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr,
     SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr, CARRY: tl.constexpr, TOTAL: tl.constexpr,
     PACKED: tl.constexpr, WINDOW: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
@@ -133,12 +141,15 @@ def _scan(  # type: ignore[no-untyped-def]
     none, none_q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
     if CARRY:
         before, before_q = load_state(initial, initial, line, exists & (k == 0), none, none_q, LEAF)
-        both, both_q = join(before, before_q, p, q, COMBINE, PAIR)
+        both, both_q = combine(before, before_q, p, q, OP)
         first = (row == 0) & (k == 0)
         p = tl.where(first, both, p)
         if PAIR:
             q = tl.where(first, both_q, q)
-    flag, p, q = scan_tile(flag, p, q, SCAN, PAIR, SEGMENTED)
+    if SEGMENTED:
+        flag, p, q = scan_segments(flag, p, q, OP)
+    else:
+        p, q = scan_states(p, q, OP)
 
     # What has a start in its tile, or nothing before it, needs no predecessor.
     sums, sums_q, alone = last(p, row, STEPS), last(q, row, STEPS), (last(flag, row, STEPS) != 0) | (k == 0)
@@ -146,15 +157,15 @@ def _scan(  # type: ignore[no-untyped-def]
     at = k.to(tl.int64) * lines + line
     _publish(words, values, seconds, slots, at, exists, state, sums, sums_q, PACKED, PAIR)
     before, before_q = _look_back(
-        words, values, seconds, slots, k, line, lines, exists, none, none_q, COMBINE, PAIR, PACKED, WINDOW, LINES
+        words, values, seconds, slots, k, line, lines, exists, none, none_q, OP, PAIR, PACKED, WINDOW, LINES
     )
-    both, both_q = join(before, before_q, sums, sums_q, COMBINE, PAIR)
+    both, both_q = combine(before, before_q, sums, sums_q, OP)
     sums = tl.where(alone, sums, both)
     if PAIR:
         sums_q = tl.where(alone, sums_q, both_q)
     _publish(words, values, seconds, slots, at, exists, tl.full((1, LINES), 2, tl.int32), sums, sums_q, PACKED, PAIR)
 
-    both, both_q = join(before, before_q, p, q, COMBINE, PAIR)
+    both, both_q = combine(before, before_q, p, q, OP)
     carried = (flag == 0) & (k > 0)
     p = tl.where(carried, both, p)
     if PAIR:
@@ -166,7 +177,7 @@ def _scan(  # type: ignore[no-untyped-def]
         if SHIFT:
             left = base + time_of(length - 1, length, REVERSE) * inner
             p, q = leaf(x, second, left, left, exists, exists, line < 0, left, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
-            sums, sums_q = join(sums, sums_q, p, q, COMBINE, PAIR)
+            sums, sums_q = combine(sums, sums_q, p, q, OP)
         final = exists & (k == tl.cdiv(length, STEPS) - 1)
         tl.store(total + line, value_of(sums, sums_q, LEAF), mask=final)
         if LEAF == "linear":
@@ -177,10 +188,10 @@ def in_one_pass(sweep: Sweep, tile: Tile, initial: State | None, out: State, tot
     """Each line by as many programs as it has tiles: reads x once, writes results once. -> total, if asked for."""
     places = triton.cdiv(sweep.length, tile.steps)
     slots = places * sweep.lines
-    packed = not sweep.operator.pair and sweep.compute.itemsize == 4
+    packed = sweep.leaf == "value" and sweep.compute.itemsize == 4
     words = sweep.x.new_zeros(slots + 1, dtype=torch.int64)
     memory = replace(sweep, starts=None)
-    published = State(words, words) if packed else memory.states(2 * places)
+    published = State(words, words) if packed else memory.states(2 * places, whole=True)
     totals = memory.states(1) if total else None
     sums = totals or State(sweep.x)
     pointers = [

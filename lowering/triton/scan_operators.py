@@ -5,10 +5,6 @@ left operand is the earlier state. In a segmented state a flag comes first: noth
 holds the start of a segment. Importing this needs triton.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -97,26 +93,75 @@ def _segmented_argmin(start_a, a, at_a, start_b, b, at_b):  # type: ignore[no-un
     return start_a | start_b, tl.where(later, b, a), tl.where(later, at_b, at_a)
 
 
-@dataclass(frozen=True)
-class Operator:
-    """combine: of two states. segmented: of two with flags. leaf: what makes the state of one element, see `scan_parts`."""
+@triton.jit
+def combine(p_a, q_a, p_b, q_b, OP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of two states without flags; of an operation of one tensor the second is a copy of the first."""
+    if OP == "linear":
+        p, q = _linear(p_a, q_a, p_b, q_b)
+    elif OP == "logsumexp":
+        p, q = _logsumexp(p_a, q_a, p_b, q_b)
+    elif OP == "argmax":
+        p, q = _argmax(p_a, q_a, p_b, q_b)
+    elif OP == "argmin":
+        p, q = _argmin(p_a, q_a, p_b, q_b)
+    else:
+        if OP == "sum":
+            p = _sum(p_a, p_b)
+        elif OP == "prod":
+            p = _prod(p_a, p_b)
+        elif OP == "max":
+            p = _max(p_a, p_b)
+        else:
+            p = _min(p_a, p_b)
+        q = p
+    return p, q
 
-    combine: Callable[..., Any]
-    segmented: Callable[..., Any]
-    leaf: str = "value"
 
-    @property
-    def pair(self) -> bool:
-        return self.leaf != "value"
+@triton.jit
+def scan_states(p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Inclusive scan along dim 0."""
+    if OP == "linear":
+        p, q = tl.associative_scan((p, q), 0, _linear)
+    elif OP == "logsumexp":
+        p, q = tl.associative_scan((p, q), 0, _logsumexp)
+    elif OP == "argmax":
+        p, q = tl.associative_scan((p, q), 0, _argmax)
+    elif OP == "argmin":
+        p, q = tl.associative_scan((p, q), 0, _argmin)
+    else:
+        if OP == "sum":
+            p = tl.associative_scan(p, 0, _sum)
+        elif OP == "prod":
+            p = tl.associative_scan(p, 0, _prod)
+        elif OP == "max":
+            p = tl.associative_scan(p, 0, _max)
+        else:
+            p = tl.associative_scan(p, 0, _min)
+        q = p
+    return p, q
 
 
-OPERATORS = {
-    "sum": Operator(_sum, _segmented_sum),
-    "prod": Operator(_prod, _segmented_prod),
-    "max": Operator(_max, _segmented_max),
-    "min": Operator(_min, _segmented_min),
-    "logsumexp": Operator(_logsumexp, _segmented_logsumexp, "exponentials"),
-    "linear": Operator(_linear, _linear, "linear"),
-    "argmax": Operator(_argmax, _segmented_argmax, "indexed"),
-    "argmin": Operator(_argmin, _segmented_argmin, "indexed"),
-}
+@triton.jit
+def scan_segments(flag, p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Inclusive scan along dim 0 of states with flags."""
+    if OP == "logsumexp":
+        flag, p, q = tl.associative_scan((flag, p, q), 0, _segmented_logsumexp)
+    elif OP == "argmax":
+        flag, p, q = tl.associative_scan((flag, p, q), 0, _segmented_argmax)
+    elif OP == "argmin":
+        flag, p, q = tl.associative_scan((flag, p, q), 0, _segmented_argmin)
+    else:
+        if OP == "sum":
+            flag, p = tl.associative_scan((flag, p), 0, _segmented_sum)
+        elif OP == "prod":
+            flag, p = tl.associative_scan((flag, p), 0, _segmented_prod)
+        elif OP == "max":
+            flag, p = tl.associative_scan((flag, p), 0, _segmented_max)
+        else:
+            flag, p = tl.associative_scan((flag, p), 0, _segmented_min)
+        q = p
+    return flag, p, q
+
+
+LEAVES = {"logsumexp": "exponentials", "linear": "linear", "argmax": "indexed", "argmin": "indexed"}
+"""What makes the state of one element, see `scan_parts.leaf`; of the other operations it is its "value"."""

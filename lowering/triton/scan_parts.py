@@ -108,32 +108,6 @@ def value_of(p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def join(p_a, q_a, p_b, q_b, COMBINE: tl.constexpr, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
-    if PAIR:
-        p, q = COMBINE(p_a, q_a, p_b, q_b)
-    else:
-        p = COMBINE(p_a, p_b)
-        q = p
-    return p, q
-
-
-@triton.jit
-def scan_tile(flag, p, q, SCAN: tl.constexpr, PAIR: tl.constexpr, SEGMENTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Inclusive scan over the places of a tile."""
-    if SEGMENTED:
-        if PAIR:
-            flag, p, q = tl.associative_scan((flag, p, q), 0, SCAN)
-        else:
-            flag, p = tl.associative_scan((flag, p), 0, SCAN)
-    else:
-        if PAIR:
-            p, q = tl.associative_scan((p, q), 0, SCAN)
-        else:
-            p = tl.associative_scan(p, 0, SCAN)
-    return flag, p, q
-
-
-@triton.jit
 def last(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """(STEPS, LINES) -> (1, LINES), the last place. All else counts as 0, so infinities stay what they are."""
     return tl.sum(tl.where(row == STEPS - 1, x, 0), 0, keep_dims=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .scan_operators import OPERATORS, Operator
+from .scan_operators import LEAVES
 
 TYPES = {
     torch.int32: tl.int32,
@@ -51,7 +51,7 @@ class Tile:
 class Sweep:
     """An inclusive scan over places of x (outer, length, inner), or of what lies a place earlier if shift.
 
-    op: a key of OPERATORS. neutral: its identity in x; of "linear", whose x are the factors, 1. second: what a
+    op: "sum", "prod", "max", "min", or one of LEAVES. neutral: its identity in x; of "linear", whose x are the factors, 1. second: what a
     recurrence adds, or the indices of x where they are not its times. compute: a key of TYPES, of all states.
     starts: bool or int8, (outer|1, length, inner|1). index: int32 or int64.
     """
@@ -67,8 +67,8 @@ class Sweep:
     reverse: bool = False
 
     @property
-    def operator(self) -> Operator:
-        return OPERATORS[self.op]
+    def leaf(self) -> str:
+        return LEAVES.get(self.op, "value")
 
     @property
     def length(self) -> int:
@@ -101,10 +101,10 @@ class Sweep:
             reverse=False,
         )
 
-    def states(self, places: int) -> State:
-        """Memory for the states of every line at some places."""
-        pair = self.op == "linear" or self.operator.leaf == "indexed"
-        second_dtype = self.compute if self.op == "linear" else self.index
+    def states(self, places: int, whole: bool = False) -> State:
+        """Memory for what states stand for, of every line at some places; or for the whole states, with both tensors."""
+        pair = self.leaf in ("linear", "indexed") or (whole and self.leaf != "value")
+        second_dtype = self.index if self.leaf == "indexed" else self.compute
         empty, shape = self.x.new_empty, (places, self.lines)
         return State(
             empty(shape, dtype=self.compute),
@@ -140,19 +140,17 @@ class Sweep:
 
     def options(self, tile: Tile) -> dict[str, Any]:
         """What the kernels are compiled for."""
-        segmented, operator = self.starts is not None, self.operator
         return {
-            "COMBINE": operator.combine,
-            "SCAN": operator.segmented if segmented else operator.combine,
-            "LEAF": operator.leaf,
-            "PAIR": operator.pair,
+            "OP": self.op,
+            "LEAF": self.leaf,
+            "PAIR": self.leaf != "value",
             "NEUTRAL": self.neutral,
             "ACC": TYPES[self.compute],
             "INDEX": TYPES[self.index],
-            "GIVEN": operator.leaf == "indexed" and self.second is not None,
+            "GIVEN": self.leaf == "indexed" and self.second is not None,
             "FLAT": self.x.shape[0] == 1,
             "SHARED": self.starts is not None and self.starts.shape[0] == self.starts.shape[2] == 1,
-            "SEGMENTED": segmented,
+            "SEGMENTED": self.starts is not None,
             "SHIFT": int(self.shift),
             "REVERSE": self.reverse,
             "STEPS": tile.steps,

@@ -9,7 +9,8 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from .scan_parts import join, last, leaf, lines_of, load_state, neutral, scan_tile, starts_of, time_of, value_of
+from .scan_operators import combine, scan_segments, scan_states
+from .scan_parts import last, leaf, lines_of, load_state, neutral, starts_of, time_of, value_of
 from .scan_sweep import State, Sweep, Tile, on_device
 
 
@@ -17,7 +18,7 @@ from .scan_sweep import State, Sweep, Tile, on_device
 def _walk(  # type: ignore[no-untyped-def]
     x, second, starts, carry, carry_index, out, out_index, total, total_second, total_flag,
     lines, length, inner, part, per_outer, per_time, per_inner,
-    COMBINE: tl.constexpr, SCAN: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr,
+    OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr,
     SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr, CARRY: tl.constexpr,
     STORE: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
@@ -33,18 +34,22 @@ def _walk(  # type: ignore[no-untyped-def]
         p, q = load_state(carry, carry_index, k * lines + line, exists, p, q, LEAF)
     any_start = tl.zeros((1, LINES), tl.int32)
     at = begin
+    # Parts are multiples of STEPS: only the end of the last one is in the middle of a tile.
     while at < end:
-        place = at + row
-        inside = exists & (place < end)
+        # Known of a counter of `for`, which the interpreter cannot run over tensors: lets loads be wide.
+        place = tl.multiple_of(at, STEPS) + row
+        inside = exists & (place < length)
         time = time_of(place, length, REVERSE)
         source = time_of(place - SHIFT, length, REVERSE)
-        taken = inside & (place - SHIFT >= begin)
+        taken = inside
+        if SHIFT:
+            taken = inside & (place > begin)
         kept = taken
         carried = row == 0
         flag = tl.zeros((STEPS, LINES), tl.int32)
         if SEGMENTED:
             flag = starts_of(
-                starts, time, line, place < end, inside, inner, per_outer, per_time, per_inner, SHARED, STEPS, LINES
+                starts, time, line, place < length, inside, inner, per_outer, per_time, per_inner, SHARED, STEPS, LINES
             )
             carried = carried & (flag == 0)
             if SHIFT:
@@ -54,11 +59,14 @@ def _walk(  # type: ignore[no-untyped-def]
             LEAF, NEUTRAL, ACC, INDEX, GIVEN,
         )  # fmt: skip
         # Into the first element, not into the results: there a product of all the factors may overflow.
-        both, both_q = join(p, q, own, own_q, COMBINE, PAIR)
+        both, both_q = combine(p, q, own, own_q, OP)
         own = tl.where(carried, both, own)
         if PAIR:
             own_q = tl.where(carried, both_q, own_q)
-        flag, own, own_q = scan_tile(flag, own, own_q, SCAN, PAIR, SEGMENTED)
+        if SEGMENTED:
+            flag, own, own_q = scan_segments(flag, own, own_q, OP)
+        else:
+            own, own_q = scan_states(own, own_q, OP)
         if STORE:
             found = value_of(own, own_q, LEAF).to(out.dtype.element_ty)
             tl.store(out + base + time * inner, found, mask=inside)
@@ -78,7 +86,7 @@ def _walk(  # type: ignore[no-untyped-def]
             own, own_q = leaf(
                 x, second, left, left, exists, exists, line < 0, left, LEAF, NEUTRAL, ACC, INDEX, GIVEN
             )
-            p, q = join(p, q, own, own_q, COMBINE, PAIR)
+            p, q = combine(p, q, own, own_q, OP)
         tl.store(total + k * lines + line, value_of(p, q, LEAF), mask=exists)
         if LEAF == "linear" or LEAF == "indexed":
             tl.store(total_second + k * lines + line, q, mask=exists)
@@ -89,7 +97,7 @@ def _walk(  # type: ignore[no-untyped-def]
 def walk(
     sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | None, total: bool
 ) -> State | None:
-    """Scan parts of so many places, a multiple of the tile's or all. Returns their totals (parts, lines) if asked for.
+    """Scan parts of so many places, a multiple of the tile's. Returns their totals (parts, lines) if asked for.
 
     carry: what goes into every part, (parts, lines). out: where results go, like x; None if only totals are wanted.
     """
@@ -109,7 +117,8 @@ def walk(
 
 def in_one(sweep: Sweep, tile: Tile, initial: State | None, out: State | None, total: bool) -> State | None:
     """Each line by one program: reads x once, writes results once. Without out, only the total is wanted."""
-    return walk(sweep if out else sweep.totals(), tile, max(sweep.length, 1), initial, out, total)
+    whole = triton.cdiv(sweep.length, tile.steps) * tile.steps
+    return walk(sweep if out else sweep.totals(), tile, whole, initial, out, total)
 
 
 def in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: State | None) -> State | None:

@@ -1,0 +1,119 @@
+"""Scans of shards: how ranks share the scanned dim, and what they have to tell each other before and after.
+
+Whatever is wrong on one rank is raised on all of them. That takes exchanges of their own, which `check` asks for: one
+all-gather of 16 bytes a call, and where the values of integers or ids have to be looked at one or two more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .agreement import agree, numbers
+from .errors import SpError
+from .lowering import routes
+from .lowering.communicator import current
+from .lowering.version import tag_programs
+from .machine import Machine
+from .mesh import Mesh, Ranks, ranks_of
+from .scan_cost import choose_exchange, rounds_of
+from .scan_values import ungrouped
+
+LAYOUTS = ("contiguous", "zigzag")
+EXCHANGES = ("auto", "gather", "steps")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The ranks' shards of the scanned dim. length: of the whole sequence, None if no row is padding."""
+
+    ranks: Ranks
+    layout: str
+    length: int | None
+    exchange: str
+
+    @property
+    def folds(self) -> int:
+        """Chunks that a rank holds."""
+        return 2 if self.layout == "zigzag" else 1
+
+    def problems(self, rows: int) -> Iterator[str]:
+        """What is wrong with shards of so many rows."""
+        whole = rows * self.ranks.n
+        for name, value, known in (("layout", self.layout, LAYOUTS), ("exchange", self.exchange, EXCHANGES)):
+            if value not in known:
+                yield f"{name}={value!r}: expected {' or '.join(map(repr, known))}"
+        if self.folds == 2 and rows % 2:
+            yield f"zigzag shards are two equal chunks, but this one has {rows} rows"
+        if self.folds == 2 and self.exchange == "steps":
+            yield "exchange='steps' is for layout='contiguous'; pass 'gather' or 'auto'"
+        if self.length is not None and not 0 <= self.length <= whole:
+            yield f"length={self.length}: expected 0 to {whole}, the rows of all {self.ranks.n} ranks"
+
+    def arguments(self, rows: int, nbytes: int, device: torch.device) -> tuple[Any, ...]:
+        """frame, exchange, n and group of the sp operators. nbytes: what a rank has to tell of its shard, a chunk."""
+        whole, n = rows * self.ranks.n, self.ranks.n
+        frame = [1, whole, 0, whole if self.length is None else self.length]
+        exchange = self.exchange
+        if exchange == "auto" and n > 2 and self.folds == 1:
+            exchange = choose_exchange(nbytes, n, Machine.of(device.type)).exchange
+        exchange = "gather" if exchange == "auto" else exchange
+        if torch.compiler.is_compiling():
+            _prepare(self.ranks.group, n if exchange == "steps" else 1)
+        return [*frame, 2] if self.folds == 2 else frame, exchange, n, self.ranks.group
+
+    def agree(self, problem: str | None, description: str, device: torch.device) -> None:
+        """Raise SpError on every rank if any has a problem, or if their calls differ."""
+        given = f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
+        alike = "shards are of equal length, options the same"
+        agree("scan", problem, f"{description}, {given}", self.ranks, device, alike)
+
+    def any(self, mine: bool, device: torch.device) -> bool:
+        """Is it so on some rank?"""
+        return any(flag for (flag,) in numbers([mine], self.ranks, device))
+
+    def raise_together(self, problem: str | None, device: torch.device) -> None:
+        """Raise SpError on every rank if any has a problem."""
+        if self.any(problem is not None, device):
+            agree("scan", problem, "no problem", self.ranks, device, "")
+
+    def ungrouped(self, ids: Tensor, dim: int) -> bool:
+        """Does an id come again, on whichever rank, after another one? Gathers ids that are not in order."""
+        n, group = self.ranks.n, self.ranks.group
+        ids = ids.movedim(dim, 0)
+        rows = ids.unflatten(0, (self.folds, ids.shape[0] // self.folds))
+        ends = self._in_order(current().all_gather(rows[:, [0, -1]], n, group)).flatten(0, 1)
+        ascends, descends = (bool(beats(rows[:, 1:], rows[:, :-1]).all()) for beats in (torch.ge, torch.le))
+        local = numbers([ascends, descends], self.ranks, ids.device)
+        for sorted_, beats in zip(zip(*local), (torch.ge, torch.le)):
+            if all(sorted_) and bool(beats(ends[1:], ends[:-1]).all()):
+                return False
+        return ungrouped(self._in_order(current().all_gather(rows, n, group)).flatten(0, 1)[: self.length], 0)
+
+    def _in_order(self, chunks: Tensor) -> Tensor:
+        """All ranks' chunks, (n * folds, ...) -> in the sequence's order."""
+        if self.folds == 1:
+            return chunks
+        return torch.cat([chunks[::2], chunks[1::2].flip(0)])
+
+
+def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Shards | None:
+    """None: x is whole. Raises SpError for options of shards without a group, and what `ranks_of` raises."""
+    if group is not None:
+        return Shards(ranks_of(group), layout, length, exchange)
+    if layout != "contiguous" or length is not None or exchange != "auto":
+        raise SpError("scan: layout, length and exchange describe shards; pass group= as well")
+    if torch.compiler.is_compiling():
+        _prepare("", 1)
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _prepare(group: str, n: int) -> None:
+    """A compiled program may come from a cache, untraced: its routes are known then, and it was made of these ops."""
+    routes.declare_shifts(group, [1 << k for k in range(rounds_of(n))])
+    tag_programs()
