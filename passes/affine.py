@@ -55,6 +55,8 @@ class Scans(BatchedOps):
         states = list({id(x.state): x.state for x in leaves if isinstance(x, Affine)}.values())
         if node.target not in _RULES or len(states) != 1 or not _like(node, states[0].node):
             return None
+        if any(isinstance(x, Node) and not is_tensor(x) for x in leaves):
+            return None
         args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
         schema = node.target._schema.arguments
         named = {a.name: a.default_value for a in schema if a.has_default_value()}
@@ -82,7 +84,8 @@ class Scans(BatchedOps):
             raise NotALoop("a recurrence of integers")
         elif _is(b, 0):
             out = self._folded("prod", every(a), time, reverse, like)
-            out = self._with(aten.mul.Tensor, out, self.shaped(seed, shape, like), time, like)
+            if not _is(seed, 1):
+                out = self._with(aten.mul.Tensor, out, self.shaped(seed, shape, like), time, like)
         else:
             out = self.compute(LINEAR_SCAN, (every(a), every(b), state, time, reverse), like)
         return Steps(out, time)

@@ -97,6 +97,8 @@ class BatchedOps(Batch):
             elif n.op not in ("placeholder", "output"):
                 raise NotALoop(f"{like.target} holds constants")
         out = torch.fx.map_arg(body.graph.output_node().args[0], placed.__getitem__)
+        if not all(is_tensor(x) for x in pytree.tree_leaves(out)):
+            raise NotALoop(f"{like.target} makes no tensors")
         return [Steps(x, 0) for x in out] if isinstance(out, list | tuple) else Steps(out, 0)
 
 
@@ -107,6 +109,8 @@ def _spec(node: Node) -> Any:
 def _fits(found: Value, node: Node) -> bool:
     """Is the value of a step what the node is?"""
     found, wanted = (x if isinstance(x, list | tuple) else [x] for x in (found, node.meta["val"]))
+    if not all(isinstance(y, torch.Tensor) for y in wanted):
+        return False
     return len(found) == len(wanted) and all(
         len(x.shape) == y.ndim
         and x.node.meta["val"].dtype == y.dtype

@@ -15,6 +15,7 @@ draws, changes of the grad mode between steps, lists without a recurrence.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,7 +28,8 @@ from ..call import Call
 from .affine import Scans
 from .batch import Steps
 from .roll import Roll
-from .steps import Loop, NotALoop, Read, Ref
+from .steps import Loop, NotALoop, Read, Ref, reading
+from .written_lists import WrittenLists
 
 aten = torch.ops.aten
 STATE_CALLS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALLS}
@@ -37,6 +39,7 @@ class Reroll(Scans):
     """Rolls up the unrolled loops of one graph."""
 
     def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
         self.edit(gm.graph)
         self.budget = 4 * len(gm.graph.nodes)
         self.made: list[Node] = []
@@ -44,10 +47,11 @@ class Reroll(Scans):
 
     def run(self) -> bool:
         """True if the graph changed."""
+        written = WrittenLists(self.gm).run()
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
         lists.sort(key=lambda n: -len(n.args[0]))  # a loop before the lists of its body
         changed = [bool(n.users) and self._roll(n) for n in lists]
-        return any(changed)
+        return written or any(changed)
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node, and remember it."""
@@ -101,6 +105,8 @@ class Reroll(Scans):
         whole = self.moved(found, dim).node
         if listed.target is aten.stack.default:
             return whole
+        if whole.target is aten.unsqueeze.default and whole.args[1] == dim + 1:
+            return whole.args[0]
         return self.compute(aten.squeeze.dim, (whole, dim + 1), listed)
 
     def _clear(self, listed: Node, loop: Loop) -> None:
@@ -111,8 +117,23 @@ class Reroll(Scans):
             if not node.users:
                 self.graph.erase_node(node)
         self._forget()
+        cut = {i.args[0]: None for i in inputs if i.target is operator.getitem}
         self.drop(*inputs)
+        for pieces in cut:
+            self._separate(pieces)
         self.rolled.update(n for n in self.made if n.users)
+
+    def _separate(self, pieces: Node) -> None:
+        """What is left of an unbind or a split reads its piece alone, so that no rank needs all of them."""
+        for user in list(pieces.users):
+            found = reading(user)
+            if found is not None:
+                source, dim, keep, index = found
+                target, args = (
+                    (aten.slice.Tensor, (index, index + 1)) if keep else (aten.select.int, (index,))
+                )
+                with self.behind(pieces):
+                    self.replace(user, self.compute(target, (source, dim, *args), user))
 
 
 def _values(listed: Node) -> list[Node]:

@@ -27,6 +27,7 @@ from ..inplace import is_pure
 from ..shapes import sizes
 
 aten = torch.ops.aten
+COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
 PIECES = (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
@@ -113,10 +114,13 @@ class Loop:
             yield from (operand.seed, operand.rest) if isinstance(operand, Seeded) else (operand,)
 
     def _read_arguments(self, column: Column) -> None:
-        leaves = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
-        if any(spec != leaves[0][1] for _, spec in leaves[1:]):
+        flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
+        if any(spec != flat[0][1] for _, spec in flat[1:]):
             raise NotALoop("arguments of another form")
-        column.operands = [self._operand(values, column.first) for values in zip(*(x for x, _ in leaves))]
+        leaves = [x for x, _ in flat]
+        if column.node.target in COMMUTING and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
+            leaves[0] = leaves[0] if leaves[-1][1] == leaves[0][1] else leaves[0][::-1]  # 0.0 * x is x * 0.0
+        column.operands = [self._operand(values, column.first) for values in zip(*leaves)]
 
     def _operand(self, values: Sequence[Any], first: int) -> Operand:
         head = values[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -258,11 +258,11 @@ def has_cpp_compiler() -> bool:
         return False
 
 
-def compile_cpp(source: str) -> ctypes.CDLL:
-    """The shared library of a C++ file, from Inductor's cache on disk if it is there (tried on 2.13).
+def compile_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """The shared library of C++ source, from Inductor's cache on disk if it is there (tried on 2.13).
 
-    Processes that compile one source at a time wait for the first.
+    Of processes that want the same one, the first compiles and the others wait.
     """
     from torch._inductor.codecache import CppCodeCache
 
-    return CppCodeCache.load(source)
+    return CppCodeCache.load(source, extra_flags=tuple(flags))

@@ -21,8 +21,8 @@ def agree(
 ) -> None:
     """Raise SpError on every rank if any has a problem, or if their descriptions differ.
 
-    name: of the call; alike: what has to be the same on all ranks, in words. 16 bytes a rank, and what the ranks have to
-    say only if they must raise. Every rank of the group has to come here.
+    name: of the call; alike: what has to be the same on all ranks, in words. Sends 16 bytes a rank, and what the ranks
+    have to say only if they must raise. Every rank of the group has to come here.
     """
     text = description if problem is None else problem
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

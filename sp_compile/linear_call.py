@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import SpError
+from .lowering.scan.monoids import accumulate_dtype
 from .scan_call import wrong_dim
+from .scan_shards import Shards
 
 sp = torch.ops.sp
 
@@ -24,19 +27,50 @@ class LinearCall:
     initial: Tensor | None
     reverse: bool
     accumulate: torch.dtype | None
+    check: bool = True
+    shards: Shards | None = None
 
     def run(self) -> Tensor:
         """The scan. Raises SpError for a call that does not fit."""
-        _raise(self._problems())
+        self._require()
         dtype = torch.promote_types(self.a.dtype, self.b.dtype)
         a, b = torch.broadcast_tensors(self.a.to(dtype), self.b.to(dtype))
-        _raise(wrong_dim(b, self.dim))
         initial = self.initial
         if initial is not None:
-            shape = [size for i, size in enumerate(b.shape) if i != self.dim % b.ndim]
-            _raise(self._wrong_initial(initial, shape))
-            initial = initial.to(dtype).expand(shape)
-        return sp.linear_scan(a, b, initial, self.dim, self.reverse, self.accumulate)
+            initial = initial.to(dtype).expand(self._shape_of_initial(b.shape))
+        how = self.dim, self.reverse, self.accumulate
+        return sp.linear_scan(a, b, initial, *how, *self._arguments(b))
+
+    def _arguments(self, b: Tensor) -> tuple[Any, ...]:
+        """What the operator needs to know of the shards."""
+        if self.shards is None:
+            return ()
+        inner = self.accumulate or accumulate_dtype("sum", b.dtype, b.device)
+        rows = b.shape[self.dim]
+        return self.shards.arguments(rows, b.numel() // max(rows, 1) * 2 * inner.itemsize, b.device)
+
+    def _require(self) -> None:
+        problem = next(self._problems(), None)
+        problem = None if problem is None else f"linear_scan: {problem}"
+        shards = self.shards
+        if shards is not None and self.check and shards.ranks.n > 1 and not torch.compiler.is_compiling():
+            shards.agree(problem, self._description(), self.b.device)
+        if problem is not None:
+            raise SpError(problem)
+
+    def _description(self) -> str:
+        """What must be the same on every rank, or exchanges would not meet."""
+        given = {"a": self.a, "b": self.b, "initial": self.initial}
+        grads = torch.is_grad_enabled()
+        each = [
+            f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * (x.requires_grad and grads)}"
+            for name, x in given.items()
+            if x is not None
+        ]
+        return f"{', '.join(each)}, along {self.dim}, reverse={self.reverse}, {self.accumulate}"
+
+    def _shape_of_initial(self, shape: Sequence[int]) -> list[int]:
+        return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
 
     def _problems(self) -> Iterator[str]:
         a, b, others = self.a, self.b, [] if self.initial is None else [self.initial]
@@ -49,12 +83,14 @@ class LinearCall:
         if self.accumulate is not None and not self.accumulate.is_floating_point:
             yield f"accumulate_dtype={self.accumulate} is not floating-point"
 
-    def _wrong_initial(self, initial: Tensor, shape: Sequence[int]) -> Iterator[str]:
-        given, wanted = list(initial.shape), list(shape)
+        shape = torch.broadcast_shapes(self.a.shape, self.b.shape)
+        yield from wrong_dim(shape, self.dim)
+        if self.initial is not None:
+            yield from self._wrong_initial(self.initial, self._shape_of_initial(shape) if shape else [])
+        if self.shards is not None:
+            yield from self.shards.problems(shape, self.dim)
+
+    def _wrong_initial(self, initial: Tensor, wanted: Sequence[int]) -> Iterator[str]:
+        given = list(initial.shape)
         if len(given) > len(wanted) or any(x not in (1, y) for x, y in zip(given[::-1], wanted[::-1])):
             yield f"initial is of h's shape without dim {self.dim}, {wanted}, or broadcasts to it, got {given}"
-
-
-def _raise(problems: Iterator[str]) -> None:
-    for problem in problems:
-        raise SpError(f"linear_scan: {problem}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,13 +155,13 @@ class ScanCall:
 
     def _problems(self, indices: bool = False) -> Iterator[str]:
         yield from self._wrong_op()
-        yield from wrong_dim(self.x, self.dim)
+        yield from wrong_dim(self.x.shape, self.dim)
         if indices and not MONOIDS[self.op].selects:
             yield f"indices=True is for max and min, a {self.op} is at no index"
         yield from self._wrong_dtypes()
         yield from self._wrong_segments()
         if self.shards is not None:
-            yield from self.shards.problems(self.length) if self.x.ndim else ["x has no dim for ranks to share"]
+            yield from self.shards.problems(self.x.shape, self.dim)
 
     def _wrong_op(self) -> Iterator[str]:
         if self.op not in MONOIDS:
@@ -232,8 +232,8 @@ class ScanCall:
         return 0 if ids.ndim <= 1 else self.dim % self.x.ndim - self.x.ndim
 
 
-def wrong_dim(x: Tensor, dim: int) -> Iterator[str]:
-    """Is dim one of x's?"""
-    ndim = max(x.ndim, 1)
+def wrong_dim(shape: Sequence[int], dim: int) -> Iterator[str]:
+    """Is dim one of the shape's?"""
+    ndim = max(len(shape), 1)
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
-        yield f"dim {dim} is out of range for x of shape {list(x.shape)}: expected {-ndim} to {ndim - 1}"
+        yield f"dim {dim} is out of range for x of shape {list(shape)}: expected {-ndim} to {ndim - 1}"

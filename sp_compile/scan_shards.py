@@ -6,7 +6,7 @@ all-gather of 16 bytes a call, and where the values of integers or ids have to b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,11 @@ class Shards:
         """Chunks that a rank holds."""
         return 2 if self.layout == "zigzag" else 1
 
-    def problems(self, rows: int) -> Iterator[str]:
-        """What is wrong with shards of so many rows."""
+    def problems(self, shape: Sequence[int], dim: int) -> Iterator[str]:
+        """What is wrong with shards of this shape along dim."""
+        if not shape:
+            yield "a tensor of no dims has none that ranks could share"
+        rows = shape[dim]
         whole = rows * self.ranks.n
         for name, value, known in (("layout", self.layout, LAYOUTS), ("exchange", self.exchange, EXCHANGES)):
             if value not in known:

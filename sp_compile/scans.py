@@ -14,6 +14,18 @@ and strides, along any dim, of any length. All but linear_scan take
     check       raise if an integer sum or product overflows. That takes a pass over integers that may, for which
                 a GPU is waited for. Not done inside torch.compile
 
+and, if every rank passes its shard of a sequence, like linear_scan
+
+    group       the ranks: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". x is this rank's shard, the
+                result that of the scan of the whole, gradients flow to the shards. None: x is whole
+    layout      "contiguous": rank r of n holds rows r * s ...; "zigzag": chunks r and 2n - 1 - r of 2n (s is even)
+    length      of the whole sequence, where the last of the n * s rows are padding, which may hold anything: nothing is
+                carried from them, and what is returned for them is for no loss to use
+    exchange    how ranks learn what is carried to them: "gather", one all-gather forward and one backward; "steps",
+                ceil(log2 n) shifts each way; "auto" takes the faster one for the bytes to be carried
+    check       compares the ranks' calls as well, so that what is wrong on one rank is raised on all and none hangs:
+                an all-gather of 16 bytes; two, if values must be looked at. Gathers segment_ids that are not in order
+
 NaN, infinities, and of equal extremes which is the one whose index and gradient count, as torch.cumsum, cumprod,
 cummax, cummin and logcumsumexp have them. Raise SpError for what does not fit.
 """
@@ -24,7 +36,9 @@ import torch
 from torch import Tensor
 
 from .linear_call import LinearCall
+from .mesh import Mesh
 from .scan_call import ScanCall
+from .scan_shards import shards_of
 
 
 def inclusive_scan(
@@ -36,6 +50,10 @@ def inclusive_scan(
     indices: bool = False,
     dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    group: Mesh = None,
+    layout: str = "contiguous",
+    length: int | None = None,
+    exchange: str = "auto",
     check: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Each element combined with all before it: torch.cumsum, cumprod, cummax, cummin or logcumsumexp.
@@ -45,7 +63,9 @@ def inclusive_scan(
     >>> inclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([3, 4, 6])
     """
-    call = ScanCall("inclusive_scan", x, dim, op, False, reverse, dtype, accumulate_dtype, check)
+    shards = shards_of(group, layout, length, exchange)
+    how = dim, op, False, reverse, dtype, accumulate_dtype, check
+    call = ScanCall("inclusive_scan", x, *how, shards=shards)
     return call.run_with_indices() if indices else call.run()
 
 
@@ -57,6 +77,10 @@ def exclusive_scan(
     reverse: bool = False,
     dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    group: Mesh = None,
+    layout: str = "contiguous",
+    length: int | None = None,
+    exchange: str = "auto",
     check: bool = True,
 ) -> Tensor:
     """All elements before each one combined; for the first, op's identity: 0, 1, or the dtype's lowest or highest.
@@ -64,7 +88,9 @@ def exclusive_scan(
     >>> exclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([0, 3, 4])
     """
-    return ScanCall("exclusive_scan", x, dim, op, True, reverse, dtype, accumulate_dtype, check).run()
+    shards = shards_of(group, layout, length, exchange)
+    how = dim, op, True, reverse, dtype, accumulate_dtype, check
+    return ScanCall("exclusive_scan", x, *how, shards=shards).run()
 
 
 def segmented_scan(
@@ -77,20 +103,24 @@ def segmented_scan(
     reverse: bool = False,
     dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    group: Mesh = None,
+    layout: str = "contiguous",
+    length: int | None = None,
+    exchange: str = "auto",
     runs: bool = False,
     check: bool = True,
 ) -> Tensor:
     """A scan that begins anew wherever the id changes, as in batches of packed sequences.
 
-    segment_ids: integers, (S,) or broadcast to x. Equal ids stand together, which `check` makes sure of, unless with
-    runs=True each run of them is a segment, and an id may come again as another.
+    segment_ids: integers, (S,) or broadcast to x, sharded like x. Equal ids stand together, which `check` makes sure of,
+    unless with runs=True each run of them is a segment, and an id may come again as another.
 
     >>> segmented_scan(torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1]), 0)
     tensor([3, 4, 2, 6])
     """
-    return ScanCall(
-        "segmented_scan", x, dim, op, exclusive, reverse, dtype, accumulate_dtype, check, segment_ids, runs
-    ).run()
+    shards = shards_of(group, layout, length, exchange)
+    how = dim, op, exclusive, reverse, dtype, accumulate_dtype, check
+    return ScanCall("segmented_scan", x, *how, segment_ids, runs, shards).run()
 
 
 def linear_scan(
@@ -101,16 +131,23 @@ def linear_scan(
     initial: Tensor | None = None,
     reverse: bool = False,
     accumulate_dtype: torch.dtype | None = None,
+    group: Mesh = None,
+    layout: str = "contiguous",
+    length: int | None = None,
+    exchange: str = "auto",
+    check: bool = True,
 ) -> Tensor:
     """h_t = a_t * h_(t-1) + b_t along dim: the recurrence of a diagonal state-space model.
 
     a, b (..., S, ...): floating-point, broadcast to each other; h is of their common shape and dtype. initial: h before
-    the first step, that shape without dim, or broadcast to it; zeros if None. reverse: h_t = a_t * h_(t+1) + b_t.
+    the first step, that shape without dim, or broadcast to it; zeros if None. With a group it is the same on every rank,
+    and so is its gradient. reverse: h_t = a_t * h_(t+1) + b_t.
 
     >>> linear_scan(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 1.0]), 0)
     tensor([1.0000, 1.5000, 1.7500])
     """
-    return LinearCall(a, b, dim, initial, reverse, accumulate_dtype).run()
+    shards = shards_of(group, layout, length, exchange)
+    return LinearCall(a, b, dim, initial, reverse, accumulate_dtype, check, shards).run()
 
 
 parallel_inclusive_scan = inclusive_scan

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from attending import randn
 from scan_shards import (
     DIM,
     OPS,
@@ -27,7 +25,6 @@ from scan_shards import (
     simulated,
 )
 from torch import Tensor
-from torch.autograd import gradgradcheck
 
 from sp_compile.simulate import GROUP, run_ranks
 
@@ -148,7 +145,9 @@ def test_nan_is_an_extreme() -> None:
         wanted = torch.cummax(x.flip(0) if reverse else x, 0)
 
         def live(rank: int, reverse: bool = reverse) -> tuple[Tensor, Tensor]:
-            return sp.extremes(x[rank * 2 : rank * 2 + 2], 0, "max", reverse, case.frame(), "gather", 3, GROUP)
+            return sp.extremes(
+                x[rank * 2 : rank * 2 + 2], 0, "max", reverse, case.frame(), "gather", 3, GROUP
+            )
 
         y, index = (torch.cat(shards) for shards in zip(*run_ranks(3, live)))
         torch.testing.assert_close(y.flip(0) if reverse else y, wanted[0], equal_nan=True)

@@ -4,7 +4,7 @@ A chunk is what a rank holds, or in zigzag frames half of it. Its summary is wha
 of a scan, the map of a recurrence, the running extreme. The carry into a chunk combines the summaries of those before
 it in scan order.
 
-    exchange="gather"   one all-gather, and every rank scans the n (or 2n) summaries: (n - 1) * C bytes for a summary of C
+    exchange="gather"   one all-gather, and every rank scans the n (or 2n) summaries: (n - 1) * C bytes, C a rank's
     exchange="steps"    ceil(log2 n) shifts, step k to the rank 2^k further on: at most ceil(log2 n) * C bytes
 
 Summaries are (folds, ...), in the order of the chunks that this rank holds. Nothing here is differentiable.

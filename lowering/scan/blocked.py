@@ -18,7 +18,7 @@ from .monoids import Combine
 from .problem import Problem
 from .states import joined, length, rows
 
-BLOCK = 16
+BLOCK = 32
 
 
 def inclusive(

@@ -105,7 +105,10 @@ def _unbroken(begins: Tensor, cut: Tensor | None, way: Way) -> Tensor:
 
 
 def selected(x: Tensor, op: str, way: Way, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The running extreme, its position in the sequence (less `first`), and the extreme that is carried into the chunks."""
+    """The running extreme, its position in the sequence less `first`, and the extreme carried into the chunks.
+
+    The latter is None on one rank.
+    """
     best, index = sp.local_extremes(x, None, way.rows, op, way.reverse)
     if way.alone:
         return best, index, None

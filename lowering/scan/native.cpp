@@ -261,7 +261,15 @@ struct Lines : Tensors<M> {
       std::memcpy(buffer.starts + pad, p.starts + chain * p.starts_outer + low - chain * p.length, count);
       at.starts = buffer.starts;
     }
-    along(this->machine, this->fold, at, states);
+    auto scan = [&](auto shift, auto segmented, auto reverse) {
+      along<M, shift, segmented, reverse>(this->machine, this->fold, at, states);
+    };
+    std::true_type yes;
+    std::false_type no;
+    if (p.starts) 
+      p.flag ? (p.reverse ? scan(yes, yes, yes) : scan(yes, yes, no)) : (p.reverse ? scan(no, yes, yes) : scan(no, yes, no));
+    else
+      p.flag ? (p.reverse ? scan(yes, no, yes) : scan(yes, no, no)) : (p.reverse ? scan(no, no, yes) : scan(no, no, no));
     if (!at.out) return;
     this->store_rows(buffer.x + pad, 0, 1, count, this->out(low), 0);
     if (M::outputs == 2) write<C, int64_t>(buffer.index + pad, 0, 1, count, this->index(low), 0);

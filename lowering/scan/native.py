@@ -1,8 +1,9 @@
-"""Scans in C++, in one pass over memory; compiled once by Inductor's toolchain, and again only where that changes.
+"""Scans in C++, in one pass over memory, compiled by Inductor's toolchain when first asked for.
 
-x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1). Every column is a chain of its
-own, and a vector of them goes down the rows together; columns that are few lie side by side in a buffer first.
-The file is compiled when a scan first fits; without a compiler none does.
+x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1). Neighbouring columns go down the
+rows together, a vector of registers each; a line of neighbours is scanned vector by vector.
+One library for every operation and type to compute in, about a second to compile, kept in Inductor's cache on disk.
+Without a compiler no problem fits.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from ..._compat import compile_cpp, has_cpp_compiler
 from .monoids import MONOIDS, Pair
 from .problem import Problem
 
+SOURCES = ("native_vectors.cpp", "native_steps.cpp", "native_walks.cpp", "native.cpp")
+FLAGS = ("-ffp-contract=fast", "-g0")
 ELEMENTS = {
     torch.float32: 0,
     torch.float64: 1,
@@ -33,13 +36,12 @@ ELEMENTS = {
     torch.uint8: 8,
     torch.bool: 8,
 }
-WORKS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "logsumexp": 4}
-EXTREMES = {"max": 5, "min": 6}
-LINEAR, LINEAR_TOTAL = 7, 8
-FLOATS = (torch.float32, torch.float64)
-SOURCES = ("native_vectors.cpp", "native_steps.cpp", "native_tiles.cpp", "native.cpp")
+COMPUTED = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t"}
+COMBINING = {"sum": "Add", "prod": "Multiply", "max": "Larger", "min": "Smaller"}
 
+Kernel = Callable[["ctypes._Pointer[_Problem]"], None]
 _lock = threading.Lock()
+_failures: list[str] = []
 
 
 class _Problem(ctypes.Structure):
@@ -52,44 +54,82 @@ class _Problem(ctypes.Structure):
             for name in "outer length inner starts_outer starts_length starts_inner empty_integer".split()
         ),
         ("empty_number", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in "work element result compute flag reverse threads".split()),
+        *((name, ctypes.c_int32) for name in "element result flag reverse threads".split()),
     ]
 
 
 def fits(problem: Problem) -> bool:
-    """On a CPU, in dtypes that the C++ has, where there is a compiler."""
+    """On a CPU, of dtypes that the C++ has, where a compiler makes it."""
     if problem.device != "cpu" or problem.dtype not in ELEMENTS or problem.result not in ELEMENTS:
         return False
-    if problem.kind == "extremes" or problem.op in ("max", "min"):
-        return available()
-    wanted = FLOATS if problem.result.is_floating_point else (torch.int64,)
-    if problem.kind != "scan" or problem.op == "logsumexp":
-        wanted = FLOATS
-    return problem.accumulate in wanted and problem.result is not torch.bool and available()
+    compute = _computed(problem)
+    return compute in COMPUTED and _kernel(_steps(problem.kind, problem.op, compute)) is not None
 
 
 def available() -> bool:
-    """Is there a C++ compiler, and does it compile what it should? Compiles on the first call."""
-    return _library() is not None
+    """Is there a compiler, and does it compile one of the kernels?"""
+    return _kernel(_steps("scan", "sum", torch.float64)) is not None
+
+
+def _computed(problem: Problem) -> torch.dtype | None:
+    """The type to compute in; None if there is no kernel."""
+    floats = problem.result.is_floating_point
+    if problem.kind == "scan" and problem.op in ("max", "min"):
+        return _holding(problem.result)
+    if problem.kind == "extremes":
+        return _with_index(problem.result)
+    if problem.kind == "scan" and problem.op != "logsumexp" and not floats:
+        return torch.int64 if problem.accumulate is torch.int64 and problem.result is not torch.bool else None
+    if not floats or problem.accumulate not in (torch.float32, torch.float64):
+        return None
+    return torch.float64 if problem.op == "logsumexp" else problem.accumulate
+
+
+def _holding(dtype: torch.dtype) -> torch.dtype:
+    """What has every value of a dtype, among the types to compute in."""
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _with_index(dtype: torch.dtype) -> torch.dtype:
+    """What has every value of a dtype and every index."""
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+def _steps(kind: str, op: str, compute: torch.dtype) -> str:
+    """The machine of native_steps.cpp."""
+    c = COMPUTED[compute]
+    if kind == "scan":
+        return "LogSumExp" if op == "logsumexp" else f"Scan<{c}, {COMBINING[op]}>"
+    if kind == "extremes":
+        return f"Extremes<{c}, {COMBINING[op]}>"
+    return f"Linear<{c}>" if kind == "linear" else f"LinearTotal<{c}>"
+
+
+def _kernel(steps: str) -> Kernel | None:
+    with _lock:
+        return _compiled(steps)
 
 
 @cache
-def _compiled() -> Any:
+def _compiled(steps: str) -> Kernel | None:
     if not has_cpp_compiler():
         return None
-    folder = Path(__file__).parent
     try:
-        library = compile_cpp("\n".join((folder / name).read_text() for name in SOURCES))
-        library.scan.argtypes = [ctypes.POINTER(_Problem)]
-        return library.scan
-    except Exception as error:
-        warnings.warn(f"scans run slower than they could, their C++ did not compile: {error}", stacklevel=2)
+        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS).scan
+    except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
+        _failures.append(steps)
+        if len(_failures) == 1:
+            warnings.warn(f"scans are slower than they could be: {steps} does not compile: {error}", stacklevel=2)
         return None
+    kernel.argtypes, kernel.restype = [ctypes.POINTER(_Problem)], None
+    return kernel
 
 
-def _library() -> Any:
-    with _lock:
-        return _compiled()
+@cache
+def _source() -> str:
+    return "".join((Path(__file__).parent / name).read_text() for name in SOURCES)
 
 
 def scan(
@@ -103,22 +143,18 @@ def scan(
 ) -> Pair:
     """-> out, like x in dtype, and total (outer, inner) in accumulate: of the last segment in scan order."""
     x = _as_operand(x, dtype)
-    compute = _computed(dtype) if op in ("max", "min") else accumulate
-    if op == "logsumexp":
-        compute = torch.float64
-    out = torch.empty(x.shape, dtype=dtype)
-    total = torch.empty(x.shape[0], x.shape[2], dtype=compute)
+    compute = {"logsumexp": torch.float64, "max": _holding(dtype), "min": _holding(dtype)}.get(op, accumulate)
+    out, total = torch.empty(x.shape, dtype=dtype), _one_row(x, compute)
     empty = MONOIDS[op].identity(dtype)
-    _run(WORKS[op], x, out, compute, reverse, starts=starts, total=total, flag=exclusive, empty=empty)
+    _run("scan", op, compute, x, out, reverse, starts, empty=empty, flag=exclusive, total=total)
     return out, total.to(accumulate)
 
 
 def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
     """-> the running max or min, like x, and its index, int64."""
     out, indices = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=torch.int64)
-    compute = torch.float64 if x.dtype.is_floating_point else torch.int64
     empty = MONOIDS[op].identity(x.dtype)
-    _run(EXTREMES[op], x, out, compute, reverse, starts=starts, indices=indices, empty=empty)
+    _run("extremes", op, _with_index(x.dtype), x, out, reverse, starts, empty=empty, indices=indices)
     return out, indices
 
 
@@ -134,33 +170,23 @@ def linear(
     """-> h like b in dtype: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
     a, b = _of_one_dtype(a, b)
     h = torch.empty(b.shape, dtype=dtype)
-    if initial is not None:
-        initial = initial.to(accumulate).contiguous()
-    _run(LINEAR, a, h, accumulate, reverse, b=b, initial=initial, flag=lagged)
+    initial = None if initial is None else initial.to(accumulate).contiguous()
+    _run("linear", "", accumulate, a, h, reverse, flag=lagged, b=b, initial=initial)
     return h
 
 
 def linear_total(a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
     """-> factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
     a, b = _of_one_dtype(a, b)
-    factor, state = (torch.empty(b.shape[0], b.shape[2], dtype=accumulate) for _ in range(2))
-    _run(LINEAR_TOTAL, a, None, accumulate, reverse, b=b, total=state, factor=factor, flag=lagged)
+    factor, state = _one_row(b, accumulate), _one_row(b, accumulate)
+    _run("linear_total", "", accumulate, a, None, reverse, flag=lagged, b=b, total=state, factor=factor)
     return factor, state
 
 
 def _as_operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x rounded to dtype, unless the C++ reads the same values from x itself."""
-    same = x.dtype == dtype or (
-        torch.promote_types(x.dtype, dtype) == dtype and x.dtype.is_floating_point == dtype.is_floating_point
-    )
-    return x if same else x.to(dtype)
-
-
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    """What holds every value of a dtype, among those that the C++ computes in."""
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.float64 if dtype is torch.float64 else torch.float32
+    wider = torch.promote_types(x.dtype, dtype) == dtype
+    return x if wider and x.dtype.is_floating_point == dtype.is_floating_point else x.to(dtype)
 
 
 def _of_one_dtype(a: Tensor, b: Tensor) -> Pair:
@@ -168,33 +194,36 @@ def _of_one_dtype(a: Tensor, b: Tensor) -> Pair:
     return a.to(dtype), b.to(dtype)
 
 
+def _one_row(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x.shape[0], x.shape[2], dtype=dtype)
+
+
 def _run(
-    work: int,
+    kind: str,
+    op: str,
+    compute: torch.dtype,
     x: Tensor,
     out: Tensor | None,
-    compute: torch.dtype,
     reverse: bool,
     starts: Tensor | None = None,
-    flag: bool = False,
     empty: float = 0,
+    flag: bool = False,
     **others: Tensor | None,
 ) -> None:
-    problem = _Problem(work=work, x=x.data_ptr(), element=ELEMENTS[x.dtype], compute=ELEMENTS[compute])
+    """Fill `out` and those of `others` that are results; all contiguous."""
+    problem = _Problem(reverse=reverse, flag=flag, threads=torch.get_num_threads())
     problem.outer, problem.length, problem.inner = x.shape
-    problem.reverse, problem.flag, problem.threads = reverse, flag, torch.get_num_threads()
-    problem.result = problem.element if out is None else ELEMENTS[out.dtype]
-    problem.out = None if out is None else out.data_ptr()
+    problem.element, problem.result = ELEMENTS[x.dtype], ELEMENTS[x.dtype if out is None else out.dtype]
     if compute.is_floating_point:
         problem.empty_number = empty
     else:
         problem.empty_integer = int(empty)
-    for name, tensor in others.items():
+    for name, tensor in {"x": x, "out": out, "starts": starts, **others}.items():
         setattr(problem, name, None if tensor is None else tensor.data_ptr())
     if starts is not None:
-        problem.starts = starts.data_ptr()
         outer, length, inner = starts.shape
-        problem.starts_length = inner
         problem.starts_outer = length * inner if outer > 1 else 0
-        problem.starts_inner = 1 if inner > 1 else 0
-    if _library()(problem):
-        raise AssertionError(f"no such scan in C++: work {work} of {x.dtype} computed in {compute}")
+        problem.starts_length, problem.starts_inner = inner, int(inner > 1)
+    kernel = _kernel(_steps(kind, op, compute))
+    assert kernel is not None, "a problem that does not fit"
+    kernel(problem)

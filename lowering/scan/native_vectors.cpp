@@ -138,6 +138,14 @@ INLINE V later(V a, V fill) {
   return later<width>(a, fill, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{});
 }
 
+// The last lane, in all of them.
+template <class V, int... i>
+INLINE V last_of(V a, std::integer_sequence<int, i...>) {
+  return shuffle(a, a, std::integer_sequence<int, (i * 0 + int(sizeof...(i)) - 1)...>{});
+}
+template <class V>
+INLINE V last_of(V a) { return last_of(a, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{}); }
+
 template <class V, int... i>
 INLINE V backwards(V a, std::integer_sequence<int, i...>) {
   return shuffle(a, a, std::integer_sequence<int, (int(sizeof...(i)) - 1 - i)...>{});

@@ -61,8 +61,8 @@ struct Line {
   C row, row_step;
 };
 
-template <class F, int width, class V, class Mask>
-INLINE void spread(const F& fold, V* s, Mask& begun, bool segmented) {
+template <class F, int width, bool segmented, class V, class Mask>
+INLINE void spread(const F& fold, V* s, Mask& begun) {
   if constexpr (width < int(sizeof(V) / sizeof(s[0][0]))) {
     V before[F::planes], joined[F::planes];
     each<F::planes>([&](auto p) INLINE_LAMBDA {
@@ -72,54 +72,60 @@ INLINE void spread(const F& fold, V* s, Mask& begun, bool segmented) {
     fold.join(before, joined);
     each<F::planes>([&](auto p) INLINE_LAMBDA { s[p] = segmented ? (begun ? s[p] : joined[p]) : joined[p]; });
     if (segmented) begun |= later<width>(begun, Mask{});
-    spread<F, width * 2>(fold, s, begun, segmented);
+    spread<F, width * 2, segmented>(fold, s, begun);
   }
 }
 
 // log2(L) joins make each vector a scan of its own; joined with what came before it, the carry, it is done.
-template <class M>
+template <class M, bool shift, bool segmented, bool reverse>
 void along(const M& machine, const typename M::Fold& fold, const Line<typename M::Compute>& at,
            typename M::Compute* states) {
   using C = typename M::Compute;
   using V = Vec<C, lanes<C>>;
   using Mask = Vec<Bits<C>, lanes<C>>;
   constexpr int L = lanes<C>, Q = M::Fold::planes;
-  V carry[Q], ramp;
+  V carry[Q], s[Q], ramp;
+  Mask begun{};
   each<Q>([&](auto q) INLINE_LAMBDA { carry[q] = splat(states[q]); });
-  each<L>([&](auto l) INLINE_LAMBDA { ramp[l] = C(l); });
+  each<L>([&](auto l) INLINE_LAMBDA { ramp[int(l)] = C(l); });
   int64_t vectors = (at.count + L - 1) / L;
-  auto get = [&](const auto* from, int64_t k) INLINE_LAMBDA {
-    using T = std::conditional_t<sizeof(*from) == 1, Bits<C>, C>;
-    auto found = load<T, L>(from + (at.reverse ? vectors - 1 - k : k) * L);
-    return at.reverse ? backwards(found) : found;
-  };
-  auto put = [&](C* to, int64_t k, V value) INLINE_LAMBDA {
-    store<C, L>(to + (at.reverse ? vectors - 1 - k : k) * L, at.reverse ? backwards(value) : value);
+  auto join_carry = [&] () INLINE_LAMBDA {
+    V joined[Q];
+    each<Q>([&](auto q) INLINE_LAMBDA { joined[q] = s[q]; });
+    fold.join(carry, joined);
+    each<Q>([&](auto q) INLINE_LAMBDA { s[q] = segmented ? (begun ? s[q] : joined[q]) : joined[q]; });
   };
   for (int64_t k = 0; k < vectors; ++k) {
-    V x = get(at.x, k), b = x, s[Q], used[Q], full[Q];
-    if constexpr (M::inputs == 2) b = get(at.b, k);
-    Mask starts{}, begun{};
-    if (at.starts) begun = starts = get(at.starts, k) != 0;
+    int64_t place = (reverse ? vectors - 1 - k : k) * L;
+    auto turned = [](auto value) INLINE_LAMBDA { return reverse ? backwards(value) : value; };
+    V x = turned(load<C, L>(at.x + place)), b = x, local[Q];
+    if constexpr (M::inputs == 2) b = turned(load<C, L>(at.b + place));
+    Mask starts{};
+    if (segmented) begun = starts = turned(load<Bits<C>, L>(at.starts + place)) != 0;
     fold.lift(s, x, b, at.row + (ramp + C(k * L)) * at.row_step);
-    spread<typename M::Fold, 1>(fold, s, begun, at.starts != nullptr);
-    Mask apart = machine.flag ? later<1>(begun, Mask{}) : begun;
-    each<Q>([&](auto q) INLINE_LAMBDA {
-      full[q] = used[q] = machine.flag ? later<1>(s[q], splat(fold.identity(q))) : s[q];
-    });
-    fold.join(carry, full);
-    if (at.starts)
-      each<Q>([&](auto q) INLINE_LAMBDA {
-        full[q] = apart ? used[q] : full[q];
-        full[q] = machine.flag && starts ? splat(fold.identity(q)) : full[q];
-      });
-    if (at.out) put(at.out, k, machine.value(full, b));
+    spread<typename M::Fold, 1, segmented>(fold, s, begun);
+    Mask all_begun = begun;
+    each<Q>([&](auto q) INLINE_LAMBDA { local[q] = s[q]; });
+    if (shift) {
+      each<Q>([&](auto q) INLINE_LAMBDA { s[q] = later<1>(s[q], splat(fold.identity(q))); });
+      begun = later<1>(begun, Mask{});
+    }
+    join_carry();
+    if (shift && segmented)
+      each<Q>([&](auto q) INLINE_LAMBDA { s[q] = starts ? splat(fold.identity(q)) : s[q]; });
+    if (at.out) store<C, L>(at.out + place, turned(machine.value(s, b)));
     if constexpr (M::outputs == 2)
-      if (at.out) put(at.index, k, full[1]);
-    int last = k + 1 < vectors ? L - 1 : int(at.count - k * L) - 1;
-    each<Q>([&](auto q) INLINE_LAMBDA { full[q] = s[q] = splat(C(s[q][last])); });
-    fold.join(carry, full);
-    each<Q>([&](auto q) INLINE_LAMBDA { carry[q] = at.starts && begun[last] ? s[q] : full[q]; });
+      if (at.out) store<C, L>(at.index + place, turned(s[1]));
+    if (k + 1 == vectors) {  // which may be shorter
+      int last = int(at.count - k * L) - 1;
+      each<Q>([&](auto q) INLINE_LAMBDA { s[q] = splat(C(local[q][last])); });
+      begun = Mask{} + all_begun[last];
+    } else {
+      each<Q>([&](auto q) INLINE_LAMBDA { s[q] = last_of(local[q]); });
+      begun = last_of(all_begun);
+    }
+    join_carry();
+    each<Q>([&](auto q) INLINE_LAMBDA { carry[q] = s[q]; });
   }
   each<Q>([&](auto q) INLINE_LAMBDA { states[q] = carry[q][0]; });
 }

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,6 @@ ROWS = {
     "blocked": "sp_compile.lowering.scan.blocked",
     "tree": "sp_compile.lowering.scan.tree",
 }
-ROWS = {name: path for name, path in ROWS.items() if find_spec(path)}  # until all are written
 
 _forced: list[str] = []
 

@@ -5,12 +5,18 @@ x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, i
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..scan.monoids import MONOIDS, Pair
 from ..scan.problem import Problem
 from . import AVAILABLE
+
+if TYPE_CHECKING:
+    from .scan_sweep import Sweep
 
 READABLE = frozenset(
     (
@@ -22,15 +28,9 @@ READABLE = frozenset(
 
 def fits(problem: Problem) -> bool:
     """Whether the kernels can run this."""
-    if not AVAILABLE or {problem.dtype, problem.result, problem.accumulate} - READABLE:
+    if {problem.dtype, problem.result, problem.accumulate} - READABLE:
         return False
-    return problem.device == "cuda" or _interpreted()
-
-
-def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+    return AVAILABLE and (problem.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def scan(
@@ -102,7 +102,7 @@ def linear_total(a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: 
     return total.second.view(shape).to(accumulate), total.value.view(shape).to(accumulate)
 
 
-def _recurrence(a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype):
+def _recurrence(a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Sweep:
     from .scan_sweep import Sweep
 
     return Sweep(a, "linear", 1, _compute_dtype(accumulate), torch.int32, b, None, lagged, reverse)

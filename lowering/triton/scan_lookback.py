@@ -4,6 +4,7 @@ Decoupled look-back (Merrill and Garland, 2016, "Single-pass parallel prefix sca
 program publishes the total of its tile, then adds up what its predecessors have published until it finds one that
 knows the total of all places up to its own tile, and publishes that too. Here it reads a window of predecessors at
 a time. Tiles are handed out by a counter, so that a program waits only for programs that already run.
+Which sums are added up depends on their timing: the last bits of floats may differ from run to run.
 
 A state of one 32-bit tensor is published as one 64-bit word, with what it is in the upper half. Others are written
 to memory of their own first: barrier, release and acquire order them. Importing this needs triton.
@@ -15,13 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .scan_operators import combine, scan_segments, scan_states
-from .scan_parts import last, leaf, lines_of, load_state, neutral, starts_of, time_of, value_of
+from .scan_operators import combine_where, scan_segments, scan_states
+from .scan_parts import last, lines_of, load_state, load_tile, neutral, store_tile, value_of, with_last
 from .scan_sweep import State, Sweep, Tile, on_device
 
-WINDOW = 256
-"""Predecessors read at a time, and at most WINDOW_STATES of their lines."""
 WINDOW_STATES = 2048
+"""At most so many are read at a time."""
 
 
 @triton.jit
@@ -89,17 +89,13 @@ def _look_back(  # type: ignore[no-untyped-def]
         at = tile.to(tl.int64) * lines + line
         state, own, own_q = _await(words, values, seconds, slots, at, here, none_p, none_q, PACKED, PAIR)
         latest = tl.max(tl.where(state == 2, row, -1), 0, keep_dims=True)
-        own = tl.where(row >= latest, own, none_p)
+        needed = row >= latest
+        own, own_q = scan_states(tl.where(needed, own, none_p), tl.where(needed, own_q, none_q), OP)
+        before, before_q = last(own, row, WINDOW), last(own_q, row, WINDOW)
+        both, both_q = combine_where(done == 0, before, before_q, p, q, OP, PAIR)
+        p = both
         if PAIR:
-            own_q = tl.where(row >= latest, own_q, none_q)
-        own, own_q = scan_states(own, own_q, OP)
-        own = last(own, row, WINDOW)
-        if PAIR:
-            own_q = last(own_q, row, WINDOW)
-        both, both_q = combine(own, own_q, p, q, OP)
-        p = tl.where(done != 0, p, both)
-        if PAIR:
-            q = tl.where(done != 0, q, both_q)
+            q = both_q
         done = done | (latest >= 0).to(tl.int32)
         finished = tl.min(tl.min(tl.where(exists, done, 1), 1), 0)
         newest = tl.where(finished != 0, -1, newest - WINDOW)
@@ -110,82 +106,69 @@ def _look_back(  # type: ignore[no-untyped-def]
 def _scan(  # type: ignore[no-untyped-def]
     x, second, starts, initial, out, out_index, total, total_second, words, values, seconds, counter,
     lines, length, inner, slots, per_outer, per_time, per_inner,
-    OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr,
-    ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr,
-    SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr, CARRY: tl.constexpr, TOTAL: tl.constexpr,
-    PACKED: tl.constexpr, WINDOW: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
+    OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, GIVEN: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr,
+    SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
+    CARRY: tl.constexpr, TOTAL: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """One tile. The first program to ask gets the first one."""
     ticket = tl.atomic_add(counter, 1)
     tiles = tl.cdiv(lines, LINES)
     k = (ticket // tiles).to(tl.int32)
-    line, exists, base = lines_of(ticket % tiles, lines, length, inner, FLAT, LINES)
+    inner = inner // UNIT * UNIT
+    line, exists, base = lines_of(ticket % tiles, lines, length, inner, FLAT, EVEN, LINES)
     row = tl.arange(0, STEPS)[:, None]
-    place = k.to(tl.int64) * STEPS + row
-    inside = exists & (place < length)
-    time = time_of(place, length, REVERSE)
-    source = time_of(place - SHIFT, length, REVERSE)
-    taken = inside & (place >= SHIFT)
-    kept = taken
-    flag = tl.zeros((STEPS, LINES), tl.int32)
-    if SEGMENTED:
-        flag = starts_of(
-            starts, time, line, place < length, inside, inner, per_outer, per_time, per_inner, SHARED, STEPS, LINES
-        )
-        if SHIFT:
-            kept = taken & (flag == 0)
-    p, q = leaf(
-        x, second, base + source * inner, base + time * inner, taken, kept, inside, time,
-        LEAF, NEUTRAL, ACC, INDEX, GIVEN,
+    where, inside, flag, p, q = load_tile(
+        x, second, starts, line, exists, base, k.to(tl.int64) * STEPS + row, 0, length, inner,
+        per_outer, per_time, per_inner,
+        LEAF, NEUTRAL, ACC, INDEX, GIVEN, SHARED, SEGMENTED, SHIFT, REVERSE, STEPS, LINES,
     )  # fmt: skip
     none, none_q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
     if CARRY:
         before, before_q = load_state(initial, initial, line, exists & (k == 0), none, none_q, LEAF)
-        both, both_q = combine(before, before_q, p, q, OP)
-        first = (row == 0) & (k == 0)
-        p = tl.where(first, both, p)
-        if PAIR:
-            q = tl.where(first, both_q, q)
+        p, q = combine_where((row == 0) & (flag == 0) & (k == 0), before, before_q, p, q, OP, PAIR)
     if SEGMENTED:
         flag, p, q = scan_segments(flag, p, q, OP)
     else:
         p, q = scan_states(p, q, OP)
 
-    # What has a start in its tile, or nothing before it, needs no predecessor.
-    sums, sums_q, alone = last(p, row, STEPS), last(q, row, STEPS), (last(flag, row, STEPS) != 0) | (k == 0)
-    state = tl.where(alone, 2, 1)
+    # A tile that holds a start, or has nothing before it, needs no predecessor.
+    sums, sums_q = last(p, row, STEPS), last(q, row, STEPS)
+    alone = exists & (k == 0)
+    if SEGMENTED:
+        alone = alone | (last(flag, row, STEPS) != 0)
     at = k.to(tl.int64) * lines + line
+    state = tl.where(alone, 2, 1)
     _publish(words, values, seconds, slots, at, exists, state, sums, sums_q, PACKED, PAIR)
     before, before_q = _look_back(
         words, values, seconds, slots, k, line, lines, exists, none, none_q, OP, PAIR, PACKED, WINDOW, LINES
     )
-    both, both_q = combine(before, before_q, sums, sums_q, OP)
-    sums = tl.where(alone, sums, both)
-    if PAIR:
-        sums_q = tl.where(alone, sums_q, both_q)
-    _publish(words, values, seconds, slots, at, exists, tl.full((1, LINES), 2, tl.int32), sums, sums_q, PACKED, PAIR)
+    sums, sums_q = combine_where(alone == 0, before, before_q, sums, sums_q, OP, PAIR)
+    state = tl.full((1, LINES), 2, tl.int32)
+    _publish(words, values, seconds, slots, at, exists, state, sums, sums_q, PACKED, PAIR)
 
-    both, both_q = combine(before, before_q, p, q, OP)
-    carried = (flag == 0) & (k > 0)
-    p = tl.where(carried, both, p)
-    if PAIR:
-        q = tl.where(carried, both_q, q)
-    tl.store(out + base + time * inner, value_of(p, q, LEAF).to(out.dtype.element_ty), mask=inside)
-    if LEAF == "indexed":
-        tl.store(out_index + base + time * inner, q.to(out_index.dtype.element_ty), mask=inside)
+    p, q = combine_where((flag == 0) & (k > 0), before, before_q, p, q, OP, PAIR)
+    store_tile(out, out_index, where, inside, p, q, LEAF)
     if TOTAL:
         if SHIFT:
-            left = base + time_of(length - 1, length, REVERSE) * inner
-            p, q = leaf(x, second, left, left, exists, exists, line < 0, left, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
-            sums, sums_q = combine(sums, sums_q, p, q, OP)
+            sums, sums_q = with_last(
+                sums, sums_q, x, second, exists, base, length, length, inner,
+                OP, LEAF, NEUTRAL, ACC, INDEX, GIVEN, REVERSE,
+            )  # fmt: skip
         final = exists & (k == tl.cdiv(length, STEPS) - 1)
         tl.store(total + line, value_of(sums, sums_q, LEAF), mask=final)
         if LEAF == "linear":
             tl.store(total_second + line, sums_q, mask=final)
 
 
-def in_one_pass(sweep: Sweep, tile: Tile, initial: State | None, out: State, total: bool) -> State | None:
-    """Each line by as many programs as it has tiles: reads x once, writes results once. -> total, if asked for."""
+def in_one_pass(
+    sweep: Sweep, tile: Tile, window: int, initial: State | None, out: State, total: bool
+) -> State | None:
+    """Each line by as many programs as it has tiles: reads x once, writes results once. -> total, if asked for.
+
+    window: predecessors that are read at a time, a power of 2.
+    """
     places = triton.cdiv(sweep.length, tile.steps)
     slots = places * sweep.lines
     packed = sweep.leaf == "value" and sweep.compute.itemsize == 4
@@ -202,6 +185,6 @@ def in_one_pass(sweep: Sweep, tile: Tile, initial: State | None, out: State, tot
         _scan[(places * triton.cdiv(sweep.lines, tile.lines),)](
             *sweep.tensors(), *sweep.pointers(*pointers), *sweep.sizes(), slots, *sweep.strides(),
             **sweep.options(tile), CARRY=initial is not None, TOTAL=total, PACKED=packed,
-            WINDOW=max(1, min(WINDOW, WINDOW_STATES // tile.lines)),
+            WINDOW=max(1, min(window, WINDOW_STATES // tile.lines)),
         )  # fmt: skip
     return totals

@@ -118,6 +118,17 @@ def combine(p_a, q_a, p_b, q_b, OP: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
+def combine_where(here, p_a, q_a, p_b, q_b, OP: tl.constexpr, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The states b, where ``here`` with the states a before them."""
+    both, both_q = combine(p_a, q_a, p_b, q_b, OP)
+    p = tl.where(here, both, p_b)
+    q = p
+    if PAIR:
+        q = tl.where(here, both_q, q_b)
+    return p, q
+
+
+@triton.jit
 def scan_states(p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Inclusive scan along dim 0."""
     if OP == "linear":

@@ -4,27 +4,40 @@ A tensor (outer, length, inner) has outer * inner lines; line l is column l % in
 holds a tile of STEPS places in scan order (dim 0) by LINES lines (dim 1). Lines are neighbours in memory where
 inner > 1, places where inner == 1, so that either way a tile is read in whole runs.
 
-Scans run forward over places; place i is time length - 1 - i if REVERSE. An exclusive scan, and a lagged
-recurrence, is the inclusive one of what comes a place earlier: SHIFT.
+Scans run forward over places; place i is time length - 1 - i if REVERSE. An exclusive scan, and a lagged recurrence,
+is the inclusive one of what comes a place earlier: SHIFT.
+
+FLAT: outer == 1. EVEN: LINES divides the lines. SHARED: all lines have the same starts. LEAF: see `leaf`.
 """
 
 import triton
 import triton.language as tl
 
+from .scan_operators import combine
+
 
 @triton.jit
-def lines_of(tile, lines, length, inner, FLAT: tl.constexpr, LINES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """-> the numbers of a tile's lines, whether they exist, and where they begin; FLAT: outer == 1."""
+def lines_of(  # type: ignore[no-untyped-def]
+    tile, lines, length, inner, FLAT: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr
+):
+    """-> the numbers of a tile's lines, whether they exist, and where they begin, (1, LINES)."""
     line = tile.to(tl.int64) * LINES + tl.arange(0, LINES)[None, :]
-    if FLAT:
-        begin = line
+    # What is known at compile time, of bounds and of addresses, makes loads wide.
+    if EVEN:
+        exists = tl.full((1, LINES), 1, tl.int1)
     else:
-        begin = line // inner * length * inner + line % inner
-    return line, line < lines, begin
+        exists = line < lines
+    if FLAT and LINES == 1:
+        base = tl.zeros_like(line)
+    elif FLAT:
+        base = line
+    else:
+        base = line // inner * length * inner + line % inner
+    return line, exists, base
 
 
 @triton.jit
-def time_of(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _time_of(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
     if REVERSE:
         time = length - 1 - place
     else:
@@ -33,11 +46,35 @@ def time_of(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def starts_of(  # type: ignore[no-untyped-def]
+def _leaf(  # type: ignore[no-untyped-def]
+    x, second, source, at, taken, kept, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """The states of single elements, neutral where not kept; the second tensor is a copy of the first if not needed.
+
+    x is read at ``source`` where taken: values, or the factors of a recurrence; what that adds is read from ``second``
+    at ``at``, where inside. The index of an indexed state is its time, or if GIVEN what ``second`` holds.
+    """
+    p = tl.where(kept, tl.load(x + source, mask=taken, other=0).to(ACC), NEUTRAL)
+    q = p
+    if LEAF == "linear":
+        p = tl.load(second + at, mask=inside, other=0).to(ACC)
+    if LEAF == "exponentials":
+        q = tl.where(kept, 1.0, 0.0).to(ACC)
+    if LEAF == "indexed":
+        if GIVEN:
+            q = tl.load(second + source, mask=taken, other=0)
+        else:
+            q = tl.broadcast_to(time, p.shape).to(INDEX)
+    return p, q
+
+
+@triton.jit
+def _starts_of(  # type: ignore[no-untyped-def]
     starts, time, line, exists, inside, inner, per_outer, per_time, per_inner,
     SHARED: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """1 where a segment begins. exists: places that do; inside: elements. SHARED: all lines have the same starts."""
+    """1 where a segment begins. exists: of places; inside: of elements."""
     if SHARED:
         flag = tl.load(starts + time, mask=exists, other=0)
     else:
@@ -47,27 +84,41 @@ def starts_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def leaf(  # type: ignore[no-untyped-def]
-    x, second, at, now, taken, kept, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
-    ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
+def load_tile(  # type: ignore[no-untyped-def]
+    x, second, starts, line, exists, base, place, begin, length, inner, per_outer, per_time, per_inner,
+    LEAF: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
+    SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
+    STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """The states of single elements, neutral where not kept; the second tensor is a copy of the first if not needed.
+    """-> where its elements are, whether they are, their flags, and their states; nothing before ``begin`` is read."""
+    inside = exists & (place < length)
+    time = _time_of(place, length, REVERSE)
+    at = base + time * inner
+    source, taken = at, inside
+    if SHIFT:
+        source = base + _time_of(place - 1, length, REVERSE) * inner
+        taken = inside & (place > begin)
+    kept = taken
+    flag = tl.zeros((STEPS, LINES), tl.int32)
+    if SEGMENTED:
+        flag = _starts_of(
+            starts, time, line, place < length, inside, inner, per_outer, per_time, per_inner, SHARED, STEPS, LINES
+        )  # fmt: skip
+        if SHIFT:
+            kept = taken & (flag == 0)
+    p, q = _leaf(x, second, source, at, taken, kept, inside, time, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
+    return at, inside, flag, p, q
 
-    x is read at ``at`` where taken: values, or factors of a recurrence, whose ``second`` holds what is added, read at
-    ``now`` where inside. Of an indexed state the index is ``time``, or if GIVEN what ``second`` holds.
-    """
-    p = tl.where(kept, tl.load(x + at, mask=taken, other=0).to(ACC), NEUTRAL)
-    q = p
-    if LEAF == "linear":
-        p = tl.load(second + now, mask=inside, other=0).to(ACC)
-    if LEAF == "exponentials":
-        q = tl.where(kept, 1.0, 0.0).to(ACC)
-    if LEAF == "indexed":
-        if GIVEN:
-            q = tl.load(second + at, mask=taken, other=0)
-        else:
-            q = tl.broadcast_to(time, p.shape).to(INDEX)
-    return p, q
+
+@triton.jit
+def with_last(  # type: ignore[no-untyped-def]
+    p, q, x, second, exists, base, end, length, inner, OP: tl.constexpr, LEAF: tl.constexpr,
+    NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """States with the element before ``end``, which a shift has left over. A recurrence only multiplies there."""
+    at = base + _time_of(end - 1, length, REVERSE) * inner
+    own, own_q = _leaf(x, second, at, at, exists, exists, at < 0, at, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
+    return combine(p, q, own, own_q, OP)
 
 
 @triton.jit
@@ -87,10 +138,8 @@ def neutral(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_state(  # type: ignore[no-untyped-def]
-    values, indices, at, here, p, q, LEAF: tl.constexpr
-):
-    """The state of every line that `value_of` wrote, over the neutral p and q. A linear state is its h."""
+def load_state(values, indices, at, here, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The states whose values `value_of` gave, elsewhere the neutral p and q. Of a recurrence it is the h alone."""
     p = tl.where(here, tl.load(values + at, mask=here, other=0), p)
     if LEAF == "exponentials":
         q = q + 1
@@ -105,6 +154,13 @@ def value_of(p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
     if LEAF == "exponentials":
         p = p + tl.log(q.to(tl.float64)).to(p.dtype)
     return p
+
+
+@triton.jit
+def store_tile(out, out_index, at, inside, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(out + at, value_of(p, q, LEAF).to(out.dtype.element_ty), mask=inside)
+    if LEAF == "indexed":
+        tl.store(out_index + at, q.to(out_index.dtype.element_ty), mask=inside)
 
 
 @triton.jit

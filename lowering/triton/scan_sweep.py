@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,9 +52,9 @@ class Tile:
 class Sweep:
     """An inclusive scan over places of x (outer, length, inner), or of what lies a place earlier if shift.
 
-    op: "sum", "prod", "max", "min", or one of LEAVES. neutral: its identity in x; of "linear", whose x are the factors, 1. second: what a
-    recurrence adds, or the indices of x where they are not its times. compute: a key of TYPES, of all states.
-    starts: bool or int8, (outer|1, length, inner|1). index: int32 or int64.
+    op: "sum", "prod", "max", "min", or one of LEAVES. neutral: its identity in x; of "linear", whose x are the
+    factors, 1. second: what a recurrence adds, or the indices of x where they are not its times. compute: a key of
+    TYPES, of all states. index: int32 or int64. starts: bool or int8, (outer|1, length, inner|1).
     """
 
     x: Tensor
@@ -102,7 +103,7 @@ class Sweep:
         )
 
     def states(self, places: int, whole: bool = False) -> State:
-        """Memory for what states stand for, of every line at some places; or for the whole states, with both tensors."""
+        """Memory for what states stand for, of every line at some places; whole: for both tensors of a state."""
         pair = self.leaf in ("linear", "indexed") or (whole and self.leaf != "value")
         second_dtype = self.index if self.leaf == "indexed" else self.compute
         empty, shape = self.x.new_empty, (places, self.lines)
@@ -111,6 +112,12 @@ class Sweep:
             empty(shape, dtype=second_dtype) if pair else None,
             empty(shape, dtype=torch.int8) if self.starts is not None else None,
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one element, in registers."""
+        second = {"value": 0, "indexed": self.index.itemsize}.get(self.leaf, self.compute.itemsize)
+        return self.compute.itemsize + second + (4 if self.starts is not None else 0)
 
     def tile(self, elements: int, warps: int) -> Tile:
         """Whole runs of memory first, then as many places as there are, then more lines."""
@@ -148,10 +155,12 @@ class Sweep:
             "ACC": TYPES[self.compute],
             "INDEX": TYPES[self.index],
             "GIVEN": self.leaf == "indexed" and self.second is not None,
+            "UNIT": math.gcd(self.x.shape[2], 16),
             "FLAT": self.x.shape[0] == 1,
+            "EVEN": self.lines % tile.lines == 0,
             "SHARED": self.starts is not None and self.starts.shape[0] == self.starts.shape[2] == 1,
             "SEGMENTED": self.starts is not None,
-            "SHIFT": int(self.shift),
+            "SHIFT": self.shift,
             "REVERSE": self.reverse,
             "STEPS": tile.steps,
             "LINES": tile.lines,

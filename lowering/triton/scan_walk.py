@@ -9,8 +9,8 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from .scan_operators import combine, scan_segments, scan_states
-from .scan_parts import last, leaf, lines_of, load_state, neutral, starts_of, time_of, value_of
+from .scan_operators import combine_where, scan_segments, scan_states
+from .scan_parts import last, lines_of, load_state, load_tile, neutral, store_tile, value_of, with_last
 from .scan_sweep import State, Sweep, Tile, on_device
 
 
@@ -18,83 +18,58 @@ from .scan_sweep import State, Sweep, Tile, on_device
 def _walk(  # type: ignore[no-untyped-def]
     x, second, starts, carry, carry_index, out, out_index, total, total_second, total_flag,
     lines, length, inner, part, per_outer, per_time, per_inner,
-    OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr,
-    ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr,
-    SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr, CARRY: tl.constexpr,
-    STORE: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
+    OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, GIVEN: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr,
+    SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
+    CARRY: tl.constexpr, STORE: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Places [k * part, (k + 1) * part) of LINES lines. carry and totals are (parts, lines), in scan order."""
+    """Places [k * part, (k + 1) * part) of LINES lines; carry and totals are (parts, lines), in scan order."""
     k = tl.program_id(1).to(tl.int64)
-    line, exists, base = lines_of(tl.program_id(0), lines, length, inner, FLAT, LINES)
+    inner = inner // UNIT * UNIT
+    line, exists, base = lines_of(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
     row = tl.arange(0, STEPS)[:, None]
-    begin = k * part
-    end = tl.minimum(begin + part, length)
     p, q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
     if CARRY:
         p, q = load_state(carry, carry_index, k * lines + line, exists, p, q, LEAF)
-    any_start = tl.zeros((1, LINES), tl.int32)
+    started = tl.zeros((1, LINES), tl.int32)
+    begin = k * part
+    end = tl.minimum(begin + part, length)
     at = begin
-    # Parts are multiples of STEPS: only the end of the last one is in the middle of a tile.
     while at < end:
-        # Known of a counter of `for`, which the interpreter cannot run over tensors: lets loads be wide.
+        # A part is a multiple of STEPS, so that only the length, not its end, falls within a tile. Triton knows so much
+        # of the counter of a `for`, but its interpreter cannot count from a tensor.
         place = tl.multiple_of(at, STEPS) + row
-        inside = exists & (place < length)
-        time = time_of(place, length, REVERSE)
-        source = time_of(place - SHIFT, length, REVERSE)
-        taken = inside
-        if SHIFT:
-            taken = inside & (place > begin)
-        kept = taken
-        carried = row == 0
-        flag = tl.zeros((STEPS, LINES), tl.int32)
-        if SEGMENTED:
-            flag = starts_of(
-                starts, time, line, place < length, inside, inner, per_outer, per_time, per_inner, SHARED, STEPS, LINES
-            )
-            carried = carried & (flag == 0)
-            if SHIFT:
-                kept = taken & (flag == 0)
-        own, own_q = leaf(
-            x, second, base + source * inner, base + time * inner, taken, kept, inside, time,
-            LEAF, NEUTRAL, ACC, INDEX, GIVEN,
+        where, inside, flag, own, own_q = load_tile(
+            x, second, starts, line, exists, base, place, begin, length, inner, per_outer, per_time, per_inner,
+            LEAF, NEUTRAL, ACC, INDEX, GIVEN, SHARED, SEGMENTED, SHIFT, REVERSE, STEPS, LINES,
         )  # fmt: skip
         # Into the first element, not into the results: there a product of all the factors may overflow.
-        both, both_q = combine(p, q, own, own_q, OP)
-        own = tl.where(carried, both, own)
-        if PAIR:
-            own_q = tl.where(carried, both_q, own_q)
+        own, own_q = combine_where((row == 0) & (flag == 0), p, q, own, own_q, OP, PAIR)
         if SEGMENTED:
             flag, own, own_q = scan_segments(flag, own, own_q, OP)
+            started = started | last(flag, row, STEPS)
         else:
             own, own_q = scan_states(own, own_q, OP)
         if STORE:
-            found = value_of(own, own_q, LEAF).to(out.dtype.element_ty)
-            tl.store(out + base + time * inner, found, mask=inside)
-            if LEAF == "indexed":
-                found_q = own_q.to(out_index.dtype.element_ty)
-                tl.store(out_index + base + time * inner, found_q, mask=inside)
+            store_tile(out, out_index, where, inside, own, own_q, LEAF)
         p = last(own, row, STEPS)
         if PAIR:
             q = last(own_q, row, STEPS)
-        if SEGMENTED:
-            any_start = any_start | last(flag, row, STEPS)
         at += STEPS
     if TOTAL:
         if SHIFT:
-            # The element that the shift left over. What a recurrence adds is not behind: it has nothing to add here.
-            left = base + time_of(end - 1, length, REVERSE) * inner
-            own, own_q = leaf(
-                x, second, left, left, exists, exists, line < 0, left, LEAF, NEUTRAL, ACC, INDEX, GIVEN
-            )
-            p, q = combine(p, q, own, own_q, OP)
-        tl.store(total + k * lines + line, value_of(p, q, LEAF), mask=exists)
+            p, q = with_last(
+                p, q, x, second, exists, base, end, length, inner, OP, LEAF, NEUTRAL, ACC, INDEX, GIVEN, REVERSE
+            )  # fmt: skip
+        sums = k * lines + line
+        tl.store(total + sums, value_of(p, q, LEAF), mask=exists)
         if LEAF == "linear" or LEAF == "indexed":
-            tl.store(total_second + k * lines + line, q, mask=exists)
+            tl.store(total_second + sums, q, mask=exists)
         if SEGMENTED:
-            tl.store(total_flag + k * lines + line, any_start.to(tl.int8), mask=exists)
+            tl.store(total_flag + sums, started.to(tl.int8), mask=exists)
 
 
-def walk(
+def _run(
     sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | None, total: bool
 ) -> State | None:
     """Scan parts of so many places, a multiple of the tile's. Returns their totals (parts, lines) if asked for.
@@ -118,12 +93,12 @@ def walk(
 def in_one(sweep: Sweep, tile: Tile, initial: State | None, out: State | None, total: bool) -> State | None:
     """Each line by one program: reads x once, writes results once. Without out, only the total is wanted."""
     whole = triton.cdiv(sweep.length, tile.steps) * tile.steps
-    return walk(sweep if out else sweep.totals(), tile, whole, initial, out, total)
+    return _run(sweep if out else sweep.totals(), tile, whole, initial, out, total)
 
 
 def in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: State | None) -> State | None:
     """Each line by several programs: reads x twice, writes results once. Without out: reads x once. -> total."""
-    sums = walk(sweep.totals(), tile, part, None, None, True)
+    sums = _run(sweep.totals(), tile, part, None, None, True)
     assert sums is not None
     over = sweep.over(sums)
     small = over.tile(tile.steps * tile.lines, tile.warps)
@@ -131,7 +106,7 @@ def in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: St
         return in_one(over, small, initial, None, True)
     carry = _carry(sweep, over.length, initial)
     in_one(over, small, initial, carry.rows(1), False)
-    walk(sweep, tile, part, carry, out, False)
+    _run(sweep, tile, part, carry, out, False)
     return carry.rows(over.length)
 
 

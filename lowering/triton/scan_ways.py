@@ -22,21 +22,20 @@ from .scan_walk import in_one, in_parts
 
 @dataclass(frozen=True)
 class Sizes:
-    """elements and warps: of a tile of a walk, and of look-back, which holds all of a program's at once.
+    """walk and look_back: bytes of states that a program holds at once, and its warps.
 
-    programs: for each multiprocessor when a length is divided. enough: for each to leave it whole.
+    window: tiles that look-back reads at a time. programs: for each multiprocessor when a length is divided.
+    enough: for each to leave it whole.
     """
 
-    elements: int = 2048
-    warps: int = 4
-    look_back_elements: int = 8192
-    look_back_warps: int = 8
+    walk: tuple[int, int] = (8192, 4)
+    look_back: tuple[int, int] = (16384, 8)
+    window: int = 256
     programs: int = 16
     enough: int = 4
 
 
-SIZES = Sizes()
-INTERPRETED = Sizes(64, 1, 64, 1, programs=2, enough=2)
+INTERPRETED = Sizes((256, 1), (256, 1), 4, programs=2, enough=2)
 """In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
 
 
@@ -57,36 +56,40 @@ WAYS: dict[str, Callable[[Shape], bool]] = {
 }
 """The first that fits is taken."""
 
-_forced: list[str] = []
+_forced: list[tuple[str, Sizes | None]] = []
 
 
 @contextmanager
-def using_way(name: str) -> Iterator[None]:
+def using_way(name: str, sizes: Sizes | None = None) -> Iterator[None]:
     """Every scan inside, on any thread, goes this way, except totals without results, for which none looks back."""
     if name not in WAYS:
         raise SpError(f"scan: there is no way {name!r}, but {', '.join(WAYS)}")
-    _forced.append(name)
+    _forced.append((name, sizes))
     try:
         yield
     finally:
-        _forced.remove(name)
+        _forced.remove((name, sizes))
 
 
 def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
     """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
-    sizes = INTERPRETED if triton.knobs.runtime.interpret else SIZES
-    tile = sweep.tile(sizes.elements, sizes.warps)
-    shape = _shape(sweep, tile, sizes)
-    way = _forced[-1] if _forced else next(name for name, fits in WAYS.items() if fits(shape))
+    way, sizes = _forced[-1] if _forced else ("", None)
+    sizes = sizes or (INTERPRETED if triton.knobs.runtime.interpret else Sizes())
     if way == "look-back" and out is not None:
-        return in_one_pass(
-            sweep, sweep.tile(sizes.look_back_elements, sizes.look_back_warps), initial, out, total
-        )
+        return in_one_pass(sweep, _tile(sweep, sizes.look_back), sizes.window, initial, out, total)
+    tile = _tile(sweep, sizes.walk)
+    shape = _shape(sweep, tile, sizes)
+    way = way or next(name for name, fits in WAYS.items() if fits(shape))
     if way == "one":
         return in_one(sweep, tile, initial, out, total)
     wanted = triton.cdiv(sizes.programs * shape.multiprocessors, shape.across)
     part = tile.steps * triton.cdiv(shape.along, min(wanted, shape.along))
     return in_parts(sweep, tile, part, initial, out)
+
+
+def _tile(sweep: Sweep, size: tuple[int, int]) -> Tile:
+    held, warps = size
+    return sweep.tile(1 << (held // sweep.state_bytes).bit_length() - 1, warps)
 
 
 def _shape(sweep: Sweep, tile: Tile, sizes: Sizes) -> Shape:

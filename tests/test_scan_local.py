@@ -1,0 +1,369 @@
+"""The sp::local_* operators by every row of the lowering table, against torch and against loops."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scanning import (
+    DTYPES,
+    FLOATS,
+    LENGTHS,
+    OPS,
+    TORCH,
+    as_exact_as,
+    by,
+    by_hand,
+    linear_by_hand,
+    sample,
+    starts_like,
+)
+from torch import Tensor
+
+from sp_compile import SpError
+from sp_compile.lowering.scan import table
+from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
+from sp_compile.lowering.scan.problem import Problem
+from sp_compile.lowering.scan.table import choose, using
+
+sp = torch.ops.sp
+ROWS = [row for row in table.ROWS if row != "triton"]
+rows = pytest.mark.parametrize("row", ROWS)
+SHAPES = [((5,), 0), ((2, 5), 1), ((5, 3), 0), ((2, 5, 3), 1), ((2, 3, 5, 2), -2)]
+
+
+def scan(
+    x: Tensor,
+    dim: int,
+    op: str,
+    exclusive: bool = False,
+    reverse: bool = False,
+    starts: Tensor | None = None,
+    total: bool = True,
+) -> tuple[Tensor, Tensor]:
+    result = result_dtype(op, x.dtype)
+    wide = accumulate_dtype(op, result, x.device)
+    return sp.local_scan(x, starts, dim, op, exclusive, reverse, result, wide, total)
+
+
+def exact(
+    x: Tensor,
+    dim: int,
+    op: str,
+    exclusive: bool = False,
+    reverse: bool = False,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """By hand, in float64 or the integers of the result."""
+    wide = torch.float64 if x.is_floating_point() else result_dtype(op, x.dtype)
+    return by_hand(x.to(wide), dim, op, exclusive, reverse, starts)
+
+
+def ways(op: str) -> list[tuple[bool, bool, bool]]:
+    """exclusive, reverse, segmented."""
+    return [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)]
+
+
+def resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    return tuple(length if d == dim % len(shape) else size for d, size in enumerate(shape))
+
+
+@rows
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
+    """Every way, at lengths around a power of two; integers exactly, others as exactly as torch."""
+    if op == "logsumexp" and not dtype.is_floating_point:
+        pytest.skip("of floating-point numbers only")
+    ran = 0
+    for seed, (shape, dim) in enumerate(SHAPES):
+        for length in (*LENGTHS[:-1], 65):
+            x = sample(resized(shape, dim, length), dtype, op, seed)
+            for exclusive, reverse, cut in ways(op):
+                starts = starts_like(x, seed) if cut else None
+                for total in (False, True):
+                    try:
+                        with using(row):
+                            out, last = scan(x, dim, op, exclusive, reverse, starts, total)
+                    except SpError:
+                        continue
+                    ran += 1
+                    check(x, dim, op, exclusive, reverse, starts, out, last if total else None)
+    if not ran:
+        pytest.skip(f"{row} does not fit")
+
+
+def check(
+    x: Tensor,
+    dim: int,
+    op: str,
+    exclusive: bool,
+    reverse: bool,
+    starts: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+) -> None:
+    expected = exact(x, dim, op, exclusive, reverse, starts)
+    assert (out.dtype, out.shape) == (result_dtype(op, x.dtype), x.shape)
+    assert out.is_contiguous()
+    assert as_exact_as(out, expected.to(out.dtype), expected)
+    if total is None:
+        return
+    wide = accumulate_dtype(op, out.dtype, x.device)
+    last = exact(x, dim, op, False, reverse, starts)
+    size = x.shape[dim]
+    if size:
+        last = last.select(dim, 0 if reverse else size - 1)
+    else:
+        last = torch.full(total.shape, MONOIDS[op].identity(last.dtype), dtype=last.dtype)
+    assert (total.dtype, total.shape) == (wide, last.shape)
+    assert total.is_contiguous()
+    assert as_exact_as(total, last.to(wide), last)
+
+
+@rows
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_is_as_exact_as_torch_over_a_thousand(row: str, op: str, dtype: torch.dtype) -> None:
+    for shape, dim in (((1000,), 0), ((3, 1000), 1), ((1000, 4), 0), ((2, 1000, 3), 1)):
+        x = sample(shape, dtype, op)
+        with by(row):
+            out, _ = scan(x, dim, op, total=False)
+        assert as_exact_as(out, TORCH[op](x, dim), exact(x, dim, op))
+
+
+@rows
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extremes(row: str, op: str, dtype: torch.dtype) -> None:
+    """Values and indices are torch's: of equal ones the last, and NaN over all."""
+    torchs = torch.cummax if op == "max" else torch.cummin
+    for seed, (shape, dim) in enumerate(SHAPES):
+        for length in (*LENGTHS[:-1], 65):
+            x = sample(resized(shape, dim, length), dtype, seed=seed)
+            if dtype.is_floating_point:
+                x = x.round().masked_fill(torch.rand(x.shape) < 0.05, torch.nan)
+            with by(row):
+                values, indices = sp.local_extremes(x, None, dim, op, False)
+            expected = torchs(x, dim)
+            torch.testing.assert_close(values, expected.values, equal_nan=True, rtol=0, atol=0)
+            assert torch.equal(indices, expected.indices)
+            assert values.is_contiguous()
+            assert indices.is_contiguous()
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "aten"])
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_extremes_reversed_and_segmented(row: str, op: str) -> None:
+    torchs = torch.cummax if op == "max" else torch.cummin
+    for length in LENGTHS[:-1]:
+        x = sample((2, length, 3), torch.int32)
+        with by(row):
+            values, indices = sp.local_extremes(x, None, 1, op, True)
+        expected = torchs(x.flip(1), 1)
+        assert torch.equal(values, expected.values.flip(1))
+        assert torch.equal(indices, length - 1 - expected.indices.flip(1))
+        for reverse in (False, True):
+            starts = starts_like(x)
+            with by(row):
+                values, indices = sp.local_extremes(x, starts, 1, op, reverse)
+            assert torch.equal(values, by_hand(x, 1, op, False, reverse, starts))
+            assert torch.equal(x.gather(1, indices), values)
+
+
+@rows
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("lagged", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear(row: str, dtype: torch.dtype, lagged: bool, reverse: bool) -> None:
+    wide = accumulate_dtype("sum", dtype, "cpu")
+    for seed, (shape, dim) in enumerate(SHAPES):
+        for length in (*LENGTHS[:-1], 65):
+            a, b = (sample(resized(shape, dim, length), dtype, seed=seed + i) for i in (0, 50))
+            a = a.sigmoid()
+            shape_of_one = [size for d, size in enumerate(a.shape) if d != dim % a.ndim]
+            first = sample(tuple(shape_of_one), wide, seed=seed + 100)
+            for initial in (None, first):
+                with by(row):
+                    h = sp.local_linear_scan(a, b, initial, dim, reverse, lagged, dtype, wide)
+                    factor, state = sp.local_linear_total(a, b, dim, reverse, lagged, wide)
+                zeros = torch.zeros(shape_of_one, dtype=torch.float64)
+                started = zeros if initial is None else initial.double()
+                out, final = recurrence_by_hand(a.double(), b.double(), started, dim, reverse, lagged)
+                _, ended = recurrence_by_hand(a.double(), b.double(), zeros, dim, reverse, lagged)
+                assert (h.dtype, h.shape, h.is_contiguous()) == (dtype, a.shape, True)
+                assert as_exact_as(h, out.to(dtype), out)
+                torch.testing.assert_close(factor, a.double().prod(dim).to(wide))
+                torch.testing.assert_close(state, ended.to(wide))
+                if initial is not None:
+                    torch.testing.assert_close(factor * initial + state, final.to(wide))
+
+
+def recurrence_by_hand(
+    a: Tensor, b: Tensor, initial: Tensor, dim: int, reverse: bool, lagged: bool
+) -> tuple[Tensor, Tensor]:
+    """All h, and what comes out: the last h, or if lagged a times it."""
+    if not a.shape[dim]:
+        return b, initial
+    if not lagged:
+        h = linear_by_hand(a, b, dim, initial, reverse)
+        return h, h.select(dim, 0 if reverse else -1)
+    carried, out = initial, [initial] * a.shape[dim]
+    for i in reversed(range(len(out))) if reverse else range(len(out)):
+        out[i] = carried + b.select(dim, i)
+        carried = a.select(dim, i) * out[i]
+    return torch.stack(out, dim), carried
+
+
+@rows
+def test_a_product_that_overflows_takes_nothing_of_the_initial_state(row: str) -> None:
+    a, b = torch.full((1, 600, 2), 4.0), torch.zeros(1, 600, 2)
+    with by(row):
+        h = sp.local_linear_scan(a, b, torch.zeros(1, 2), 1, False, False, torch.float32, torch.float32)
+    assert torch.equal(h, b)
+
+
+@rows
+@pytest.mark.parametrize("op", OPS)
+def test_infinities_and_nan(row: str, op: str) -> None:
+    inf, nan = torch.inf, torch.nan
+    for values in (
+        [-inf, -inf, 1.0, -inf, 2.0],
+        [inf, 1.0, inf, -inf, 1.0],
+        [1.0, nan, 2.0, -inf, inf],
+        [0.0, inf, 1.0, 0.0, 2.0],
+    ):
+        x = torch.tensor(values)
+        with by(row):
+            out, _ = scan(x, 0, op, total=False)
+        torch.testing.assert_close(out, TORCH[op](x, 0), equal_nan=True)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_any_shape_strides_and_starts(data: st.DataObject) -> None:
+    """Whatever the table chooses, of views too."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    op = data.draw(st.sampled_from(OPS))
+    dtype = data.draw(st.sampled_from(FLOATS if op == "logsumexp" else DTYPES))
+    x = sample(tuple(2 * size for size in shape), dtype, op, data.draw(st.integers(0, 9)))
+    x = x[tuple(slice(random.Random(d).randint(0, 1), None, 2) for d in range(len(shape)))]
+    order = data.draw(st.permutations(range(len(shape))))
+    x = x.permute(order)
+    exclusive, reverse = data.draw(st.booleans()), data.draw(st.booleans())
+    kind = data.draw(st.sampled_from(("none", "vector", "whole", "narrow")))
+    starts = given_starts(kind, x, dim)
+    out, last = scan(x, dim, op, exclusive, reverse, starts)
+    check(x, dim, op, exclusive, reverse, None if starts is None else like(starts, x, dim), out, last)
+
+
+def given_starts(kind: str, x: Tensor, dim: int) -> Tensor | None:
+    if kind == "none":
+        return None
+    whole = starts_like(x)
+    if kind == "vector":
+        return whole.movedim(dim, -1).reshape(-1, x.shape[dim])[0]
+    narrow = tuple(slice(None) if d in (0, dim % x.ndim) else slice(0, 1) for d in range(x.ndim))
+    return whole[narrow] if kind == "narrow" else whole
+
+
+def like(starts: Tensor, x: Tensor, dim: int) -> Tensor:
+    if starts.ndim == 1:
+        starts = starts.view([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)])
+    return starts.expand_as(x)
+
+
+@rows
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_results_share_no_memory(row: str, length: int) -> None:
+    x = torch.rand(2, length, 1, dtype=torch.float64)
+    with by(row):
+        out, total = scan(x, 1, "sum")
+        h = sp.local_linear_scan(x, x, None, 1, False, False, x.dtype, x.dtype)
+        factor, state = sp.local_linear_total(x, x, 1, False, False, x.dtype)
+        values, _ = sp.local_extremes(x, None, 1, "max", False)
+    results = [out, total, h, factor, state, values, x]
+    pointers = [result.untyped_storage().data_ptr() for result in results if result.numel()]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_numbers_are_rounded_before_they_are_added() -> None:
+    x = torch.tensor([0.6, 0.6, 0.6, 300.0])
+    for dtype in (torch.int64, torch.bfloat16):
+        wide = accumulate_dtype("sum", dtype, "cpu")
+        out, _ = sp.local_scan(x, None, 0, "sum", False, False, dtype, wide)
+        assert torch.equal(out, x.cumsum(0, dtype=dtype))
+
+
+ARGUMENTS: list[tuple[Any, tuple[Any, ...]]] = [
+    (sp.local_scan, (torch.rand(3, 4), None, 1, "sum", True, False, torch.float32, torch.float64)),
+    (sp.local_scan, (torch.ones(3, 4), None, 0, "sum", False, False, torch.float64, torch.float64, False)),
+    (sp.local_scan, (torch.rand(()), None, 0, "max", False, False, torch.float32, torch.float32)),
+    (sp.local_extremes, (torch.rand(4, 3).t(), torch.tensor([True, False, True, False]), -1, "min", True)),
+    (sp.local_linear_scan, (*torch.rand(2, 3, 4), None, 1, False, True, torch.float32, torch.float64)),
+    (sp.local_linear_total, (*torch.rand(2, 3, 4, 2), 1, True, False, torch.float64)),
+]
+
+
+@pytest.mark.parametrize(("op", "arguments"), ARGUMENTS)
+def test_are_good_operators(op: Any, arguments: tuple[Any, ...]) -> None:
+    """Schemas and fakes say what the kernels do."""
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(op.default, arguments, test_utils=checks)
+
+
+def test_fakes_take_symbolic_sizes() -> None:
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def totals(x: Tensor) -> Tensor:
+        out, total = sp.local_scan(x, None, 1, "sum", False, False, torch.float32, torch.float64)
+        return out.sum((0, 1)) + total.sum(0)
+
+    for length in (7, 12):
+        x = torch.rand(3, length, 2)
+        torch.testing.assert_close(totals(x).float(), x.cumsum(1).sum((0, 1)) + x.sum((0, 1)))
+
+
+def problem(**changes: Any) -> Problem:
+    base = Problem("scan", "cpu", 4, 100, 1, torch.float32, torch.float32, torch.float64, "sum", total=False)
+    return base._replace(**changes)
+
+
+def test_torch_runs_what_it_is_best_at() -> None:
+    assert choose(problem()) == "aten"
+    assert choose(problem(exclusive=True)) == "aten"
+    assert (
+        choose(problem(dtype=torch.int32, result=torch.int64, accumulate=torch.int64, total=True)) == "aten"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inner": 64},
+        {"segmented": True},
+        {"total": True},
+        {"result": torch.bfloat16, "dtype": torch.bfloat16},
+        {"kind": "linear"},
+        {"kind": "linear_total"},
+    ],
+)
+def test_torch_does_not_run_the_rest(changes: dict[str, Any]) -> None:
+    """Other dims, other kinds, and what it would round: a total to the result, half precision in less than double."""
+    assert choose(problem(**changes)) in ("native", "blocked")
+
+
+def test_a_row_can_be_forced() -> None:
+    for row in ("blocked", "tree"):
+        with using(row):
+            assert choose(problem()) == row
+    assert choose(problem()) == "aten"
+
+
+def test_a_row_that_does_not_fit_is_refused() -> None:
+    with using("aten"), pytest.raises(SpError, match="'aten' row of the lowering table does not fit"):
+        sp.local_linear_total(*torch.rand(2, 3), 0, False, False, torch.float64)
+    with pytest.raises(SpError, match="no row 'fast'"), using("fast"):
+        pass
