@@ -15,14 +15,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ..call import Call
 from ..layout import Demand, Plan, Shard
 from ..shapes import Size, same, sizes
 from .edit import Editor
-from .rewrite import Rewrite
-from .scan_calls import CUMULATIVE, respelt, scan
+from .rewrite import Note, Rewrite, analyse
+from .scan_calls import EXTREMES, TORCH, reads_indices, respelt, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
 COMBINE = {
@@ -39,6 +39,15 @@ class NestedScan(Rewrite):
 
     name = "nested_scan"
     kinds = frozenset({"scan"})
+
+    def discharge(self, gm: GraphModule, plan: Plan) -> bool:
+        """Claim and rewrite until nothing is nested any more: a dim may hold a batch and choices, too."""
+        changed, notes = False, list[Note]()
+        while super().discharge(gm, plan):
+            changed, plan = True, analyse(gm, self.job)[1]
+            notes += self.notes
+        self.notes = notes + self.notes
+        return changed
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         return "" if is_flat(scanned_rows(self.plan, node)) else _cannot(node)
@@ -63,9 +72,10 @@ def is_flat(shard: Shard) -> bool:
 
 
 def _cannot(node: Node) -> str | None:
-    call, value = Call(node), node.meta["val"]
-    op = CUMULATIVE.get(node.target) or call.get("op", "")
-    if node.target not in (sp.scan.default, *CUMULATIVE) or call.get("segments") is not None:
+    call = Call(node)
+    op, value = TORCH.get(node.target) or call.get("op", ""), call.results()[0]
+    known = node.target in (sp.scan.default, *TORCH) and not value.is_complex()
+    if not known or call.get("segments") is not None or (node.target in EXTREMES and reads_indices(node)):
         return "its dim holds more than the sequence, and its parts cannot be put together from two scans"
     if op not in COMBINE or (op in ("max", "min") and value.is_floating_point()):
         return f"its dim holds more than the sequence, and a {op} of two scans has another gradient"

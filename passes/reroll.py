@@ -5,12 +5,12 @@
         ys.append(h * c[:, t])
     y = stack(ys, 1)
 
-A list of S nodes that do the same becomes one node that does it to all steps (steps.py, batched_ops.py); a state that is
-affine in the one before becomes a scan (affine.py). Steps are read by select, slices, unbind or split, in order or in
-reverse; the first may be another (a state to begin with). What else reads the value of one step selects it. Takes time
-linear in the nodes. Bytes moved: none.
-Leaves alone: steps that differ, states that are not affine in the one before (and then they are no scan), random
-draws, changes of the grad mode between steps, lists without a recurrence.
+A list of S nodes that do the same becomes one node that does it to all steps (steps.py, batched_ops.py); a state that
+is affine in the one before becomes a scan (affine.py). Steps are read by select, slices, unbind or split, in order or
+in reverse; the first may be another (a state to begin with); rows written into a tensor are a list (written_lists.py).
+What else reads the value of one step selects it. Takes time linear in the nodes. Bytes moved: none.
+Leaves alone: steps that differ, states that are not affine in the one before, random draws, changes of the grad mode
+between steps, lists without a recurrence, loops of which only the last state is used.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which idioms and the user's own calls
 are. One collective forward and one backward; bytes sent: (n - 1) * C, where C is one row of the result in the dtype
 that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (scan_cost.py). Leaves alone: dims that hold
-more than the sequence (nested_scan.py).
+more than the sequence (nested_scan.py), and complex numbers (to be gathered).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Scan(Rewrite):
         return PassResult(graph_module, SlowScans(self.job)(graph_module).modified or claimed)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        if Call(node).results()[0].is_complex():
+            return "of complex numbers"
         return None if is_flat(scanned_rows(self.plan, node)) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:

@@ -35,7 +35,7 @@ def respelt(editor: Editor, node: Node) -> Node:
     with editor.graph.inserting_before(node):
         if node.target in CUMULATIVE:
             fresh = scan(editor, x, call.dim(), op, value, node)
-        elif _reads_indices(node):
+        elif reads_indices(node):
             fresh = editor.emit(sp.extremes.default, (x, call.dim(), op), value, node)
         else:
             fresh = scan(editor, x, call.dim(), op, value[0], node)
@@ -64,6 +64,7 @@ def scan(
     return editor.emit(sp.scan.default, (x, None, dim, op, *flags), value, like)
 
 
-def _reads_indices(node: Node) -> bool:
+def reads_indices(node: Node) -> bool:
+    """Does anyone read the indices of torch's running extreme?"""
     pieces = [u for u in node.users if u.target is operator.getitem]
     return len(pieces) < len(node.users) or any(u.args[1] != 0 and u.users for u in pieces)

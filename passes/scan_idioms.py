@@ -96,7 +96,8 @@ class ScanIdioms(Editor):
         rows, dim = call.operands[:2], call.dim(operand=1)
         if call["frame"] is not None or not all(_flips_along(x, dim) for x in (node, *rows)):
             return False
-        args, kwargs = call.rebuild([x.args[0] for x in rows] + call.operands[2:], reverse=not call["reverse"])
+        operands = [x.args[0] for x in rows] + call.operands[2:]
+        args, kwargs = call.rebuild(operands, reverse=not call["reverse"])
         with self.graph.inserting_before(node):
             fresh = self.emit(inner.target, args, node.meta["val"], node, kwargs)
         self.replace(node, fresh)
@@ -131,7 +132,8 @@ def _meant(node: Node) -> Spelt | None:
 def _alike(meant: Spelt, node: Node) -> bool:
     """Has the value the shape and dtype that the scan has?"""
     mine, value = node.meta["val"], meant.node.meta["val"]
-    return mine.dtype == value.dtype and all(same(a, b) for a, b in zip(sizes(mine.shape), sizes(value.shape)))
+    pairs = zip(sizes(mine.shape), sizes(value.shape))
+    return mine.dtype == value.dtype and all(same(a, b) for a, b in pairs)
 
 
 def _shifted_scan(node: Node) -> Spelt | None:
@@ -190,8 +192,10 @@ def _combined(node: Node) -> Spelt | None:
     known = {found.node, *own[1], *total[1]}
     if known != set(terms) or not _only(found.node, (*inside, *total[1])):
         return None
-    meant = _SUMS.get((found.exclusive, parts))
-    return replace(found, exclusive=meant[0], reverse=found.reverse != meant[1]) if meant is not None else None
+    if (found.exclusive, parts) not in _SUMS:
+        return None
+    exclusive, turned = _SUMS[found.exclusive, parts]
+    return replace(found, exclusive=exclusive, reverse=found.reverse != turned)
 
 
 # (is the scan exclusive, signs of the scan, of what it scans, of the total): (exclusive, in the other direction)
@@ -210,9 +214,13 @@ def _terms(root: Node) -> tuple[Counter[Node], list[Node]]:
     terms: Counter[Node] = Counter()
     inside: list[Node] = []
 
+    def adds(node: Node) -> bool:
+        if node.target not in ADDS or node.kwargs.get("alpha", 1) != 1:
+            return False
+        return all(map(is_tensor, node.args)) and (node is root or len(node.users) == 1)
+
     def visit(node: Node, sign: int) -> None:
-        plain = node is root or len(node.users) == 1
-        if node.target in ADDS and plain and node.kwargs.get("alpha", 1) == 1 and all(map(is_tensor, node.args)):
+        if adds(node):
             inside.append(node)
             visit(node.args[0], sign)
             visit(node.args[1], sign * ADDS[node.target])
@@ -237,7 +245,7 @@ def _is_cast_of(term: Node, scan: Spelt) -> bool:
 
 def _twin(a: Node, b: Node) -> bool:
     """The same op of the same operands."""
-    return a.op == b.op == "call_function" and a.target == b.target and (a.args, a.kwargs) == (b.args, b.kwargs)
+    return a.op == b.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
 
 
 def _is_total_of(term: Node, scan: Spelt) -> bool:

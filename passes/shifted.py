@@ -1,6 +1,8 @@
 """Recognises rows that moved one place along a dim, and what came in at the end: the ways in which people write it.
 
     pad(y, (1, -1))     pad(y, (1, 0))[:-1]     cat([zeros, y[:-1]])     pad(y[:-1], (1, 0))
+
+Reads the graph only.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def _refilled(source: Node, dim: int, before: int, after: int, fill: float, node
     rows = _rows(y, dim)
     if not same(length + 1, rows):
         return None
-    if (before, after) == (1, 0) and same(start, 0) or (before, after) == (0, 1) and same(start, 1):
+    if (before, after) in ((1, 0), (0, 1)) and same(start, after):
         return Shifted(y, dim, before - after, fill, (source, node))
     return None
 

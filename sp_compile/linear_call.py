@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._compat import is_functorch_tensor
 from .errors import SpError
+from .lowering.scan import operators
 from .lowering.scan.monoids import accumulate_dtype
 from .scan_call import wrong_dim
 from .scan_shards import Shards
@@ -39,7 +41,9 @@ class LinearCall:
         if initial is not None:
             initial = initial.to(dtype).expand(self._shape_of_initial(b.shape))
         how = self.dim, self.reverse, self.accumulate
-        return sp.linear_scan(a, b, initial, *how, *self._arguments(b))
+        hidden = any(x is not None and is_functorch_tensor(x) for x in (a, b, initial))
+        linear_scan = operators.linear_scan if hidden else sp.linear_scan  # whose body functorch cannot see
+        return linear_scan(a, b, initial, *how, *self._arguments(b))
 
     def _arguments(self, b: Tensor) -> tuple[Any, ...]:
         """What the operator needs to know of the shards."""
@@ -54,7 +58,7 @@ class LinearCall:
         problem = None if problem is None else f"linear_scan: {problem}"
         shards = self.shards
         if shards is not None and self.check and shards.ranks.n > 1 and not torch.compiler.is_compiling():
-            shards.agree(problem, self._description(), self.b.device)
+            shards.agree(problem, "" if problem else self._description(), self.b.device)
         if problem is not None:
             raise SpError(problem)
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._compat import is_functorch_tensor
 from .errors import SpError
+from .lowering.scan import operators
 from .lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
 from .scan_shards import Shards
 from .scan_values import may_overflow, never_overflows, observable, ungrouped, wrapped
@@ -77,14 +79,15 @@ class ScanCall:
         """The running max or min, and where it stands. Raises SpError for a call that does not fit."""
         self._require(indices=True)
         x = self.x.to(self.result)
-        return sp.extremes(x, self.dim, self.op, self.reverse, *self._arguments(x.element_size() + INDEX))
+        extremes = operators.extremes if is_functorch_tensor(x) else sp.extremes
+        return extremes(x, self.dim, self.op, self.reverse, *self._arguments(x.element_size() + INDEX))
 
     def _require(self, indices: bool = False) -> None:
         problem = next(self._problems(indices), None)
         problem = None if problem is None else f"{self.name}: {problem}"
         shards, ids = self.among_ranks, self.segments
         if shards is not None:
-            shards.agree(problem, self._description(indices), self.x.device)
+            shards.agree(problem, "" if problem else self._description(indices), self.x.device)
             if ids is not None and not self.runs and observable(ids) and self.length:
                 # All ranks see the same ids, so all of them raise.
                 again = shards.ungrouped(ids, self._dim_of(ids))
@@ -114,7 +117,8 @@ class ScanCall:
             return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
         inner = accumulate or accumulate_dtype(self.op, self.result, x.device)
         how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
-        return sp.scan(x, self.segments, *how, *self._arguments(inner.itemsize))
+        scan = operators.scan if is_functorch_tensor(x) else sp.scan  # whose body functorch cannot see
+        return scan(x, self.segments, *how, *self._arguments(inner.itemsize))
 
     def _is_torchs(self, x: Tensor, accumulate: torch.dtype | None) -> bool:
         """Would torch's scan run in the end? Then it may as well run at once: sums and products of contiguous rows."""

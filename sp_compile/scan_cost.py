@@ -67,8 +67,8 @@ def message_bytes(call: Call, folds: int, extent: Callable[[Any], Size] = size) 
     op, dim = call.get("op", "sum"), call.dim(operand=_main(call))
     rows = _rows(result, dim, extent) * folds
     inner = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
-    # The other way a scan is a recurrence, which is added in the dtype that sums are added in: its factor and state.
-    wide = accumulate_dtype("sum", torch.promote_types(result.dtype, inner), result.device) if _floats(result) else inner
+    # The other way most scans are recurrences, of which factor and state are sent, in what sums are added in.
+    wide = accumulate_dtype("sum", torch.promote_types(result.dtype, inner), result.device)
     recurrence = 2 * wide.itemsize * rows
     if call.node.target is sp.linear_scan.default:
         return 2 * inner.itemsize * rows, recurrence
@@ -81,10 +81,6 @@ def message_bytes(call: Call, folds: int, extent: Callable[[Any], Size] = size) 
 
 def _main(call: Call) -> int:
     return 1 if call.node.target is sp.linear_scan.default else 0
-
-
-def _floats(value: torch.Tensor) -> bool:
-    return value.is_floating_point()
 
 
 def _segments(call: Call, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:

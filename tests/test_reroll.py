@@ -1,4 +1,4 @@
-"""Loops over time that tracing unrolled become scans: equal to eager, values and gradients, on one device and on ranks."""
+"""Loops over time that tracing unrolled become scans, equal to eager in value and gradient, on ranks too."""
 
 from __future__ import annotations
 

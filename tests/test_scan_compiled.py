@@ -125,7 +125,9 @@ def test_numbers_of_ranks(ranks: Ranks, n: int) -> None:
 
 
 def test_one_device() -> None:
-    outcomes = [against_eager(build(Scanning, scan=SCANS[n]), *text(9)) for n in ("cumsum", "segments", "routing")]
+    outcomes = [
+        against_eager(build(Scanning, scan=SCANS[n]), *text(9)) for n in ("cumsum", "segments", "routing")
+    ]
     check(outcomes[:1])
     assert max(one.error for one in outcomes) < 1e-9
 
@@ -193,7 +195,10 @@ def recorded(name: str, seq: int = 13, **options: Any) -> tuple[list[str], list[
 LOSS = ["all_reduce"]  # forward: of the loss; backward: of the parameters' gradients, in one bucket
 
 
-@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "logcumsumexp", "segments", "exclusive", "linear_scan"])
+COUNTED = ["cumsum", "cumprod", "cummax", "logcumsumexp", "segments", "exclusive", "linear_scan"]
+
+
+@pytest.mark.parametrize("name", COUNTED)
 def test_one_exchange_each_way(ranks: Ranks, name: str) -> None:
     found = ranks.run(3, recorded, name)
     assert all(one == found[0] for one in found), "the ranks' graphs differ"

@@ -1,6 +1,8 @@
 """The sp::local_* operators by every row of the lowering table, against torch and against loops."""
 
+import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +12,6 @@ from hypothesis import strategies as st
 from scanning import (
     DTYPES,
     FLOATS,
-    LENGTHS,
     OPS,
     TORCH,
     as_exact_as,
@@ -31,6 +32,7 @@ from sp_compile.lowering.scan.table import choose, using
 sp = torch.ops.sp
 ROWS = [row for row in table.ROWS if row != "triton"]
 rows = pytest.mark.parametrize("row", ROWS)
+WAYS = list(itertools.product((False, True), repeat=3))  # exclusive, reverse, segmented
 SHAPES = [((5,), 0), ((2, 5), 1), ((5, 3), 0), ((2, 5, 3), 1), ((2, 3, 5, 2), -2)]
 
 
@@ -61,13 +63,13 @@ def exact(
     return by_hand(x.to(wide), dim, op, exclusive, reverse, starts)
 
 
-def ways(op: str) -> list[tuple[bool, bool, bool]]:
-    """exclusive, reverse, segmented."""
-    return [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)]
-
-
-def resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
-    return tuple(length if d == dim % len(shape) else size for d, size in enumerate(shape))
+def operands(dtype: torch.dtype, op: str = "sum") -> Iterator[tuple[Tensor, int]]:
+    """Tensors of every shape and length, and the dim."""
+    for seed, (shape, dim) in enumerate(SHAPES):
+        for length in (0, 1, 2, 3, 7, 8, 33):
+            sizes = list(shape)
+            sizes[dim] = length
+            yield sample(tuple(sizes), dtype, op, seed), dim
 
 
 @rows
@@ -78,19 +80,16 @@ def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
     if op == "logsumexp" and not dtype.is_floating_point:
         pytest.skip("of floating-point numbers only")
     ran = 0
-    for seed, (shape, dim) in enumerate(SHAPES):
-        for length in (*LENGTHS[:-1], 65):
-            x = sample(resized(shape, dim, length), dtype, op, seed)
-            for exclusive, reverse, cut in ways(op):
-                starts = starts_like(x, seed) if cut else None
-                for total in (False, True):
-                    try:
-                        with using(row):
-                            out, last = scan(x, dim, op, exclusive, reverse, starts, total)
-                    except SpError:
-                        continue
-                    ran += 1
-                    check(x, dim, op, exclusive, reverse, starts, out, last if total else None)
+    for seed, (x, dim) in enumerate(operands(dtype, op)):
+        for exclusive, reverse, cut in random.Random(seed).sample(WAYS, 3):
+            starts, total = starts_like(x, seed) if cut else None, seed % 2 == 0
+            try:
+                with using(row):
+                    out, last = scan(x, dim, op, exclusive, reverse, starts, total)
+            except SpError:
+                continue
+            ran += 1
+            check(x, dim, op, exclusive, reverse, starts, out, last if total else None)
     if not ran:
         pytest.skip(f"{row} does not fit")
 
@@ -120,7 +119,7 @@ def check(
         last = torch.full(total.shape, MONOIDS[op].identity(last.dtype), dtype=last.dtype)
     assert (total.dtype, total.shape) == (wide, last.shape)
     assert total.is_contiguous()
-    assert as_exact_as(total, last.to(wide), last)
+    torch.testing.assert_close(total, last.to(wide))
 
 
 @rows
@@ -140,25 +139,23 @@ def test_is_as_exact_as_torch_over_a_thousand(row: str, op: str, dtype: torch.dt
 def test_extremes(row: str, op: str, dtype: torch.dtype) -> None:
     """Values and indices are torch's: of equal ones the last, and NaN over all."""
     torchs = torch.cummax if op == "max" else torch.cummin
-    for seed, (shape, dim) in enumerate(SHAPES):
-        for length in (*LENGTHS[:-1], 65):
-            x = sample(resized(shape, dim, length), dtype, seed=seed)
-            if dtype.is_floating_point:
-                x = x.round().masked_fill(torch.rand(x.shape) < 0.05, torch.nan)
-            with by(row):
-                values, indices = sp.local_extremes(x, None, dim, op, False)
-            expected = torchs(x, dim)
-            torch.testing.assert_close(values, expected.values, equal_nan=True, rtol=0, atol=0)
-            assert torch.equal(indices, expected.indices)
-            assert values.is_contiguous()
-            assert indices.is_contiguous()
+    for x, dim in operands(dtype):
+        if dtype.is_floating_point:
+            x = x.round().masked_fill(torch.rand(x.shape) < 0.05, torch.nan)
+        with by(row):
+            values, indices = sp.local_extremes(x, None, dim, op, False)
+        expected = torchs(x, dim)
+        torch.testing.assert_close(values, expected.values, equal_nan=True, rtol=0, atol=0)
+        assert torch.equal(indices, expected.indices)
+        assert values.is_contiguous()
+        assert indices.is_contiguous()
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "aten"])
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_extremes_reversed_and_segmented(row: str, op: str) -> None:
     torchs = torch.cummax if op == "max" else torch.cummin
-    for length in LENGTHS[:-1]:
+    for length in (0, 1, 2, 7, 40):
         x = sample((2, length, 3), torch.int32)
         with by(row):
             values, indices = sp.local_extremes(x, None, 1, op, True)
@@ -179,26 +176,21 @@ def test_extremes_reversed_and_segmented(row: str, op: str) -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_linear(row: str, dtype: torch.dtype, lagged: bool, reverse: bool) -> None:
     wide = accumulate_dtype("sum", dtype, "cpu")
-    for seed, (shape, dim) in enumerate(SHAPES):
-        for length in (*LENGTHS[:-1], 65):
-            a, b = (sample(resized(shape, dim, length), dtype, seed=seed + i) for i in (0, 50))
-            a = a.sigmoid()
-            shape_of_one = [size for d, size in enumerate(a.shape) if d != dim % a.ndim]
-            first = sample(tuple(shape_of_one), wide, seed=seed + 100)
-            for initial in (None, first):
-                with by(row):
-                    h = sp.local_linear_scan(a, b, initial, dim, reverse, lagged, dtype, wide)
-                    factor, state = sp.local_linear_total(a, b, dim, reverse, lagged, wide)
-                zeros = torch.zeros(shape_of_one, dtype=torch.float64)
-                started = zeros if initial is None else initial.double()
-                out, final = recurrence_by_hand(a.double(), b.double(), started, dim, reverse, lagged)
-                _, ended = recurrence_by_hand(a.double(), b.double(), zeros, dim, reverse, lagged)
-                assert (h.dtype, h.shape, h.is_contiguous()) == (dtype, a.shape, True)
-                assert as_exact_as(h, out.to(dtype), out)
-                torch.testing.assert_close(factor, a.double().prod(dim).to(wide))
-                torch.testing.assert_close(state, ended.to(wide))
-                if initial is not None:
-                    torch.testing.assert_close(factor * initial + state, final.to(wide))
+    for seed, (b, dim) in enumerate(operands(dtype)):
+        a = sample(b.shape, dtype, seed=seed + 50).sigmoid()
+        zeros = torch.zeros(
+            [size for d, size in enumerate(a.shape) if d != dim % a.ndim], dtype=torch.float64
+        )
+        initial = sample(zeros.shape, wide, seed=seed + 100) if seed % 2 else None
+        with by(row):
+            h = sp.local_linear_scan(a, b, initial, dim, reverse, lagged, dtype, wide)
+            factor, state = sp.local_linear_total(a, b, dim, reverse, lagged, wide)
+        started = zeros if initial is None else initial.double()
+        out, final = recurrence_by_hand(a.double(), b.double(), started, dim, reverse, lagged)
+        assert (h.dtype, h.shape, h.is_contiguous()) == (dtype, a.shape, True)
+        assert as_exact_as(h, out.to(dtype), out)
+        torch.testing.assert_close(factor, a.double().prod(dim).to(wide))
+        torch.testing.assert_close((factor * started + state).to(wide), final.to(wide))
 
 
 def recurrence_by_hand(
@@ -217,7 +209,7 @@ def recurrence_by_hand(
     return torch.stack(out, dim), carried
 
 
-@rows
+@pytest.mark.parametrize("row", ["native", "blocked"])
 def test_a_product_that_overflows_takes_nothing_of_the_initial_state(row: str) -> None:
     a, b = torch.full((1, 600, 2), 4.0), torch.zeros(1, 600, 2)
     with by(row):

@@ -45,7 +45,7 @@ def scan(
     else:
         _write(monoid, x, out)
     total = out[:, -1].to(accumulate)
-    return out, monoid.combine(total, x[:, -1]) if exclusive else total
+    return out, monoid.combine(total, x[:, -1]) if exclusive else total.clone()
 
 
 def _write(monoid: Monoid, x: Tensor, out: Tensor) -> None:

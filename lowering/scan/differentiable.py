@@ -70,6 +70,8 @@ def recurrence(
 
 
 class _Scan(Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: Job
@@ -101,6 +103,8 @@ class _Scan(Function):
 
 
 class _Extremes(Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, op: str, way: Way, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
         return selected(x, op, way, first)
@@ -122,6 +126,8 @@ class _Extremes(Function):
 
 
 class _Recurrence(Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         a: Tensor, b: Tensor, initial: Tensor | None, job: Recurrence

@@ -235,7 +235,13 @@ struct Lines : Tensors<M> {
     uint8_t starts[kLine];
   };
 
-  using Tensors<M>::Tensors;
+  using Along = void (*)(const M&, const typename M::Fold&, const Line<C>&, C*);
+  Along walk, walk_buffer;
+
+  Lines(const Problem& problem, C empty) : Tensors<M>(problem, empty) {
+    walk = direct(p.element * 16 + p.result);
+    walk_buffer = choose<C, C, C>();
+  }
 
   int64_t items() const { return (p.outer + kChains - 1) / kChains; }
   int64_t first(int64_t item) const { return item * kChains; }
@@ -245,34 +251,72 @@ struct Lines : Tensors<M> {
 
   void advance(int64_t item, int64_t begin, int64_t end, C* states, bool emit) const {
     Buffer buffer;
-    for (int64_t chain = first(item); chain < after(item); ++chain, states += planes)
-      for (int64_t i = begin; i < end; i += kLine) block(buffer, chain, i, std::min(kLine, end - i), states, emit);
+    for (int64_t chain = first(item); chain < after(item); ++chain, states += planes) {
+      int64_t i = walk ? straight_on(chain, begin, end, states, emit) : begin;
+      for (; i < end; i += kLine) buffered(buffer, chain, i, std::min(kLine, end - i), states, emit);
+    }
   }
 
-  void block(Buffer& buffer, int64_t chain, int64_t begin, int64_t count, C* states, bool emit) const {
-    int64_t low = this->place(chain, p.reverse ? begin + count - 1 : begin);
-    int64_t pad = p.reverse ? (count + L - 1) / L * L - count : 0;
-    this->load_rows(this->in(p.x, low), 0, 1, count, buffer.x + pad, 0);
-    if (M::inputs == 2) this->load_rows(this->in(p.b, low), 0, 1, count, buffer.b + pad, 0);
-    Line<C> at{buffer.x, buffer.b, nullptr, buffer.index, nullptr, count, p.reverse != 0};
+  Line<C> line(int64_t begin, int64_t vectors) const {
+    Line<C> at{};
+    at.vectors = vectors;
     at.row = C(this->at(begin)), at.row_step = C(p.reverse ? -1 : 1);
-    if (emit && p.out) at.out = buffer.x;
+    return at;
+  }
+  int64_t lowest(int64_t chain, int64_t begin, int64_t count) const {
+    return this->place(chain, p.reverse ? begin + count - 1 : begin);
+  }
+
+  // Whole vectors; returns the first row that is left.
+  int64_t straight_on(int64_t chain, int64_t begin, int64_t end, C* states, bool emit) const {
+    int64_t count = (end - begin) / L * L, low = lowest(chain, begin, count);
+    Line<C> at = line(begin, count / L);
+    at.x = this->in(p.x, low), at.b = this->in(p.b, low);
+    if (p.starts) at.starts = p.starts + chain * p.starts_outer + low - chain * p.length;
+    if (emit && p.out) at.out = this->out(low), at.index = this->index(low);
+    walk(this->machine, this->fold, at, states);
+    return begin + count;
+  }
+
+  void buffered(Buffer& buffer, int64_t chain, int64_t begin, int64_t count, C* states, bool emit) const {
+    int64_t low = lowest(chain, begin, count), whole = (count + L - 1) / L * L, pad = whole - count;
+    int64_t shift = p.reverse ? pad : 0, rest = p.reverse ? 0 : count;
+    Line<C> at = line(begin, whole / L);
+    at.x = buffer.x, at.b = buffer.b, at.index = buffer.index;
+    for (int input = 0; input < M::inputs; ++input) {
+      C* to = input ? buffer.b : buffer.x;
+      this->load_rows(this->in(input ? p.b : p.x, low), 0, 1, count, to + shift, 0);
+      std::fill_n(to + rest, pad, this->machine.neutral(input));
+    }
     if (p.starts) {
-      std::memcpy(buffer.starts + pad, p.starts + chain * p.starts_outer + low - chain * p.length, count);
+      std::memcpy(buffer.starts + shift, p.starts + chain * p.starts_outer + low - chain * p.length, count);
+      std::memset(buffer.starts + rest, 0, pad);
       at.starts = buffer.starts;
     }
-    auto scan = [&](auto shift, auto segmented, auto reverse) {
-      along<M, shift, segmented, reverse>(this->machine, this->fold, at, states);
-    };
-    std::true_type yes;
-    std::false_type no;
-    if (p.starts) 
-      p.flag ? (p.reverse ? scan(yes, yes, yes) : scan(yes, yes, no)) : (p.reverse ? scan(no, yes, yes) : scan(no, yes, no));
-    else
-      p.flag ? (p.reverse ? scan(yes, no, yes) : scan(yes, no, no)) : (p.reverse ? scan(no, no, yes) : scan(no, no, no));
+    if (emit && p.out) at.out = buffer.x;
+    walk_buffer(this->machine, this->fold, at, states);
     if (!at.out) return;
-    this->store_rows(buffer.x + pad, 0, 1, count, this->out(low), 0);
-    if (M::outputs == 2) write<C, int64_t>(buffer.index + pad, 0, 1, count, this->index(low), 0);
+    this->store_rows(buffer.x + shift, 0, 1, count, this->out(low), 0);
+    if (M::outputs == 2) write<C, int64_t>(buffer.index + shift, 0, 1, count, this->index(low), 0);
+  }
+
+  Along direct(int pair) const {
+    if constexpr (std::is_same_v<C, double>) {
+      if (pair == kFloat * 17) return choose<float, float, int64_t>();
+      if (pair == kDouble * 17) return choose<double, double, int64_t>();
+    } else if (pair == (std::is_same_v<C, float> ? kFloat : kInt64) * 17) {
+      return choose<C, C, int64_t>();
+    }
+    return nullptr;
+  }
+  template <class E, class O, class I>
+  Along choose() const {
+    if (p.flag) return p.reverse ? choose<E, O, I, true, true>() : choose<E, O, I, true, false>();
+    return p.reverse ? choose<E, O, I, false, true>() : choose<E, O, I, false, false>();
+  }
+  template <class E, class O, class I, bool shift, bool reverse>
+  Along choose() const {
+    return p.starts ? along<M, E, O, I, shift, true, reverse> : along<M, E, O, I, shift, false, reverse>;
   }
 };
 
@@ -327,6 +371,7 @@ template <class R, class C>
 void in_two_passes(const R& run, C empty, int64_t pieces) {
   typename R::Folding folding(run.p, empty);
   int64_t items = run.items(), rows = (run.p.length + pieces - 1) / pieces;
+  rows = (rows + kLine - 1) / kLine * kLine;
   int64_t size = run.states(), total_size = folding.states();
   std::vector<C> states(items * pieces * size), totals(items * pieces * total_size);
   auto end = [&](int64_t piece) { return std::min((piece + 1) * rows, run.p.length); };

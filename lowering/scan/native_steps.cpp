@@ -13,6 +13,7 @@ struct Machine {
   bool flag;  // exclusive, or lagged
 
   C identity(int) const { return empty; }
+  C neutral(int) const { return empty; }  // as an input
   // What comes out where the state is s.
   static INLINE V value(const V* s, V) { return s[0]; }
 };
@@ -101,6 +102,7 @@ struct LinearTotal : Machine<C> {
   static constexpr int inputs = 2, planes = 2;
 
   C identity(int plane) const { return C(plane); }
+  C neutral(int input) const { return C(1 - input); }
   INLINE V step(V* s, V a, V b, V) const {
     s[0] = this->flag ? a * (s[0] + b) : a * s[0] + b;
     s[1] = a * s[1];
@@ -122,6 +124,7 @@ struct Linear : Machine<C> {
   static constexpr int inputs = 2;
 
   C identity(int) const { return C(0); }
+  C neutral(int input) const { return C(1 - input); }
   INLINE V value(const V* s, V b) const { return this->flag ? s[0] + b : s[0]; }
   INLINE V step(V* s, V a, V b, V) const {
     V h = this->flag ? s[0] + b : a * s[0] + b;

@@ -50,14 +50,13 @@ void down(const M& machine, const Columns<typename M::Compute>& at, typename M::
   });
 }
 
-// `count` neighbours, filled up to whole vectors at the end that the scan reaches last; out may be x.
+// Neighbours, filled up with neutral ones to whole vectors, where the scan ends; out may be x.
 template <class C>
 struct Line {
-  const C *x, *b;
-  C *out, *index;
+  const void *x, *b;
+  void *out, *index;
   const uint8_t* starts;
-  int64_t count;
-  bool reverse;
+  int64_t vectors;
   C row, row_step;
 };
 
@@ -77,29 +76,31 @@ INLINE void spread(const F& fold, V* s, Mask& begun) {
 }
 
 // log2(L) joins make each vector a scan of its own; joined with what came before it, the carry, it is done.
-template <class M, bool shift, bool segmented, bool reverse>
+template <class M, class E, class O, class I, bool shift, bool segmented, bool reverse>
 void along(const M& machine, const typename M::Fold& fold, const Line<typename M::Compute>& at,
            typename M::Compute* states) {
   using C = typename M::Compute;
   using V = Vec<C, lanes<C>>;
   using Mask = Vec<Bits<C>, lanes<C>>;
   constexpr int L = lanes<C>, Q = M::Fold::planes;
+  const E *x_at = static_cast<const E*>(at.x), *b_at = static_cast<const E*>(at.b);
+  O* out = static_cast<O*>(at.out);
+  I* index = static_cast<I*>(at.index);
   V carry[Q], s[Q], ramp;
   Mask begun{};
   each<Q>([&](auto q) INLINE_LAMBDA { carry[q] = splat(states[q]); });
   each<L>([&](auto l) INLINE_LAMBDA { ramp[int(l)] = C(l); });
-  int64_t vectors = (at.count + L - 1) / L;
   auto join_carry = [&] () INLINE_LAMBDA {
     V joined[Q];
     each<Q>([&](auto q) INLINE_LAMBDA { joined[q] = s[q]; });
     fold.join(carry, joined);
     each<Q>([&](auto q) INLINE_LAMBDA { s[q] = segmented ? (begun ? s[q] : joined[q]) : joined[q]; });
   };
-  for (int64_t k = 0; k < vectors; ++k) {
-    int64_t place = (reverse ? vectors - 1 - k : k) * L;
+  for (int64_t k = 0; k < at.vectors; ++k) {
+    int64_t place = (reverse ? at.vectors - 1 - k : k) * L;
     auto turned = [](auto value) INLINE_LAMBDA { return reverse ? backwards(value) : value; };
-    V x = turned(load<C, L>(at.x + place)), b = x, local[Q];
-    if constexpr (M::inputs == 2) b = turned(load<C, L>(at.b + place));
+    V x = turned(load<C, L>(x_at + place)), b = x, local[Q];
+    if constexpr (M::inputs == 2) b = turned(load<C, L>(b_at + place));
     Mask starts{};
     if (segmented) begun = starts = turned(load<Bits<C>, L>(at.starts + place)) != 0;
     fold.lift(s, x, b, at.row + (ramp + C(k * L)) * at.row_step);
@@ -113,17 +114,11 @@ void along(const M& machine, const typename M::Fold& fold, const Line<typename M
     join_carry();
     if (shift && segmented)
       each<Q>([&](auto q) INLINE_LAMBDA { s[q] = starts ? splat(fold.identity(q)) : s[q]; });
-    if (at.out) store<C, L>(at.out + place, turned(machine.value(s, b)));
+    if (out) store<C, L>(out + place, turned(machine.value(s, b)));
     if constexpr (M::outputs == 2)
-      if (at.out) store<C, L>(at.index + place, turned(s[1]));
-    if (k + 1 == vectors) {  // which may be shorter
-      int last = int(at.count - k * L) - 1;
-      each<Q>([&](auto q) INLINE_LAMBDA { s[q] = splat(C(local[q][last])); });
-      begun = Mask{} + all_begun[last];
-    } else {
-      each<Q>([&](auto q) INLINE_LAMBDA { s[q] = last_of(local[q]); });
-      begun = last_of(all_begun);
-    }
+      if (out) store<C, L>(index + place, turned(s[1]));
+    each<Q>([&](auto q) INLINE_LAMBDA { s[q] = last_of(local[q]); });
+    begun = last_of(all_begun);
     join_carry();
     each<Q>([&](auto q) INLINE_LAMBDA { carry[q] = s[q]; });
   }

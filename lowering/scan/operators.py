@@ -12,10 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._compat import is_functorch_tensor
 from ..frames import Frame, folds_of, is_padded, known
 from ..library import composite
+from . import differentiable
 from .across import Way
-from .differentiable import Job, Recurrence, extremes, recurrence, scan
+from .differentiable import Job, Recurrence
 from .monoids import MONOIDS, Pair, accumulate_dtype, result_dtype
 
 sp = torch.ops.sp
@@ -26,7 +28,7 @@ _ACROSS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
     "scan(Tensor x, Tensor? segments, int dim, str op, bool exclusive=False, bool reverse=False, "
     f"ScalarType? dtype=None, ScalarType? accumulate=None, {_ACROSS}) -> Tensor"
 )
-def _(
+def scan(
     x: Tensor,
     segments: Tensor | None,
     dim: int,
@@ -56,7 +58,7 @@ def _(
     if known(x.shape[way.dim] == 0):
         return x.to(dtype, copy=True)
     accumulate = accumulate_dtype(op, dtype, x.device) if accumulate is None else accumulate
-    if frame is None and segments is None and not (x.requires_grad and torch.is_grad_enabled()):
+    if frame is None and segments is None and not _may_need_gradient(x):
         # What follows would do the same, with a share of the time that short scans notice.
         return sp.local_scan(x, None, way.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
@@ -67,14 +69,14 @@ def _(
     if segments is not None:
         cuts, ends = _cuts(_chunked(_aligned(segments, x, way.dim), way), way)
     job = Job(op, exclusive, way, _kept(x, op, dtype, accumulate), accumulate)
-    out = scan(_chunked(x, way), cuts, ends, job).flatten(way.dim, way.rows).to(dtype)
+    out = differentiable.scan(_chunked(x, way), cuts, ends, job).flatten(way.dim, way.rows).to(dtype)
     return sp.window(out, way.dim, frame, n, group) if padded else out
 
 
 @composite(
     f"extremes(Tensor x, int dim, str op, bool reverse=False, {_ACROSS}) -> (Tensor, Tensor)",
 )
-def _(
+def extremes(
     x: Tensor,
     dim: int,
     op: str,
@@ -97,9 +99,9 @@ def _(
     if known(x.shape[way.dim] == 0):
         return x.clone(), torch.empty_like(x, dtype=torch.int64)
     if frame is None or not is_padded(frame, n):
-        return _whole(extremes(_chunked(x, way), op, way, 0), way)
+        return _whole(differentiable.extremes(_chunked(x, way), op, way, 0), way)
     x = sp.mask(x, way.dim, frame, MONOIDS[op].identity(x.dtype), n, group)
-    best, index = _whole(extremes(_chunked(x, way), op, way, frame[2] if n > 1 else 0), way)
+    best, index = _whole(differentiable.extremes(_chunked(x, way), op, way, frame[2] if n > 1 else 0), way)
     index = index - frame[2] if n == 1 else index
     return sp.window(best, way.dim, frame, n, group), sp.mask(index, way.dim, frame, 0, n, group)
 
@@ -113,7 +115,7 @@ def _whole(results: Pair, way: Way) -> Pair:
     "linear_scan(Tensor a, Tensor b, Tensor? initial, int dim, bool reverse=False, ScalarType? accumulate=None, "
     f"{_ACROSS}) -> Tensor"
 )
-def _(
+def linear_scan(
     a: Tensor,
     b: Tensor,
     initial: Tensor | None,
@@ -147,7 +149,9 @@ def _(
     if padded:
         a, b = (sp.mask(x, way.dim, frame, fill, n, group) for x, fill in ((a, 1), (b, 0)))
     job = Recurrence(False, way, dtype, accumulate)
-    h = recurrence(_chunked(a, way), _chunked(b, way), initial, job)[0].flatten(way.dim, way.rows)
+    h = differentiable.recurrence(_chunked(a, way), _chunked(b, way), initial, job)[0].flatten(
+        way.dim, way.rows
+    )
     return sp.window(h, way.dim, frame, n, group) if padded else h
 
 
@@ -182,8 +186,13 @@ def _cuts(ids: Tensor, way: Way) -> tuple[Tensor, Pair | None]:
     return cuts, None if way.alone else ends
 
 
+def _may_need_gradient(x: Tensor) -> bool:
+    """What functorch wraps may need one that its outside does not tell of."""
+    return is_functorch_tensor(x) or (x.requires_grad and torch.is_grad_enabled())
+
+
 def _kept(x: Tensor, op: str, dtype: torch.dtype, accumulate: torch.dtype) -> torch.dtype:
     """The dtype that a scan's backward gets its result in: rounded to half precision, exp(x - y) would be wrong."""
-    if op in ("prod", "logsumexp") and x.requires_grad and torch.is_grad_enabled():
+    if op in ("prod", "logsumexp") and _may_need_gradient(x):
         return torch.promote_types(dtype, torch.float32)
     return dtype

@@ -26,10 +26,9 @@ aten, sp = torch.ops.aten, torch.ops.sp
     aten.logcumsumexp.default,
 )
 def _cumulative(call: Call) -> Factors:
-    """A complex scan is needed whole: sp::scan has no complex numbers."""
     dims = names(call.ndim())
-    kind = "whole" if call.results()[0].is_complex() else "scan"
-    return Factors((dims,), tuple(dims for _ in call.results()), {f: kind for f in dims[call.dim() :][:1]})
+    at = dims[call.dim() :][:1]  # none of a number
+    return Factors((dims,), tuple(dims for _ in call.results()), dict.fromkeys(at, "scan"))
 
 
 @rule_of(sp.scan.default, sp.extremes.default)
@@ -46,7 +45,7 @@ def _scan(call: Call) -> Factors:
 
 @rule_of(sp.linear_scan.default)
 def _linear_scan(call: Call) -> Factors:
-    """ "... s ..., ... s ..., ... ... -> ... s ...": a, b, and the state before the first position, the same everywhere."""
+    """ "... s ..., ... s ..., ... ... -> ... s ...": a, b, and the state before the first position, on every rank."""
     full: tuple[Size, ...] = call.result_shapes()[0]
     dims = names(len(full))
     at = call.dim(operand=1)
