@@ -86,11 +86,13 @@ class ScanIdioms(Editor):
 
     def _turn(self, node: Node) -> bool:
         """A recurrence backwards: flip(sp.linear_scan(flip(a), flip(b))). And nothing at all: flip(flip(x))."""
-        inner = node.args[0] if _flips(node) else None
-        if inner is not None and _flips(inner) and inner.args[1] == node.args[1]:
+        if not _flips(node):
+            return False
+        inner = node.args[0]
+        if _flips(inner) and inner.args[1] == node.args[1]:
             self.replace(node, inner.args[0])
             return True
-        if not is_tensor(inner) or inner.target is not sp.linear_scan.default or not _only(inner, (node,)):
+        if inner.target is not sp.linear_scan.default or not _only(inner, (node,)):
             return False
         call = Call(inner)
         rows, dim = call.operands[:2], call.dim(operand=1)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import is_functorch_tensor
 from .errors import SpError
 from .lowering.scan import operators
 from .lowering.scan.monoids import accumulate_dtype
 from .scan_call import wrong_dim
 from .scan_shards import Shards
+from .scan_values import transformed
 
 sp = torch.ops.sp
 
@@ -41,8 +41,7 @@ class LinearCall:
         if initial is not None:
             initial = initial.to(dtype).expand(self._shape_of_initial(b.shape))
         how = self.dim, self.reverse, self.accumulate
-        hidden = any(x is not None and is_functorch_tensor(x) for x in (a, b, initial))
-        linear_scan = operators.linear_scan if hidden else sp.linear_scan  # whose body functorch cannot see
+        linear_scan = operators.linear_scan if transformed(a, b, initial) else sp.linear_scan
         return linear_scan(a, b, initial, *how, *self._arguments(b))
 
     def _arguments(self, b: Tensor) -> tuple[Any, ...]:

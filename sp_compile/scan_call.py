@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import is_functorch_tensor
 from .errors import SpError
 from .lowering.scan import operators
 from .lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
 from .scan_shards import Shards
-from .scan_values import may_overflow, never_overflows, observable, ungrouped, wrapped
+from .scan_values import may_overflow, never_overflows, observable, transformed, ungrouped, wrapped
 
 sp = torch.ops.sp
 INDEX = 8  # bytes
@@ -79,7 +78,7 @@ class ScanCall:
         """The running max or min, and where it stands. Raises SpError for a call that does not fit."""
         self._require(indices=True)
         x = self.x.to(self.result)
-        extremes = operators.extremes if is_functorch_tensor(x) else sp.extremes
+        extremes = operators.extremes if transformed(x) else sp.extremes
         return extremes(x, self.dim, self.op, self.reverse, *self._arguments(x.element_size() + INDEX))
 
     def _require(self, indices: bool = False) -> None:
@@ -117,7 +116,7 @@ class ScanCall:
             return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
         inner = accumulate or accumulate_dtype(self.op, self.result, x.device)
         how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
-        scan = operators.scan if is_functorch_tensor(x) else sp.scan  # whose body functorch cannot see
+        scan = operators.scan if transformed(x) else sp.scan
         return scan(x, self.segments, *how, *self._arguments(inner.itemsize))
 
     def _is_torchs(self, x: Tensor, accumulate: torch.dtype | None) -> bool:

@@ -17,6 +17,13 @@ def observable(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor) or is_functorch_tensor(x))
 
 
+def transformed(*xs: Tensor | None) -> bool:
+    """Is one of them inside torch.func, which does not see into the body of an operator?"""
+    if torch.compiler.is_compiling():
+        return False
+    return any(is_functorch_tensor(x) for x in xs if x is not None)
+
+
 def ungrouped(ids: Tensor, dim: int) -> bool:
     """Does an id come again along dim after another one? Ids that are not in order are sorted."""
     before, after = _neighbours(ids, dim)

@@ -52,7 +52,7 @@ class Pooled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         before = torch.cat([self.first.expand(x.shape[0], -1, -1), x[:, :-1]], 1)
-        return self.linear(F.avg_pool1d(x.mT, 3, 1, 1) + F.max_pool1d(before.mT, 3, 1, 1)).mT.mT.mT
+        return self.linear((F.avg_pool1d(x.mT, 3, 1, 1) + F.max_pool1d(before.mT, 3, 1, 1)).mT)
 
 
 BLOCKS = {"conv": Gated, "shift": TokenShift, "pools": Pooled}
