@@ -77,9 +77,11 @@ class AssociativeScans(Editor):
         return changed
 
     def _fits(self, node: Node, one: Combining) -> bool:
-        values = [node.args[1][i].meta["val"] for i in one.leaves]
-        linear = one.op == "linear"
-        return not linear or (values[0].dtype == values[1].dtype and values[0].is_floating_point())
+        """A sum of bools is their disjunction, which sp.scan would count; a recurrence is of floats of one dtype."""
+        dtypes = [node.args[1][i].meta["val"].dtype for i in one.leaves]
+        if one.op == "linear":
+            return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point
+        return dtypes[0] != torch.bool and not dtypes[0].is_complex
 
     def _rewrite(self, node: Node, found: list[Combining]) -> None:
         given = _operands(list(node.args[1]))

@@ -6,6 +6,7 @@
     stack_heads       one attention per head         ->  one attention of all heads
     masks             masks computed from positions  ->  is_causal, no mask, or sp.masked_attention with a predicate
     group_heads       repeated key and value heads   ->  enable_gqa
+    repeats           repeat_interleave              ->  unsqueeze, expand, reshape
     associative_scan  the op by this name            ->  sp.scan, sp.linear_scan
     scan_idioms       cumsum(x) - x, flip-cumsum-flip   ->  sp.scan, exclusive, reverse
     paddings          pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence
@@ -25,6 +26,7 @@ from .edit import Editor
 from .group_heads import group_heads
 from .masks import Masks
 from .paddings import Paddings
+from .repeats import Repeats
 from .reroll import Reroll
 from .scan_idioms import ScanIdioms
 from .spellings import respell
@@ -39,8 +41,8 @@ class Canonicalize(PassBase):
         for rewrite in (Reroll, EagerAttention, StackHeads, Masks):
             changed = rewrite(graph_module).run() or changed
         changed = _group_heads(graph_module) or changed
-        for rewrite in (AssociativeScans, ScanIdioms, Paddings):
-            changed = rewrite(graph_module).run() or changed
+        for late in (Repeats, AssociativeScans, ScanIdioms, Paddings):
+            changed = late(graph_module).run() or changed
         if changed:
             graph_module.graph.lint()
             graph_module.recompile()

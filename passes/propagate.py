@@ -17,13 +17,15 @@ from torch.fx import GraphModule, Node
 
 from ..axes import Axes
 from ..call import Call, is_tensor, is_written
-from ..layout import REPLICATE, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
+from ..layout import REPLICATE, Demand, Partial, Placement, Plan, Replicate, Shard
 from ..movement import Reshape, Window, move
 from ..randomness import is_random
-from ..rule import Dims, Factors, Rule, lookup, transfer_of
+from ..rule import Factors, Rule, lookup, transfer_of
 from ..rules.redistribute import fits
-from ..shapes import Size, divides, product, same, typical
+from ..shapes import product, same, typical
 from ..sliding import place
+from .mask_values import only_masks
+from .placing import located, same_place
 
 SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
 SCANNED = "every position needs what all before it combine to"
@@ -49,7 +51,7 @@ def propagate(
 ) -> Plan:
     """The Plan of a graph for `n` ranks. `inputs`: placements of placeholders that arrive sharded."""
     plan = Plan()
-    whole = _wanted_whole(gm)
+    whole = only_masks(gm)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             plan.placements[node] = ((inputs or {}).get(node, REPLICATE),)
@@ -216,7 +218,7 @@ def _through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: in
             demands.append(Demand(node, i, f, "scan", shards[i], stays, SCANNED))
         elif rule.kind(f) == "attend":
             demands.append(Demand(node, i, f, "attend", shards[i], stays, "attention mixes the sequence"))
-        elif kept is None or f != sharded[kept] or not _same_place(call, i, shards[i], shards[kept], n):
+        elif kept is None or f != sharded[kept] or not same_place(call, i, shards[i], shards[kept], n):
             why = f"operand {kept} is sharded otherwise"
             demands.append(Demand(node, i, f, "align", shards[i], stays, why))
     if kept is None:
@@ -254,26 +256,6 @@ def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
     return max(candidates, key=lambda i: (*worth(i), -i), default=None)
 
 
-def _same_place(call: Call, i: int, have: Shard, base: Shard, n: int) -> bool:
-    return have.matches(base) or have.matches(_scaled(base, have.dim, call.shape(i)[have.dim], n) or base)
-
-
-def _scaled(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
-    """The same factor in a dim of another extent (grouped heads): whole multiples only."""
-    if same(extent, product((base.outer, base.frame.length, base.inner))):
-        return base.on(dim)
-    total = product((base.outer, base.frame.size, base.inner))
-    if (
-        base.frame.folds == 1
-        and base.frame.exact(n)
-        and same(base.outer, 1)
-        and divides(n, total)
-        and divides(n, extent)
-    ):
-        return Shard(dim, Frame.full(extent))
-    return None
-
-
 def _run(
     call: Call,
     rule: Factors,
@@ -284,8 +266,8 @@ def _run(
     demands: tuple[Demand, ...],
 ) -> Step:
     """Run the node on shards of `factor`: place the operands and the results."""
-    wants = [_placed(base, d, call.shape(i), factor, n) or SUMMAND for i, d in enumerate(rule.operands)]
-    results = [_placed(base, d, s, factor, n) for d, s in zip(rule.results, call.result_shapes())]
+    wants = [located(base, d, call.shape(i), factor, n) or SUMMAND for i, d in enumerate(rule.operands)]
+    results = [located(base, d, s, factor, n) for d, s in zip(rule.results, call.result_shapes())]
     named = zip((*rule.operands, *rule.results), (*wants, *results))
     if any(factor in dims and not isinstance(placed, Shard) for dims, placed in named):
         why = f"the sizes of {factor!r} are not provably those of one sequence"
@@ -298,35 +280,3 @@ def _run(
             if isinstance(w, Shard) and isinstance(have[i], Shard)
         )
     return Step(tuple(wants), tuple(r or lost for r in results), demands)
-
-
-def _placed(base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int) -> Shard | None:
-    """Where a tensor of these dims lies if `factor` is sharded as in `base`; None without the factor."""
-    if factor not in dims:
-        return None
-    at = dims.index(factor)
-    return _scaled(base, at, shape[at], n)
-
-
-def _wanted_whole(gm: GraphModule) -> set[Node]:
-    """Values that reach nothing but masks: every rank needs them whole, so they are not worth sharding."""
-    whole: set[Node] = set()
-    for node in reversed(gm.graph.nodes):
-        if (
-            node.op == "call_function"
-            and node.users
-            and all(_as_mask(node, u) or u in whole for u in node.users)
-        ):
-            whole.add(node)
-    return whole
-
-
-def _as_mask(node: Node, user: Node) -> bool:
-    found = lookup(user)
-    if found is None:
-        return False
-    call, rule = found
-    if not isinstance(rule, Factors):
-        return False
-    at = [i for i, operand in enumerate(call.operands) if operand is node]
-    return bool(at) and all(i in rule.masks for i in at)

@@ -28,6 +28,7 @@ from .shifted import Shifted, cut_of, shifted
 
 aten, sp = torch.ops.aten, torch.ops.sp
 ADDS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
+PARTS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
 CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
@@ -69,6 +70,8 @@ class ScanIdioms(Editor):
     def run(self) -> bool:
         """True if the graph changed."""
         changed = False
+        if not any(node.target in PARTS for node in self.graph.nodes):
+            return changed
         for node in list(self.graph.nodes):
             if node.op != "call_function" or not is_tensor(node):
                 continue

@@ -21,6 +21,7 @@ from .scalars import scalar
 
 aten = torch.ops.aten
 PADS = (aten.constant_pad_nd.default, aten.pad.default)
+CUTS = (aten.slice.Tensor, aten.narrow.default)
 CATS = (aten.cat.default, aten.concat.default, aten.concatenate.default)
 FILLED = {
     aten.zeros.default: 0.0,
@@ -64,8 +65,7 @@ def shifted(node: Node) -> Shifted | None:
     if node.target in PADS:
         return _padded(node)
     cut = cut_of(node)
-    pads = cut[0] if cut is not None else None
-    if cut is None or pads is None or pads.target not in PADS or len(pads.users) != 1:
+    if cut is None or cut[0].target not in PADS or len(cut[0].users) != 1:
         return None
     source, dim, start, _ = cut
     padding = _padding(source)
@@ -131,9 +131,9 @@ def _padding(node: Node) -> tuple[int, int, int, float] | None:
 
 def cut_of(node: Node) -> tuple[Node, int, Size, Size] | None:
     """(operand, dim, start, length) of a contiguous piece of it."""
-    found = lookup(node)
+    found = lookup(node) if node.target in CUTS else None
     rule = found[1] if found is not None else None
-    if found is None or not isinstance(rule, Window) or not is_tensor(node) or rule.spans is None:
+    if found is None or not isinstance(rule, Window) or rule.spans is None:
         return None
     return found[0].operands[0], rule.dim, *rule.spans[0]
 

@@ -16,9 +16,6 @@ from sp_compile.explain import Report
 
 transformers = pytest.importorskip("transformers")
 
-TOLERANCE = 1e-6  # transformers computes norms and losses in float32, whatever the model is in
-ACROSS = {"scan", "linear_scan", "conv1d"}
-"""Ops that carry values from rank to rank, along the sequence."""
 EDGES = {"shard", "unshard", "reduce_grad", "all_reduce"}
 """What stands at the ends of a model: its inputs, its logits, its parameters, its loss."""
 
@@ -108,7 +105,9 @@ MODELS: dict[str, Make] = {
 def build(name: str, seq: int) -> tuple[nn.Module, Tensor, dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model = MODELS[name]().double()
+    model = MODELS[name]()
+    if name not in EXPERTS:  # their grouped products know no float64
+        model = model.double()
     model.config.use_cache = False
     ids = torch.randint(0, VOCAB, (2, seq))
     labels = ids.clone()
@@ -121,21 +120,26 @@ def one_step(name: str, seq: int) -> Outcome:
     return against_eager(model, ids, kwargs=kwargs, mesh=worker.mesh(), **options(name))
 
 
+def tolerance(name: str) -> float:
+    """transformers computes norms and losses in float32, whatever the model is in."""
+    return 2e-5 if name in EXPERTS else 1e-6
+
+
 def options(name: str) -> dict[str, Any]:
     """The sequence is named where the model has no attention, and no scan along all of it."""
-    return {"seq_dims": {"input_ids": 1}} if name == "mamba2" else {}
+    return {"seq_dims": {"input_ids": 1}} if name in ("mamba2", "mamba, associative_scan") else {}
 
 
 @pytest.mark.parametrize(("n", "seq"), [(2, 12), (3, 13)])
 @pytest.mark.parametrize("name", MODELS)
 def test_training_step(ranks: Ranks, name: str, n: int, seq: int) -> None:
-    check(ranks.run(n, one_step, name, seq), TOLERANCE)
+    check(ranks.run(n, one_step, name, seq), tolerance(name))
 
 
 def verified(name: str, seq: int, sp: int) -> Report:
     model, ids, kwargs = build(name, seq)
     report = sp_compile.verify(model, ids, sp=sp, kwargs=kwargs, **options(name))
-    assert report.worst <= TOLERANCE, report
+    assert report.worst <= tolerance(name), report
     return report
 
 
@@ -145,7 +149,7 @@ def test_recurrent_models_are_sharded_whole(name: str, seq: int) -> None:
     """The sequence is found through the scan; nothing but scans and the convolution's halos crosses ranks."""
     report = verified(name, seq, sp=4)
     layers = build(name, seq)[0].config.num_hidden_layers
-    assert list(report.inputs.values()) == [[1]]
+    assert set(map(tuple, report.inputs.values())) == {(1,)}  # ids and labels
     assert not report.fallbacks, report
     assert {e.op for e in report.exchanges} == EDGES | {"linear_scan", "conv1d"}
     assert report.count("linear_scan") == report.count("conv1d") == layers

@@ -132,6 +132,23 @@ def test_one_device() -> None:
     assert max(one.error for one in outcomes) < 1e-9
 
 
+def inductor(names: list[str]) -> list[Outcome]:
+    return one_step(names, compiler="inductor")
+
+
+def test_inductor(ranks: Ranks) -> None:
+    check_all(ranks.run(2, inductor, ["exclusive", "cummin and its index", "segments", "linear_scan"]))
+
+
+def test_one_device_gets_the_fast_scan() -> None:
+    """A long one, off the last dim: torch walks down its columns."""
+    recorder, model = Recorder(), build(Scanning, scan=SCANS["cumsum"])
+    train_step(sp(model, compiler=recorder), model, text(2048))
+    targets = {n.target for way in ("forward", "backward") for n in recorder.graphs[way].graph.nodes}
+    assert ops.local_scan.default in targets
+    assert torch.ops.aten.cumsum.default not in targets
+
+
 def zigzag(names: list[str], seq: int) -> list[Outcome]:
     return one_step(names, seq, layout="zigzag")
 

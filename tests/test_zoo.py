@@ -111,7 +111,6 @@ GATHERED: dict[str, Op] = {
     "sort": lambda m, x, ids: x.sort(1),
     "kthvalue": lambda m, x, ids: x.kthvalue(2, 1),
     "repeat": lambda m, x, ids: x.repeat(1, 2, 1) @ m.weight,
-    "repeat_interleave": lambda m, x, ids: x.repeat_interleave(2, 1) @ m.weight,
     "split": lambda m, x, ids: [piece @ m.weight for piece in x.split(1, 1)],
     "scatter_add": lambda m, x, ids: x.new_zeros(BATCH, VOCABULARY, WIDTH).scatter_add(
         1, ids[..., None].expand_as(x), x
@@ -148,6 +147,7 @@ SHARDED: dict[str, Op] = {
     "top of the width": lambda m, x, ids: x.topk(2, -1),
     "greedy": lambda m, x, ids: m.head(x).argmax(-1),
     "repeated batch": lambda m, x, ids: x.repeat(2, 1, 1).repeat_interleave(2, 0),
+    "repeated rows": lambda m, x, ids: x.repeat_interleave(2, 1) @ m.weight,
     "cat of the width": lambda m, x, ids: torch.cat([x, x * 2], -1),
     "cat of the batch": lambda m, x, ids: torch.cat([x, x * 2], 0),
     "stack": lambda m, x, ids: torch.stack([x, x.exp()], 1),

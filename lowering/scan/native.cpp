@@ -20,6 +20,7 @@ constexpr int64_t kSlab = 1024;   // columns that one thread walks
 constexpr int64_t kLine = 1024;   // elements of a line in a buffer
 constexpr int64_t kChains = 64;   // lines that one thread takes
 constexpr int64_t kPiece = 4096;  // rows worth a thread of their own
+constexpr uintptr_t kLarge = 1 << 21;  // bytes of a large page
 
 template <class F>
 auto with_element(int element, F f) {
@@ -140,6 +141,8 @@ struct Grid : Tensors<M> {
 
   void advance(int64_t item, int64_t begin, int64_t end, C* states, bool emit) const {
     int64_t chain = first(item), stop = after(item), block = stop - chain > W ? kRows : p.length;
+    Buffer buffer;
+    if ((stop - chain) % W) clear(buffer);
     for (; begin < end; begin += block)
       for (int64_t tile = chain; tile < stop; tile += W) {
         int count = int(std::min<int64_t>(W, stop - tile));
@@ -148,9 +151,9 @@ struct Grid : Tensors<M> {
         if (wide && count == W && walk)
           straight_on(tile, begin, rows, own, emit);
         else if (count > L)
-          buffered<V>(tile, count, begin, rows, own, emit);
+          buffered<V>(buffer, tile, count, begin, rows, own, emit);
         else
-          buffered<1>(tile, count, begin, rows, own, emit);
+          buffered<1>(buffer, tile, count, begin, rows, own, emit);
       }
   }
 
@@ -174,10 +177,8 @@ struct Grid : Tensors<M> {
   }
 
   template <int vectors>
-  void buffered(int64_t chain, int count, int64_t begin, int64_t rows, C* states, bool emit) const {
+  void buffered(Buffer& buffer, int64_t chain, int count, int64_t begin, int64_t rows, C* states, bool emit) const {
     constexpr int width = vectors * L;
-    Buffer buffer;
-    if (count < width) std::memset(static_cast<void*>(&buffer), 0, sizeof(buffer));
     for (int64_t end = begin + rows; begin < end; begin += kRows) {
       Columns<C> at = columns(chain, begin, std::min(kRows, end - begin));
       fill(buffer, at, chain, count, width, begin);
@@ -186,6 +187,13 @@ struct Grid : Tensors<M> {
       down<M, C, C, C, vectors>(this->machine, at, states);
       if (at.out) drain(buffer, at.rows, chain, count, width, begin);
     }
+  }
+
+  // Lanes that no chain fills are computed too.
+  static void clear(Buffer& buffer) {
+    std::fill(std::begin(buffer.x), std::end(buffer.x), C(0));
+    if (M::inputs == 2) std::fill(std::begin(buffer.b), std::end(buffer.b), C(0));
+    std::fill(std::begin(buffer.starts), std::end(buffer.starts), 0);
   }
 
   // f(lane, chain, number) for chains that are neighbours.
@@ -403,10 +411,22 @@ void solve(const Problem& p, C empty) {
     in_one_pass(run);
 }
 
+// New memory comes in large pages, if the system has them: it takes longer to get it in small ones than to scan.
+void in_large_pages(void* memory, int64_t bytes) {
+#if defined(__linux__)
+  uintptr_t from = (reinterpret_cast<uintptr_t>(memory) + kLarge - 1) / kLarge * kLarge;
+  uintptr_t to = (reinterpret_cast<uintptr_t>(memory) + bytes) / kLarge * kLarge;
+  if (memory && bytes >= 2 * kLarge && to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 extern "C" void scan(const Problem* p) {
   using C = STEPS::Compute;
+  int64_t elements = p->outer * p->length * p->inner;
+  in_large_pages(p->out, elements * with_element(p->result, [](auto e) { return int64_t(sizeof(e)); }));
+  in_large_pages(p->indices, elements * sizeof(int64_t));
   C empty = std::is_same_v<C, int64_t> ? C(p->empty_integer) : C(p->empty_number);
   if (p->outer * p->inner == 0) return;
   if (p->inner == 1)

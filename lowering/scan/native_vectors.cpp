@@ -8,6 +8,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int kBytes = 64;
 #elif defined(__AVX__)

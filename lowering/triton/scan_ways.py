@@ -35,7 +35,7 @@ class Sizes:
     enough: int = 4
 
 
-INTERPRETED = Sizes((256, 1), (256, 1), 4, programs=2, enough=2)
+INTERPRETED = Sizes((128, 1), (128, 1), 4, programs=2, enough=2)
 """In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
 
 
