@@ -2,9 +2,9 @@
 
     rank r holds positions [r * s, (r + 1) * s) and asks for [r * s + low, r * s + high)
 
-A causal convolution of width k asks for low = 1 - k, high = s: one shift of k - 1 rows to the next rank, and one back in
-the backward, where the rows' cotangents are added to those of their owner. Rows come by `Part`: one shift for each rank
-that any are needed from. Frames have one fold: in the zigzag layout the neighbours of a chunk are elsewhere.
+A causal convolution of width k asks for low = 1 - k, high = s: one shift of k - 1 rows to the next rank, and one back
+in the backward, where the rows' cotangents are added to those of their owner. Rows come by ``Part``: one shift for each
+rank that any are needed from. Frames have one fold: in the zigzag layout the neighbours of a chunk are elsewhere.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def parts_of(low: int, high: int, s: int) -> list[Part]:
     return found
 
 
-def around(
-    x: Tensor, dim: int, low: int, high: int, frame: Frame, fill: float, n: int, group: str
-) -> Tensor:
+def around(x: Tensor, dim: int, low: int, high: int, frame: Frame, fill: float, n: int, group: str) -> Tensor:
     """Positions [low, high) around this rank's shard, and ``fill`` for those outside the window. Differentiable.
 
     Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks hold, backward too.

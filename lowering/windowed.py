@@ -124,7 +124,8 @@ def conv1d(
 ) -> Tensor:
     """Convolution with ``before`` and ``after`` rows of zeros at the two ends.
 
-    Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - dilation * (K - 1) - 1) // stride + 1).
+    Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where
+    width = dilation * (K - 1) + 1.
     Source: aten.conv1d.
     """
     shards, width = _shards(frame, result, n, group), dilation * (weight.shape[-1] - 1) + 1
@@ -257,9 +258,7 @@ def roll_shifts(shift: int, frame: Frame, n: int) -> list[tuple[int, int]]:
 
 
 @composite("roll(Tensor x, int dim, int shift, SymInt[]? frame=None, int n=1, str group='') -> Tensor")
-def roll(
-    x: Tensor, dim: int, shift: int, frame: Frame | None = None, n: int = 1, group: str = ""
-) -> Tensor:
+def roll(x: Tensor, dim: int, shift: int, frame: Frame | None = None, n: int = 1, group: str = "") -> Tensor:
     """Row i of the result is row i - shift of x, counted round the end. Any dtype.
 
     Shapes: any -> same; abs(shift) < the length, and sizes must be numbers if the ranks do not divide the length.

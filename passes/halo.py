@@ -32,8 +32,9 @@ class Halo(Rewrite):
     kinds = frozenset({"halo", "whole", "align"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        claimed = self._joined(node) is not None or node in self.plan.wants and any(
-            d.kind == "halo" or self._beside(node, d) is not None for d in demands
+        claimed = self._joined(node) is not None or (
+            node in self.plan.wants
+            and any(d.kind == "halo" or self._beside(node, d) is not None for d in demands)
         )
         return None if claimed else ""
 
@@ -74,8 +75,7 @@ class Halo(Rewrite):
 
     def _said(self, new: Node) -> str:
         shifts = shifts_of(Call(new), self.job.ranks.n)
-        rows = [f"{rows} rows from rank r {'-' if hop > 0 else '+'} {abs(hop)}" for hop, rows in shifts]
-        return ", ".join(rows) or "no rows of other ranks"
+        return ", ".join(_from(hop, rows) for hop, rows in shifts) or "no rows of other ranks"
 
     # A row and a slice.
 
@@ -117,9 +117,7 @@ class Halo(Rewrite):
     def _is_at(self, position: Size, length: Size, dim: int, node: Node) -> Node:
         """arange(length) == position, shaped to broadcast along `dim`."""
         value = node.meta["val"]
-        positions = self.compute(
-            aten.arange.default, (self.sizes(length),), node, {"device": value.device}
-        )
+        positions = self.compute(aten.arange.default, (self.sizes(length),), node, {"device": value.device})
         here = self.compute(aten.eq.Scalar, (positions, self.sizes(position)), node)
         shape = [self.sizes(length) if d == dim else 1 for d in range(value.ndim)]
         return self.compute(aten.reshape.default, (here, shape), node)
@@ -151,3 +149,7 @@ class Halo(Rewrite):
         operands = list(call.operands)
         operands[demand.operand] = moved
         node.args, node.kwargs = call.rebuild(operands)
+
+
+def _from(hop: int, rows: object) -> str:
+    return f"{rows} row{'' if rows == 1 else 's'} from rank r {'-' if hop > 0 else '+'} {abs(hop)}"

@@ -102,9 +102,7 @@ def _max_pool(call: Call) -> Along:
     if not call.results()[0].is_floating_point():
         return {}
     sliding = Sliding(_last_length(call), before, width, stride)
-    return {
-        call.ndim() - 1: Slides(sliding, sp.max_pool1d.default, (), (-math.inf, width, stride, dilation))
-    }
+    return {call.ndim() - 1: Slides(sliding, sp.max_pool1d.default, (), (-math.inf, width, stride, dilation))}
 
 
 def _unfold(call: Call) -> Along:

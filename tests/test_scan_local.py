@@ -88,7 +88,7 @@ def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
             if results is not None:
                 ran += 1
                 check(x, dim, op, exclusive, reverse, starts, results[0], results[1] if total else None)
-    assert ran >= (10 if row == "aten" else 3 * 35)
+    assert ran >= (5 if row == "aten" else 3 * 35)
 
 
 def check(

@@ -142,7 +142,8 @@ struct Grid : Tensors<M> {
   void advance(int64_t item, int64_t begin, int64_t end, C* states, bool emit) const {
     int64_t chain = first(item), stop = after(item), block = stop - chain > W ? kRows : p.length;
     Buffer buffer;
-    if ((stop - chain) % W) clear(buffer);
+    int64_t rest = (stop - chain) % W;
+    if (rest) clear(buffer, std::min(kRows, end - begin) * (rest > L ? W : L));
     for (; begin < end; begin += block)
       for (int64_t tile = chain; tile < stop; tile += W) {
         int count = int(std::min<int64_t>(W, stop - tile));
@@ -190,10 +191,10 @@ struct Grid : Tensors<M> {
   }
 
   // Lanes that no chain fills are computed too.
-  static void clear(Buffer& buffer) {
-    std::fill(std::begin(buffer.x), std::end(buffer.x), C(0));
-    if (M::inputs == 2) std::fill(std::begin(buffer.b), std::end(buffer.b), C(0));
-    std::fill(std::begin(buffer.starts), std::end(buffer.starts), 0);
+  static void clear(Buffer& buffer, int64_t size) {
+    std::fill_n(buffer.x, size, C(0));
+    std::fill_n(buffer.b, M::inputs == 2 ? size : 0, C(0));
+    std::fill_n(buffer.starts, size, 0);
   }
 
   // f(lane, chain, number) for chains that are neighbours.

@@ -1,7 +1,7 @@
 """Scans in C++, in one pass over memory, compiled by Inductor's toolchain when first asked for.
 
-x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1). Neighbouring columns go down the
-rows together, a vector of registers each; a line of neighbours is scanned vector by vector.
+x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1). Neighbouring columns go down
+the rows together, in registers; a line of neighbours is scanned vector by vector.
 One library for every operation and type to compute in, about a second to compile, kept in Inductor's cache on disk.
 Without a compiler no problem fits.
 """
@@ -9,6 +9,7 @@ Without a compiler no problem fits.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 import warnings
 from collections.abc import Callable
@@ -39,23 +40,12 @@ ELEMENTS = {
 COMPUTED = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t"}
 COMBINING = {"sum": "Add", "prod": "Multiply", "max": "Larger", "min": "Smaller"}
 
-Kernel = Callable[["ctypes._Pointer[_Problem]"], None]
+POINTERS = ("x", "b", "initial", "starts", "out", "indices", "total", "factor")
+
+Kernel = Callable[[bytes], None]
+_PROBLEM = struct.Struct("8Q7qd5i")  # as native.cpp's Problem
 _lock = threading.Lock()
 _failures: list[str] = []
-
-
-class _Problem(ctypes.Structure):
-    """As native.cpp's Problem."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "x b initial starts out indices total factor".split()),
-        *(
-            (name, ctypes.c_int64)
-            for name in "outer length inner starts_outer starts_length starts_inner empty_integer".split()
-        ),
-        ("empty_number", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in "element result flag reverse threads".split()),
-    ]
 
 
 def fits(problem: Problem) -> bool:
@@ -97,6 +87,7 @@ def _with_index(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else torch.int64
 
 
+@cache
 def _steps(kind: str, op: str, compute: torch.dtype) -> str:
     """The machine of native_steps.cpp."""
     c = COMPUTED[compute]
@@ -121,9 +112,11 @@ def _compiled(steps: str) -> Kernel | None:
     except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
         _failures.append(steps)
         if len(_failures) == 1:
-            warnings.warn(f"scans are slower than they could be: {steps} does not compile: {error}", stacklevel=2)
+            warnings.warn(
+                f"scans are slower than they could be: {steps} does not compile: {error}", stacklevel=2
+            )
         return None
-    kernel.argtypes, kernel.restype = [ctypes.POINTER(_Problem)], None
+    kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
     return kernel
 
 
@@ -210,20 +203,20 @@ def _run(
     flag: bool = False,
     **others: Tensor | None,
 ) -> None:
-    """Fill `out` and those of `others` that are results; all contiguous."""
-    problem = _Problem(reverse=reverse, flag=flag, threads=torch.get_num_threads())
-    problem.outer, problem.length, problem.inner = x.shape
-    problem.element, problem.result = ELEMENTS[x.dtype], ELEMENTS[x.dtype if out is None else out.dtype]
-    if compute.is_floating_point:
-        problem.empty_number = empty
-    else:
-        problem.empty_integer = int(empty)
-    for name, tensor in {"x": x, "out": out, "starts": starts, **others}.items():
-        setattr(problem, name, None if tensor is None else tensor.data_ptr())
-    if starts is not None:
-        outer, length, inner = starts.shape
-        problem.starts_outer = length * inner if outer > 1 else 0
-        problem.starts_length, problem.starts_inner = inner, int(inner > 1)
+    """Fill `out` and those of `others` that are results; all contiguous. flag: exclusive, or lagged."""
     kernel = _kernel(_steps(kind, op, compute))
     assert kernel is not None, "a problem that does not fit"
-    kernel(problem)
+    tensors = {"x": x, "starts": starts, "out": out, **others}
+    pointers = ((tensor.data_ptr() if (tensor := tensors.get(name)) is not None else 0) for name in POINTERS)
+    empties = (0, empty) if compute.is_floating_point else (int(empty), 0.0)
+    elements = ELEMENTS[x.dtype], ELEMENTS[x.dtype if out is None else out.dtype]
+    options = flag, reverse, torch.get_num_threads()
+    kernel(_PROBLEM.pack(*pointers, *x.shape, *_steps_of(starts), *empties, *elements, *options))
+
+
+def _steps_of(starts: Tensor | None) -> tuple[int, int, int]:
+    """From one outer, row and inner to the next: 0 where all share them."""
+    if starts is None:
+        return 0, 0, 0
+    outer, length, inner = starts.shape
+    return length * inner if outer > 1 else 0, inner, int(inner > 1)

@@ -1,4 +1,4 @@
-"""Ops that slide a window along dims: a result reads its neighbours (kind "halo") where that is known, else the whole."""
+"""Ops that slide a window along dims: a result reads its neighbours (kind "halo"), or the whole if they are unknown."""
 
 from __future__ import annotations
 

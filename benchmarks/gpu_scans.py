@@ -1,0 +1,345 @@
+"""Scans on one GPU: right values first, then times. The one script to run where a GPU is at hand.
+
+    python benchmarks/gpu_scans.py                      values, races and times of every way of the Triton row
+    python benchmarks/gpu_scans.py values races         some minutes of it, most of them Triton's compiler
+    python benchmarks/gpu_scans.py times --only 1-D --sizes     tiles, warps and windows, to set `scan_ways.Sizes` by
+
+values  every way against float64 by other code, exactly for integers
+races   look-back again and again, whose sums of integers must always be the same
+times   every way beside torch and cupy, as a share of a copy_ in the same process that moves as many bytes as the scan
+        must; "default" is what the table in `lowering/triton/scan_ways.py` takes. A way whose share is best on a shape
+        is the one for which that table should have a row
+
+Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/scans_gpu.md. Without a GPU the
+values of tiny tensors are checked in Triton's interpreter, and nothing is written.
+"""
+
+import argparse
+import itertools
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from clock import Clock, Job
+from tables import markdown, processor
+
+from sp_compile import linear_scan
+from sp_compile.lowering.scan import table, tree
+from sp_compile.lowering.triton import scan as row
+from sp_compile.lowering.triton.scan_ways import WAYS, Sizes, using_way
+
+PARTS = ["values", "races", "times"]
+RESULTS = Path(__file__).parent / "results" / "scans_gpu.md"
+F32, F64, BF16, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
+Shape = tuple[int, int, int]
+CHECKED: list[Shape] = [(1, 2**20 + 13, 1), (1, 100003, 3), (7, 999, 33), (4096, 17, 1)]
+FEW = 512
+"""Lines below which one program for each would take longer than anyone wants to wait."""
+SIZES = [
+    Sizes(walk=(walk, walk_warps), look_back=(look_back, warps), window=window)
+    for (walk, walk_warps), (look_back, warps), window in [
+        ((8192, 4), (16384, 8), 256),
+        ((4096, 2), (8192, 4), 256),
+        ((16384, 4), (16384, 4), 256),
+        ((16384, 8), (32768, 8), 256),
+        ((32768, 8), (16384, 8), 32),
+    ]
+]
+
+
+def draw(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """Values around 0, integers from -4 to 4."""
+    generator = torch.Generator(device).manual_seed(seed)
+    if not dtype.is_floating_point:
+        return torch.randint(-4, 5, shape, generator=generator, device=device, dtype=dtype)
+    return torch.randn(shape, generator=generator, device=device, dtype=F32).to(dtype)
+
+
+def draw_starts(shape: Shape, device: torch.device, every: int = 500) -> Tensor:
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.rand(shape, generator=generator, device=device) < 1 / every
+
+
+# Values.
+
+
+def values(shapes: list[Shape], device: torch.device) -> list[str]:
+    """What is wrong, a line each."""
+    wrong = []
+    for i, (shape, way) in enumerate(itertools.product(shapes, WAYS)):
+        if way == "one" and shape[0] * shape[2] < FEW and shape[1] > 10**5:
+            continue
+        with using_way(way):
+            for name, error in _errors(shape, device, i):
+                if not error <= 1:
+                    wrong.append(f"{name} {list(shape)} {way}: {error:.1f} times what is allowed")
+    return wrong
+
+
+def _errors(shape: Shape, device: torch.device, seed: int) -> Iterator[tuple[str, float]]:
+    """Name and error, as a multiple of what is allowed, of some problems of a shape: more with other seeds."""
+    x, starts = draw(shape, F32, device, seed), draw_starts(shape, device, 50)
+    ops = ["sum", "prod", "max", "logsumexp"]
+    op, exclusive, reverse = ops[seed % 4], bool(seed % 2), bool(seed // 2 % 2)
+    given = 1 + x.abs() / shape[1] if op == "prod" else x
+    for begin in (None, starts, starts[:1, :, :1].contiguous()):
+        kind = "scan" if begin is None else "segmented scan"
+        found = row.scan(given, begin, op, exclusive, reverse, F32, F32)
+        expected = tree.scan(given.double(), begin, op, exclusive, reverse, F64, F64)
+        yield f"{kind} {op}", max(_error(a, b) for a, b in zip(found, expected))
+    counts = draw(shape, torch.int32, device, seed)
+    found = row.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
+    expected = tree.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
+    yield "integer scan", max(float(not torch.equal(a, b)) * torch.inf for a, b in zip(found, expected))
+    peaks = torch.cummax(x.bfloat16(), 1) if not reverse else torch.cummin(x.bfloat16(), 1)
+    ties = row.extremes(x.bfloat16(), None, "min" if reverse else "max", False)
+    yield "extremes", float(not all(torch.equal(a, b) for a, b in zip(ties, peaks))) * torch.inf
+    a, initial = draw(shape, F32, device, seed + 1).sigmoid(), x[:, 0].contiguous()
+    h = row.linear(a, x, initial, reverse, exclusive, F32, F32)
+    yield "linear scan", _error(h, tree.linear(a.double(), x.double(), initial, reverse, exclusive, F64, F64))
+    factor, state = row.linear_total(a, x, reverse, exclusive, F32)
+    exact = tree.linear_total(a.double(), x.double(), reverse, exclusive, F64)
+    yield "linear total", max(_error(factor, exact[0]), _error(state, exact[1]))
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """Relative to the greatest true value; 0 where both are the same infinity."""
+    finite = exact.isfinite()
+    if not torch.equal(found[~finite].double(), exact[~finite]):
+        return torch.inf
+    if not finite.any():
+        return 0.0
+    scale = exact[finite].abs().max().clamp_min(1)
+    return ((found[finite].double() - exact[finite]).abs().max() / scale).item() / 2e-5
+
+
+def races(device: torch.device, rounds: int = 20) -> list[str]:
+    """Look-back's order of events is never the same: sums of integers must be, whatever is published how."""
+    wrong = []
+    for shape, dtype in itertools.product(
+        [(1, 2**26, 1), (1, 2**20, 64), (8, 2**20 + 7, 3)], (torch.int32, I64)
+    ):
+        x, starts = draw(shape, torch.int32, device), draw_starts(shape, device)
+        with using_way("parts"):
+            expected = [row.scan(x, s, "sum", False, False, dtype, dtype)[0] for s in (None, starts)]
+        if shape[2] == 1 and not torch.equal(expected[0], x.cumsum(1, dtype=dtype)):
+            wrong.append(f"parts of {list(shape)} in {dtype} are not torch.cumsum's")
+        with using_way("look-back"):
+            for turn, (s, true) in itertools.product(range(rounds), zip((None, starts), expected)):
+                if not torch.equal(row.scan(x, s, "sum", False, False, dtype, dtype)[0], true):
+                    wrong.append(f"look-back over {list(shape)} in {dtype}, round {turn}: a race")
+                    break
+    return wrong
+
+
+# Times.
+
+
+@dataclass(frozen=True)
+class Case:
+    """ours runs by each way; bytes are what it must move. others: names and jobs beside it, the first one torch's."""
+
+    name: str
+    lines: int
+    bytes: int
+    ours: Job
+    share: float
+    others: dict[str, Job] = field(default_factory=dict)
+    over: float | None = None
+
+
+def cases(device: torch.device) -> Iterator[Callable[[], Case]]:
+    """Made one at a time: they are large."""
+    for power, dtype in itertools.product((26, 28, 29), (F32, BF16)):
+        yield lambda p=power, d=dtype: one_dim(2**p, d, device)
+    for experts, dtype in itertools.product((2, 8, 16, 64, 128), (F32, torch.int32)):
+        yield lambda e=experts, d=dtype: columns((1, 2**20, e), d, device)
+    yield lambda: columns((1, 2**24, 16), F32, device)
+    yield lambda: columns((8, 4096, 8192), F32, device)
+    yield lambda: columns((2**18, 1024, 1), F32, device)
+    yield lambda: segmented((1, 2**28, 1), device)
+    yield lambda: segmented((1, 2**22, 64), device)
+    for shape in ((1, 2**27, 1), (1, 2**22, 64), (8, 4096, 4096)):
+        yield lambda s=shape: recurrence(s, device)
+        yield lambda s=shape: recurrence_backward(s, device)
+
+
+def one_dim(length: int, dtype: torch.dtype, device: torch.device) -> Case:
+    x = draw((1, length, 1), dtype, device)
+    flat, out = x.flatten(), torch.empty(length, dtype=dtype, device=device)
+    others: dict[str, Job] = {"torch.cumsum": lambda: torch.cumsum(flat, 0, out=out)}
+    if find_spec("cupy") and dtype is F32:
+        import cupy
+
+        source, target = cupy.from_dlpack(flat), cupy.from_dlpack(out)
+        others["cupy.cumsum"] = lambda: cupy.cumsum(source, out=target)
+    name = f"1-D {str(dtype)[6:]} 2^{length.bit_length() - 1}"
+    moved = 2 * x.numel() * x.element_size()
+    return Case(name, 1, moved, lambda: row.scan(x, None, "sum", False, False, dtype, F32), 0.80, others, 1.0)
+
+
+def columns(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """int32 is summed up in int64, as torch does."""
+    x = draw(shape, dtype, device)
+    result = dtype if dtype.is_floating_point else I64
+    moved = x.numel() * (x.element_size() + result.itemsize)
+    return Case(
+        f"{list(shape)} dim 1, {str(dtype)[6:]}",
+        shape[0] * shape[2],
+        moved,
+        lambda: row.scan(x, None, "sum", False, False, result, result),
+        0.60,
+        {"torch.cumsum": lambda: torch.cumsum(x, 1)} if shape[1] <= 2**20 else {},  # takes seconds otherwise
+        20.0 if shape[0] == 1 else None,
+    )
+
+
+def segmented(shape: Shape, device: torch.device) -> Case:
+    """Starts of all lines alike, as those of packed sequences are."""
+    x, starts = draw(shape, F32, device), draw_starts((1, shape[1], 1), device)
+    moved = 8 * x.numel() + starts.numel()
+    job = lambda: row.scan(x, starts, "sum", False, False, F32, F32)  # noqa: E731
+    return Case(f"segmented {list(shape)}, float32", shape[0] * shape[2], moved, job, 0.65)
+
+
+def recurrence(shape: Shape, device: torch.device) -> Case:
+    a, b = draw(shape, F32, device).sigmoid(), draw(shape, F32, device, 1)
+    job = lambda: row.linear(a, b, None, False, False, F32, F32)  # noqa: E731
+    return Case(f"linear_scan {list(shape)}", shape[0] * shape[2], 12 * a.numel(), job, 0.70)
+
+
+def recurrence_backward(shape: Shape, device: torch.device) -> Case:
+    """By autograd, from the public function: reads a, h and a cotangent, writes two gradients."""
+    a, b = draw(shape, F32, device).sigmoid().requires_grad_(), draw(shape, F32, device, 1).requires_grad_()
+    with table.using("triton"):
+        h = linear_scan(a, b, 1)
+    g = draw(shape, F32, device, 2)
+
+    def job() -> object:
+        with table.using("triton"):
+            return torch.autograd.grad(h, (a, b), g, retain_graph=True)
+
+    return Case(f"linear_scan backward {list(shape)}", shape[0] * shape[2], 20 * a.numel(), job, 0.60)
+
+
+def timed(case: Case, clock: Clock, repeats: int, sizes: list[Sizes | None]) -> list[list[str]]:
+    """A row of cells for every way and everything beside it."""
+    source = torch.zeros(case.bytes // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    jobs: dict[str, Job] = {"copy_": lambda: target.copy_(source), "default": case.ours}
+    for way, size in itertools.product(WAYS, sizes):
+        if way != "one" or case.lines >= FEW:
+            jobs[_label(way, size)] = lambda w=way, s=size: _run(case.ours, w, s)
+    jobs.update(case.others)
+    times = clock.interleaved(jobs, repeats, 3)
+    rival = next(iter(case.others), None)
+    cells = []
+    for name, ms in times.items():
+        over = f"{times[rival] / ms:.2f}" if rival and name not in case.others else ""
+        wanted = f"{case.share:.2f}" + (f", {case.over:g}x" if case.over else "") if name == "default" else ""
+        share = f"{times['copy_'] / ms:.2f}"
+        cells.append([case.name, name, f"{ms:.3f}", f"{case.bytes / ms / 1e6:.0f}", share, over, wanted])
+    return cells
+
+
+def _run(job: Job, way: str, sizes: Sizes | None) -> object:
+    with using_way(way, sizes):
+        return job()
+
+
+def _label(way: str, sizes: Sizes | None) -> str:
+    if sizes is None:
+        return way
+    held, warps = sizes.look_back if way == "look-back" else sizes.walk
+    return f"{way}, {held} bytes, {warps} warps" + (f", window {sizes.window}" if way == "look-back" else "")
+
+
+def facts() -> str:
+    lines = [
+        f"- {date.today()}, {torch.cuda.get_device_name()}, {processor()}",
+        f"- torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {_version('triton')}, "
+        f"cupy {_version('cupy')}, {platform.system()}",
+        f"- `python benchmarks/gpu_scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
+        "- medians of interleaved repeats; GB/s and shares of a copy_ count the bytes that a scan must move: one read"
+        " of what it is given, one write of what it returns",
+    ]
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str:
+    return __import__(package).__version__ if find_spec(package) else "none"
+
+
+def stop_if(wrong: list[str]) -> None:
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="values|races|times", help="all if none is given")
+    parser.add_argument("--sizes", action="store_true", help="time every way with several sizes")
+    parser.add_argument("--only", default="", help="time only what has this in its name")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    args.parts = args.parts or PARTS
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(PARTS)}")
+    return args
+
+
+def main() -> None:
+    args, console = parse_args(), Console()
+    if not torch.cuda.is_available():
+        if find_spec("triton"):
+            stop_if(values([(2, 20, 1)], torch.device("cpu")))
+        console.print("no GPU here: nothing timed; tiny values are right in Triton's interpreter")
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    for part in ("values", "races"):
+        if part in args.parts:
+            stop_if(values(CHECKED, device) if part == "values" else races(device))
+            console.print(f"{part}: right")
+    if "times" in args.parts:
+        times(args, device, console)
+
+
+def times(args: argparse.Namespace, device: torch.device, console: Console) -> None:
+    """Prints and writes after every case: a lease of a GPU may end."""
+    headers = "case", "way", "ms", "GB/s", "of copy_", "over torch", "target"
+    report = Table(*headers, title="Times")
+    clock = Clock(device)
+    sizes: list[Sizes | None] = [*SIZES] if args.sizes else [None]
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    for make in cases(device):
+        case = make()
+        if args.only in case.name:
+            for cells in timed(case, clock, args.repeats, sizes):
+                report.add_row(*cells)
+                console.print("  ".join(cells))
+            args.output.write_text(f"# Scans on one GPU\n\n{facts()}\n\n{markdown(report)}\n")
+        del case
+        torch.cuda.empty_cache()
+    console.print(f"written: {os.path.relpath(args.output)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,427 @@
+"""The public scans of local tensors: values, gradients, compiled, and what they refuse."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scanning import DTYPES, FLOATS, LENGTHS, OPS, TORCH, as_exact_as, by_hand, linear_by_hand, sample
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import sp_compile
+from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
+
+cases = pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(op, dtype) for op in OPS for dtype in (FLOATS if op == "logsumexp" else DTYPES)],
+    ids=str,
+)
+SHAPES = [((), 0), ((7,), -1), ((4, 7), 0), ((4, 7), 1), ((2, 7, 3), 1), ((2, 3, 7, 1), -2)]
+
+
+def ids_of(length: int) -> Tensor:
+    """Segments of one to four positions."""
+    return torch.repeat_interleave(torch.arange(length), torch.arange(length) % 4 + 1)[:length]
+
+
+def starts_of(ids: Tensor, x: Tensor, dim: int, reverse: bool) -> Tensor:
+    """Where segments begin in scan order, like x; of ids like x."""
+    ids = ids.flip(dim) if reverse else ids
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    if ids.shape[dim] > 1:
+        changes = ids.diff(dim=dim) != 0
+        starts = torch.cat([starts.narrow(dim, 0, 1), changes], dim)
+    return starts.flip(dim) if reverse else starts
+
+
+@cases
+def test_inclusive_is_torchs(op: str, dtype: torch.dtype) -> None:
+    """The same dtype and the same numbers, or as exact ones."""
+    for shape, dim in SHAPES:
+        for length in LENGTHS:
+            x = sample(tuple(length if size == 7 else size for size in shape), dtype, op)
+            ours, torchs = inclusive_scan(x, dim, op), TORCH[op](x, dim)
+            assert (ours.dtype, ours.shape) == (torchs.dtype, torchs.shape)
+            wide = torch.float64 if x.is_floating_point() else torchs.dtype
+            assert as_exact_as(ours, torchs, TORCH[op](x.to(wide), dim))
+
+
+@cases
+def test_every_way(op: str, dtype: torch.dtype) -> None:
+    """Exclusive, reverse and segmented, as the loop over elements has it."""
+    for seed, (shape, dim) in enumerate(SHAPES):
+        x = sample(shape, dtype, op, seed)
+        wide = torch.float64 if x.is_floating_point() else inclusive_scan(x, dim, op).dtype
+        for reverse in (False, True):
+            found = exclusive_scan(x, dim, op, reverse=reverse)
+            expected = by_hand(x.to(wide), dim, op, True, reverse)
+            assert as_exact_as(found, expected.to(found.dtype), expected)
+            if not x.ndim:
+                continue
+            ids = ids_of(x.shape[dim])
+            whole = ids.view([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]).expand_as(x)
+            starts = starts_of(whole, x, dim, reverse)
+            for exclusive in (False, True):
+                found = segmented_scan(x, ids, dim, op, exclusive=exclusive, reverse=reverse)
+                expected = by_hand(x.to(wide), dim, op, exclusive, reverse, starts)
+                assert as_exact_as(found, expected.to(found.dtype), expected)
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_segments_of_any_lengths(data: st.DataObject) -> None:
+    """Each segment is what torch makes of it alone, whatever broadcasts, and whatever the strides."""
+    lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    outer, inner = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    op, dtype = data.draw(st.sampled_from(OPS)), data.draw(st.sampled_from((torch.float64, torch.int64)))
+    dtype = torch.float64 if op == "logsumexp" else dtype
+    x = sample((inner, sum(lengths), outer), dtype, op, data.draw(st.integers(0, 99))).transpose(0, 2)
+    ids = torch.repeat_interleave(torch.randperm(len(lengths)), torch.tensor(lengths))
+    kind = data.draw(st.sampled_from(("vector", "whole", "column", "narrow")))
+    given_ids = {
+        "vector": ids,
+        "whole": ids[None, :, None].expand_as(x),
+        "column": ids[:, None],
+        "narrow": ids[None, :, None].int(),
+    }[kind]
+    expected = torch.cat([TORCH[op](part, 1) for part in x.split(lengths, 1)], 1)
+    torch.testing.assert_close(segmented_scan(x, given_ids, 1, op), expected)
+
+
+def test_ids_differ_between_rows() -> None:
+    x = torch.ones(2, 4, dtype=torch.int64)
+    ids = torch.tensor([[0, 0, 0, 1], [5, 6, 6, 6]])
+    assert segmented_scan(x, ids, 1).tolist() == [[1, 2, 3, 1], [1, 1, 2, 3]]
+
+
+def test_an_id_may_come_again_if_runs_are_meant() -> None:
+    x, ids = torch.ones(5, dtype=torch.int64), torch.tensor([1, 1, 0, 1, 1])
+    assert segmented_scan(x, ids, 0, runs=True).tolist() == [1, 2, 1, 1, 2]
+    assert segmented_scan(x, ids, 0, check=False).tolist() == [1, 2, 1, 1, 2]
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_indices(op: str, dtype: torch.dtype) -> None:
+    torchs = torch.cummax if op == "max" else torch.cummin
+    for shape, dim in SHAPES:
+        for length in LENGTHS:
+            x = sample(tuple(length if size == 7 else size for size in shape), dtype)
+            x = x.round() if dtype.is_floating_point else x
+            expected = torchs(x, dim)
+            values, indices = inclusive_scan(x, dim, op, indices=True)
+            assert torch.equal(values, expected.values)
+            assert torch.equal(indices, expected.indices)
+
+
+def test_indices_in_reverse() -> None:
+    values, indices = inclusive_scan(torch.tensor([1, 3, 3, 2]), 0, "max", indices=True, reverse=True)
+    assert values.tolist() == [3, 3, 3, 2]
+    assert indices.tolist() == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_identities(op: str, dtype: torch.dtype) -> None:
+    """The first of an exclusive scan changes nothing that it is combined with."""
+    if op == "logsumexp" and not dtype.is_floating_point:
+        return
+    x = sample((3,), dtype, op)
+    first = exclusive_scan(x, 0, op)[0]
+    with contextlib.nullcontext() if op != "logsumexp" else torch.no_grad():
+        again = inclusive_scan(torch.stack([first, *x.to(first.dtype)]), 0, op)[1:]
+    assert torch.equal(again, inclusive_scan(x, 0, op))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bfloat16, torch.int8])
+def test_dtype_casts_first(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.6, 1.6, 2.6])
+    for dim in (0, -1):
+        assert torch.equal(inclusive_scan(x, dim, dtype=dtype), x.cumsum(dim, dtype=dtype))
+    assert inclusive_scan(x, 0, "max", dtype=dtype).dtype == dtype
+
+
+def test_half_precision_is_added_in_float32() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.full((2, 3000), 0.01, dtype=dtype)
+        for dim_last in (x, x.t()):
+            total = inclusive_scan(dim_last, 1 if dim_last is x else 0).double()
+            exact = dim_last.double().cumsum(1 if dim_last is x else 0)
+            assert ((total - exact).abs() <= torch.finfo(dtype).eps * exact).all()
+
+
+def test_accumulate_dtype() -> None:
+    """Rounding on the way or not is seen where small numbers follow a large one."""
+    x = torch.tensor([1e8] + [1.0] * 1000 + [-1e8]).view(-1, 1)
+    assert inclusive_scan(x, 0, accumulate_dtype=torch.float64)[-1] == 1000
+    assert inclusive_scan(x, 0, accumulate_dtype=torch.float32)[-1] != 1000
+    a, b = torch.ones_like(x), x
+    assert linear_scan(a, b, 0, accumulate_dtype=torch.float64)[-1] == 1000
+
+
+def test_aliases() -> None:
+    assert sp_compile.parallel_inclusive_scan is inclusive_scan
+    assert sp_compile.parallel_exclusive_scan is exclusive_scan
+
+
+# linear_scan.
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear(dtype: torch.dtype, reverse: bool) -> None:
+    for shape, dim in SHAPES[1:]:
+        for length in LENGTHS:
+            sizes = tuple(length if size == 7 else size for size in shape)
+            a, b = sample(sizes, dtype).sigmoid(), sample(sizes, dtype, seed=1)
+            first = sample(tuple(s for d, s in enumerate(sizes) if d != dim % len(sizes)), dtype, seed=2)
+            for initial in (None, first):
+                h = linear_scan(a, b, dim, initial=initial, reverse=reverse)
+                exact = linear_by_hand(
+                    a.double(), b.double(), dim, None if initial is None else initial.double(), reverse
+                )
+                assert h.dtype == dtype
+                assert as_exact_as(h, exact.to(dtype), exact)
+
+
+def test_linear_broadcasts() -> None:
+    a, b = torch.rand(5, 1), torch.rand(3, 5, 2)
+    expected = linear_by_hand(a.expand(3, 5, 2), b, 1, torch.full((3, 2), 2.0))
+    torch.testing.assert_close(linear_scan(a, b, 1, initial=torch.tensor(2.0)), expected)
+    torch.testing.assert_close(linear_scan(a, b, -2, initial=torch.full((3, 1), 2.0)), expected)
+    assert linear_scan(a, b.bfloat16(), 1).dtype == torch.float32
+    assert linear_scan(torch.tensor(0.5), torch.tensor(1.0), 0, initial=torch.tensor(4.0)) == 3.0
+
+
+# Gradients.
+
+
+def calls() -> dict[str, Callable[..., Any]]:
+    """A function of x (2, 6, 2), for each thing that has a formula of its own."""
+    ids = torch.tensor([0, 0, 1, 1, 1, 2])
+    found: dict[str, Callable[..., Any]] = {}
+    for op in OPS:
+        for reverse in (False, True):
+            found[f"{op}, {reverse}"] = lambda x, op=op, r=reverse: inclusive_scan(x, 1, op, reverse=r)
+            found[f"exclusive {op}, {reverse}"] = lambda x, op=op, r=reverse: finite(
+                exclusive_scan(x, 1, op, reverse=r)
+            )
+            found[f"segmented {op}, {reverse}"] = lambda x, op=op, r=reverse: segmented_scan(
+                x, ids, 1, op, reverse=r
+            )
+    found["last dim"] = lambda x: inclusive_scan(x, -1)
+    found["last dim, prod"] = lambda x: inclusive_scan(x, -1, "prod")
+    found["indices"] = lambda x: inclusive_scan(x, 1, "max", indices=True)[0]
+    found["cast"] = lambda x: inclusive_scan(x.float(), 1, dtype=torch.float64)
+    found["linear"] = lambda x: linear_scan(x.sigmoid(), x, 1)
+    found["linear, reverse"] = lambda x: linear_scan(x.sigmoid(), x, 1, initial=x[:, 0], reverse=True)
+    found["linear, broadcast"] = lambda x: linear_scan(x[:, :, :1], x, 1, initial=x[:1, 0])
+    return found
+
+
+def finite(x: Tensor) -> Tensor:
+    return x.masked_fill(~x.isfinite(), 0)
+
+
+CALLS = calls()
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "cast"])
+def test_gradients(name: str) -> None:
+    x = sample((2, 6, 2), torch.float64, seed=3).requires_grad_()
+    assert gradcheck(CALLS[name], x)
+    assert gradgradcheck(CALLS[name], x)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_torchs_where_elements_are_equal_or_zero(op: str) -> None:
+    """Zeros in products, ties and NaN in extremes, -inf in logsumexps."""
+    inf, nan = torch.inf, torch.nan
+    values = {
+        "prod": [2.0, 0.0, 3.0, 0.0, 4.0],
+        "max": [1.0, 2.0, 2.0, nan, 1.0],
+        "min": [2.0, 1.0, 1.0, nan, nan],
+        "logsumexp": [-inf, -inf, 1.0, -inf, 2.0],
+        "sum": [1.0, 0.0, 2.0, -1.0, 3.0],
+    }[op]
+    weights = torch.arange(1.0, 6).double()
+    grads = []
+    for scan in (inclusive_scan, lambda x, dim, op: TORCH[op](x, dim)):
+        x = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+        y = scan(x, 0, op)
+        (y.masked_fill(~y.isfinite(), 0) * weights).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[0], grads[1], equal_nan=op != "logsumexp")
+
+
+def test_gradients_of_half_precision_stay_close() -> None:
+    for op in OPS:
+        x = sample((2, 300, 3), torch.bfloat16, op).requires_grad_()
+        wide = x.detach().double().requires_grad_()
+        for tensor in (x, wide):
+            inclusive_scan(tensor, 1, op).double().mul(0.01).sum().backward()
+        assert x.grad is not None
+        assert wide.grad is not None
+        error = (x.grad.double() - wide.grad).abs().max()
+        assert error <= 0.02 * wide.grad.abs().max(), op
+
+
+# Compiled.
+
+
+def all_of_them(x: Tensor, ids: Tensor) -> Tensor:
+    total = inclusive_scan(x, 1) + exclusive_scan(x, -2, "logsumexp", reverse=True).exp()
+    total = total + segmented_scan(x, ids, 1, "prod") + linear_scan(x.sigmoid(), x, 1)
+    best, where = inclusive_scan(x, 2, "max", indices=True)
+    return (total * best + where).square().mean()
+
+
+def two_of_them(x: Tensor, ids: Tensor) -> Tensor:
+    return (segmented_scan(x, ids, 1) * linear_scan(x.sigmoid(), x, 1)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "backend", "dynamic"),
+    [
+        (all_of_them, "aot_eager", False),
+        (all_of_them, "aot_eager", True),
+        (two_of_them, "inductor", True),
+    ],
+)
+def test_compiles_whole(loss: Callable[..., Tensor], backend: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend=backend, dynamic=dynamic, fullgraph=True)
+    for length in (7, 12):
+        x = sample((2, length, 3), torch.float32, seed=length).requires_grad_()
+        expected, found = loss(x, ids_of(length)), compiled(x, ids_of(length))
+        torch.testing.assert_close(found, expected)
+        (ours,), (theirs,) = torch.autograd.grad(found, x), torch.autograd.grad(expected, x)
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_checks_of_values_are_left_out_of_graphs() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def scan(x: Tensor, ids: Tensor) -> Tensor:
+        return segmented_scan(x, ids, 0)
+
+    assert scan(torch.ones(3), torch.tensor([0, 1, 0])).tolist() == [1, 1, 1]
+    assert inclusive_scan(torch.full((4,), 1 << 62, device="meta"), 0).is_meta
+
+
+# What is refused.
+
+
+def refusals() -> list[tuple[Callable[[], Any], str]]:
+    x, n = torch.rand(3, 5, 2), torch.ones(3, 5, 2, dtype=torch.int32)
+    ids = torch.tensor([0, 0, 1, 1, 2])
+    return [
+        (lambda: inclusive_scan(x, 3), "inclusive_scan: dim 3 is out of range for x of shape [3, 5, 2]"),
+        (lambda: exclusive_scan(x, -4), "exclusive_scan: dim -4 is out of range"),
+        (lambda: exclusive_scan(torch.tensor(1.0), 1), "expected -1 to 0"),
+        (lambda: inclusive_scan(x, 1, "add"), "unknown op 'add' (did you mean 'sum'?); known: sum, prod"),
+        (lambda: inclusive_scan(x, 1, "logsumexps"), "(did you mean 'logsumexp'?)"),
+        (lambda: inclusive_scan(x, 1, "mean"), "unknown op 'mean'"),
+        (lambda: inclusive_scan(x, 1, indices=True), "indices=True is for max and min, a sum is at no index"),
+        (lambda: inclusive_scan(n, 1, "logsumexp"), "got torch.int32; pass dtype=torch.float32"),
+        (lambda: inclusive_scan(x.cfloat(), 1), "complex numbers are not supported, got torch.complex64"),
+        (lambda: inclusive_scan(x, 1, dtype=torch.bool), "dtype=torch.bool cannot hold a sum"),
+        (lambda: inclusive_scan(n, 1, accumulate_dtype=torch.float32), "with a result in torch.int64; usual:"),
+        (lambda: segmented_scan(x, ids[:4], 1), "shape [5], or one that broadcasts to x [3, 5, 2], got [4]"),
+        (lambda: segmented_scan(x, n[..., 0], 1), "got [3, 5]; view them as [3, 5, 1]"),
+        (lambda: segmented_scan(x, n[:, :1], 1), "got [3, 1, 2]"),
+        (lambda: segmented_scan(x, ids.float(), 1), "segment_ids are integers, got torch.float32"),
+        (lambda: segmented_scan(x, ids > 1, 1), "segment_ids are integers, got torch.bool; flags"),
+        (lambda: segmented_scan(x, ids.to("meta"), 1), "on one device, got meta and cpu"),
+        (lambda: segmented_scan(x, torch.tensor([0, 1, 0, 2, 2]), 1), "segment_ids are not grouped"),
+        (lambda: segmented_scan(n, n.cumsum(0) * ids[:, None] % 2, 1), "pass runs=True"),
+        (lambda: linear_scan(n, n, 1), "a, b and initial are floating-point, got torch.int32, torch.int32"),
+        (lambda: linear_scan(x, x[:2], 1), "do not broadcast: [3, 5, 2] and [2, 5, 2]"),
+        (lambda: linear_scan(x, x, 3), "linear_scan: dim 3 is out of range"),
+        (lambda: linear_scan(x, x, 1, initial=x), "without dim 1, [3, 2], or broadcasts to it, got [3, 5, 2]"),
+        (lambda: linear_scan(x, x, 1, initial=x[0, 0].to("meta")), "on one device, got cpu, cpu, meta"),
+        (lambda: linear_scan(x, x, 1, accumulate_dtype=torch.int64), "torch.int64 is not floating-point"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), refusals())
+def test_refuses(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(SpError, match=re.escape(message)):
+        call()
+
+
+# Integers that overflow.
+
+BIG = 1 << 62
+
+
+@pytest.mark.parametrize(
+    ("values", "op", "options", "index"),
+    [
+        ([BIG, BIG - 1, 1], "sum", {}, (2,)),
+        ([-BIG, -BIG, -1], "sum", {}, (2,)),
+        ([1 << 32, 1 << 31, 2], "prod", {}, (1,)),
+        ([-2] * 64, "prod", {}, (63,)),
+        ([100, 27, 1], "sum", {"dtype": torch.int8}, (2,)),
+        ([300, 1], "sum", {"dtype": torch.int8}, (0,)),
+        ([100, 100, 100], "sum", {"dtype": torch.uint8}, (2,)),
+        ([1 << 31, 0], "sum", {"dtype": torch.int32}, (0,)),
+        ([BIG, BIG, 1], "sum", {"reverse": True}, (0,)),
+    ],
+)
+def test_tells_of_integers_that_overflow(
+    values: list[int], op: str, options: dict[str, Any], index: tuple[int, ...]
+) -> None:
+    x = torch.tensor(values)
+    with pytest.raises(
+        SpError, match=rf"the {op} is about .* at index {re.escape(str(index))}, which torch.u?int"
+    ):
+        inclusive_scan(x, 0, op, **options)
+    assert inclusive_scan(x, 0, op, check=False, **options).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("values", "op", "options"),
+    [
+        ([BIG, BIG - 1, -BIG], "sum", {}),
+        ([-BIG, -BIG, 1], "sum", {}),
+        ([-2] * 63, "prod", {}),
+        ([BIG, 0, BIG, BIG], "prod", {}),
+        ([100, 27, -100], "sum", {"dtype": torch.int8}),
+        ([100, 100, 55], "sum", {"dtype": torch.uint8}),
+        ([BIG, BIG, BIG], "max", {}),
+        ([BIG] * 5, "sum", {"dtype": torch.float64}),
+    ],
+)
+def test_integers_that_only_might_overflow_pass(values: list[int], op: str, options: dict[str, Any]) -> None:
+    found, run = inclusive_scan(torch.tensor(values), 0, op, **options), None
+    for value, each in zip(values, found.tolist()):
+        run = value if run is None else {"sum": int.__add__, "prod": int.__mul__, "max": max}[op](run, value)
+        assert each == run
+
+
+def test_exclusive_and_segmented_sums_are_judged_by_what_is_in_them() -> None:
+    x = torch.tensor([BIG, BIG - 1, BIG, BIG])
+    assert exclusive_scan(x[:3], 0).tolist() == [0, BIG, 2 * BIG - 1]
+    assert segmented_scan(x, torch.tensor([0, 0, 1, 2]), 0).tolist() == [BIG, 2 * BIG - 1, BIG, BIG]
+    with pytest.raises(SpError, match=r"segmented_scan: the sum is about 9\.22337e\+18 at index \(3,\)"):
+        segmented_scan(x, torch.tensor([0, 0, 1, 1]), 0)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), st.sampled_from(("sum", "prod")))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_overflow_is_told_exactly(values: list[int], op: str) -> None:
+    expected, run = [], None
+    for value in values:
+        run = value if run is None else run + value if op == "sum" else run * value
+        expected.append(run)
+    fits = all(-(2**63) <= each < 2**63 for each in expected)
+    try:
+        assert inclusive_scan(torch.tensor(values), 0, op).tolist() == expected
+        assert fits
+    except SpError:
+        assert not fits
