@@ -28,28 +28,27 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
+if not find_spec("triton"):
+    print("Triton is not installed: nothing to check, nothing to time")
+    sys.exit()
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from clock import Clock, Job
+from scan_values import CHECKED, F32, FEW, I64, Shape, draw, draw_starts, races, values
 from tables import markdown, processor
 
 from sp_compile import linear_scan
-from sp_compile.lowering.scan import table, tree
+from sp_compile.lowering.scan import table
 from sp_compile.lowering.triton import scan as row
 from sp_compile.lowering.triton.scan_ways import WAYS, Sizes, using_way
 
 PARTS = ["values", "races", "times"]
 RESULTS = Path(__file__).parent / "results" / "scans_gpu.md"
-F32, F64, BF16, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
-Shape = tuple[int, int, int]
-CHECKED: list[Shape] = [(1, 2**20 + 13, 1), (1, 100003, 3), (7, 999, 33), (4096, 17, 1)]
-FEW = 512
-"""Lines below which one program for each would take longer than anyone wants to wait."""
+BF16 = torch.bfloat16
 SIZES = [
     Sizes(walk=(walk, walk_warps), look_back=(look_back, warps), window=window)
     for (walk, walk_warps), (look_back, warps), window in [
@@ -60,94 +59,6 @@ SIZES = [
         ((32768, 8), (16384, 8), 32),
     ]
 ]
-
-
-def draw(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    """Values around 0, integers from -4 to 4."""
-    generator = torch.Generator(device).manual_seed(seed)
-    if not dtype.is_floating_point:
-        return torch.randint(-4, 5, shape, generator=generator, device=device, dtype=dtype)
-    return torch.randn(shape, generator=generator, device=device, dtype=F32).to(dtype)
-
-
-def draw_starts(shape: Shape, device: torch.device, every: int = 500) -> Tensor:
-    generator = torch.Generator(device).manual_seed(1)
-    return torch.rand(shape, generator=generator, device=device) < 1 / every
-
-
-# Values.
-
-
-def values(shapes: list[Shape], device: torch.device) -> list[str]:
-    """What is wrong, a line each."""
-    wrong = []
-    for i, (shape, way) in enumerate(itertools.product(shapes, WAYS)):
-        if way == "one" and shape[0] * shape[2] < FEW and shape[1] > 10**5:
-            continue
-        with using_way(way):
-            for name, error in _errors(shape, device, i):
-                if not error <= 1:
-                    wrong.append(f"{name} {list(shape)} {way}: {error:.1f} times what is allowed")
-    return wrong
-
-
-def _errors(shape: Shape, device: torch.device, seed: int) -> Iterator[tuple[str, float]]:
-    """Name and error, as a multiple of what is allowed, of some problems of a shape: more with other seeds."""
-    x, starts = draw(shape, F32, device, seed), draw_starts(shape, device, 50)
-    ops = ["sum", "prod", "max", "logsumexp"]
-    op, exclusive, reverse = ops[seed % 4], bool(seed % 2), bool(seed // 2 % 2)
-    given = 1 + x.abs() / shape[1] if op == "prod" else x
-    for begin in (None, starts, starts[:1, :, :1].contiguous()):
-        kind = "scan" if begin is None else "segmented scan"
-        found = row.scan(given, begin, op, exclusive, reverse, F32, F32)
-        expected = tree.scan(given.double(), begin, op, exclusive, reverse, F64, F64)
-        yield f"{kind} {op}", max(_error(a, b) for a, b in zip(found, expected))
-    counts = draw(shape, torch.int32, device, seed)
-    found = row.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
-    expected = tree.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
-    yield "integer scan", max(float(not torch.equal(a, b)) * torch.inf for a, b in zip(found, expected))
-    peaks = torch.cummax(x.bfloat16(), 1) if not reverse else torch.cummin(x.bfloat16(), 1)
-    ties = row.extremes(x.bfloat16(), None, "min" if reverse else "max", False)
-    yield "extremes", float(not all(torch.equal(a, b) for a, b in zip(ties, peaks))) * torch.inf
-    a, initial = draw(shape, F32, device, seed + 1).sigmoid(), x[:, 0].contiguous()
-    h = row.linear(a, x, initial, reverse, exclusive, F32, F32)
-    yield "linear scan", _error(h, tree.linear(a.double(), x.double(), initial, reverse, exclusive, F64, F64))
-    factor, state = row.linear_total(a, x, reverse, exclusive, F32)
-    exact = tree.linear_total(a.double(), x.double(), reverse, exclusive, F64)
-    yield "linear total", max(_error(factor, exact[0]), _error(state, exact[1]))
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    """Relative to the greatest true value; 0 where both are the same infinity."""
-    finite = exact.isfinite()
-    if not torch.equal(found[~finite].double(), exact[~finite]):
-        return torch.inf
-    if not finite.any():
-        return 0.0
-    scale = exact[finite].abs().max().clamp_min(1)
-    return ((found[finite].double() - exact[finite]).abs().max() / scale).item() / 2e-5
-
-
-def races(device: torch.device, rounds: int = 20) -> list[str]:
-    """Look-back's order of events is never the same: sums of integers must be, whatever is published how."""
-    wrong = []
-    for shape, dtype in itertools.product(
-        [(1, 2**26, 1), (1, 2**20, 64), (8, 2**20 + 7, 3)], (torch.int32, I64)
-    ):
-        x, starts = draw(shape, torch.int32, device), draw_starts(shape, device)
-        with using_way("parts"):
-            expected = [row.scan(x, s, "sum", False, False, dtype, dtype)[0] for s in (None, starts)]
-        if shape[2] == 1 and not torch.equal(expected[0], x.cumsum(1, dtype=dtype)):
-            wrong.append(f"parts of {list(shape)} in {dtype} are not torch.cumsum's")
-        with using_way("look-back"):
-            for turn, (s, true) in itertools.product(range(rounds), zip((None, starts), expected)):
-                if not torch.equal(row.scan(x, s, "sum", False, False, dtype, dtype)[0], true):
-                    wrong.append(f"look-back over {list(shape)} in {dtype}, round {turn}: a race")
-                    break
-    return wrong
-
-
-# Times.
 
 
 @dataclass(frozen=True)
@@ -237,9 +148,11 @@ def recurrence_backward(shape: Shape, device: torch.device) -> Case:
     return Case(f"linear_scan backward {list(shape)}", shape[0] * shape[2], 20 * a.numel(), job, 0.60)
 
 
-def timed(case: Case, clock: Clock, repeats: int, sizes: list[Sizes | None]) -> list[list[str]]:
+def timed(
+    case: Case, clock: Clock, repeats: int, sizes: list[Sizes | None], device: torch.device
+) -> list[list[str]]:
     """A row of cells for every way and everything beside it."""
-    source = torch.zeros(case.bytes // 2, dtype=torch.uint8, device="cuda")
+    source = torch.zeros(case.bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     jobs: dict[str, Job] = {"copy_": lambda: target.copy_(source), "default": case.ours}
     for way, size in itertools.product(WAYS, sizes):
@@ -309,8 +222,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args, console = parse_args(), Console()
     if not torch.cuda.is_available():
-        if find_spec("triton"):
-            stop_if(values([(2, 20, 1)], torch.device("cpu")))
+        stop_if(values([(2, 20, 1)], torch.device("cpu")))
         console.print("no GPU here: nothing timed; tiny values are right in Triton's interpreter")
         return
     device = torch.device("cuda", torch.cuda.current_device())
@@ -332,7 +244,7 @@ def times(args: argparse.Namespace, device: torch.device, console: Console) -> N
     for make in cases(device):
         case = make()
         if args.only in case.name:
-            for cells in timed(case, clock, args.repeats, sizes):
+            for cells in timed(case, clock, args.repeats, sizes, device):
                 report.add_row(*cells)
                 console.print("  ".join(cells))
             args.output.write_text(f"# Scans on one GPU\n\n{facts()}\n\n{markdown(report)}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -93,7 +94,9 @@ SCANS: dict[str, Callable[..., Tensor]] = {
 
 
 def all_kinds(x: Tensor, ids: Tensor) -> Tensor:
-    return sum(SCANS[name](x, ids) for name in ("exclusive", "cummin and its index", "segments", "linear_scan"))
+    return sum(
+        SCANS[name](x, ids) for name in ("exclusive", "cummin and its index", "segments", "linear_scan")
+    )
 
 
 MODELS = {**SCANS, "associative_scan": recurrence, "all kinds": all_kinds}
@@ -142,6 +145,7 @@ def inductor(names: list[str]) -> list[Outcome]:
     return one_step(names, compiler="inductor")
 
 
+@pytest.mark.slow
 def test_inductor(ranks: Ranks) -> None:
     check_all(ranks.run(2, inductor, ["all kinds"], timeout=300))
 
@@ -203,8 +207,17 @@ def test_dynamic_lengths(ranks: Ranks) -> None:
     check_all(ranks.run(3, lengths, [12, 13, 30]))
 
 
-def recorded(name: str, seq: int = 13, **options: Any) -> tuple[list[str], list[str], list[str]]:
-    """Collectives of forward and backward, and the text of the graphs."""
+@dataclass
+class Recorded:
+    """Collectives of forward and backward, bytes that one rank gathers from the others, the text of the graphs."""
+
+    forward: list[str]
+    backward: list[str]
+    gathered: list[int]
+    text: list[str]
+
+
+def recorded(name: str, seq: int = 13, **options: Any) -> Recorded:
     recorder, model = Recorder(), build(Scanning, scan=MODELS[name])
     run = sp(model, mesh=worker.mesh(), compiler=recorder, **options)
     train_step(run, model, text(seq))
@@ -212,38 +225,46 @@ def recorded(name: str, seq: int = 13, **options: Any) -> tuple[list[str], list[
         [str(n.target).removeprefix("_c10d_functional.").split(".")[0] for n in recorder.collectives(way)]
         for way in ("forward", "backward")
     ]
-    return *kinds, recorder.text()
+    messages = [
+        n.args[0].meta["val"]
+        for way in ("forward", "backward")
+        for n in recorder.collectives(way, "all_gather")
+    ]
+    others = worker.mesh().size() - 1
+    return Recorded(*kinds, [others * x.numel() * x.element_size() for x in messages], recorder.text())
 
 
 LOSS = ["all_reduce"]  # forward: of the loss; backward: of the parameters' gradients, in one bucket
 
 
-COUNTED = ["cumsum", "cumprod", "cummax", "logcumsumexp", "segments", "exclusive", "linear_scan"]
+COUNTED = ["cumsum", "cumprod", "cummax", "extremes", "logcumsumexp", "segments", "exclusive", "linear_scan"]
 
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_one_exchange_each_way(ranks: Ranks, name: str) -> None:
     found = ranks.run(3, recorded, name)
     assert all(one == found[0] for one in found), "the ranks' graphs differ"
-    forward, backward, _ = found[0]
-    assert sorted(forward) == ["all_gather_into_tensor", *LOSS]
-    assert sorted(backward) == ["all_gather_into_tensor", *LOSS]
+    assert sorted(found[0].forward) == ["all_gather_into_tensor", *LOSS]
+    assert sorted(found[0].backward) == ["all_gather_into_tensor", *LOSS]
+    report = sp_compile.explain(build(Scanning, scan=MODELS[name]), *text(39), sp=3)
+    (scan,) = (e for e in report.exchanges if e.op in ("scan", "extremes", "linear_scan"))
+    assert found[0].gathered == [scan.forward, scan.backward], "bytes, whatever the length is"
 
 
 def test_large_carries_go_in_steps(ranks: Ranks) -> None:
     """log2(P) shifts if an all-gather of everyone's carry is predicted to take longer."""
     slow = {"all_gather_bandwidth": 1.0, "hop_bandwidth": 1e9, "all_to_all_bandwidth": 1e9}
-    forward, backward, _ = ranks.run(4, recorded, "cumsum", 13)[0]
-    assert "all_to_all_single" not in forward + backward
+    found = ranks.run(4, recorded, "cumsum", 13)[0]
+    assert "all_to_all_single" not in found.forward + found.backward
     for found in ranks.run(4, stepped, slow):
         assert found[0] == found[1] == 2
         check([found[2]])
 
 
 def stepped(cost: dict[str, float]) -> tuple[int, int, Outcome]:
-    forward, backward, _ = recorded("cumsum", cost=cost)
-    (outcome,) = one_step(["linear_scan"], cost=cost)
-    return forward.count("all_to_all_single"), backward.count("all_to_all_single"), outcome
+    found = recorded("cumsum", cost=cost)
+    (one,) = one_step(["linear_scan"], cost=cost)
+    return found.forward.count("all_to_all_single"), found.backward.count("all_to_all_single"), one
 
 
 class Mixed(nn.Module):

@@ -82,10 +82,6 @@ def capped_mixing_by_hand(m: Model, x: Tensor, ids: Tensor) -> Tensor:
 
 # The sequence is mixed, and the op named is done on the whole.
 GATHERED: dict[str, Op] = {
-    "cumsum": lambda m, x, ids: x.cumsum(1),
-    "cumprod": lambda m, x, ids: x.cumprod(1),
-    "logcumsumexp": lambda m, x, ids: x.logcumsumexp(1),
-    "cummax": lambda m, x, ids: x.cummax(1),
     "max": lambda m, x, ids: x.max(1),
     "amax": lambda m, x, ids: x.amax(1),
     "argmax": lambda m, x, ids: x.argmax(1),
@@ -125,7 +121,6 @@ GATHERED: dict[str, Op] = {
     "linear": lambda m, x, ids: F.linear(x.mT, square(m, x), m.mix[0, : x.shape[1]]).mT,
     "avg_pool1d": lambda m, x, ids: F.avg_pool1d(x.mT, 3, 1, 1, count_include_pad=False).mT @ m.weight,
     "tril": lambda m, x, ids: x.tril(),
-    "cumsum ": lambda m, x, ids: x.flatten().cumsum(0),
     "unflatten": lambda m, x, ids: x[:, : x.shape[1] // 2 * 2].unflatten(1, (-1, 2)).sum(2) @ m.weight,
 }
 
@@ -182,6 +177,13 @@ SHARDED: dict[str, Op] = {
     "mean pool": lambda m, x, ids: F.avg_pool1d(x.mT, 3, 1, 1).mT @ m.weight,
     "max pool": lambda m, x, ids: F.max_pool1d(F.pad(x.mT, (1, 0)), 2, 1).mT @ m.weight,
     "attention by hand": token_mixing_by_hand,
+    "cumsum": lambda m, x, ids: x.cumsum(1),
+    "cumprod": lambda m, x, ids: x.cumprod(1),
+    "logcumsumexp": lambda m, x, ids: x.logcumsumexp(1),
+    "cummax": lambda m, x, ids: x.cummax(1),
+    "cumsum of all": lambda m, x, ids: x.flatten().cumsum(0),
+    "exclusive": lambda m, x, ids: x.cumsum(1) - x,
+    "sum from behind": lambda m, x, ids: x.flip(1).cumsum(1).flip(1) * x,
 }
 
 
@@ -207,7 +209,7 @@ def test_other_ops_stay_sharded(name: str, ranks: int, length: int) -> None:
     assert not run(SHARDED[name], ranks, length).fallbacks
 
 
-@pytest.mark.parametrize("name", ["cumsum", "flip", "avg_pool1d", "slice"])
+@pytest.mark.parametrize("name", ["prod", "flip", "avg_pool1d", "slice"])
 def test_fallback_error_names_the_op_and_the_line(name: str) -> None:
     with pytest.raises(SpError, match=rf"{name}.*test_zoo\.py.*fallback='error'"):
         run(GATHERED[name], 2, 16, fallback="error")

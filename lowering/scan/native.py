@@ -23,7 +23,7 @@ from ..._compat import compile_cpp, has_cpp_compiler
 from .monoids import MONOIDS, Pair
 from .problem import Problem
 
-SOURCES = ("native_vectors.cpp", "native_steps.cpp", "native_walks.cpp", "native.cpp")
+SOURCES = ("vectors", "steps", "walks", "tensors", "grid", "lines", "passes")
 FLAGS = ("-ffp-contract=fast", "-g0")
 ELEMENTS = {
     torch.float32: 0,

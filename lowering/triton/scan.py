@@ -53,6 +53,7 @@ def scan(
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
     sweep = Sweep(x, op, _number(neutral), compute, torch.int32, None, starts, exclusive, reverse)
     total = run(sweep, None, State(out), True)
+    assert total is not None
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
 
 
@@ -99,6 +100,8 @@ def linear_total(a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: 
     if not a.numel():
         return a.new_ones(shape, dtype=accumulate), b.new_zeros(shape, dtype=accumulate)
     total = run(_recurrence(a, b, reverse, lagged, accumulate), None, None, True)
+    assert total is not None
+    assert total.second is not None
     return total.second.view(shape).to(accumulate), total.value.view(shape).to(accumulate)
 
 

@@ -28,7 +28,7 @@ WINDOW_STATES = 2048
 def _publish(  # type: ignore[no-untyped-def]
     words, values, seconds, slots, at, exists, state, p, q, PACKED: tl.constexpr, PAIR: tl.constexpr
 ):
-    """state: 1, the total of a tile; 2, of all places up to its end. These are never overwritten by the other."""
+    """state: 1, the total of a tile; 2, of all places up to its end. Neither overwrites the other: it may be being read."""
     if PACKED:
         bits = p.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         tl.atomic_xchg(words + at, (state.to(tl.int64) << 32) | bits, mask=exists, sem="relaxed")
@@ -94,7 +94,7 @@ def _look_back(  # type: ignore[no-untyped-def]
         before, before_q = last(own, row, WINDOW), last(own_q, row, WINDOW)
         both, both_q = combine_where(done == 0, before, before_q, p, q, OP, PAIR)
         p = both
-        if PAIR:
+        if PAIR:  # a tensor that goes round a loop for nothing can crash Triton's compiler
             q = both_q
         done = done | (latest >= 0).to(tl.int32)
         finished = tl.min(tl.min(tl.where(exists, done, 1), 1), 0)

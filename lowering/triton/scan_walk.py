@@ -43,7 +43,6 @@ def _walk(  # type: ignore[no-untyped-def]
             x, second, starts, line, exists, base, place, begin, length, inner, per_outer, per_time, per_inner,
             LEAF, NEUTRAL, ACC, INDEX, GIVEN, SHARED, SEGMENTED, SHIFT, REVERSE, STEPS, LINES,
         )  # fmt: skip
-        # Into the first element, not into the results: there a product of all the factors may overflow.
         own, own_q = combine_where((row == 0) & (flag == 0), p, q, own, own_q, OP, PAIR)
         if SEGMENTED:
             flag, own, own_q = scan_segments(flag, own, own_q, OP)

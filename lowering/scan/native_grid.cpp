@@ -1,0 +1,165 @@
+// Chains that are neighbours go down the rows together.
+
+namespace {
+
+constexpr int64_t kRows = 32;      // of a buffer
+constexpr int64_t kSlab = 4096;    // columns that one thread walks
+constexpr int64_t kBlock = 16384;  // elements that their tiles take in turn, so that these read whole pages
+
+template <class M>
+using Walk = void (*)(const M&, const Columns<typename M::Compute>&, typename M::Compute*);
+
+template <class M, class E, class O>
+constexpr Walk<M> straight = down<M, E, O, int64_t, M::vectors>;
+
+// Walks that need no buffer, for the usual pairs of elements.
+template <class M>
+Walk<M> direct(int element, int result) {
+  using C = typename M::Compute;
+  int pair = element * 16 + result;
+  if constexpr (std::is_same_v<C, int64_t>) {
+    if (pair == kInt64 * 17) return straight<M, int64_t, int64_t>;
+    if (pair == kInt32 * 16 + kInt64) return straight<M, int32_t, int64_t>;
+  } else if (pair == kFloat * 17) {
+    return straight<M, float, float>;
+  }
+  if constexpr (std::is_same_v<C, double>)
+    if (pair == kDouble * 17) return straight<M, double, double>;
+  if constexpr (std::is_same_v<C, float>) {
+    if (pair == kBFloat * 17) return straight<M, BFloat, BFloat>;
+    if (pair == kBFloat * 16 + kFloat) return straight<M, BFloat, float>;
+  }
+  return nullptr;
+}
+
+// Neighbouring chains walk down together, a tile of W at a time. An item is a part of one row, or where rows are
+// shorter than a vector W chains of several.
+template <class M>
+struct Grid : Tensors<M> {
+  using typename Tensors<M>::C;
+  using Folding = Grid<typename M::Fold>;
+  using Tensors<M>::p;
+  static constexpr int L = lanes<C>, V = M::vectors, W = V * L, planes = M::planes;
+
+  bool wide;
+  Walk<M> walk;
+  int64_t row, slab, slabs;
+
+  struct Buffer {
+    alignas(kBytes) C x[kRows * W], b[kRows * W], index[kRows * W];
+    uint8_t starts[kRows * W];
+  };
+
+  Grid(const Problem& problem, C empty)
+      : Tensors<M>(problem, empty), wide(problem.inner >= L), walk(direct<M>(problem.element, problem.result)) {
+    row = wide ? p.inner : p.outer * p.inner;
+    int64_t shares = (p.threads + p.outer - 1) / p.outer, share = ((row + shares - 1) / shares + W - 1) / W * W;
+    slab = wide ? std::clamp<int64_t>(share, W, kSlab) : W;
+    slabs = (row + slab - 1) / slab;
+  }
+
+  int64_t items() const { return wide ? slabs * p.outer : slabs; }
+  int64_t first(int64_t item) const { return item / slabs * row + item % slabs * slab; }
+  int64_t after(int64_t item) const { return std::min(first(item) + slab, (item / slabs + 1) * row); }
+  int64_t states() const { return (slab + W - 1) / W * W * planes; }
+
+  // In the states of an item of `count` chains; its last tile may be one vector wide.
+  static C& state(C* states, int64_t k, int64_t count, int plane) {
+    int64_t tile = k / W * W;
+    return states[tile * planes + plane * (count - tile > L ? W : L) + k - tile];
+  }
+
+  void advance(int64_t item, int64_t begin, int64_t end, C* states, bool emit) const {
+    int64_t chain = first(item), stop = after(item), block = p.length;
+    if (stop - chain > W) block = std::clamp<int64_t>(kBlock / (stop - chain), 8, 64);
+    Buffer buffer;
+    int64_t rest = (stop - chain) % W;
+    if (rest) clear(buffer, std::min(kRows, end - begin) * (rest > L ? W : L));
+    for (; begin < end; begin += block)
+      for (int64_t tile = chain; tile < stop; tile += W) {
+        int count = int(std::min<int64_t>(W, stop - tile));
+        int64_t rows = std::min(end - begin, block);
+        C* own = states + (tile - chain) * planes;
+        if (wide && count == W && walk)
+          straight_on(tile, begin, rows, own, emit);
+        else if (count > L)
+          buffered<V>(buffer, tile, count, begin, rows, own, emit);
+        else
+          buffered<1>(buffer, tile, count, begin, rows, own, emit);
+      }
+  }
+
+  Columns<C> columns(int64_t chain, int64_t begin, int64_t rows) const {
+    Columns<C> at{};
+    at.rows = rows;
+    at.row = C(this->at(begin)), at.row_step = C(p.reverse ? -1 : 1);
+    if (p.starts) at.starts = p.starts + this->start(chain, begin);
+    at.starts_step = p.reverse ? -p.starts_length : p.starts_length;
+    at.starts_wide = p.starts_inner != 0;
+    return at;
+  }
+
+  void straight_on(int64_t chain, int64_t begin, int64_t rows, C* states, bool emit) const {
+    int64_t place = this->place(chain, begin);
+    Columns<C> at = columns(chain, begin, rows);
+    at.x = this->in(p.x, place), at.b = this->in(p.b, place);
+    at.step = p.reverse ? -p.inner : p.inner;
+    if (emit && p.out) at.out = this->out(place), at.index = this->index(place);
+    walk(this->machine, at, states);
+  }
+
+  template <int vectors>
+  void buffered(Buffer& buffer, int64_t chain, int count, int64_t begin, int64_t rows, C* states, bool emit) const {
+    constexpr int width = vectors * L;
+    for (int64_t end = begin + rows; begin < end; begin += kRows) {
+      Columns<C> at = columns(chain, begin, std::min(kRows, end - begin));
+      fill(buffer, at, chain, count, width, begin);
+      at.x = buffer.x, at.b = buffer.b, at.index = buffer.index, at.step = width;
+      if (emit && p.out) at.out = buffer.x;
+      down<M, C, C, C, vectors>(this->machine, at, states);
+      if (at.out) drain(buffer, at.rows, chain, count, width, begin);
+    }
+  }
+
+  // Lanes that no chain fills are computed too.
+  static void clear(Buffer& buffer, int64_t size) {
+    std::fill_n(buffer.x, size, C(0));
+    std::fill_n(buffer.b, M::inputs == 2 ? size : 0, C(0));
+    std::fill_n(buffer.starts, size, 0);
+  }
+
+  // f(lane, chain, number) for chains that are neighbours.
+  template <class F>
+  void each_run(int64_t chain, int count, F f) const {
+    for (int lane = 0; lane < count;) {
+      int64_t run = std::min<int64_t>(p.inner - (chain + lane) % p.inner, count - lane);
+      f(lane, chain + lane, run);
+      lane += int(run);
+    }
+  }
+
+  void fill(Buffer& buffer, Columns<C>& at, int64_t chain, int count, int width, int64_t begin) const {
+    int64_t step = p.reverse ? -p.inner : p.inner;
+    bool shared = !p.starts || (p.starts_inner == 0 && (wide || p.starts_outer == 0));
+    each_run(chain, count, [&](int lane, int64_t first, int64_t run) {
+      int64_t place = this->place(first, begin);
+      this->load_rows(this->in(p.x, place), step, at.rows, run, buffer.x + lane, width);
+      if (M::inputs == 2) this->load_rows(this->in(p.b, place), step, at.rows, run, buffer.b + lane, width);
+      for (int64_t i = 0; !shared && i < at.rows; ++i)
+        for (int64_t j = 0; j < run; ++j)
+          buffer.starts[i * width + lane + j] = p.starts[this->start(first + j, begin + i)];
+    });
+    if (!shared) at.starts = buffer.starts, at.starts_step = width, at.starts_wide = true;
+  }
+
+  void drain(const Buffer& buffer, int64_t rows, int64_t chain, int count, int width, int64_t begin) const {
+    int64_t step = p.reverse ? -p.inner : p.inner;
+    each_run(chain, count, [&](int lane, int64_t first, int64_t run) {
+      int64_t place = this->place(first, begin);
+      this->store_rows(buffer.x + lane, width, rows, run, this->out(place), step);
+      if (M::outputs == 2) write<C, int64_t>(buffer.index + lane, width, rows, run, this->index(place), step);
+    });
+  }
+};
+
+}  // namespace

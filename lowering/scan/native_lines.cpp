@@ -1,0 +1,105 @@
+// Chains that lie along the last dim are lines of memory.
+
+namespace {
+
+constexpr int64_t kLine = 1024;  // elements in a buffer
+constexpr int64_t kChains = 64;  // that one thread takes
+
+template <class M>
+struct Lines : Tensors<M> {
+  using typename Tensors<M>::C;
+  using Folding = Lines<M>;
+  using Tensors<M>::p;
+  static constexpr int L = lanes<C>, planes = M::Fold::planes;
+
+  struct Buffer {
+    alignas(kBytes) C x[kLine], b[kLine], index[kLine];
+    uint8_t starts[kLine];
+  };
+
+  using Along = void (*)(const M&, const typename M::Fold&, const Line<C>&, C*);
+  Along walk, walk_buffer;
+
+  Lines(const Problem& problem, C empty) : Tensors<M>(problem, empty) {
+    walk = direct(p.element * 16 + p.result);
+    walk_buffer = choose<C, C, C>();
+  }
+
+  int64_t items() const { return (p.outer + kChains - 1) / kChains; }
+  int64_t first(int64_t item) const { return item * kChains; }
+  int64_t after(int64_t item) const { return std::min(first(item) + kChains, p.outer); }
+  int64_t states() const { return kChains * planes; }
+  static C& state(C* states, int64_t k, int64_t, int plane) { return states[k * planes + plane]; }
+
+  void advance(int64_t item, int64_t begin, int64_t end, C* states, bool emit) const {
+    Buffer buffer;
+    for (int64_t chain = first(item); chain < after(item); ++chain, states += planes) {
+      int64_t i = walk ? straight_on(chain, begin, end, states, emit) : begin;
+      for (; i < end; i += kLine) buffered(buffer, chain, i, std::min(kLine, end - i), states, emit);
+    }
+  }
+
+  Line<C> line(int64_t begin, int64_t vectors) const {
+    Line<C> at{};
+    at.vectors = vectors;
+    at.row = C(this->at(begin)), at.row_step = C(p.reverse ? -1 : 1);
+    return at;
+  }
+  int64_t lowest(int64_t chain, int64_t begin, int64_t count) const {
+    return this->place(chain, p.reverse ? begin + count - 1 : begin);
+  }
+
+  // Whole vectors; returns the first row that is left.
+  int64_t straight_on(int64_t chain, int64_t begin, int64_t end, C* states, bool emit) const {
+    int64_t count = (end - begin) / L * L, low = lowest(chain, begin, count);
+    Line<C> at = line(begin, count / L);
+    at.x = this->in(p.x, low), at.b = this->in(p.b, low);
+    if (p.starts) at.starts = p.starts + chain * p.starts_outer + low - chain * p.length;
+    if (emit && p.out) at.out = this->out(low), at.index = this->index(low);
+    walk(this->machine, this->fold, at, states);
+    return begin + count;
+  }
+
+  void buffered(Buffer& buffer, int64_t chain, int64_t begin, int64_t count, C* states, bool emit) const {
+    int64_t low = lowest(chain, begin, count), whole = (count + L - 1) / L * L, pad = whole - count;
+    int64_t shift = p.reverse ? pad : 0, rest = p.reverse ? 0 : count;
+    Line<C> at = line(begin, whole / L);
+    at.x = buffer.x, at.b = buffer.b, at.index = buffer.index;
+    for (int input = 0; input < M::inputs; ++input) {
+      C* to = input ? buffer.b : buffer.x;
+      this->load_rows(this->in(input ? p.b : p.x, low), 0, 1, count, to + shift, 0);
+      std::fill_n(to + rest, pad, this->machine.neutral(input));
+    }
+    if (p.starts) {
+      std::memcpy(buffer.starts + shift, p.starts + chain * p.starts_outer + low - chain * p.length, count);
+      std::memset(buffer.starts + rest, 0, pad);
+      at.starts = buffer.starts;
+    }
+    if (emit && p.out) at.out = buffer.x;
+    walk_buffer(this->machine, this->fold, at, states);
+    if (!at.out) return;
+    this->store_rows(buffer.x + shift, 0, 1, count, this->out(low), 0);
+    if (M::outputs == 2) write<C, int64_t>(buffer.index + shift, 0, 1, count, this->index(low), 0);
+  }
+
+  Along direct(int pair) const {
+    if constexpr (std::is_same_v<C, double>) {
+      if (pair == kFloat * 17) return choose<float, float, int64_t>();
+      if (pair == kDouble * 17) return choose<double, double, int64_t>();
+    } else if (pair == (std::is_same_v<C, float> ? kFloat : kInt64) * 17) {
+      return choose<C, C, int64_t>();
+    }
+    return nullptr;
+  }
+  template <class E, class O, class I>
+  Along choose() const {
+    if (p.flag) return p.reverse ? choose<E, O, I, true, true>() : choose<E, O, I, true, false>();
+    return p.reverse ? choose<E, O, I, false, true>() : choose<E, O, I, false, false>();
+  }
+  template <class E, class O, class I, bool shift, bool reverse>
+  Along choose() const {
+    return p.starts ? along<M, E, O, I, shift, true, reverse> : along<M, E, O, I, shift, false, reverse>;
+  }
+};
+
+}  // namespace
