@@ -13,6 +13,7 @@ from torch import Tensor
 from .errors import SpError
 from .lowering.scan import operators
 from .lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
+from .lowering.scan.table import SMALL
 from .scan_shards import Shards
 from .scan_values import may_overflow, never_overflows, observable, transformed, ungrouped, wrapped
 
@@ -120,13 +121,19 @@ class ScanCall:
         return scan(x, self.segments, *how, *self._arguments(inner.itemsize))
 
     def _is_torchs(self, x: Tensor, accumulate: torch.dtype | None) -> bool:
-        """Would torch's scan run in the end? Then it may as well run at once: sums and products of contiguous rows."""
+        """Would torch's scan run in the end? Then it may as well run at once: of a few contiguous rows."""
         if self.op not in ("sum", "prod") or self.exclusive or self.reverse:
             return False
         if self.segments is not None or self.shards is not None:
             return False
         plain = accumulate is None and x.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not plain or x.ndim == 0 or self.dim not in (-1, x.ndim - 1) or not x.is_contiguous():
+        if (
+            not plain
+            or x.numel() > SMALL
+            or x.ndim == 0
+            or self.dim not in (-1, x.ndim - 1)
+            or not x.is_contiguous()
+        ):
             return False
         # torch's derivative of a product divides by its factors.
         return self.op == "sum" or not (x.requires_grad and torch.is_grad_enabled())

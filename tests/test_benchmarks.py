@@ -38,3 +38,10 @@ def test_gpu_attention(tmp_path: Path) -> None:
     (report,) = tmp_path.glob("attention_*.md")
     text = report.read_text()
     assert all(f"| {way} | both |" in text for way in ("ulysses", "ring", "gathered"))
+
+
+@pytest.mark.slow
+def test_gpu_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "tiny values are right" in run("gpu_scans.py")

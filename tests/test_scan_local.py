@@ -30,7 +30,7 @@ from sp_compile.lowering.scan.problem import Problem
 from sp_compile.lowering.scan.table import choose, using
 
 sp = torch.ops.sp
-ROWS = [row for row in table.ROWS if row != "triton" and (row != "native" or native.available())]
+ROWS = [row for row in table.MODULES if row != "triton" and (row != "native" or native.available())]
 rows = pytest.mark.parametrize("row", ROWS)
 rows_of_all = pytest.mark.parametrize("row", [row for row in ROWS if row != "aten"])
 cases = pytest.mark.parametrize(
@@ -320,9 +320,9 @@ def problem(**changes: Any) -> Problem:
     return base._replace(**changes)
 
 
-def test_torch_runs_what_it_is_best_at() -> None:
+def test_torch_runs_what_is_small_along_the_last_dim() -> None:
     assert choose(problem()) == "aten"
-    assert choose(problem(exclusive=True)) == "aten"
+    assert choose(problem(exclusive=True, reverse=True)) == "aten"
     assert (
         choose(problem(dtype=torch.int32, result=torch.int64, accumulate=torch.int64, total=True)) == "aten"
     )
@@ -341,7 +341,21 @@ def test_torch_runs_what_it_is_best_at() -> None:
 )
 def test_torch_does_not_run_the_rest(changes: dict[str, Any]) -> None:
     """Other dims, other kinds, and what it would round: a total to the result, half precision in less than double."""
-    assert choose(problem(**changes)) in ("native", "blocked")
+    with using("aten"), pytest.raises(SpError, match="does not fit"):
+        choose(problem(**changes))
+
+
+def test_what_is_large_is_compiled() -> None:
+    large = problem(length=1 << 20)
+    assert choose(large) == ("native" if native.available() else "aten")
+    assert choose(large._replace(inner=64)) == ("native" if native.available() else "blocked")
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "fits", lambda problem: False)
+    assert choose(problem(length=1 << 20)) == "aten"
+    for changes in ({"inner": 64}, {"segmented": True}, {"kind": "linear"}, {"total": True}):
+        assert choose(problem(**changes)) == "blocked"
 
 
 def test_a_row_can_be_forced() -> None:

@@ -1,4 +1,4 @@
-"""torch's own scans where they are at their best: forwards, along the last dim, as they round."""
+"""torch's own scans, along the last dim: forwards in one pass, in reverse with two more to turn the rows round."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DIM = 1
 
 
 def fits(problem: Problem) -> bool:
-    """Contiguous rows, forwards, no segments, and no total that torch has rounded already."""
-    if problem.inner != 1 or problem.reverse or problem.segmented:
+    """Contiguous rows, no segments, and no total that torch has rounded already."""
+    if problem.inner != 1 or problem.segmented:
         return False
     return problem.kind == "extremes" or (problem.kind == "scan" and _exact(problem))
 
@@ -34,18 +34,20 @@ def scan(
     dtype: torch.dtype,
     accumulate: torch.dtype,
 ) -> Pair:
-    """torch.cumsum or its like, in one pass over x."""
+    """torch.cumsum or its like; an exclusive one is written one row further."""
     monoid = MONOIDS[op]
     out = torch.empty_like(x, dtype=dtype)
     if not out.shape[DIM]:
         return out, x.new_full((x.shape[0], x.shape[2]), monoid.identity(accumulate), dtype=accumulate)
+    x = x.flip(DIM) if reverse else x
     if exclusive:
         out[:, :1] = monoid.identity(dtype)
         _write(monoid, x[:, :-1], out[:, 1:])
     else:
         _write(monoid, x, out)
     total = out[:, -1].to(accumulate)
-    return out, monoid.combine(total, x[:, -1]) if exclusive else total.clone()
+    total = monoid.combine(total, x[:, -1]) if exclusive else total.clone()
+    return out.flip(DIM) if reverse else out, total
 
 
 def _write(monoid: Monoid, x: Tensor, out: Tensor) -> None:
@@ -58,5 +60,8 @@ def _write(monoid: Monoid, x: Tensor, out: Tensor) -> None:
 
 def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
     """torch.cummax or torch.cummin."""
-    values, indices = MONOIDS[op].cumulative(x, DIM)
-    return values, indices
+    if not reverse:
+        values, indices = MONOIDS[op].cumulative(x, DIM)
+        return values, indices
+    values, indices = MONOIDS[op].cumulative(x.flip(DIM), DIM)
+    return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)

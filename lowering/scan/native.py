@@ -43,7 +43,7 @@ COMBINING = {"sum": "Add", "prod": "Multiply", "max": "Larger", "min": "Smaller"
 POINTERS = ("x", "b", "initial", "starts", "out", "indices", "total", "factor")
 
 Kernel = Callable[[bytes], None]
-_PROBLEM = struct.Struct("8Q7qd5i")  # as native.cpp's Problem
+_PROBLEM = struct.Struct("8Q7qd5i")  # as in native_tensors.cpp
 _lock = threading.Lock()
 _failures: list[str] = []
 
@@ -122,7 +122,7 @@ def _compiled(steps: str) -> Kernel | None:
 
 @cache
 def _source() -> str:
-    return "".join((Path(__file__).parent / name).read_text() for name in SOURCES)
+    return "".join((Path(__file__).parent / f"native_{name}.cpp").read_text() for name in SOURCES)
 
 
 def scan(

@@ -9,31 +9,30 @@ constexpr int64_t kBlock = 16384;  // elements that their tiles take in turn, so
 template <class M>
 using Walk = void (*)(const M&, const Columns<typename M::Compute>&, typename M::Compute*);
 
-template <class M, class E, class O>
+template <class M, class E, class O = E>
 constexpr Walk<M> straight = down<M, E, O, int64_t, M::vectors>;
 
-// Walks that need no buffer, for the usual pairs of elements.
+// The walk that needs no buffer, if there is one.
 template <class M>
-Walk<M> direct(int element, int result) {
+Walk<M> straight_for(int elements) {
   using C = typename M::Compute;
-  int pair = element * 16 + result;
   if constexpr (std::is_same_v<C, int64_t>) {
-    if (pair == kInt64 * 17) return straight<M, int64_t, int64_t>;
-    if (pair == kInt32 * 16 + kInt64) return straight<M, int32_t, int64_t>;
-  } else if (pair == kFloat * 17) {
-    return straight<M, float, float>;
+    if (elements == pair(kInt64, kInt64)) return straight<M, int64_t>;
+    if (elements == pair(kInt32, kInt64)) return straight<M, int32_t, int64_t>;
+  } else if (elements == pair(kFloat, kFloat)) {
+    return straight<M, float>;
   }
   if constexpr (std::is_same_v<C, double>)
-    if (pair == kDouble * 17) return straight<M, double, double>;
+    if (elements == pair(kDouble, kDouble)) return straight<M, double>;
   if constexpr (std::is_same_v<C, float>) {
-    if (pair == kBFloat * 17) return straight<M, BFloat, BFloat>;
-    if (pair == kBFloat * 16 + kFloat) return straight<M, BFloat, float>;
+    if (elements == pair(kBFloat, kBFloat)) return straight<M, BFloat>;
+    if (elements == pair(kBFloat, kFloat)) return straight<M, BFloat, float>;
   }
   return nullptr;
 }
 
-// Neighbouring chains walk down together, a tile of W at a time. An item is a part of one row, or where rows are
-// shorter than a vector W chains of several.
+// An item is a part of a row, walked in tiles of W chains; or W chains of several rows, if these are shorter than a
+// vector.
 template <class M>
 struct Grid : Tensors<M> {
   using typename Tensors<M>::C;
@@ -43,7 +42,7 @@ struct Grid : Tensors<M> {
 
   bool wide;
   Walk<M> walk;
-  int64_t row, slab, slabs;
+  int64_t across, slab, slabs;  // chains in a row, of an item, and items in a row
 
   struct Buffer {
     alignas(kBytes) C x[kRows * W], b[kRows * W], index[kRows * W];
@@ -51,17 +50,17 @@ struct Grid : Tensors<M> {
   };
 
   Grid(const Problem& problem, C empty)
-      : Tensors<M>(problem, empty), wide(problem.inner >= L), walk(direct<M>(problem.element, problem.result)) {
-    row = wide ? p.inner : p.outer * p.inner;
-    int64_t shares = (p.threads + p.outer - 1) / p.outer, share = ((row + shares - 1) / shares + W - 1) / W * W;
-    slab = wide ? std::clamp<int64_t>(share, W, kSlab) : W;
-    slabs = (row + slab - 1) / slab;
+      : Tensors<M>(problem, empty), wide(p.inner >= L), walk(straight_for<M>(pair(p.element, p.result))) {
+    across = wide ? p.inner : p.outer * p.inner;
+    int64_t shares = up(p.threads, p.outer);
+    slab = wide ? std::clamp<int64_t>(up(up(across, shares), W) * W, W, kSlab) : W;
+    slabs = up(across, slab);
   }
 
   int64_t items() const { return wide ? slabs * p.outer : slabs; }
-  int64_t first(int64_t item) const { return item / slabs * row + item % slabs * slab; }
-  int64_t after(int64_t item) const { return std::min(first(item) + slab, (item / slabs + 1) * row); }
-  int64_t states() const { return (slab + W - 1) / W * W * planes; }
+  int64_t first(int64_t item) const { return item / slabs * across + item % slabs * slab; }
+  int64_t after(int64_t item) const { return std::min(first(item) + slab, (item / slabs + 1) * across); }
+  int64_t states() const { return up(slab, W) * W * planes; }
 
   // In the states of an item of `count` chains; its last tile may be one vector wide.
   static C& state(C* states, int64_t k, int64_t count, int plane) {
@@ -92,7 +91,7 @@ struct Grid : Tensors<M> {
   Columns<C> columns(int64_t chain, int64_t begin, int64_t rows) const {
     Columns<C> at{};
     at.rows = rows;
-    at.row = C(this->at(begin)), at.row_step = C(p.reverse ? -1 : 1);
+    at.row = C(this->row(begin)), at.row_step = C(p.reverse ? -1 : 1);
     if (p.starts) at.starts = p.starts + this->start(chain, begin);
     at.starts_step = p.reverse ? -p.starts_length : p.starts_length;
     at.starts_wide = p.starts_inner != 0;
@@ -102,7 +101,7 @@ struct Grid : Tensors<M> {
   void straight_on(int64_t chain, int64_t begin, int64_t rows, C* states, bool emit) const {
     int64_t place = this->place(chain, begin);
     Columns<C> at = columns(chain, begin, rows);
-    at.x = this->in(p.x, place), at.b = this->in(p.b, place);
+    at.x = this->in(0, place), at.b = this->in(1, place);
     at.step = p.reverse ? -p.inner : p.inner;
     if (emit && p.out) at.out = this->out(place), at.index = this->index(place);
     walk(this->machine, at, states);
@@ -143,8 +142,8 @@ struct Grid : Tensors<M> {
     bool shared = !p.starts || (p.starts_inner == 0 && (wide || p.starts_outer == 0));
     each_run(chain, count, [&](int lane, int64_t first, int64_t run) {
       int64_t place = this->place(first, begin);
-      this->load_rows(this->in(p.x, place), step, at.rows, run, buffer.x + lane, width);
-      if (M::inputs == 2) this->load_rows(this->in(p.b, place), step, at.rows, run, buffer.b + lane, width);
+      this->read_rows(this->in(0, place), step, at.rows, run, buffer.x + lane, width);
+      if (M::inputs == 2) this->read_rows(this->in(1, place), step, at.rows, run, buffer.b + lane, width);
       for (int64_t i = 0; !shared && i < at.rows; ++i)
         for (int64_t j = 0; j < run; ++j)
           buffer.starts[i * width + lane + j] = p.starts[this->start(first + j, begin + i)];
@@ -156,7 +155,7 @@ struct Grid : Tensors<M> {
     int64_t step = p.reverse ? -p.inner : p.inner;
     each_run(chain, count, [&](int lane, int64_t first, int64_t run) {
       int64_t place = this->place(first, begin);
-      this->store_rows(buffer.x + lane, width, rows, run, this->out(place), step);
+      this->write_rows(buffer.x + lane, width, rows, run, this->out(place), step);
       if (M::outputs == 2) write<C, int64_t>(buffer.index + lane, width, rows, run, this->index(place), step);
     });
   }

@@ -3,7 +3,7 @@
 namespace {
 
 constexpr int64_t kLine = 1024;  // elements in a buffer
-constexpr int64_t kChains = 64;  // that one thread takes
+constexpr int64_t kChains = 64;  // that one thread takes at a time
 
 template <class M>
 struct Lines : Tensors<M> {
@@ -19,16 +19,18 @@ struct Lines : Tensors<M> {
 
   using Along = void (*)(const M&, const typename M::Fold&, const Line<C>&, C*);
   Along walk, walk_buffer;
+  int64_t chains;  // of an item
 
   Lines(const Problem& problem, C empty) : Tensors<M>(problem, empty) {
-    walk = direct(p.element * 16 + p.result);
+    walk = straight_for(pair(p.element, p.result));
     walk_buffer = choose<C, C, C>();
+    chains = std::clamp<int64_t>(p.outer / p.threads, 1, kChains);
   }
 
-  int64_t items() const { return (p.outer + kChains - 1) / kChains; }
-  int64_t first(int64_t item) const { return item * kChains; }
-  int64_t after(int64_t item) const { return std::min(first(item) + kChains, p.outer); }
-  int64_t states() const { return kChains * planes; }
+  int64_t items() const { return up(p.outer, chains); }
+  int64_t first(int64_t item) const { return item * chains; }
+  int64_t after(int64_t item) const { return std::min(first(item) + chains, p.outer); }
+  int64_t states() const { return chains * planes; }
   static C& state(C* states, int64_t k, int64_t, int plane) { return states[k * planes + plane]; }
 
   void advance(int64_t item, int64_t begin, int64_t end, C* states, bool emit) const {
@@ -42,7 +44,7 @@ struct Lines : Tensors<M> {
   Line<C> line(int64_t begin, int64_t vectors) const {
     Line<C> at{};
     at.vectors = vectors;
-    at.row = C(this->at(begin)), at.row_step = C(p.reverse ? -1 : 1);
+    at.row = C(this->row(begin)), at.row_step = C(p.reverse ? -1 : 1);
     return at;
   }
   int64_t lowest(int64_t chain, int64_t begin, int64_t count) const {
@@ -53,7 +55,7 @@ struct Lines : Tensors<M> {
   int64_t straight_on(int64_t chain, int64_t begin, int64_t end, C* states, bool emit) const {
     int64_t count = (end - begin) / L * L, low = lowest(chain, begin, count);
     Line<C> at = line(begin, count / L);
-    at.x = this->in(p.x, low), at.b = this->in(p.b, low);
+    at.x = this->in(0, low), at.b = this->in(1, low);
     if (p.starts) at.starts = p.starts + chain * p.starts_outer + low - chain * p.length;
     if (emit && p.out) at.out = this->out(low), at.index = this->index(low);
     walk(this->machine, this->fold, at, states);
@@ -61,13 +63,13 @@ struct Lines : Tensors<M> {
   }
 
   void buffered(Buffer& buffer, int64_t chain, int64_t begin, int64_t count, C* states, bool emit) const {
-    int64_t low = lowest(chain, begin, count), whole = (count + L - 1) / L * L, pad = whole - count;
+    int64_t low = lowest(chain, begin, count), whole = up(count, L) * L, pad = whole - count;
     int64_t shift = p.reverse ? pad : 0, rest = p.reverse ? 0 : count;
     Line<C> at = line(begin, whole / L);
     at.x = buffer.x, at.b = buffer.b, at.index = buffer.index;
     for (int input = 0; input < M::inputs; ++input) {
       C* to = input ? buffer.b : buffer.x;
-      this->load_rows(this->in(input ? p.b : p.x, low), 0, 1, count, to + shift, 0);
+      this->read_rows(this->in(input, low), 0, 1, count, to + shift, 0);
       std::fill_n(to + rest, pad, this->machine.neutral(input));
     }
     if (p.starts) {
@@ -78,17 +80,16 @@ struct Lines : Tensors<M> {
     if (emit && p.out) at.out = buffer.x;
     walk_buffer(this->machine, this->fold, at, states);
     if (!at.out) return;
-    this->store_rows(buffer.x + shift, 0, 1, count, this->out(low), 0);
+    this->write_rows(buffer.x + shift, 0, 1, count, this->out(low), 0);
     if (M::outputs == 2) write<C, int64_t>(buffer.index + shift, 0, 1, count, this->index(low), 0);
   }
 
-  Along direct(int pair) const {
-    if constexpr (std::is_same_v<C, double>) {
-      if (pair == kFloat * 17) return choose<float, float, int64_t>();
-      if (pair == kDouble * 17) return choose<double, double, int64_t>();
-    } else if (pair == (std::is_same_v<C, float> ? kFloat : kInt64) * 17) {
-      return choose<C, C, int64_t>();
-    }
+  // The walk that needs no buffer, if there is one.
+  Along straight_for(int elements) const {
+    constexpr int own = std::is_same_v<C, double> ? kDouble : std::is_same_v<C, float> ? kFloat : kInt64;
+    if (elements == pair(own, own)) return choose<C, C, int64_t>();
+    if constexpr (std::is_same_v<C, double>)
+      if (elements == pair(kFloat, kFloat)) return choose<float, float, int64_t>();
     return nullptr;
   }
   template <class E, class O, class I>

@@ -3,7 +3,7 @@
 
 namespace {
 
-constexpr int64_t kPiece = 4096;          // rows worth a thread of their own
+constexpr int64_t kPiece = 4096;         // rows worth a thread of their own
 constexpr int64_t kLargePage = 1 << 21;  // bytes
 
 template <class R, class C>
@@ -56,25 +56,23 @@ void carry_on(const R& run, int64_t item, int64_t begin, int64_t end, C* states,
 template <class R, class C>
 void in_two_passes(const R& run, C empty, int64_t pieces) {
   typename R::Folding folding(run.p, empty);
-  int64_t items = run.items(), rows = (run.p.length + pieces - 1) / pieces;
-  rows = (rows + kLine - 1) / kLine * kLine;
+  int64_t items = run.items(), rows = up(up(run.p.length, pieces), kLine) * kLine;
   int64_t size = run.states(), total_size = folding.states();
   std::vector<C> states(items * pieces * size), totals(items * pieces * total_size);
-  auto end = [&](int64_t piece) { return std::min((piece + 1) * rows, run.p.length); };
+  auto from = [&](int64_t k) { return std::min(k % pieces * rows, run.p.length); };
+  auto to = [&](int64_t k) { return std::min((k % pieces + 1) * rows, run.p.length); };
 #pragma omp parallel for schedule(dynamic) num_threads(run.p.threads)
   for (int64_t k = 0; k < items * pieces; ++k) {
-    bool first = k % pieces == 0;
-    if (first) begin(run, k / pieces, &states[k * size]);
+    if (k % pieces == 0) begin(run, k / pieces, &states[k * size]);
     begin(folding, k / pieces, &totals[k * total_size]);
-    folding.advance(k / pieces, k % pieces * rows, end(k % pieces), &totals[k * total_size], false);
+    folding.advance(k / pieces, from(k), to(k), &totals[k * total_size], false);
   }
   for (int64_t k = 0; k < items * pieces; ++k)
     if (k % pieces + 1 < pieces)
-      carry_on(run, k / pieces, k % pieces * rows, end(k % pieces), &states[k * size], &totals[k * total_size],
-               &states[(k + 1) * size]);
+      carry_on(run, k / pieces, from(k), to(k), &states[k * size], &totals[k * total_size], &states[(k + 1) * size]);
 #pragma omp parallel for schedule(dynamic) num_threads(run.p.threads)
   for (int64_t k = 0; k < items * pieces; ++k) {
-    run.advance(k / pieces, k % pieces * rows, end(k % pieces), &states[k * size], true);
+    run.advance(k / pieces, from(k), to(k), &states[k * size], true);
     if (k % pieces + 1 == pieces) finish(run, k / pieces, &states[k * size]);
   }
 }
@@ -104,8 +102,8 @@ void in_large_pages(void* memory, int64_t bytes) {
 extern "C" void scan(const Problem* p) {
   using C = STEPS::Compute;
   int64_t elements = p->outer * p->length * p->inner;
-  in_large_pages(p->out, elements * with_element(p->result, [](auto e) { return int64_t(sizeof(e)); }));
-  in_large_pages(p->indices, elements * sizeof(int64_t));
+  in_large_pages(p->out, elements * size_of(p->result));
+  in_large_pages(p->indices, elements * size_of(kInt64));
   C empty = std::is_same_v<C, int64_t> ? C(p->empty_integer) : C(p->empty_number);
   if (p->outer * p->inner == 0) return;
   if (p->inner == 1)

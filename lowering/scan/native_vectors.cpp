@@ -45,6 +45,9 @@ struct BFloat { uint16_t bits; };
 template <class C>
 INLINE Vec<C, lanes<C>> splat(C value) { return value - Vec<C, lanes<C>>{}; }
 
+// The quotient of whole numbers, rounded up.
+inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 template <class To, class From>
 INLINE To cast(From from) {
   static_assert(sizeof(To) == sizeof(From));

@@ -50,7 +50,7 @@ void down(const M& machine, const Columns<typename M::Compute>& at, typename M::
   });
 }
 
-// Neighbours, filled up with neutral ones to whole vectors, where the scan ends; out may be x.
+// Whole vectors of neighbours, the first place lowest in memory whatever the order; out may be x.
 template <class C>
 struct Line {
   const void *x, *b;
@@ -60,69 +60,79 @@ struct Line {
   C row, row_step;
 };
 
-template <class F, int width, bool segmented, class V, class Mask>
-INLINE void spread(const F& fold, V* s, Mask& begun) {
-  if constexpr (width < int(sizeof(V) / sizeof(s[0][0]))) {
-    V before[F::planes], joined[F::planes];
-    each<F::planes>([&](auto p) INLINE_LAMBDA {
-      before[p] = later<width>(s[p], splat(fold.identity(p)));
-      joined[p] = s[p];
-    });
-    fold.join(before, joined);
-    each<F::planes>([&](auto p) INLINE_LAMBDA { s[p] = segmented ? (begun ? s[p] : joined[p]) : joined[p]; });
-    if (segmented) begun |= later<width>(begun, Mask{});
-    spread<F, width * 2, segmented>(fold, s, begun);
-  }
-}
+// One vector of a line after the other: log2(L) joins make it a scan of its own, one more joins what came before it.
+template <class M, bool shift, bool segmented>
+struct Carrying {
+  using C = typename M::Compute;
+  using V = Vec<C, lanes<C>>;
+  using Mask = Vec<Bits<C>, lanes<C>>;
+  static constexpr int L = lanes<C>, Q = M::Fold::planes;
 
-// log2(L) joins make each vector a scan of its own; joined with what came before it, the carry, it is done.
+  const M& machine;
+  const typename M::Fold& fold;
+  V carry[Q];
+
+  template <int width>
+  INLINE void spread(V* s, Mask& begun) const {
+    if constexpr (width < L) {
+      V before[Q];
+      each<Q>([&](auto q) INLINE_LAMBDA { before[q] = later<width>(s[q], splat(fold.identity(q))); });
+      join(before, s, begun);
+      if (segmented) begun |= later<width>(begun, Mask{});
+      spread<width * 2>(s, begun);
+    }
+  }
+  INLINE void join(const V* left, V* s, Mask begun) const {
+    V joined[Q];
+    each<Q>([&](auto q) INLINE_LAMBDA { joined[q] = s[q]; });
+    fold.join(left, joined);
+    each<Q>([&](auto q) INLINE_LAMBDA { s[q] = segmented ? (begun ? s[q] : joined[q]) : joined[q]; });
+  }
+  // The states that come out; the carry becomes that of the next vector.
+  INLINE void step(V x, V b, V row, Mask starts, V* out) {
+    Mask begun = starts, all_begun;
+    V s[Q];
+    fold.lift(s, x, b, row);
+    spread<1>(s, begun);
+    all_begun = begun;
+    if (shift && segmented) begun = later<1>(begun, Mask{});
+    each<Q>([&](auto q) INLINE_LAMBDA {
+      out[q] = shift ? later<1>(s[q], splat(fold.identity(q))) : s[q];
+      s[q] = last_of(s[q]);
+    });
+    join(carry, out, begun);
+    join(carry, s, last_of(all_begun));
+    each<Q>([&](auto q) INLINE_LAMBDA {
+      if (shift && segmented) out[q] = starts ? splat(fold.identity(q)) : out[q];
+      carry[q] = s[q];
+    });
+  }
+};
+
+// E, O, I as for `down`; states: one, of `Fold::planes` numbers.
 template <class M, class E, class O, class I, bool shift, bool segmented, bool reverse>
 void along(const M& machine, const typename M::Fold& fold, const Line<typename M::Compute>& at,
            typename M::Compute* states) {
   using C = typename M::Compute;
-  using V = Vec<C, lanes<C>>;
-  using Mask = Vec<Bits<C>, lanes<C>>;
-  constexpr int L = lanes<C>, Q = M::Fold::planes;
-  const E *x_at = static_cast<const E*>(at.x), *b_at = static_cast<const E*>(at.b);
-  O* out = static_cast<O*>(at.out);
-  I* index = static_cast<I*>(at.index);
-  V carry[Q], s[Q], ramp;
-  Mask begun{};
-  each<Q>([&](auto q) INLINE_LAMBDA { carry[q] = splat(states[q]); });
+  using Scanned = Carrying<M, shift, segmented>;
+  constexpr int L = lanes<C>, Q = Scanned::Q;
+  Scanned scanned{machine, fold, {}};
+  typename Scanned::V ramp, out[Q];
+  each<Q>([&](auto q) INLINE_LAMBDA { scanned.carry[q] = splat(states[q]); });
   each<L>([&](auto l) INLINE_LAMBDA { ramp[int(l)] = C(l); });
-  auto join_carry = [&] () INLINE_LAMBDA {
-    V joined[Q];
-    each<Q>([&](auto q) INLINE_LAMBDA { joined[q] = s[q]; });
-    fold.join(carry, joined);
-    each<Q>([&](auto q) INLINE_LAMBDA { s[q] = segmented ? (begun ? s[q] : joined[q]) : joined[q]; });
-  };
+  auto turned = [](auto value) INLINE_LAMBDA { return reverse ? backwards(value) : value; };
   for (int64_t k = 0; k < at.vectors; ++k) {
     int64_t place = (reverse ? at.vectors - 1 - k : k) * L;
-    auto turned = [](auto value) INLINE_LAMBDA { return reverse ? backwards(value) : value; };
-    V x = turned(load<C, L>(x_at + place)), b = x, local[Q];
-    if constexpr (M::inputs == 2) b = turned(load<C, L>(b_at + place));
-    Mask starts{};
-    if (segmented) begun = starts = turned(load<Bits<C>, L>(at.starts + place)) != 0;
-    fold.lift(s, x, b, at.row + (ramp + C(k * L)) * at.row_step);
-    spread<typename M::Fold, 1, segmented>(fold, s, begun);
-    Mask all_begun = begun;
-    each<Q>([&](auto q) INLINE_LAMBDA { local[q] = s[q]; });
-    if (shift) {
-      each<Q>([&](auto q) INLINE_LAMBDA { s[q] = later<1>(s[q], splat(fold.identity(q))); });
-      begun = later<1>(begun, Mask{});
-    }
-    join_carry();
-    if (shift && segmented)
-      each<Q>([&](auto q) INLINE_LAMBDA { s[q] = starts ? splat(fold.identity(q)) : s[q]; });
-    if (out) store<C, L>(out + place, turned(machine.value(s, b)));
-    if constexpr (M::outputs == 2)
-      if (out) store<C, L>(index + place, turned(s[1]));
-    each<Q>([&](auto q) INLINE_LAMBDA { s[q] = last_of(local[q]); });
-    begun = last_of(all_begun);
-    join_carry();
-    each<Q>([&](auto q) INLINE_LAMBDA { carry[q] = s[q]; });
+    auto x = turned(load<C, L>(static_cast<const E*>(at.x) + place)), b = x;
+    if constexpr (M::inputs == 2) b = turned(load<C, L>(static_cast<const E*>(at.b) + place));
+    typename Scanned::Mask starts{};
+    if (segmented) starts = turned(load<Bits<C>, L>(at.starts + place)) != 0;
+    scanned.step(x, b, at.row + (ramp + C(k * L)) * at.row_step, starts, out);
+    if (!at.out) continue;
+    store<C, L>(static_cast<O*>(at.out) + place, turned(machine.value(out, b)));
+    if constexpr (M::outputs == 2) store<C, L>(static_cast<I*>(at.index) + place, turned(out[1]));
   }
-  each<Q>([&](auto q) INLINE_LAMBDA { states[q] = carry[q][0]; });
+  each<Q>([&](auto q) INLINE_LAMBDA { states[q] = scanned.carry[q][0]; });
 }
 
 // Rows of n neighbours as numbers to compute with, and back.

@@ -1,6 +1,6 @@
 """The lowering table: which implementation runs a scan.
 
-The first row that fits a problem runs it. A row is a module with `fits(problem) -> bool` and the functions scan,
+The first row that fits a problem runs it. A row names a module with `fits(problem) -> bool` and the functions scan,
 extremes, linear and linear_total, as `kernels.Kernels` describes them; it needs only those for which it fits.
 """
 
@@ -11,19 +11,41 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import SpError
 from .problem import Problem
 
-ROWS = {
+MODULES = {
     "aten": "sp_compile.lowering.scan.aten",
     "native": "sp_compile.lowering.scan.native",
     "triton": "sp_compile.lowering.triton.scan",
     "blocked": "sp_compile.lowering.scan.blocked",
     "tree": "sp_compile.lowering.scan.tree",
 }
+SMALL = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
 
+
+def is_small(problem: Problem) -> bool:
+    """Does it take longer to launch a kernel from Python than to let torch scan?"""
+    return problem.outer * problem.length * problem.inner <= SMALL
+
+
+class Row(NamedTuple):
+    """An implementation, for the problems of which also `when` holds."""
+
+    name: str
+    when: Callable[[Problem], bool] = lambda problem: True
+
+
+ROWS = (
+    Row("aten", is_small),
+    Row("native"),  # on a CPU with a compiler
+    Row("triton"),  # on a GPU
+    Row("aten"),  # the last dim
+    Row("blocked"),
+    Row("tree"),
+)
 _forced: list[str] = []
 
 
@@ -35,7 +57,7 @@ def kernel(problem: Problem) -> Callable[..., Any]:
 def choose(problem: Problem) -> str:
     """The name of the row. Raises SpError if the one that `using` names does not fit."""
     if not _forced:
-        return next(name for name in ROWS if _module(name).fits(problem))
+        return next(row.name for row in ROWS if row.when(problem) and _module(row.name).fits(problem))
     name = _forced[-1]
     if not _module(name).fits(problem):
         raise SpError(f"scan: the {name!r} row of the lowering table does not fit {problem}")
@@ -45,8 +67,8 @@ def choose(problem: Problem) -> str:
 @contextmanager
 def using(name: str) -> Iterator[None]:
     """Every scan inside, on any thread, runs by the named row: for tests and measurements."""
-    if name not in ROWS:
-        raise SpError(f"scan: the lowering table has no row {name!r}, but {', '.join(ROWS)}")
+    if name not in MODULES:
+        raise SpError(f"scan: the lowering table has no row {name!r}, but {', '.join(MODULES)}")
     _forced.append(name)
     try:
         yield
@@ -56,4 +78,4 @@ def using(name: str) -> Iterator[None]:
 
 @cache
 def _module(name: str) -> ModuleType:
-    return import_module(ROWS[name])
+    return import_module(MODULES[name])

@@ -28,7 +28,7 @@ WINDOW_STATES = 2048
 def _publish(  # type: ignore[no-untyped-def]
     words, values, seconds, slots, at, exists, state, p, q, PACKED: tl.constexpr, PAIR: tl.constexpr
 ):
-    """state: 1, the total of a tile; 2, of all places up to its end. Neither overwrites the other: it may be being read."""
+    """state: 1, the total of a tile; 2, of all places up to its end. Each has memory of its own: some may read it."""
     if PACKED:
         bits = p.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         tl.atomic_xchg(words + at, (state.to(tl.int64) << 32) | bits, mask=exists, sem="relaxed")

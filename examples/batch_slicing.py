@@ -1,0 +1,57 @@
+"""Texts of different lengths, one after the other, without padding; each is sliced out by cumulative lengths.
+
+    python examples/batch_slicing.py                                four simulated ranks
+    torchrun --nproc-per-node 2 examples/batch_slicing.py
+
+By hand, ranks hold texts: a text begins where all texts before it end, on any rank, which is an exclusive scan of their
+lengths. Compiled, ranks hold tokens, and a text is a slice of the sequence that starts and ends on any rank.
+"""
+
+import torch
+from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, say
+from torch import Tensor, nn
+
+from sp_compile import exclusive_scan
+
+LENGTHS = torch.tensor([5, 0, 17, 1, 30, 2, 8, 9])
+WIDTH = 6
+
+
+def by_hand(here: Here) -> Pairs:
+    """Where this rank's texts lie in the packed batch of all ranks; read there, they are its texts."""
+    lengths, padded = here.shard(LENGTHS), here.shard(texts)
+    begin = exclusive_scan(lengths, 0, group=here.group)
+    slices = [packed[b : b + n] for b, n in zip(begin.tolist(), lengths.tolist(), strict=True)]
+    found = nn.utils.rnn.pad_sequence([*slices, packed[: texts.shape[1]]], batch_first=True)[:-1]
+    return [("begins", begin, here.shard(begins)), ("slices", found, padded)]
+
+
+class Means(nn.Module):
+    """(T, WIDTH) tokens of texts of these lengths (N,) -> the mean of what each text has learned (N, WIDTH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        ends = lengths.cumsum(0)
+        index = torch.arange(x.shape[0])[:, None]
+        inside = (index >= ends - lengths) & (index < ends)
+        y = self.linear(x).tanh()
+        before = y.cumsum(0) - y  # of the whole batch; less that of a text's begin, of the text
+        means = inside.to(y).mT @ y / lengths.clamp(min=1)[:, None]
+        return means, before
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    begins = LENGTHS.cumsum(0) - LENGTHS
+    each = [torch.randn(n, WIDTH, dtype=torch.float64) for n in LENGTHS.tolist()]
+    texts, packed = nn.utils.rnn.pad_sequence(each, batch_first=True), torch.cat(each)
+    everywhere(by_hand)
+
+    report = compiled(Means().double(), packed, LENGTHS, seq_dims={"x": 0})
+    if report is not None:
+        say(f"what crosses ranks: {crossing(report)}")
+        assert not report.fallbacks, "something was gathered"
+    finish()

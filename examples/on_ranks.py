@@ -1,0 +1,124 @@
+"""Runs an example on the processes of torchrun, or alone on four simulated ranks of one process.
+
+    everywhere(work)        work(here) on every rank, with its shards; what it returns is compared with one device
+    compiled(model, *args)  a model written for one device under backend="sp", results and gradients against eager
+
+`finish()` ends the script; its exit code tells whether all of it agreed.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import sp_compile
+from sp_compile.mesh import Mesh, Ranks
+from sp_compile.simulate import GROUP, run_ranks
+
+SIMULATED = 4
+TOLERANCE = 1e-9  # all data is float64
+_worst: list[float] = []
+
+
+@dataclass
+class Here:
+    """One rank: which, of how many, and the group that functions on shards take."""
+
+    rank: int
+    n: int
+    group: Mesh
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's rows of a whole tensor, as a leaf of its own."""
+        mine = x.detach().chunk(self.n, dim)[self.rank].clone()
+        return mine.requires_grad_(x.requires_grad)
+
+
+Pairs = list[tuple[str, Tensor, Tensor]]
+
+
+def launched() -> bool:
+    """By torchrun?"""
+    return "RANK" in os.environ
+
+
+def begin() -> None:
+    """Joins the process group, if there are processes."""
+    if launched() and not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+def everywhere(work: Callable[[Here], Pairs]) -> None:
+    """work returns (what, this rank's value, its shard of the value on one device)."""
+    begin()
+    if launched():
+        n = dist.get_world_size()
+        each = [work(Here(dist.get_rank(), n, dist.group.WORLD))]
+    else:
+        n = SIMULATED
+        each = run_ranks(n, lambda rank: work(Here(rank, n, Ranks(n, GROUP))))
+    for rows in zip(*each, strict=True):
+        _compare(f"{rows[0][0]}, {n} ranks", [_error(found, right) for _, found, right in rows])
+
+
+def compiled(model: nn.Module, *args: Tensor, **config: object) -> sp_compile.Report | None:
+    """The report of what crosses ranks, on simulated ranks; on torchrun's the model runs, and there is none."""
+    begin()
+    if not launched():
+        report = sp_compile.verify(model, *args, sp=SIMULATED, **config)
+        _compare(f"compiled, {SIMULATED} ranks", [report.worst])
+        return report
+    config["compiler"] = "aot_eager"  # quick; leave it out to have Inductor generate code
+    alone = copy.deepcopy(model)
+    expected = list(_step(alone, alone, args))
+    found = list(_step(torch.compile(model, backend="sp", options=config), model, args))
+    errors = [_error(a, b) for a, b in zip(found, expected, strict=True)]
+    _compare(f"compiled, {dist.get_world_size()} ranks", errors)
+    return None
+
+
+def crossing(report: sp_compile.Report) -> str:
+    """What a rank sends in the forward and in the backward."""
+    sent = [e for e in report.exchanges if e.op != "shard" or e.forward]
+    return ", ".join(f"{e.op} {e.forward} + {e.backward} bytes" for e in sent)
+
+
+def _step(run: Callable[..., object], model: nn.Module, args: tuple[Tensor, ...]) -> Iterator[Tensor]:
+    results = tree_leaves(run(*args))
+    yield from (y.detach() for y in results)
+    sum(y.square().mean() for y in results if y.requires_grad).backward()
+    yield from (p.grad for p in model.parameters())
+
+
+def _error(found: Tensor, right: Tensor) -> float:
+    if not right.is_floating_point():
+        return 0.0 if torch.equal(found, right) else float("inf")
+    return ((found - right).abs().max() / right.abs().max().clamp(min=1e-30)).item()
+
+
+def _compare(what: str, errors: list[float]) -> None:
+    worst = torch.tensor(max(errors))
+    if launched():
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+    _worst.append(worst.item())
+    say(f"{what:<48} largest relative error against one device: {worst.item():.1e}")
+
+
+def say(text: str) -> None:
+    """Prints on one rank."""
+    begin()
+    if not launched() or dist.get_rank() == 0:
+        print(text)
+
+
+def finish() -> None:
+    """Exits with 1 if anything differed from one device."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if not _worst or max(_worst) > TOLERANCE:
+        raise SystemExit("something differs from one device")
