@@ -26,8 +26,8 @@ def by_hand(here: Here) -> Pairs:
     return [("begins", begin, here.shard(begins)), ("slices", found, padded)]
 
 
-class Means(nn.Module):
-    """(T, WIDTH) tokens of texts of these lengths (N,) -> the mean of what each text has learned (N, WIDTH)."""
+class Texts(nn.Module):
+    """(T, WIDTH) tokens of texts of lengths (N,): what each token learned, summed up to it and over its text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class Means(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         ends = lengths.cumsum(0)
         index = torch.arange(x.shape[0])[:, None]
-        inside = (index >= ends - lengths) & (index < ends)
+        inside = ((index >= ends - lengths) & (index < ends)).to(x)  # (T, N)
         y = self.linear(x).tanh()
-        before = y.cumsum(0) - y  # of the whole batch; less that of a text's begin, of the text
-        means = inside.to(y).mT @ y / lengths.clamp(min=1)[:, None]
-        return means, before
+        total = y.cumsum(0)
+        before = inside * (index == ends - lengths)
+        return total - inside @ (before.mT @ (total - y)), inside.mT @ y
 
 
 if __name__ == "__main__":
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     texts, packed = nn.utils.rnn.pad_sequence(each, batch_first=True), torch.cat(each)
     everywhere(by_hand)
 
-    report = compiled(Means().double(), packed, LENGTHS, seq_dims={"x": 0})
+    report = compiled(Texts().double(), packed, LENGTHS, seq_dims={"x": 0})
     if report is not None:
         say(f"what crosses ranks: {crossing(report)}")
         assert not report.fallbacks, "something was gathered"

@@ -38,7 +38,7 @@ class Pooling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.score = nn.Linear(WIDTH, 1)
+        self.score = nn.Linear(WIDTH, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         score = self.score(x)
@@ -48,7 +48,8 @@ class Pooling(nn.Module):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    scores = 40 * torch.randn(ROWS, CLASSES, dtype=torch.float64, requires_grad=True)
+    scores = 1000 + 3 * torch.randn(ROWS, CLASSES, dtype=torch.float64)  # whose exponentials overflow
+    scores.requires_grad_()
     cotangent = torch.randn(ROWS, CLASSES, dtype=torch.float64)
     probability = scores.softmax(1)
     (gradient,) = torch.autograd.grad(probability, scores, cotangent)

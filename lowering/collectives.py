@@ -201,7 +201,7 @@ def _inside(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     positions = own_positions(frame, n, group, x.device)
     kept = (positions >= start) & (positions < start + length)
     kept_row = kept.to(torch.uint8).argmax()
-    rows = x.index_select(dim, torch.where(kept, torch.arange(len(positions), device=x.device), kept_row))
+    rows = x.index_select(dim, torch.where(kept, torch.arange(positions.shape[0], device=x.device), kept_row))
     return rows.masked_fill(~kept.any(), 1)
 
 

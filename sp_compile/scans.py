@@ -112,8 +112,8 @@ def segmented_scan(
 ) -> Tensor:
     """A scan that begins anew wherever the id changes, as in batches of packed sequences.
 
-    segment_ids: integers, (S,) or broadcast to x, sharded like x. Equal ids stand together, which `check` makes sure of,
-    unless with runs=True each run of them is a segment, and an id may come again as another.
+    segment_ids: integers, (S,) or broadcast to x, sharded like x. Equal ids stand together, which `check` makes sure
+    of, unless with runs=True each run of them is a segment, and an id may come again as another.
 
     >>> segmented_scan(torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1]), 0)
     tensor([3, 4, 2, 6])
@@ -140,8 +140,8 @@ def linear_scan(
     """h_t = a_t * h_(t-1) + b_t along dim: the recurrence of a diagonal state-space model.
 
     a, b (..., S, ...): floating-point, broadcast to each other; h is of their common shape and dtype. initial: h before
-    the first step, that shape without dim, or broadcast to it; zeros if None. With a group it is the same on every rank,
-    and so is its gradient. reverse: h_t = a_t * h_(t+1) + b_t.
+    the first step, that shape without dim, or broadcast to it; zeros if None. With a group it is the same on every
+    rank, and so is its gradient. reverse: h_t = a_t * h_(t+1) + b_t.
 
     >>> linear_scan(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 1.0]), 0)
     tensor([1.0000, 1.5000, 1.7500])

@@ -61,6 +61,30 @@ def test_attention_strategies():
     assert re.findall(r"(\w+) +on 4 ranks", out) == ["ulysses", "ring", "hybrid", "gather", "auto"]
 
 
+# Each compares some values by hand and one compiled model with one device.
+SCANS = {
+    "moe_routing": 4,
+    "packed_sequences": 5,
+    "cumulative_masks": 6,
+    "batch_slicing": 3,
+    "distributed_softmax": 3,
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scans_alone(name):
+    out = run(f"examples/{name}.py")
+    assert out.count("4 ranks ") == out.count("largest relative error against one device") == SCANS[name]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "moe_routing" else pytest.mark.slow) for n in SCANS]
+)
+def test_scans_of_processes(name):
+    out = torchrun(2, f"examples/{name}.py")
+    assert out.count("2 ranks ") == out.count("largest relative error against one device") == SCANS[name]
+
+
 def test_readme():
     """Every python block, in order, in one namespace; the process group is one of a single rank."""
     DecoderLM = runpy.run_path(str(ROOT / "examples" / "models.py"))["DecoderLM"]

@@ -108,15 +108,16 @@ def dynamic(block: str, compiler: str) -> tuple[list[Outcome], int]:
 
     model = build(Model, block=block)
     run = sp(model, dynamic=True, compiler=counting, mesh=worker.mesh(), **ALONG)
-    return [against_eager(model, *text(seq), run=run) for seq in (16, 24, 40, 13, 33)], len(graphs)
+    return [against_eager(model, *text(seq), run=run) for seq in (16, 24, 13, 5)], len(graphs)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_dynamic_lengths(ranks: Ranks, block: str) -> None:
-    results = ranks.run(3, dynamic, block, "aot_eager")
+@pytest.mark.parametrize(("block", "graphs"), [("conv", 2), ("shift", 1)])
+def test_dynamic_lengths(ranks: Ranks, block: str, graphs: int) -> None:
+    """One graph for every length whose shards are longer than a window reaches. (torch's max_pool1d fixes lengths.)"""
+    results = ranks.run(3, dynamic, block, "aot_eager", timeout=300)
     for outcomes in zip(*(outcomes for outcomes, _ in results), strict=True):
         check(outcomes)
-    assert max(graphs for _, graphs in results) == 1
+    assert {made for _, made in results} == {graphs}
 
 
 def counted(block: str, seq: int) -> tuple[dict[str, list[tuple[str, int]]], list[str]]:

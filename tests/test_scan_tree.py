@@ -152,7 +152,7 @@ def depth(name: str, n: int) -> int:
 
 @pytest.mark.parametrize(("name", "each", "once"), [("tree", 10, 5), ("blocked", 12, 50)])
 def test_depth_is_logarithmic(name: str, each: float, once: int) -> None:
-    for n in (4, 33, 1000, 5000, 40_000):
+    for n in (4, 33, 1000, 33_000):
         assert depth(name, n) <= each * math.log2(n) + once, n
 
 

@@ -2,7 +2,7 @@
 
 Where the tree combines two states at a node, this one combines BLOCK, one after another: the blocks are reduced,
 their totals scanned in the same way, and the blocks scanned again, each from what the totals carry into it. Over n
-states that is fewer than 2n(1 + 2/BLOCK) combinations, of which about 2 * BLOCK for each of log_BLOCK(n) levels follow
+states that is at most 2n(1 + 2/BLOCK) combinations, of which about 2 * BLOCK for each of log_BLOCK(n) levels follow
 one another, and the states are read twice and written once.
 """
 
