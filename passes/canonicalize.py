@@ -2,6 +2,7 @@
 
     spellings         ops that read only an operand's dtype or device say so
     reroll            loops over time, unrolled      ->  scans, and one body for all steps
+    scan_rounds       scans in log2 S rounds         ->  scans
     eager_attention   matmul, softmax, matmul        ->  scaled_dot_product_attention
     stack_heads       one attention per head         ->  one attention of all heads
     masks             masks computed from positions  ->  is_causal, no mask, or sp.masked_attention with a predicate
@@ -29,6 +30,7 @@ from .paddings import Paddings
 from .repeats import Repeats
 from .reroll import Reroll
 from .scan_idioms import ScanIdioms
+from .scan_rounds import ScanRounds
 from .spellings import respell
 from .stack_heads import StackHeads
 
@@ -38,7 +40,7 @@ class Canonicalize(PassBase):
 
     def call(self, graph_module: GraphModule) -> PassResult:
         changed = respell(graph_module)
-        for rewrite in (Reroll, EagerAttention, StackHeads, Masks):
+        for rewrite in (Reroll, ScanRounds, EagerAttention, StackHeads, Masks):
             changed = rewrite(graph_module).run() or changed
         changed = _group_heads(graph_module) or changed
         for late in (Repeats, AssociativeScans, ScanIdioms, Paddings):

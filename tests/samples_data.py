@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sample_values import b, c, f, i, one, unit
 
-aten = torch.ops.aten
+aten, sp = torch.ops.aten, torch.ops.sp
 
 
 def tables() -> None:
@@ -148,7 +148,12 @@ def moves_within_dims() -> None:
     one(aten.pad.default, x, [1, -1], "constant", 1.0)
     one(aten.diagonal.default, f(4, 2, 6), 0, 0, 2)
     one((aten.tril.default, aten.triu.default), x)
+    one(aten.constant_pad_nd.default, x, [0, 0, -1, 0])
+    one(aten.unfold.default, x, 1, 2, 1)
     one(aten.unfold.default, x, 1, 2, 2)
+    one(sp.roll.default, x, 1, -1)
+    one(sp.shift.default, x, 1, 1, -1, 0)
+    one(sp.unfold.default, x, 1, 1, 0, 0, 2, 1)
 
 
 def pieces() -> None:
@@ -173,6 +178,7 @@ def pieces() -> None:
 def convolutions() -> None:
     one((aten.conv1d.default,), f(4, 2, 6), f(6, 2, 3), f(6), [1], [1])
     one(aten.conv1d.default, f(2, 6), f(4, 2, 3))
+    one(sp.conv1d.default, f(4, 2, 6), f(6, 2, 3), f(6), 2, 0)
     one(aten.conv1d.padding, f(4, 2, 6), f(6, 2, 3), None, [1], "same")
     one(aten.conv2d.default, f(2, 4, 6, 6), f(4, 1, 3, 3), f(4), [1, 1], [1, 1], [1, 1], 4)
     one(aten.conv2d.padding, f(2, 2, 6, 6), f(4, 2, 3, 3), f(4), [1, 1], "same")
@@ -187,7 +193,10 @@ def convolutions() -> None:
 def pools() -> None:
     line, image = f(2, 4, 6), f(2, 4, 6, 6)
     one((aten.adaptive_avg_pool1d.default, aten.adaptive_max_pool1d.default), line, [3])
+    one((aten.avg_pool1d.default, aten.max_pool1d.default), line, [3], [1], [1])
     one((aten.avg_pool1d.default, aten.max_pool1d.default, aten.max_pool1d_with_indices.default), line, [2])
+    one(sp.avg_pool1d.default, line, 1, 1, 3, 1)
+    one(sp.max_pool1d.default, line, 1, 1, -torch.inf, 3, 1)
     one((aten.reflection_pad1d.default, aten.replication_pad1d.default), line, [1, 2])
     one((aten.upsample_linear1d.vec,), line, [12], False, None)
     one(aten.upsample_nearest1d.vec, line, [12], None)

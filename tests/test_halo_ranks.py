@@ -108,16 +108,16 @@ def dynamic(block: str, compiler: str) -> tuple[list[Outcome], int]:
 
     model = build(Model, block=block)
     run = sp(model, dynamic=True, compiler=counting, mesh=worker.mesh(), **ALONG)
-    return [against_eager(model, *text(seq), run=run) for seq in (16, 24, 13, 5)], len(graphs)
+    return [against_eager(model, *text(seq), run=run) for seq in (16, 24, 13, 7)], len(graphs)
 
 
-@pytest.mark.parametrize(("block", "graphs"), [("conv", 2), ("shift", 1)])
-def test_dynamic_lengths(ranks: Ranks, block: str, graphs: int) -> None:
-    """One graph for every length whose shards are longer than a window reaches. (torch's max_pool1d fixes lengths.)"""
+@pytest.mark.parametrize("block", ["conv", "shift"])
+def test_dynamic_lengths(ranks: Ranks, block: str) -> None:
+    """One graph for all lengths whose shards are as long as a window reaches. (torch's max_pool1d fixes lengths.)"""
     results = ranks.run(3, dynamic, block, "aot_eager", timeout=300)
     for outcomes in zip(*(outcomes for outcomes, _ in results), strict=True):
         check(outcomes)
-    assert {made for _, made in results} == {graphs}
+    assert {made for _, made in results} == {1}
 
 
 def counted(block: str, seq: int) -> tuple[dict[str, list[tuple[str, int]]], list[str]]:

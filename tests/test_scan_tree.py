@@ -140,9 +140,8 @@ def test_the_tree_combines_fewer_than_two_n(n: int) -> None:
 
 def depth(name: str, n: int) -> int:
     """The operations of the longest chain in which each needs the one before."""
-    graph = make_fx(lambda a, b: ALGORITHMS[name](compose, (a, b), 0), tracing_mode="fake")(
-        *torch.rand(2, n, 1)
-    ).graph
+    scan = make_fx(lambda x: ALGORITHMS[name](torch.add, x, 0), tracing_mode="fake")
+    graph = scan(torch.rand(n, 1)).graph
     longest: dict[Any, int] = {}
     for node in graph.nodes:
         before = max((longest[other] for other in node.all_input_nodes), default=0)

@@ -81,7 +81,8 @@ class Kernels:
             first = a[:, :1].to(accumulate) * initial.to(accumulate).unsqueeze(DIM) + b[:, :1]
             b = torch.cat((first, b[:, 1:]), DIM)[:, : b.shape[DIM]]
         h, _ = self.inclusive(compose, (a, b), DIM, _to(accumulate), lambda state: state[1].to(dtype))
-        return _own(*_in_scan_order(reverse, h), b)
+        (h,) = _in_scan_order(reverse, h)
+        return _own(h, b)
 
     def linear_total(
         self, a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,10 +152,10 @@ def local_linear_total(
     return factor.view(shape), state.view(shape)
 
 
-def _problem(
-    kind: str, rows: Tensor, result: torch.dtype, accumulate: torch.dtype, *options: bool | str
-) -> Problem:
-    return Problem(kind, rows.device.type, *rows.shape, rows.dtype, result, accumulate, *options)
+def _problem(kind: str, rows: Tensor, result: torch.dtype, accumulate: torch.dtype, *options: Any) -> Problem:
+    outer, length, inner = rows.shape
+    device = rows.device.type
+    return Problem(kind, device, outer, length, inner, rows.dtype, result, accumulate, *options)
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
