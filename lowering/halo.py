@@ -82,7 +82,7 @@ def _collected(
     if coming:
         rows = Pair.apply(x, _fetch, _return, dim, x.shape[dim], coming, n, group)
         arrived = iter(rows.split([part.rows for part in coming], dim))
-    pieces = []
+    pieces: list[Tensor] = []
     for part in parts:
         if part.comes(n, wraps):
             pieces.append(next(arrived))

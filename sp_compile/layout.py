@@ -110,7 +110,8 @@ REPLICATE = Replicate()
 class Demand:
     """`node` needs its operand whole (or scanned, reduced, attended) along `factor`, and it is placed as `have`.
 
-    kind: whole | align | reduce | mean | total | attend | scan | halo | draw | invariant | stale | no rule: the reason; strategies
+    kind: whole | align | reduce | mean | total | attend | scan | halo | draw | invariant | stale | no rule: the reason;
+        what strategies claim it by
     keeps_sharding: the node goes on running on shards of another operand, so a gathered operand's gradient is partial.
     """
 
