@@ -11,6 +11,7 @@ Leaves alone: rounds that permute other dims on the way, combinations that are n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,16 +23,8 @@ from ..shapes import sizes
 from .edit import Editor
 
 aten = torch.ops.aten
-COMBINED = {
-    aten.mul.Tensor: "prod",
-    aten.add.Tensor: "sum",
-    aten.logaddexp.default: "logsumexp",
-}
-SCANS = {
-    "prod": aten.cumprod.default,
-    "sum": aten.cumsum.default,
-    "logsumexp": aten.logcumsumexp.default,
-}
+COMBINED = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.default: "logsumexp"}
+SCANS = {"prod": aten.cumprod.default, "sum": aten.cumsum.default, "logsumexp": aten.logcumsumexp.default}
 HANDED_ON = (
     aten.slice.Tensor,
     aten.cat.default,
@@ -69,9 +62,12 @@ class ScanRounds(Editor):
                 found = self._leaf(node)
             if found is not None:
                 self.values[node] = found
-        ends = [n for n in self.values if n not in self.dims and any(u not in self.values for u in n.users)]
-        scans = [(n, s) for n in ends for s in [self._scan(n)] if s is not None]
-        for node, (op, leaf) in scans:
+        scans: dict[tuple[Any, Node], Node] = {}
+        for node in self.values:
+            scan = self._scan(node)
+            if scan is not None:
+                scans.setdefault(scan, node)
+        for (op, leaf), node in scans.items():
             self._replace(node, op, leaf)
         return bool(scans)
 
@@ -79,7 +75,7 @@ class ScanRounds(Editor):
         value, dim = node.meta["val"], self.dims[node]
         shape = [1] * value.ndim
         shape[dim] = value.shape[dim]
-        return torch.tensor([self._numbered((None, node, i, i)) for i in range(shape[dim])]).view(shape)
+        return _numbers([self._numbered((None, node, i, i)) for i in range(shape[dim])], shape)
 
     def _numbered(self, row: Row) -> int:
         if row not in self.number:
@@ -100,10 +96,13 @@ class ScanRounds(Editor):
             return None
         op = COMBINED[node.target]
         pairs = zip(left.flatten().tolist(), right.flatten().tolist())
-        return torch.tensor([self._combined(op, a, b) for a, b in pairs], dtype=left.dtype).view(left.shape)
+        return _numbers([self._combined(op, a, b) for a, b in pairs], left.shape)
 
     def _handed_on(self, node: Node) -> Tensor | None:
-        if node.target in (aten.pad.default, aten.constant_pad_nd.default) and Call(node)["value"] not in (None, 0):
+        if node.target in (aten.pad.default, aten.constant_pad_nd.default) and Call(node)["value"] not in (
+            None,
+            0,
+        ):
             return None
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         found, value = node.target(*args, **kwargs), node.meta["val"]
@@ -127,6 +126,7 @@ class ScanRounds(Editor):
         value, whole = node.meta["val"], leaf.meta["val"]
         factor = op[1].meta["val"] if isinstance(op, tuple) else whole
         alike = all(sizes(x.shape) == sizes(value.shape) and x.dtype == value.dtype for x in (whole, factor))
+        alike = alike and (not isinstance(op, tuple) or value.is_floating_point())
         return (op, leaf) if alike and value.shape[self.dims[leaf]] == len(found) else None
 
     def _replace(self, node: Node, op: Any, leaf: Node) -> None:
@@ -140,10 +140,15 @@ class ScanRounds(Editor):
             if isinstance(op, tuple):
                 out = self.compute(torch.ops.sp.linear_scan.default, (*operands, None, dim), node)
             else:
-                out = self.compute(SCANS[op], (operands[0], dim), node)
+                same = {} if op == "logsumexp" else {"dtype": node.meta["val"].dtype}
+                out = self.compute(SCANS[op], (operands[0], dim), node, same)
             if undo is not None:
                 out = self.compute(undo.target, (out, *undo.args[1:]), node)
         self.replace(node, out)
+
+
+def _numbers(values: list[int], shape: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu").view(list(shape))
 
 
 def _leaves(node: Node) -> dict[Node, int]:
@@ -179,7 +184,9 @@ def _combine(op: str, before: Row, after: Row) -> Row | None:
 def _turned(operands: list[Node], dim: int) -> tuple[list[Node], int] | None:
     """The operands before their dims were turned alike, and which of those was `dim`."""
     head = operands[0]
-    if head.target not in TURNS or any(x.target is not head.target or x.args[1:] != head.args[1:] for x in operands):
+    if head.target not in TURNS or any(
+        x.target is not head.target or x.args[1:] != head.args[1:] for x in operands
+    ):
         return None
     ndim = head.meta["val"].ndim
     marks = torch.empty([d + 1 for d in range(ndim)], device="meta")

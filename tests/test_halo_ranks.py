@@ -98,8 +98,8 @@ def test_inductor(ranks: Ranks, block: str) -> None:
     check(ranks.run(2, step, block, 12, {"compiler": "inductor"}))
 
 
-def dynamic(block: str, compiler: str) -> tuple[list[Outcome], int]:
-    """Several lengths through one compiled model, and how many graphs it took."""
+def dynamic(block: str, compiler: str) -> list[tuple[Outcome, int]]:
+    """Several lengths through one compiled model, and how many graphs it took so far."""
     graphs: list[Any] = []
 
     def counting(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -108,16 +108,16 @@ def dynamic(block: str, compiler: str) -> tuple[list[Outcome], int]:
 
     model = build(Model, block=block)
     run = sp(model, dynamic=True, compiler=counting, mesh=worker.mesh(), **ALONG)
-    return [against_eager(model, *text(seq), run=run) for seq in (16, 24, 13, 7)], len(graphs)
+    return [(against_eager(model, *text(seq), run=run), len(graphs)) for seq in (16, 24, 13, 7)]
 
 
 @pytest.mark.parametrize("block", ["conv", "shift"])
 def test_dynamic_lengths(ranks: Ranks, block: str) -> None:
     """One graph for all lengths whose shards are as long as a window reaches. (torch's max_pool1d fixes lengths.)"""
     results = ranks.run(3, dynamic, block, "aot_eager", timeout=300)
-    for outcomes in zip(*(outcomes for outcomes, _ in results), strict=True):
-        check(outcomes)
-    assert {made for _, made in results} == {1}
+    for one in zip(*results, strict=True):
+        check([outcome for outcome, _ in one])
+    assert len({made for found in results for _, made in found}) == 1
 
 
 def counted(block: str, seq: int) -> tuple[dict[str, list[tuple[str, int]]], list[str]]:

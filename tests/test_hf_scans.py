@@ -98,7 +98,10 @@ MODELS: dict[str, Make] = {
     "mamba, associative_scan": partial(mamba, associative=True),
     "mamba2": mamba2,
     **EXPERTS,
-    **{f"{name}, batched": partial(make, experts_implementation="batched_mm") for name, make in EXPERTS.items()},
+    **{
+        f"{name}, batched": partial(make, experts_implementation="batched_mm")
+        for name, make in EXPERTS.items()
+    },
 }
 
 

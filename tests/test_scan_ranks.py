@@ -113,6 +113,9 @@ CASES = {
 }
 
 
+COMPILED_OFTEN = ("sum", "exclusive sum of segments")
+
+
 def _extended(case: Case, x: Tensor, ids: Tensor | None) -> Tensor:
     return call(case, x * 2, ids).sin()
 
@@ -131,7 +134,13 @@ def _inductor(case: Case) -> list[float]:
     return _compiled([case], backend="inductor")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *COMPILED_OFTEN,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in COMPILED_OFTEN),
+    ],
+)
 def test_inductor(ranks, name: str) -> None:
     for worst in ranks.run(2, _inductor, CASES[name]):
         assert max(worst) < 1e-9
