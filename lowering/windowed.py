@@ -250,6 +250,8 @@ def is_ring(frame: Frame, n: int) -> bool:
 def roll_shifts(shift: int, frame: Frame, n: int) -> list[tuple[int, int]]:
     """(ranks further on, rows) of every shift in the forward of a roll on shards."""
     s = rows_held(frame, n)
+    if shift == 0:
+        return []
     if is_ring(frame, n):
         return shifts_of(-shift, s - shift, s, n, wraps=True)
     turn = turn_of(shift, frame)
@@ -269,6 +271,8 @@ def roll(x: Tensor, dim: int, shift: int, frame: Frame | None = None, n: int = 1
     if frame is None:
         return x.roll(shift, dim)
     s = rows_held(frame, n)
+    if shift == 0:
+        return x
     if is_ring(frame, n):
         return around_ring(x, dim, -shift, s - shift, s, n, group)
     turn = turn_of(shift, frame)

@@ -236,7 +236,8 @@ def _slide(call: Call, rule: Factors, have: Sequence[Placement], base: Shard, n:
         if i and isinstance(p, Shard)
     )
     if isinstance(placed, str):
-        demand = Demand(node, 0, factor, "halo", have[0], why=f"needs its neighbours along {factor!r}: {placed}")
+        why = f"every position needs its neighbours, and {placed}"
+        demand = Demand(node, 0, factor, "halo", have[0], why=why)
         return Step(None, (REPLICATE,) * len(rule.results), (demand, *others))
     alone = n == 1 and base.frame.exact(1) and placed.frame.exact(1)
     demands = () if alone else (Demand(node, 0, factor, "halo", have[0], why=NEIGHBOURS),)

@@ -9,6 +9,7 @@ import operator
 
 from torch.fx import Node
 
+from ..call import Call
 from ..layout import Plan, Shard
 from ..movement import Reshape, Window
 from ..rule import Factors, lookup, transfer_of
@@ -25,7 +26,7 @@ def stays_smooth(node: Node, plan: Plan) -> bool:
             if user in seen:
                 continue
             seen.add(user)
-            if user.target in ON_SHARDS:  # reads constants outside the window, whose cotangents are zeros
+            if user.target in ON_SHARDS and Call(user)["frame"] is not None:  # reads constants outside the window, whose cotangents are zeros
                 continue
             if user.target is operator.getitem:
                 todo.append(user)

@@ -55,7 +55,8 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
         elif node.target in SCANS:
             out += [_exchange(node, name, Call(node).operands[:1], *sent) for sent in _scan(Call(node), n)]
         elif node.target in ON_SHARDS:
-            out += [_exchange(node, name, Call(node).operands[:1], sent, sent) for sent in _halo(Call(node), n)]
+            call = Call(node)
+            out += [_exchange(node, name, call.operands[:1], sent, sent) for sent in _halo(call, n)]
         elif name in FORWARD_AND_BACKWARD:
             operands = (
                 [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if _is_tensor(v)]

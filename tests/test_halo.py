@@ -191,7 +191,7 @@ def test_any_dtype_is_shifted_and_rolled(n: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
-@pytest.mark.parametrize("by", [1, -1, 2, -2, 4, -4])
+@pytest.mark.parametrize("by", [0, 1, -1, 2, -2, 4, -4])
 def test_roll(n: int, size: int, start: int, by: int) -> None:
     if abs(by) < size - start:
         x = operand(size, start, 1)
