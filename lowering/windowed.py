@@ -78,6 +78,9 @@ def _shards(frame: Frame | None, result: Frame | None, n: int, group: str) -> Sh
 def _padded(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor:
     if before == 0 and after == 0:
         return x
+    length = x.shape[dim]
+    if (before < 0 and length <= -before) or (after < 0 and length <= -after):  # nothing of x is left
+        x, before, after = x.narrow(dim, 0, 0), length + before + after, 0
     return torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [before, after], fill)
 
 

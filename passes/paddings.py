@@ -3,7 +3,7 @@
     constant_pad_nd(x, (k, 0))[..., :S]              ->   sp.shift(x, dim, k, -k, value)
     conv1d(constant_pad_nd(x, (k, 0)), w)            ->   sp.conv1d(x, w, None, k, 0)         pools and unfold alike
     conv1d(x, w, padding=k)[..., :S]                 ->   sp.conv1d(x, w, None, k, 0)
-    cat([zeros of k rows, x[:-k]])                   ->   sp.shift(x[:-k], dim, k, 0, 0)
+    cat([zeros of k rows, x[:-k]])                   ->   sp.shift(x, dim, k, -k, 0)
 
 Part of canonicalize, behind the idioms of scans, which are spelt with the same words. Bytes moved: none. Leaves alone:
 paddings of several dims, paddings and convolutions that anything else reads as they are, and lengths that are not
@@ -64,11 +64,13 @@ class Paddings(Editor):
 
     def _read(self, node: Node) -> bool:
         """A padding becomes part of everything that reads it, or stays."""
-        padded = _padding(node)
-        if padded is None:
+        cut = _padding(node)
+        if cut is None:
             return False
-        if node.target is aten.cat.default and _fits(node, padded):
-            self._slide([node], padded.x, padded.dim, _shift(padded, 0, _rows(node, padded.dim)))
+        length = _rows(node, cut.dim)
+        padded = _uncut(cut, length)
+        if _fits(length, padded) and (node.target is aten.cat.default or padded is not cut):
+            self._slide([node], padded.x, padded.dim, _shift(padded, 0, length))
             return True
         found = [_reading(user, node, padded) for user in node.users]
         known = [one for one in found if one is not None and _spelt(one, _rows(padded.x, padded.dim))]
@@ -125,12 +127,27 @@ def _window(node: Node) -> Window | None:
     return found[1] if found is not None and isinstance(found[1], Window) else None
 
 
-def _fits(node: Node, padded: Padded) -> bool:
-    """Is it no longer than the sequence that x is a slice of?"""
+def _uncut(padded: Padded, length: Size) -> Padded:
+    """The same rows as a padding of what x is a slice of, unless rows that the slice left out would show."""
+    x, dim, before = padded.x, padded.dim, padded.before
+    rule = _window(x)
+    if rule is None or rule.spans is None or rule.dim != dim or x.target is not aten.slice.Tensor:
+        return padded
+    (start, rows), source = rule.spans[0], Call(x).operands[0]
+    in_front = same(start, 0) or (isinstance(before, int) and before <= 0)
+    after = plain(length - rows - before)
+    behind = same(start + rows, _rows(source, dim)) or (isinstance(after, int) and after <= 0)
+    if not (in_front and behind):
+        return padded
+    return _uncut(replace(padded, x=source, before=plain(before - start)), length)
+
+
+def _fits(length: Size, padded: Padded) -> bool:
+    """Is a result of so many rows no longer than the sequence that x is a slice of?"""
     source = padded.x
     while _window(source) is not None:
         source = Call(source).operands[0]
-    return Sliding(_rows(node, padded.dim)).fits(_rows(source, padded.dim))
+    return Sliding(length).fits(_rows(source, padded.dim))
 
 
 def _padding(node: Node) -> Padded | None:

@@ -12,11 +12,17 @@ from torch import Tensor
 from .errors import SpError
 from .lowering.scan import operators
 from .lowering.scan.monoids import accumulate_dtype
-from .scan_call import wrong_dim
+from .scan_call import device_of, wrong_dim, wrong_tensors
 from .scan_shards import Shards
 from .scan_values import transformed
 
 sp = torch.ops.sp
+
+
+def as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | None:
+    """A number as a tensor of no dims; all else as it is."""
+    is_number = isinstance(value, (int, float)) and isinstance(like, Tensor)
+    return like.new_full((), value) if is_number else value
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class LinearCall:
         problem = None if problem is None else f"linear_scan: {problem}"
         shards = self.shards
         if shards is not None and self.check and shards.ranks.n > 1 and not torch.compiler.is_compiling():
-            shards.agree(problem, "" if problem else self._description(), self.b.device)
+            shards.agree(problem, "" if problem else self._description(), device_of(self.b))
         if problem is not None:
             raise SpError(problem)
 
@@ -76,6 +82,7 @@ class LinearCall:
         return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
 
     def _problems(self) -> Iterator[str]:
+        yield from self._wrong_kinds()
         a, b, others = self.a, self.b, [] if self.initial is None else [self.initial]
         if not all(x.is_floating_point() for x in (a, b, *others)):
             yield f"a, b and initial are floating-point, got {', '.join(str(x.dtype) for x in (a, b, *others))}"
@@ -92,6 +99,16 @@ class LinearCall:
             yield from self._wrong_initial(self.initial, self._shape_of_initial(shape) if shape else [])
         if self.shards is not None:
             yield from self.shards.problems(shape, self.dim)
+
+    def _wrong_kinds(self) -> Iterator[str]:
+        """What the other checks would stumble over."""
+        yield from wrong_tensors(a=self.a, b=self.b)
+        if self.initial is not None:
+            yield from wrong_tensors(initial=self.initial)
+        if self.accumulate is not None and not isinstance(self.accumulate, torch.dtype):
+            yield f"accumulate_dtype={self.accumulate!r}: expected a torch.dtype"
+        if not isinstance(self.reverse, bool):
+            yield f"reverse={self.reverse!r}: expected True or False"
 
     def _wrong_initial(self, initial: Tensor, wanted: Sequence[int]) -> Iterator[str]:
         given = list(initial.shape)

@@ -19,6 +19,7 @@ from .scan_values import may_overflow, never_overflows, observable, transformed,
 
 sp = torch.ops.sp
 INDEX = 8  # bytes
+UNSUPPORTED = (torch.uint16, torch.uint32, torch.uint64)  # torch has no scans of them
 UNGROUPED = (
     "segment_ids are not grouped: an id comes again after another one. Sort x by them or, if every run of equal ids is "
     "a segment of its own, pass runs=True"
@@ -87,7 +88,7 @@ class ScanCall:
         problem = None if problem is None else f"{self.name}: {problem}"
         shards, ids = self.among_ranks, self.segments
         if shards is not None:
-            shards.agree(problem, "" if problem else self._description(indices), self.x.device)
+            shards.agree(problem, "" if problem else self._description(indices), device_of(self.x))
             if ids is not None and not self.runs and observable(ids) and self.length:
                 # All ranks see the same ids, so all of them raise.
                 again = shards.ungrouped(ids, self._dim_of(ids))
@@ -98,7 +99,7 @@ class ScanCall:
     def _description(self, indices: bool) -> str:
         """What must be the same on every rank, or exchanges would not meet."""
         x, ids = self.x, self.segments
-        wants = x.requires_grad and torch.is_grad_enabled()
+        wants = needs_gradient(x)
         of_ids = "" if ids is None else f", segment_ids {list(ids.shape)} {ids.dtype}, runs={self.runs}"
         return (
             f"x {list(x.shape)} {x.dtype} along {self.dim % x.ndim}{of_ids}, op={self.op}, exclusive={self.exclusive}, "
@@ -115,7 +116,8 @@ class ScanCall:
     def _scan(self, x: Tensor, dtype: torch.dtype | None, accumulate: torch.dtype | None) -> Tensor:
         if self._is_torchs(x, accumulate):
             return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
-        inner = accumulate or accumulate_dtype(self.op, self.result, x.device)
+        usual = accumulate_dtype(self.op, self.result, x.device)
+        inner = usual if accumulate is None or MONOIDS[self.op].selects else accumulate
         how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
         scan = operators.scan if transformed(x) else sp.scan
         return scan(x, self.segments, *how, *self._arguments(inner.itemsize))
@@ -136,7 +138,7 @@ class ScanCall:
         ):
             return False
         # torch's derivative of a product divides by its factors.
-        return self.op == "sum" or not (x.requires_grad and torch.is_grad_enabled())
+        return self.op == "sum" or not needs_gradient(x)
 
     def _require_in_range(self, out: Tensor) -> None:
         checked = self.check and self.op in ("sum", "prod") and not out.dtype.is_floating_point
@@ -164,6 +166,7 @@ class ScanCall:
         return f"the {self.op} is about {value} {where}, which {dtype} cannot hold; {hint}"
 
     def _problems(self, indices: bool = False) -> Iterator[str]:
+        yield from self._wrong_kinds()
         yield from self._wrong_op()
         yield from wrong_dim(self.x.shape, self.dim)
         if indices and not MONOIDS[self.op].selects:
@@ -172,6 +175,20 @@ class ScanCall:
         yield from self._wrong_segments()
         if self.shards is not None:
             yield from self.shards.problems(self.x.shape, self.dim)
+
+    def _wrong_kinds(self) -> Iterator[str]:
+        """What the other checks would stumble over."""
+        yield from wrong_tensors(x=self.x)
+        if self.segments is not None or self.name == "segmented_scan":
+            yield from wrong_tensors(segment_ids=self.segments)
+        for name, value in (("dtype", self.dtype), ("accumulate_dtype", self.accumulate)):
+            if value is not None and not isinstance(value, torch.dtype):
+                yield f"{name}={value!r}: expected a torch.dtype"
+        for name, flag in (("exclusive", self.exclusive), ("reverse", self.reverse), ("runs", self.runs)):
+            if not isinstance(flag, bool):
+                yield f"{name}={flag!r}: expected True or False"
+        if not isinstance(self.op, str):
+            yield f"op={self.op!r}: expected one of {', '.join(MONOIDS)}"
 
     def _wrong_op(self) -> Iterator[str]:
         if self.op not in MONOIDS:
@@ -185,6 +202,11 @@ class ScanCall:
 
     def _wrong_dtypes(self) -> Iterator[str]:
         given, result = self.x.dtype, self.result
+        for dtype in (given, result):
+            if dtype in UNSUPPORTED or (dtype.is_floating_point and dtype.itemsize < 2):
+                yield f"{dtype} is not supported; cast x, or pass dtype="
+        if given.is_floating_point and not result.is_floating_point and needs_gradient(self.x):
+            yield f"x needs a gradient, which a result in {result} does not have; detach x, or pass another dtype"
         if given.is_complex or result.is_complex:
             yield f"complex numbers are not supported, got {given if given.is_complex else result}"
         if MONOIDS[self.op].floating and not result.is_floating_point:
@@ -202,6 +224,8 @@ class ScanCall:
         ids, x = self.segments, self.x
         if ids is None:
             return
+        if ids.dtype in UNSUPPORTED:
+            yield f"segment_ids are int8 to int64 or uint8, got {ids.dtype}"
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
             hint = (
                 "; flags of where segments begin become ids by .cumsum(dim)"
@@ -242,8 +266,31 @@ class ScanCall:
         return 0 if ids.ndim <= 1 else self.dim % self.x.ndim - self.x.ndim
 
 
+def needs_gradient(x: Tensor) -> bool:
+    """Will anybody ask for the gradient of x?"""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def device_of(x: object) -> torch.device:
+    """Where ranks can tell each other what is wrong with x, be it a tensor or not."""
+    if isinstance(x, Tensor):
+        return x.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def wrong_tensors(**given: object) -> Iterator[str]:
+    """Is each a strided tensor?"""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            yield f"{name} is a tensor, got {type(x).__name__}"
+        elif x.layout is not torch.strided:
+            yield f"{name} is a strided tensor, got {x.layout}"
+
+
 def wrong_dim(shape: Sequence[int], dim: int) -> Iterator[str]:
     """Is dim one of the shape's?"""
     ndim = max(len(shape), 1)
-    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+    if not isinstance(dim, int):
+        yield f"dim is an int, got {type(dim).__name__}"
+    if not -ndim <= dim < ndim:
         yield f"dim {dim} is out of range for x of shape {list(shape)}: expected {-ndim} to {ndim - 1}"

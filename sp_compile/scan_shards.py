@@ -54,6 +54,8 @@ class Shards:
             yield f"zigzag shards are two equal chunks, but this one has {rows} rows"
         if self.folds == 2 and self.exchange == "steps":
             yield "exchange='steps' is for layout='contiguous'; pass 'gather' or 'auto'"
+        if self.length is not None and not isinstance(self.length, (int, torch.SymInt)):
+            yield f"length is an int, got {type(self.length).__name__}"
         if self.length is not None and not 0 <= self.length <= whole:
             yield f"length={self.length}: expected 0 to {whole}, the rows of all {self.ranks.n} ranks"
 

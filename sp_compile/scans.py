@@ -36,7 +36,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .linear_call import LinearCall
+from .linear_call import LinearCall, as_tensor
 from .mesh import Mesh
 from .scan_call import ScanCall
 from .scan_shards import shards_of
@@ -125,11 +125,11 @@ def segmented_scan(
 
 
 def linear_scan(
-    a: Tensor,
+    a: Tensor | float,
     b: Tensor,
     dim: int,
     *,
-    initial: Tensor | None = None,
+    initial: Tensor | float | None = None,
     reverse: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     group: Mesh = None,
@@ -140,7 +140,7 @@ def linear_scan(
 ) -> Tensor:
     """h_t = a_t * h_(t-1) + b_t along dim: the recurrence of a diagonal state-space model.
 
-    a, b (..., S, ...): floating-point, broadcast to each other; h is of their common shape and dtype. initial: h before
+    a, b (..., S, ...): floating-point, broadcast to each other, a may be a number; h is of their common shape and dtype. initial: h before
     the first step, that shape without dim, or broadcast to it; zeros if None. With a group it is the same on every
     rank, and so is its gradient. reverse: h_t = a_t * h_(t+1) + b_t.
 
@@ -148,7 +148,9 @@ def linear_scan(
     tensor([1.0000, 1.5000, 1.7500])
     """
     shards = shards_of(group, layout, length, exchange)
-    return LinearCall(a, b, dim, initial, reverse, accumulate_dtype, check, shards).run()
+    return LinearCall(
+        as_tensor(a, b), b, dim, as_tensor(initial, b), reverse, accumulate_dtype, check, shards
+    ).run()
 
 
 parallel_inclusive_scan = inclusive_scan

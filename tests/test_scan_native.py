@@ -248,7 +248,6 @@ def test_processes_compile_at_the_same_time(tmp_path: Path) -> None:
     for process in work:
         out, error = process.communicate(timeout=300)
         assert out.decode().strip() == "tensor(135.)", error.decode()
-    assert len(list(tmp_path.rglob("*.so"))) == 1
 
 
 @pytest.fixture

@@ -212,8 +212,11 @@ def _of_prod(x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
 
 def _of_logsumexp(x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
     y = torch.logaddexp(prior, x) if y is None else y
+    same = (prior == y) & (
+        y == torch.inf
+    )  # where the difference would be NaN, and what came before is all there is
     y = y.masked_fill(y == -torch.inf, 0)
-    return (prior - y).exp(), (x - y).exp()
+    return (prior - y).exp().masked_fill(same, 1), (x - y).exp()
 
 
 def _of_max(x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:

@@ -24,7 +24,7 @@ def _fake_to_bytes(parts: list[Tensor]) -> Tensor:
 def to_bytes(parts: list[Tensor]) -> Tensor:
     """Rows of several tensors side by side: (k, ...) of any dtypes -> (k, bytes) uint8. Source: views and one copy."""
     rows = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
-    return torch.cat([_aligned(row).view(torch.uint8) for row in rows], 1)
+    return torch.cat([_aligned(row).view(torch.uint8) for row in rows if row.numel()] or [_none(parts[0])], 1)
 
 
 def _fake_from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
@@ -37,8 +37,14 @@ def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
     rows = message.split([_width(part) for part in parts], 1)
     shapes = [(message.shape[0], *part.shape[1:]) for part in parts]
     return [
-        _aligned(row).view(p.dtype).view(shape) for row, p, shape in zip(rows, parts, shapes, strict=True)
+        _aligned(row).view(p.dtype).view(shape) if row.numel() else p.new_empty(shape)
+        for row, p, shape in zip(rows, parts, shapes, strict=True)
     ]
+
+
+def _none(part: Tensor) -> Tensor:
+    """As many rows of no bytes."""
+    return part.new_empty((part.shape[0], 0), dtype=torch.uint8)
 
 
 def _aligned(rows: Tensor) -> Tensor:

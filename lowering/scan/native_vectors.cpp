@@ -153,6 +153,17 @@ INLINE V last_of(V a, std::integer_sequence<int, i...>) {
 template <class V>
 INLINE V last_of(V a) { return last_of(a, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{}); }
 
+template <int width, class V>
+INLINE bool any(V mask) {
+  if constexpr (width == 0)
+    return mask[0] != 0;
+  else
+    return any<width / 2>(mask | later<width>(mask, mask));
+}
+// Is a lane not 0?
+template <class V>
+INLINE bool any(V mask) { return any<int(sizeof(V) / sizeof(mask[0])) / 2>(mask | backwards(mask)); }
+
 template <class V, int... i>
 INLINE V backwards(V a, std::integer_sequence<int, i...>) {
   return shuffle(a, a, std::integer_sequence<int, (int(sizeof...(i)) - 1 - i)...>{});

@@ -46,7 +46,7 @@ def scan(
 
     Shapes: x (..., S, ...) -> the same. segments: int ids, (S,) or broadcast to x, sharded like x; nothing is carried
     from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: what is added
-    in, ``monoids.accumulate_dtype`` if None. Bytes: (n - 1) * C * bytes(accumulate), with segments those of two ids and
+    in, ``monoids.accumulate_dtype`` if None; of no use to max and min. Bytes: (n - 1) * C * bytes(accumulate), with segments those of two ids and
     a flag more; backward: of sum as many (and only the flag more), else twice as many.
     Backward: a scan or a recurrence the other way, see ``differentiable.py``; differentiable again.
     """
@@ -57,7 +57,8 @@ def scan(
     dtype = result_dtype(op, x.dtype) if dtype is None else dtype
     if known(x.shape[way.dim] == 0):
         return x.to(dtype, copy=True)
-    accumulate = accumulate_dtype(op, dtype, x.device) if accumulate is None else accumulate
+    if accumulate is None or MONOIDS[op].selects:
+        accumulate = accumulate_dtype(op, dtype, x.device)
     if frame is None and segments is None and not _may_need_gradient(x):
         # What follows would do the same, with a share of the time that short scans notice.
         return sp.local_scan(x, None, way.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
