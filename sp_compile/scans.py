@@ -140,9 +140,9 @@ def linear_scan(
 ) -> Tensor:
     """h_t = a_t * h_(t-1) + b_t along dim: the recurrence of a diagonal state-space model.
 
-    a, b (..., S, ...): floating-point, broadcast to each other, a may be a number; h is of their common shape and dtype. initial: h before
-    the first step, that shape without dim, or broadcast to it; zeros if None. With a group it is the same on every
-    rank, and so is its gradient. reverse: h_t = a_t * h_(t+1) + b_t.
+    a, b (..., S, ...): floating-point, broadcast to each other, a may be a number; h is of their common shape and
+    dtype. initial: h before the first step, of that shape without dim, or broadcast to it, or a number; zeros if None.
+    With a group it is the same on every rank, and so is its gradient. reverse: h_t = a_t * h_(t+1) + b_t.
 
     >>> linear_scan(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 1.0]), 0)
     tensor([1.0000, 1.5000, 1.7500])

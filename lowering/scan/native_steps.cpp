@@ -81,6 +81,7 @@ struct Extremes : Machine<C> {
   static constexpr int planes = 2, outputs = 2, vectors = 4;
 
   C identity(int plane) const { return plane ? C(0) : this->empty; }
+  static INLINE auto wins(V later, V earlier) { return Op::wins(later, earlier); }
   static INLINE void lift(V* s, V x, V, V row) { s[0] = x, s[1] = row; }
   static INLINE void join(const V* left, V* s) {
     auto wins = Op::wins(s[0], left[0]);

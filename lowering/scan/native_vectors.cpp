@@ -153,16 +153,18 @@ INLINE V last_of(V a, std::integer_sequence<int, i...>) {
 template <class V>
 INLINE V last_of(V a) { return last_of(a, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{}); }
 
-template <int width, class V>
-INLINE bool any(V mask) {
-  if constexpr (width == 0)
-    return mask[0] != 0;
-  else
-    return any<width / 2>(mask | later<width>(mask, mask));
+template <int width, class V, int... i>
+INLINE bool any(V mask, std::integer_sequence<int, i...> all) {
+  if constexpr (width == 0) return mask[0] != 0;
+  else return any<width / 2>(
+      mask | shuffle(mask, mask, std::integer_sequence<int, ((i + width) % int(sizeof...(i)))...>{}), all);
 }
 // Is a lane not 0?
 template <class V>
-INLINE bool any(V mask) { return any<int(sizeof(V) / sizeof(mask[0])) / 2>(mask | backwards(mask)); }
+INLINE bool any(V mask) {
+  constexpr int L = sizeof(V) / sizeof(mask[0]);
+  return any<L / 2>(mask, std::make_integer_sequence<int, L>{});
+}
 
 template <class V, int... i>
 INLINE V backwards(V a, std::integer_sequence<int, i...>) {

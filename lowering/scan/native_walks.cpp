@@ -90,6 +90,9 @@ struct Carrying {
   }
   // The states that come out; the carry becomes that of the next vector.
   INLINE void step(V x, V b, V row, Mask starts, V* out) {
+    // Most often no element is a new extreme.
+    if constexpr (M::outputs == 2 && !segmented)
+      if (!any(machine.wins(x, carry[0]))) return each<Q>([&](auto q) INLINE_LAMBDA { out[q] = carry[q]; });
     Mask begun = starts, all_begun;
     V s[Q];
     fold.lift(s, x, b, row);
