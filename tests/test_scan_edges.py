@@ -1,9 +1,10 @@
-"""Scans by hand and shifts at their edges: empty dims, lone rows, options that do not apply, operands of wrong kinds."""
+"""Scans by hand and shifts at their edges: empty dims, lone rows, options that do not apply, wrong operands."""
 
 import pytest
-import sp_compile
 import torch
 import torch.nn.functional as F
+
+import sp_compile
 from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 from sp_compile.mesh import Ranks
 from sp_compile.simulate import run_ranks
