@@ -65,7 +65,7 @@ class AssociativeScans(Editor):
         if calls:
             self.drop_dead()
         for node in calls:
-            found = combining(getattr(self.gm, node.args[0].target), len(node.args[1]))
+            found = combining(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
             if found is not None and all(self._fits(node, one) for one in found):
                 self._rewrite(node, found)
                 changed = True
@@ -157,7 +157,7 @@ class Trees(Editor):
         """True if the graph changed."""
         found = _calls(self.gm)
         for node in found:
-            self._inline(node, getattr(self.gm, node.args[0].target))
+            self._inline(node, self.gm.get_submodule(node.args[0].target))
         if found:
             self.graph.lint()
             self.gm.recompile()

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from ..call import Call
 from ..layout import Demand, Plan, Shard
+from ..lowering.scan.monoids import accumulate_dtype
 from ..shapes import Size, same, sizes
 from .edit import Editor
 from .rewrite import Note, Rewrite, analyse
@@ -31,7 +32,6 @@ COMBINE = {
     "max": aten.maximum.default,
     "min": aten.minimum.default,
 }
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class NestedScan(Rewrite):
@@ -88,8 +88,9 @@ class _Nested:
         self.editor, self.node, self.value = editor, node, node.meta["val"]
         self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
         self.exclusive, self.reverse = call["exclusive"], call["reverse"]
-        # Parts are added up in float32, as one scan would; the sum is rounded once.
-        self.wide = torch.float32 if self.value.dtype in HALVES else self.value.dtype
+        # What one scan adds in, so that the sum of the parts is rounded once, as its result is.
+        usual = accumulate_dtype(self.op, self.value.dtype, self.value.device)
+        self.wide = call["accumulate"] or usual
 
     def run(self, shard: Shard) -> Node:
         dim, length = self.dim, shard.frame.length

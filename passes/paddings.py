@@ -156,8 +156,11 @@ def _padding(node: Node) -> Padded | None:
     if node.target not in (aten.constant_pad_nd.default, aten.pad.default):
         return None
     call = Call(node)
-    ((dim, slides), *others) = [*slides_of(call).items()] or [(0, None)]
-    if slides is None or others or slides.first is not None:
+    along = slides_of(call)
+    if len(along) != 1:
+        return None
+    ((dim, slides),) = along.items()
+    if slides.first is not None:
         return None
     return Padded(call.operands[0], dim, slides.sliding.before, slides.tail[0])
 

@@ -12,6 +12,9 @@ from parity import VOCAB, Outcome, against_eager, build, check, sp, text, train_
 from ranks import Ranks
 from recording import Recorder
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _unregister_process_group
+
+from sp_compile.lowering import routes
 
 WIDTH = 8
 
@@ -118,6 +121,39 @@ def test_dynamic_lengths(ranks: Ranks, block: str) -> None:
     for one in zip(*results, strict=True):
         check([outcome for outcome, _ in one])
     assert len({made for found in results for _, made in found}) == 1
+
+
+def from_shards(block: str) -> Outcome:
+    """Each rank gives its part of the tokens; the loss of the whole."""
+    model, mesh, at = build(Model, block=block), worker.mesh(), worker.mesh().get_local_rank()
+
+    def run(*whole: Tensor) -> Tensor:
+        parts = [x.chunk(mesh.size(), 1)[at] for x in whole]
+        return sp(model, mesh=mesh, dynamic=True, inputs="local", **ALONG)(*parts)
+
+    return against_eager(model, *text(18), run=run)
+
+
+@pytest.mark.parametrize("block", ["conv", "shift"])
+def test_local_inputs(ranks: Ranks, block: str) -> None:
+    check(ranks.run(3, from_shards, block, timeout=300))
+
+
+def again_from_the_cache() -> list[Outcome]:
+    """The second time by a process that has never heard of the routes."""
+    found = []
+    for _ in range(2):
+        for name in list(routes._routes):
+            _unregister_process_group(name)
+        routes._routes.clear()
+        torch._dynamo.reset()
+        found.append(step("conv", 12, {"compiler": "inductor"}))
+    return found
+
+
+def test_a_cached_program_knows_its_routes(ranks: Ranks) -> None:
+    for outcomes in zip(*ranks.run(2, again_from_the_cache, timeout=300), strict=True):
+        check(outcomes)
 
 
 def counted(block: str, seq: int) -> tuple[dict[str, list[tuple[str, int]]], list[str]]:

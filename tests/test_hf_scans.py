@@ -141,12 +141,14 @@ SIZES = [(2, 12), (3, 13)]
 
 
 def spread() -> list[Any]:
-    """Every model at one size, in turn; at the others in the slow tests."""
-    pairs = [(name, *size, i % 2 != j) for i, name in enumerate(MODELS) for j, size in enumerate(SIZES)]
-    return [
-        pytest.param(*pair[:3], marks=pytest.mark.slow if pair[3] else (), id="-".join(map(str, pair[:3])))
-        for pair in pairs
-    ]
+    """Every kind of model at one size, in turn; the others in the slow tests."""
+    out = []
+    for i, name in enumerate(MODELS):
+        for j, size in enumerate(SIZES):
+            quick = i % 2 == j and name != "falcon_mamba" and "batched" not in name
+            marks = () if quick else pytest.mark.slow
+            out.append(pytest.param(name, *size, marks=marks, id=f"{name}-{size[0]}-{size[1]}"))
+    return out
 
 
 @pytest.mark.parametrize(("name", "n", "seq"), spread())

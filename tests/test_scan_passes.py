@@ -32,12 +32,15 @@ class Goldens(expecttest.TestCase):
     def test_cumsum(self):
         gm = captured(lambda x: (x * 2).cumsum(1) + 1, x)
         Scan(TWO)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 7, 4] = placeholder
 mul: [1, 7, 4] = aten.mul.Tensor(x, 2)
 scan_default: [1, 7, 4] = sp.scan(mul, None, 1, sum, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
 add: [1, 7, 4] = aten.add.Tensor(scan_default, 1)
-return (add,)""")
+return (add,)""",
+        )
 
     def test_every_cumulative_op(self):
         def all_of_them(x):
@@ -46,7 +49,9 @@ return (add,)""")
 
         gm = captured(all_of_them, x)
         Scan(TWO)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 7, 4] = placeholder
 mul: [1, 7, 4] = aten.mul.Tensor(x, 2)
 scan_default: [1, 7, 4] = sp.scan(mul, None, 1, sum, False, False, float64, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
@@ -57,7 +62,8 @@ add_1: [1, 7, 4] = aten.add.Tensor(add, scan_default_2)
 gt: [1, 7, 4] = aten.gt.Scalar(mul, 0)
 scan_default_3: [1, 7, 4] = sp.scan(gt, None, 1, sum, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
 add_2: [1, 7, 4] = aten.add.Tensor(add_1, scan_default_3)
-return (add_2,)""")
+return (add_2,)""",
+        )
 
     def test_extremes_with_and_without_their_indices(self):
         def extremes(x):
@@ -67,7 +73,9 @@ return (add_2,)""")
 
         gm = captured(extremes, x)
         Scan(TWO)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 7, 4] = placeholder
 mul: [1, 7, 4] = aten.mul.Tensor(x, 2)
 extremes_default:  = sp.extremes(mul, 1, max, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
@@ -76,37 +84,47 @@ getitem_1: [1, 7, 4] = getitem(extremes_default, 1)
 mul_1: [1, 7, 4] = aten.mul.Tensor(x, 3)
 scan_default: [1, 7, 4] = sp.scan(mul_1, None, 1, min, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
 add: [1, 7, 4] = aten.add.Tensor(getitem, scan_default)
-return (add, getitem_1)""")
+return (add, getitem_1)""",
+        )
 
     def test_a_sequence_that_begins_with_a_scan(self):
         gm = captured(lambda x: x.cumsum(1), x)
         for rewrite in (Scan(TWO), Gather(TWO), Localize(TWO)):
             gm = rewrite(gm).graph_module
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 7, 4] = placeholder
 shard_default:  = sp.shard(x, 1, [1, 7, 0, 7], 2, sim)
 scan_default: [1, 7, 4] = sp.scan(shard_default, None, 1, sum, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
 unshard_default: [1, 7, 4] = sp.unshard(scan_default, 1, [1, 7, 0, 7], 2, sim)
-return (unshard_default,)""")
+return (unshard_default,)""",
+        )
 
     def test_a_window_of_the_sequence(self):
         gm = captured(lambda x: (x * 2)[:, 1:].cumsum(1), x)
         Scan(TWO)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 7, 4] = placeholder
 mul: [1, 7, 4] = aten.mul.Tensor(x, 2)
 slice_1: [1, 6, 4] = aten.slice.Tensor(mul, 1, 1, 9223372036854775807)
 scan_default: [1, 6, 4] = sp.scan(slice_1, None, 1, sum, frame=[1, 7, 1, 6], exchange=gather, n=2, group=sim)
-return (scan_default,)""")
+return (scan_default,)""",
+        )
 
     def test_zigzag(self):
         gm = captured(lambda x: (x * 2).cumsum(1), x)
         Scan(Settings(TWO, folds=2))(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 7, 4] = placeholder
 mul: [1, 7, 4] = aten.mul.Tensor(x, 2)
 scan_default: [1, 7, 4] = sp.scan(mul, None, 1, sum, frame=[1, 7, 0, 7, 2], exchange=gather, n=2, group=sim)
-return (scan_default,)""")
+return (scan_default,)""",
+        )
 
     def test_ops_of_the_package_without_a_frame(self):
         def written(x, y):
@@ -115,39 +133,50 @@ return (scan_default,)""")
 
         gm = captured(written, x, torch.arange(7) // 3)
         Scan(TWO)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 7, 4] = placeholder
 y: [7] = placeholder
 sigmoid: [1, 7, 4] = aten.sigmoid(x)
 linear_scan: [1, 7, 4] = sp.linear_scan(sigmoid, x, None, 1, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
 scan: [1, 7, 4] = sp.scan(linear_scan, y, 1, max, True, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
-return (scan,)""")
+return (scan,)""",
+        )
 
     def test_large_carries_go_in_steps(self):
         gm = captured(lambda x: (x * 2).cumsum(1), torch.randn(1, 32, 4))
         slow = Machine.of("cpu", {"all_gather_bandwidth": 1.0})
         Scan(Settings(Ranks(8, GROUP), machine=slow))(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [1, 32, 4] = placeholder
 mul: [1, 32, 4] = aten.mul.Tensor(x, 2)
 scan_default: [1, 32, 4] = sp.scan(mul, None, 1, sum, frame=[1, 32, 0, 32], exchange=steps, n=8, group=sim)
-return (scan_default,)""")
+return (scan_default,)""",
+        )
 
     def test_a_batch_of_sequences_in_one_dim(self):
         gm = captured(lambda x: (x * 2).flatten(0, 1).cumsum(0), torch.randn(3, 7, 4))
         NestedScan(TWO)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [3, 7, 4] = placeholder
 mul: [3, 7, 4] = aten.mul.Tensor(x, 2)
 flatten: [21, 4] = aten.flatten.using_ints(mul, 0, 1)
-reshape_default: [3, 7, 4] = aten.reshape(flatten, [3, 7, 4])
+to_dtype: [21, 4] = aten.to.dtype(flatten, float64)
+reshape_default: [3, 7, 4] = aten.reshape(to_dtype, [3, 7, 4])
 scan_default_1: [3, 7, 4] = sp.scan(reshape_default, None, 1, sum)
 select_int: [3, 4] = aten.select.int(scan_default_1, 1, -1)
 scan_default_2: [3, 4] = sp.scan(select_int, None, 0, sum, True)
 unsqueeze_default: [3, 1, 4] = aten.unsqueeze(scan_default_2, 1)
 add_tensor: [3, 7, 4] = aten.add.Tensor(unsqueeze_default, scan_default_1)
 reshape_default_1: [21, 4] = aten.reshape(add_tensor, [21, 4])
-return (reshape_default_1,)""")
+to_dtype_1: [21, 4] = aten.to.dtype(reshape_default_1, float32)
+return (to_dtype_1,)""",
+        )
 
     def test_choices_of_each_token_in_one_dim(self):
         def queues(x):
@@ -156,7 +185,9 @@ return (reshape_default_1,)""")
         gm = captured(lambda x: queues((x * 2).cumprod(0)), torch.randn(7, 4))
         for rewrite in (NestedScan(TWO), Scan(TWO)):
             rewrite(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [7, 4] = placeholder
 mul: [7, 4] = aten.mul.Tensor(x, 2)
 scan_default_3: [7, 4] = sp.scan(mul, None, 0, prod, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
@@ -164,14 +195,17 @@ topk:  = aten.topk(scan_default_3, 2)
 getitem: [7, 2] = getitem(topk, 0)
 getitem_1: [7, 2] = getitem(topk, 1)
 flatten: [14] = aten.flatten.using_ints(getitem, 0, 1)
-reshape_default: [7, 2] = aten.reshape(flatten, [7, 2])
+to_dtype: [14] = aten.to.dtype(flatten, float64)
+reshape_default: [7, 2] = aten.reshape(to_dtype, [7, 2])
 scan_default_1: [7, 2] = sp.scan(reshape_default, None, 1, sum)
 select_int: [7] = aten.select.int(scan_default_1, 1, -1)
 scan_default_2: [7] = sp.scan(select_int, None, 0, sum, True, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
 unsqueeze_default: [7, 1] = aten.unsqueeze(scan_default_2, 1)
 add_tensor: [7, 2] = aten.add.Tensor(unsqueeze_default, scan_default_1)
 reshape_default_1: [14] = aten.reshape(add_tensor, [14])
-return (reshape_default_1,)""")
+to_dtype_1: [14] = aten.to.dtype(reshape_default_1, float32)
+return (to_dtype_1,)""",
+        )
 
     def test_slow_scans_of_one_rank(self):
         def several(x):
@@ -179,7 +213,9 @@ return (reshape_default_1,)""")
 
         gm = captured(several, torch.randn(4096, 8))
         Scan(1)(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [4096, 8] = placeholder
 scan_default: [4096, 8] = sp.scan(x, None, 0, sum)
 cumsum_1: [4096, 8] = aten.cumsum(x, 1)
@@ -188,20 +224,26 @@ cumprod: [4, 8] = aten.cumprod(slice_1, 0)
 extremes_default:  = sp.extremes(x, 0, max)
 getitem: [4096, 8] = getitem(extremes_default, 0)
 getitem_1: [4096, 8] = getitem(extremes_default, 1)
-return (scan_default, cumsum_1, cumprod, getitem_1)""")
+return (scan_default, cumsum_1, cumprod, getitem_1)""",
+        )
 
     def test_the_graph_of_a_rank(self):
         gm = captured(lambda x: ((x * 2).cumsum(1) - x * 2).exp(), x)
         local = sp_compile.parallelize(gm, sp=2, seq_dims={"x": 1})
-        self.assertExpectedInline(show(local), """\
+        self.assertExpectedInline(
+            show(local),
+            """\
 x: [1, 7, 4] = placeholder
 shard_default: [1, 4, 4] = sp.shard(x, 1, [1, 7, 0, 7], 2, sim)
 mul: [1, 4, 4] = aten.mul.Tensor(shard_default, 2)
 scan_default: [1, 4, 4] = sp.scan(mul, None, 1, sum, True, frame=[1, 7, 0, 7], exchange=gather, n=2, group=sim)
 exp: [1, 4, 4] = aten.exp(scan_default)
 unshard_default: [1, 7, 4] = sp.unshard(exp, 1, [1, 7, 0, 7], 2, sim)
-return (unshard_default,)""")
-        self.assertExpectedInline(str(local.meta["sp_report"]), """\
+return (unshard_default,)""",
+        )
+        self.assertExpectedInline(
+            str(local.meta["sp_report"]),
+            """\
 2 ranks; the sequence is x dim 1
 
 Constraints
@@ -219,7 +261,8 @@ Collectives, bytes that one rank sends
       1  shard       1 x 4 x 4      0 B             64 B             the parameters
       1  scan        1 x 4 x 4      32 B            32 B             the parameters
       1  unshard     1 x 4 x 4      64 B            0 B              the results
-         total                      96 B            96 B""")
+         total                      96 B            96 B""",
+        )
 
 
 def test_one_rank_in_the_pipeline():

@@ -90,6 +90,8 @@ struct Lines : Tensors<M> {
     if (elements == pair(own, own)) return choose<C, C, int64_t>();
     if constexpr (std::is_same_v<C, double>)
       if (elements == pair(kFloat, kFloat)) return choose<float, float, int64_t>();
+    if constexpr (std::is_same_v<C, int64_t> && M::outputs == 2)
+      if (elements == pair(kInt32, kInt32)) return choose<int32_t, int32_t, int64_t>();
     return nullptr;
   }
   template <class E, class O, class I>

@@ -51,8 +51,7 @@ def scan(
     Backward: a scan or a recurrence the other way, see ``differentiable.py``; differentiable again.
     """
     if x.ndim == 0:
-        ids = None if segments is None else segments.reshape(1)
-        return sp.scan(x[None], ids, 0, op, exclusive, reverse, dtype, accumulate)[0]
+        return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
     way = _way(x, dim, reverse, frame, exchange, n, group)
     dtype = result_dtype(op, x.dtype) if dtype is None else dtype
     if known(x.shape[way.dim] == 0):
@@ -64,13 +63,10 @@ def scan(
         return sp.local_scan(x, None, way.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     padded = frame is not None and is_padded(frame, n)
-    if padded:
-        x = sp.mask(x, way.dim, frame, MONOIDS[op].identity(x.dtype), n, group)
-    cuts, ends = None, None
-    if segments is not None:
-        cuts, ends = _cuts(_chunked(_aligned(segments, x, way.dim), way), way)
+    x = sp.mask(x, way.dim, frame, MONOIDS[op].identity(x.dtype), n, group) if padded else x
     job = Job(op, exclusive, way, _kept(x, op, dtype, accumulate), accumulate)
-    out = differentiable.scan(_chunked(x, way), cuts, ends, job).flatten(way.dim, way.rows).to(dtype)
+    out = differentiable.scan(_chunked(x, way), *_cuts(segments, x, way), job)
+    out = out.flatten(way.dim, way.rows).to(dtype)
     return sp.window(out, way.dim, frame, n, group) if padded else out
 
 
@@ -178,8 +174,11 @@ def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
     return segments.expand([x.shape[d] if d == dim else segments.shape[d] for d in range(x.ndim)])
 
 
-def _cuts(ids: Tensor, way: Way) -> tuple[Tensor, Pair | None]:
-    """cuts and ends of chunked ids; see ``chunks.py``."""
+def _cuts(segments: Tensor | None, x: Tensor, way: Way) -> tuple[Tensor | None, Pair | None]:
+    """cuts and ends of the ids; see ``chunks.py``."""
+    if segments is None:
+        return None, None
+    ids = _chunked(_aligned(segments, x, way.dim), way)
     rows = ids.shape[way.rows]
     changes = ids.narrow(way.rows, 1, rows - 1) != ids.narrow(way.rows, 0, rows - 1)
     cuts = torch.constant_pad_nd(changes, [0, 0] * (ids.ndim - 1 - way.rows) + [1, 1], False)
