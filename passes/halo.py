@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from ..call import Call
 from ..layout import Demand, Partial, Placement, Replicate, Shard
-from ..shapes import Size, same
+from ..shapes import same
 from ..sliding import Sliding, place
 from ..sliding_calls import Slides, shifts_of, slides_of
 from .rewrite import Rewrite
@@ -109,18 +109,11 @@ class Halo(Rewrite):
         length = call.result_shapes()[0][have.dim]
         with self.graph.inserting_before(node):
             shifted = self._on_shards(slides, call.operands[i], have, result, node.meta["val"], node)
-            here = self._is_at(0 if i else length - 1, length, have.dim, node)
+            position = self.sizes(0 if i else length - 1)
+            here = self.is_at(position, length, have.dim, call.ndim(), node)
             row = call.operands[1 - i]
             new = self.compute(aten.where.self, (here, row, shifted), node)
         self.replace(node, new)
-
-    def _is_at(self, position: Size, length: Size, dim: int, node: Node) -> Node:
-        """arange(length) == position, shaped to broadcast along `dim`."""
-        value = node.meta["val"]
-        positions = self.compute(aten.arange.default, (self.sizes(length),), node, {"device": value.device})
-        here = self.compute(aten.eq.Scalar, (positions, self.sizes(position)), node)
-        shape = [self.sizes(length) if d == dim else 1 for d in range(value.ndim)]
-        return self.compute(aten.reshape.default, (here, shape), node)
 
     # Two windows of one sequence.
 

@@ -89,8 +89,8 @@ class _Nested:
         self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
         self.exclusive, self.reverse = call["exclusive"], call["reverse"]
         # What one scan adds in, so that the sum of the parts is rounded once, as its result is.
-        usual = accumulate_dtype(self.op, self.value.dtype, self.value.device)
-        self.wide = call["accumulate"] or usual
+        given = call["accumulate"] if self.op in ("sum", "prod") else None
+        self.wide = given or accumulate_dtype(self.op, self.value.dtype, self.value.device)
 
     def run(self, shard: Shard) -> Node:
         dim, length = self.dim, shard.frame.length

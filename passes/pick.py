@@ -16,7 +16,7 @@ from ..call import Call
 from ..layout import Demand
 from ..movement import Window
 from ..rule import lookup
-from ..shapes import Size, same, size
+from ..shapes import Size, same
 from .rewrite import Rewrite
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ class Pick(Rewrite):
         call, value = Call(node), node.meta["val"]
         x, dim = call.operands[0], call.dim()
         with self.graph.inserting_before(node):
-            here = self._is_position(call, dim, node)
+            here = self.is_at(self._position(call, dim), call.shape()[dim], dim, call.ndim(), node)
             only = self.compute(aten.where.ScalarOther, (here, x, 0), node)
             summed = (only, [dim], True) if _row(node) is not None else (only, [dim])
             row = self.compute(aten.sum.dim_IntList, summed, node, {"dtype": value.dtype})
@@ -44,18 +44,11 @@ class Pick(Rewrite):
         self.graph.erase_node(node)
         self.note(row, "one position: the rank that holds it sends it to the others")
 
-    def _is_position(self, call: Call, dim: int, node: Node) -> Node:
-        """arange(S) == i, shaped to broadcast along `dim`."""
-        length = call.shape()[dim]
-        row = _row(node)
-        index = call["index"] if row is None else row
-        counted_back = isinstance(index, int) and index < 0
-        position = self.sizes(length + index) if counted_back else self.sizes(size(index))
-        device = {"device": node.meta["val"].device}
-        positions = self.compute(aten.arange.default, (self.sizes(length),), node, device)
-        here = self.compute(aten.eq.Scalar, (positions, position), node)
-        shape = [self.sizes(length) if d == dim else 1 for d in range(call.ndim())]
-        return self.compute(aten.reshape.default, (here, shape), node)
+    def _position(self, call: Call, dim: int) -> int | Node:
+        """Counted from the front, as an argument of the graph."""
+        row = _row(call.node)
+        index = call["index"] if row is None else self.sizes(row)
+        return self.sizes(call.shape()[dim] + index) if isinstance(index, int) and index < 0 else index
 
 
 def _row(node: Node) -> Size | None:

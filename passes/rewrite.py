@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
@@ -14,8 +15,11 @@ from ..errors import SpError, at
 from ..layout import Demand, Placement, Plan, Shard
 from ..machine import Machine
 from ..mesh import Ranks
+from ..shapes import Size
 from .edit import Editor
 from .propagate import propagate
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,14 @@ class Rewrite(PassBase, Editor):
     def frame(self, shard: Shard) -> list[int | Node]:
         """The shard's frame as sp:: ops take it: [outer, size, start, length] (and folds)."""
         return self.sizes.list((shard.outer, *shard.frame.spelt()))
+
+    def is_at(self, position: int | Node, length: Size, dim: int, ndim: int, like: Node) -> Node:
+        """arange(length) == position, shaped to broadcast along `dim` of `ndim`."""
+        device = {"device": like.meta["val"].device}
+        positions = self.compute(aten.arange.default, (self.sizes(length),), like, device)
+        here = self.compute(aten.eq.Scalar, (positions, position), like)
+        shape = [self.sizes(length) if d == dim else 1 for d in range(ndim)]
+        return self.compute(aten.reshape.default, (here, shape), like)
 
     def note(self, node: Node, why: str, done: str | None = None) -> None:
         """Add a line to the report; `done` is the pass's name unless given."""

@@ -26,7 +26,7 @@ def stays_smooth(node: Node, plan: Plan) -> bool:
             if user in seen:
                 continue
             seen.add(user)
-            if user.target in ON_SHARDS and Call(user)["frame"] is not None:  # reads constants outside the window, whose cotangents are zeros
+            if _reads_constants(user):
                 continue
             if user.target is operator.getitem:
                 todo.append(user)
@@ -36,6 +36,11 @@ def stays_smooth(node: Node, plan: Plan) -> bool:
                 if any(isinstance(p, Shard) for p in plan.placements[user]):
                     todo.append(user)
     return True
+
+
+def _reads_constants(node: Node) -> bool:
+    """Does it take constants for what lies outside the window? Then the cotangents there are exact zeros."""
+    return node.target in ON_SHARDS and Call(node)["frame"] is not None
 
 
 def _is_smooth(node: Node) -> bool:

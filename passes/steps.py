@@ -185,14 +185,24 @@ def _kind(node: Node) -> Any:
 def _reading(values: Sequence[Any], first: int) -> Read | Node | None:
     """Indices of one dim of one tensor, in order or in reverse; the node itself where all read the same index."""
     reads = [reading(v) for v in values]
-    if reads[0] is None or any(r is None or r[:3] != reads[0][:3] for r in reads):
+    head = reads[0]
+    if head is None or any(r is None or r[1:3] != head[1:3] or not _made_alike(r[0], head[0]) for r in reads):
         return None
     at = [r[3] for r in reads if r is not None]
     stride = at[1] - at[0] if len(at) > 1 else 1
     if any(b - a != stride for a, b in pairwise(at)) or stride not in (-1, 0, 1):
         return None
-    source, dim, keep = reads[0][:3]
+    source, dim, keep = head[:3]
     return values[0] if stride == 0 else Read(source, dim, at[0] - stride * first, stride, keep)
+
+
+def _made_alike(a: Node, b: Node) -> bool:
+    """One value: the same node, or the same call of a pure op."""
+    return a is b or (
+        a.op == "call_function"
+        and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
+        and is_pure(a)
+    )
 
 
 def reading(node: Any) -> tuple[Node, int, bool, int] | None:

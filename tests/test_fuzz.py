@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from models import check
 from torch import Tensor, nn
 
+import sp_compile
+
 LIMIT = 2000  # elements of a value: programs stay quick
 Draw = Callable[[st.SearchStrategy], Any]
 
@@ -91,6 +93,17 @@ def _embedded(weight: Tensor, ids: Tensor, x: Tensor) -> Tensor:
     return F.embedding(x.detach().argmax(-1), _table(weight, x.shape[-1], 3))
 
 
+SCANS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "prod": lambda x, d: (1 + x.sin() / 4).cumprod(d),
+    "logsumexp": lambda x, d: x.logcumsumexp(d),
+    "max": lambda x, d: x.cummax(d)[0],
+    "index": lambda x, d: x.cummin(d)[1] * x,
+    "count": lambda x, d: (x > 0).cumsum(d) * x,
+    "exclusive": lambda x, d: x.cumsum(d) - x,
+    "reversed": lambda x, d: x.flip(d).cumsum(d).flip(d),
+    "recurrence": lambda x, d: sp_compile.linear_scan(x.sigmoid(), x, d),
+}
+
 OPS: dict[str, Callable[..., Tensor]] = {
     "sin": lambda w, i, x: x.sin(),
     "tanh": lambda w, i, x: x.tanh(),
@@ -105,6 +118,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "norm": _norm,
     "softmax": lambda w, i, x, d: x.softmax(d),
     "cumsum": lambda w, i, x, d: x.cumsum(d),
+    "scan": lambda w, i, x, d, how: SCANS[how](x, d),
     "sum": lambda w, i, x, d, keep: x.sum(d, keepdim=keep),
     "mean": lambda w, i, x, d, keep: x.mean(d, keepdim=keep),
     "amax": lambda w, i, x, d, keep: x.amax(d, keepdim=keep),
@@ -187,6 +201,7 @@ def _step(draw: Draw, values: list[Tensor]) -> Step:
         "pad": lambda: (dim, *draw(st.tuples(st.integers(-1, 2), st.integers(-1, 2)))),
         "repeat": lambda: (tuple(2 if d == dim else 1 for d in range(x.ndim)),),
         "masked": lambda: (dim, draw(st.integers(0, extent))),
+        "scan": lambda: (dim, draw(st.sampled_from(sorted(SCANS)))),
         "class_loss": lambda: (draw(st.sampled_from(["mean", "sum", "none"])),),
     }
     if name in ("sum", "mean", "amax", "logsumexp", "var"):
