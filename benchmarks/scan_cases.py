@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,43 +75,45 @@ def titled(x: Tensor, dim: int, what: str = "") -> str:
 def plain(shape: tuple[int, ...], dim: int, dtype: torch.dtype, target: float) -> Case:
     x = draw(shape, dtype)
     part = "sum along the last dim" if dim == x.ndim - 1 else "sum along another dim"
-    jobs = {"torch.cumsum": lambda: x.cumsum(dim)}
-    return Case(part, titled(x, dim), lambda: inclusive_scan(x, dim), jobs, target, x.clone)
+    jobs = {"torch.cumsum": partial(x.cumsum, dim)}
+    return Case(part, titled(x, dim), partial(inclusive_scan, x, dim), jobs, target, x.clone)
 
 
 def unchecked(x: Tensor, dim: int) -> Case:
     x = x.long()
-    jobs = {"torch.cumsum": lambda: x.cumsum(dim)}
+    jobs = {"torch.cumsum": partial(x.cumsum, dim)}
     name = titled(x, dim, "check=False")
-    return Case("others", name, lambda: inclusive_scan(x, dim, check=False), jobs, None, x.clone)
+    return Case("others", name, partial(inclusive_scan, x, dim, check=False), jobs, None, x.clone)
 
 
 def reverse(x: Tensor, dim: int) -> Case:
     jobs = {"flip, cumsum, flip": lambda: x.flip(dim).cumsum(dim).flip(dim)}
     name = titled(x, dim, "reverse")
-    return Case("others", name, lambda: inclusive_scan(x, dim, reverse=True), jobs, None, x.clone)
+    return Case("others", name, partial(inclusive_scan, x, dim, reverse=True), jobs, None, x.clone)
 
 
 def exclusive(x: Tensor, dim: int) -> Case:
     jobs = {"cumsum - x": lambda: x.cumsum(dim) - x}
-    return Case("others", titled(x, dim, "exclusive"), lambda: exclusive_scan(x, dim), jobs, None, x.clone)
+    return Case("others", titled(x, dim, "exclusive"), partial(exclusive_scan, x, dim), jobs, None, x.clone)
 
 
 def product(x: Tensor, dim: int) -> Case:
-    jobs = {"torch.cumprod": lambda: x.cumprod(dim)}
-    return Case("others", titled(x, dim, "prod"), lambda: inclusive_scan(x, dim, "prod"), jobs, None, x.clone)
+    jobs = {"torch.cumprod": partial(x.cumprod, dim)}
+    return Case(
+        "others", titled(x, dim, "prod"), partial(inclusive_scan, x, dim, "prod"), jobs, None, x.clone
+    )
 
 
 def extremes(x: Tensor, dim: int) -> Case:
-    jobs = {"torch.cummax": lambda: x.cummax(dim)}
-    ours = lambda: inclusive_scan(x, dim, "max", indices=True)  # noqa: E731
+    jobs = {"torch.cummax": partial(x.cummax, dim)}
+    ours = partial(inclusive_scan, x, dim, "max", indices=True)
     return Case("others", titled(x, dim, "max, indices"), ours, jobs, None, x.clone)
 
 
 def logsumexp(x: Tensor, dim: int) -> Case:
-    jobs = {"torch.logcumsumexp": lambda: x.logcumsumexp(dim)}
+    jobs = {"torch.logcumsumexp": partial(x.logcumsumexp, dim)}
     name = titled(x, dim, "logsumexp")
-    return Case("others", name, lambda: inclusive_scan(x, dim, "logsumexp"), jobs, None, x.clone)
+    return Case("others", name, partial(inclusive_scan, x, dim, "logsumexp"), jobs, None, x.clone)
 
 
 def segmented(x: Tensor, dim: int) -> Case:
@@ -123,9 +126,9 @@ def segmented(x: Tensor, dim: int) -> Case:
         sums = x.cumsum(dim)
         return sums - (sums - x).index_select(dim, starts)
 
-    ours = lambda: segmented_scan(x, ids, dim)  # noqa: E731
+    jobs = {"cumsum less its starts": subtracted}
     name = titled(x, dim, "segmented")
-    return Case("others", name, ours, {"cumsum less its starts": subtracted}, None, x.clone)
+    return Case("others", name, partial(segmented_scan, x, ids, dim), jobs, None, x.clone)
 
 
 def recurrence(shape: tuple[int, ...], backward: bool) -> Case:

@@ -1,215 +1,155 @@
-"""CPU time and memory of scans on one device, one thread, against torch's own and against a copy of the same tensor.
+"""CPU time of scans: ours over torch's, and over a copy of the input, which is what one pass over memory takes.
 
-    python benchmarks/scans.py [--rounds 9] [--seq 65536] [--generic 4096]
+    python benchmarks/scans.py [--rounds 9] [--length 4096]
 
-The functions take turns, in every round the same; medians over the rounds of the ratios of CPU time, so that a machine
-which others use slows both. `copy` is a clone: what reading x and writing the result cannot be faster than. Memory is
-what the functions allocate, counted op by op. Writes benchmarks/results/scans_cpu.md.
+Ours, torch's and a copy take turns in one process with one thread, and the medians over the rounds of the ratios of
+their CPU times in a round are printed. Two such processes: one with malloc as it is, which returns freed memory of some
+MB to the system, and one in which it keeps freed memory, so that no new pages are counted.
+Recurrences run against torch.associative_scan(combine_mode="generic"), eager and compiled by Inductor, in time,
+time to compile and memory of the backward. Writes benchmarks/results/scans_cpu.md.
 """
 
 import argparse
-import math
+import os
+import pickle
 import platform
 import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from scan_cases import Times, cases, time_of
+from scan_linear import WIDTH, extra_bytes, fresh, slope
 from tables import markdown, processor
 
-from sp_compile import inclusive_scan, linear_scan, segmented_scan
-from sp_compile.lowering.scan import native
-
 RESULTS = Path(__file__).parent / "results" / "scans_cpu.md"
-Job = Callable[[], object]
-TORCH = {
-    "sum": torch.cumsum,
-    "prod": torch.cumprod,
-    "max": torch.cummax,
-    "min": torch.cummin,
-    "logsumexp": torch.logcumsumexp,
-}
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+SWEEP = [1 << k for k in range(10, 17)]
+SWEEP_OF_TORCH = [128, 256, 512, 1024]
 
 
-def seconds(job: Job) -> float:
-    begin = time.process_time()
-    job()
-    return time.process_time() - begin
+def measure(args: argparse.Namespace, environment: dict[str, str]) -> list[Times]:
+    """Every case, in a process of its own."""
+    command = [sys.executable, __file__, "--measure", "--rounds", str(args.rounds)] + ["--small"] * args.small
+    done = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True)
+    return pickle.loads(done.stdout)
 
 
-def interleaved(jobs: dict[str, Job], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each job in each round, after one round that does not count."""
-    found: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds + 1):
-        for name, job in jobs.items():
-            found[name].append(seconds(job))
-    return {name: each[1:] for name, each in found.items()}
+def time_tables(returned: list[Times], kept: list[Times]) -> list[Table]:
+    tables = []
+    for part in dict.fromkeys(times.part for times in returned):
+        columns = [
+            "ms",
+            "against",
+            "its time / ours",
+            "memory kept",
+            "ours / copy",
+            "memory kept",
+            "target",
+            "",
+        ]
+        table = Table(part, *columns)
+        for a, b in zip(returned, kept):
+            if a.part == part:
+                table.add_row(*row(a, b))
+        tables.append(table)
+    return tables
 
 
-def ratio(found: dict[str, list[float]], over: str, under: str) -> float:
-    return statistics.median(a / b for a, b in zip(found[over], found[under]))
+def row(times: Times, kept: Times) -> list[str]:
+    other = next(iter(times.others))
+    ratio = times.ratio(other)
+    judged = ["", ""]
+    if times.target is not None:
+        judged = [f"{times.target:g}", "met" if ratio >= times.target else "MISSED"]
+    copies = [f"{1 / t.ratio('copy'):.2f}" for t in (times, kept)]
+    found = [f"{ratio:.2f}", f"{kept.ratio(other):.2f}", *copies]
+    return [times.name, f"{statistics.median(times.ours):.2f}", other, *found, *judged]
 
 
-def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if dtype.is_floating_point:
-        return torch.randn(shape).mul_(0.01).add_(1).to(dtype)
-    return torch.randint(0, 2, shape, dtype=dtype)
-
-
-def scans(args: argparse.Namespace) -> Table:
-    """Times of torch and of a copy over ours."""
-    table = Table("op", "shape", "dim", "dtype", "ms", "torch / ours", "ours / copy", "target")
-    rows = args.seq
-    cases = [
-        ("sum", (rows, 64), 0, dtype) for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16)
-    ]
-    cases += [("sum", (rows, 128), 0, torch.float32), ("sum", (8, rows // 8, 256), 1, torch.float32)]
-    cases += [(op, (rows, 64), 0, torch.float32) for op in TORCH if op != "sum"]
-    cases += [(op, (64, rows), 1, torch.float32) for op in TORCH]
-    cases += [("sum", (64, rows), 1, dtype) for dtype in (torch.int64, torch.bfloat16)]
-    cases += [("sum", (rows * 64,), 0, torch.float32)]
-    for op, shape, dim, dtype in cases:
-        x = values(shape, dtype)
-        jobs: dict[str, Job] = {
-            "torch": lambda op=op, x=x, dim=dim: TORCH[op](x, dim),
-            "ours": lambda op=op, x=x, dim=dim: inclusive_scan(x, dim, op, check=False),
-            "copy": x.clone,
-        }
-        found = interleaved(jobs, args.rounds)
-        target = ">= 4" if dim < x.ndim - 1 else ">= 0.95"
-        size = " x ".join(map(str, shape))
-        ms = 1000 * statistics.median(found["ours"])
-        faster, floor = ratio(found, "torch", "ours"), ratio(found, "ours", "copy")
-        name = str(dtype).removeprefix("torch.")
-        table.add_row(op, size, str(dim), name, f"{ms:.2f}", f"{faster:.2f}", f"{floor:.2f}", target)
+def compile_table(length: int) -> Table:
+    """Both compiled by Inductor, each in a process with an empty cache."""
+    table = Table(f"torch.compile, [{length}, 64] dim 0", "CPU s to compile", "ms to run", "target", "")
+    ours, torchs = fresh("ours", length), fresh("torch", length)
+    (seconds,), (others,) = ours["compile"], torchs["compile"]
+    run, other_run = statistics.median(ours["run"]), statistics.median(torchs["run"])
+    table.add_row("linear_scan", f"{seconds:.1f}", f"{run:.3f}", "", "")
+    table.add_row("associative_scan, generic", f"{others:.1f}", f"{other_run:.3f}", "", "")
+    compiled, ran = others / seconds, other_run / run
+    for what, ratio, target in (("to compile", compiled, 5), ("to run", ran, 1.2)):
+        cells = [f"{ratio:.1f}", ""] if what == "to compile" else ["", f"{ratio:.1f}"]
+        table.add_row(f"theirs / ours, {what}", *cells, f"{target}", "met" if ratio >= target else "MISSED")
     return table
 
 
-def segments(args: argparse.Namespace) -> Table:
-    """A segmented scan over an inclusive one, and over torch's cumsum."""
-    table = Table("shape", "segments", "ms", "torch.cumsum / ours", "ours / unsegmented")
-    x = values((args.seq, 64), torch.float32)
-    for count in (1, 64, args.seq // 4):
-        ids = torch.arange(args.seq) * count // args.seq
-        jobs: dict[str, Job] = {
-            "ours": lambda ids=ids: segmented_scan(x, ids, 0, check=False),
-            "plain": lambda: inclusive_scan(x, 0),
-            "torch": lambda: x.cumsum(0),
-        }
-        found = interleaved(jobs, args.rounds)
-        ms = 1000 * statistics.median(found["ours"])
-        table.add_row(
-            f"{args.seq} x 64", str(count), f"{ms:.2f}", f"{ratio(found, 'torch', 'ours'):.2f}",
-            f"{ratio(found, 'ours', 'plain'):.2f}",
-        )  # fmt: skip
-    return table
-
-
-def generic(a: Tensor, b: Tensor) -> Tensor:
-    """torch.associative_scan as one can run it on a CPU."""
-    from torch._higher_order_ops.associative_scan import associative_scan
-
-    def step(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return left[0] * right[0], right[0] * left[1] + right[1]
-
-    return associative_scan(step, (a, b), dim=0, combine_mode="generic")[1]
-
-
-def recurrences(args: argparse.Namespace) -> Table:
-    """linear_scan against the generic associative_scan: eager at the whole length, compiled at a shorter one."""
+def memory_table(small: bool) -> Table:
+    """Forward and backward."""
     table = Table(
-        "length", "ours ms", "eager / ours", "compiled / ours", "compile s", "ours compile s", "target"
+        f"(S, {WIDTH}), S =", "linear_scan: extra / input", "associative_scan's operator: extra / input"
     )
-    for rows, compiled in ((args.seq, False), (args.generic, True)):
-        a, b = torch.rand(rows, 64), torch.randn(rows, 64)
-        jobs: dict[str, Job] = {
-            "ours": lambda a=a, b=b: linear_scan(a, b, 0),
-            "eager": lambda a=a, b=b: generic(a, b),
-        }
-        took = {}
-        if compiled:
-            for name, fn in (("compiled", generic), ("ours compiled", lambda a, b: linear_scan(a, b, 0))):
-                torch._dynamo.reset()
-                run = torch.compile(fn, fullgraph=True)
-                begin = time.process_time()
-                run(a, b)
-                took[name] = time.process_time() - begin
-                jobs[name] = lambda run=run, a=a, b=b: run(a, b)
-        found = interleaved(jobs, args.rounds)
-        faster = f"{ratio(found, 'compiled', 'ours compiled'):.2f}" if compiled else "-"
-        each = [f"{took[name]:.1f}" if compiled else "-" for name in ("compiled", "ours compiled")]
-        ms = 1000 * statistics.median(found["ours"])
-        table.add_row(
-            str(rows), f"{ms:.2f}", f"{ratio(found, 'eager', 'ours'):.2f}", faster, *each,
-            "run >= 1.2, compile <= 1/5" if compiled else "-",
-        )  # fmt: skip
+    lengths, of_torch = (SWEEP[:2], SWEEP_OF_TORCH[:2]) if small else (SWEEP, SWEEP_OF_TORCH)
+    ours = {length: extra_bytes(length) for length in lengths}
+    torchs = {length: extra_bytes(length, torchs=True) for length in of_torch}
+    for length in sorted({*ours, *torchs}):
+        cells = (f"{found[length]:.2f}" if length in found else "" for found in (ours, torchs))
+        table.add_row(str(length), *cells)
+    slopes = [slope(list(found), list(found.values())) for found in (ours, torchs)]
+    table.add_row("slope, both as logarithms", *(f"{value:.3f}" for value in slopes))
+    met = max(ours.values()) <= 4 and slopes[0] <= 1.05
+    table.add_row("target", "4, slope 1.05: " + ("met" if met else "MISSED"), "")
     return table
 
 
-def peak(job: Job) -> int:
-    """The most bytes that ops of the job hold at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        job()
-    held = most = 0
-    for event in sorted(prof.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+def report(args: argparse.Namespace, tables: list[Table]) -> str:
+    facts = [
+        f"- {date.today()}, {processor()}, {os.cpu_count()} logical CPUs, others at work on them; one thread",
+        f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
+        f"- `python benchmarks/scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
+        f"- CPU time; medians of the ratios within each of {args.rounds} rounds",
+        "- public functions, checks included where not said otherwise",
+        "- memory kept: malloc keeps what is freed (glibc), so that no time goes into new pages. With malloc as it is "
+        "ours asks for large pages, which takes the system less time than a copy's small ones; what it frees may then "
+        "serve torch",
+        "- the floor is a copy: one pass over memory reads x once and writes the result once",
+    ]
+    return "\n\n".join(["# Scans on CPU", "\n".join(facts), *map(markdown, tables)]) + "\n"
 
 
-def memory(args: argparse.Namespace) -> tuple[Table, float]:
-    """Bytes that forward and backward of a linear_scan hold at a time, over those of a and b; and their growth."""
-    table = Table("length", "held MB", "held / bytes of a and b", "target")
-    points = []
-    for rows in (args.seq // 16, args.seq // 8, args.seq // 4, args.seq // 2, args.seq):
-        a, b = (torch.rand(rows, 64, requires_grad=True) for _ in range(2))
-        grad = torch.randn(rows, 64)
-        held = peak(lambda a=a, b=b, grad=grad: linear_scan(a, b, 0).backward(grad))
-        points.append((math.log(rows), math.log(held)))
-        table.add_row(str(rows), f"{held / 1e6:.1f}", f"{held / (2 * a.nbytes):.2f}", "<= 4")
-    return table, statistics.linear_regression(*zip(*points)).slope
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--length", type=int, default=4096, help="of what is compiled: torch's takes minutes for more"
+    )
+    parser.add_argument("--small", action="store_true", help="sizes whose times mean nothing")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seq", type=int, default=65536)
-    parser.add_argument(
-        "--generic", type=int, default=4096, help="the length at which associative_scan is compiled"
-    )
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    table, slope = memory(args)
-    parts = {
-        "Scans": scans(args),
-        "Segmented sums, float32": segments(args),
-        "Linear recurrence, float32, 64 columns, against torch.associative_scan (generic)": recurrences(args),
-        f"Memory of linear_scan, forward and backward; bytes grow as S^{slope:.2f}": table,
-    }
-    how = "C++" if native.available() else "torch ops: no C++ compiler was found"
-    head = (
-        f"{date.today()}, {processor()}, {platform.system()}, torch {torch.__version__}, 1 thread, {args.rounds} rounds; "
-        f"scans run in {how}"
-    )
-    lines = ["# Scans on a CPU", "", f"`python benchmarks/scans.py`: {head}.", ""]
-    for title, part in parts.items():
-        Console().print(title, part)
-        lines += [f"## {title}", "", markdown(part), ""]
-    args.output.parent.mkdir(exist_ok=True)
-    args.output.write_text("\n".join(lines))
+    if args.measure:
+        found = [time_of(make(), args.rounds) for make in cases(args.small)]
+        sys.stdout.buffer.write(pickle.dumps(found))
+        return
+    console = Console(width=160)
+    tables = time_tables(measure(args, {}), measure(args, KEEPING))
+    tables += [compile_table(args.length), memory_table(args.small)]
+    console.print(*tables)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(report(args, tables))
+    console.print(f"written: {args.output}")
 
 
 if __name__ == "__main__":

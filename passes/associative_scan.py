@@ -24,6 +24,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 from .._compat import associative_scan_op, detect_fake_mode, enable_python_dispatcher, make_fx
 from ..call import is_tensor
 from ..lowering.scan import tree
+from ..lowering.scan.monoids import scannable
 from ..rule import Factors, lookup
 from .combining import Combining, combining
 from .edit import Editor
@@ -81,7 +82,7 @@ class AssociativeScans(Editor):
         dtypes = [node.args[1][i].meta["val"].dtype for i in one.leaves]
         if one.op == "linear":
             return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point
-        return dtypes[0] != torch.bool and not dtypes[0].is_complex
+        return dtypes[0] != torch.bool and scannable(dtypes[0])
 
     def _rewrite(self, node: Node, found: list[Combining]) -> None:
         given = _operands(list(node.args[1]))

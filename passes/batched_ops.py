@@ -29,7 +29,7 @@ from .steps import NotALoop
 
 aten = torch.ops.aten
 MATMULS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
-DIMS = ("dim", "dim0", "dim1")
+DIMS = {"dim", "dim0", "dim1", "dim2"}
 
 
 class BatchedOps(Batch):
@@ -163,9 +163,11 @@ def _rows(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
 def _along(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value | None:
     """Ops of one tensor along dims: where the steps are in the result, the rule says."""
     x = leaves[0]
-    call = Call(node) if isinstance(node.target, torch._ops.OpOverload) else None
-    named = {name: call[name] for name in DIMS if name in call.args} if call is not None else {}
-    if not isinstance(x, Steps) or not named or any(isinstance(y, Steps) or is_tensor(y) for y in leaves[1:]):
+    if not isinstance(x, Steps) or any(isinstance(y, Steps) or is_tensor(y) for y in leaves[1:]):
+        return None
+    call = Call(node)
+    named = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
+    if not named or not DIMS.issuperset(named):
         return None
     ndim = x.ndim + (node.target is aten.unsqueeze.default)
     moved = pytree.tree_map(lambda d: _shifted(d, x.time, ndim), named)
@@ -192,9 +194,11 @@ def _shifted(dim: Any, time: int, ndim: int) -> int | None:
 def _places(node: Node, time: int) -> list[int] | None:
     """Which dim of each result is dim `time` of the operand, untouched."""
     found = lookup(node)
-    rule = found[1] if found is not None else None
+    if found is None:
+        return None
+    call, rule = found
     if isinstance(rule, Window) and rule.dim != time:
-        return [time] * len(found[0].results())
+        return [time] * len(call.results())
     if not isinstance(rule, Factors) or rule.kind(rule.operands[0][time]) != "pass":
         return None
     factor = rule.operands[0][time]

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from ..call import Call
 from ..layout import Demand, Plan, Shard
-from ..lowering.scan.monoids import accumulate_dtype
+from ..lowering.scan.monoids import accumulate_dtype, scannable
 from ..shapes import Size, same, sizes
 from .edit import Editor
 from .rewrite import Note, Rewrite, analyse
@@ -74,7 +74,8 @@ def is_flat(shard: Shard) -> bool:
 def _cannot(node: Node) -> str | None:
     call = Call(node)
     op, value = TORCH.get(node.target) or call.get("op", ""), call.results()[0]
-    known = node.target in (sp.scan.default, *TORCH) and not value.is_complex()
+    dtypes = value.dtype, call.operands[0].meta["val"].dtype
+    known = node.target in (sp.scan.default, *TORCH) and all(map(scannable, dtypes))
     if not known or call.get("segments") is not None or (node.target in EXTREMES and reads_indices(node)):
         return "its dim holds more than the sequence, and its parts cannot be put together from two scans"
     if op not in COMBINE or (op in ("max", "min") and value.is_floating_point()):

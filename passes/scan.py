@@ -7,7 +7,7 @@
 Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which idioms and the user's own calls
 are. One collective forward and one backward; bytes sent: (n - 1) * C, where C is one row of the result in the dtype
 that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (scan_cost.py). Leaves alone: dims that hold
-more than the sequence (nested_scan.py), and complex numbers (to be gathered).
+more than the sequence (nested_scan.py), and dtypes without scans, such as complex numbers (to be gathered).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._compat import size_hint
 from ..call import Call
 from ..layout import Demand, Shard
+from ..lowering.scan.monoids import scannable
 from ..machine import Machine
 from ..scan_cost import Carries, choose_exchange, message_bytes
 from .nested_scan import is_flat, scanned_rows
@@ -42,8 +43,9 @@ class Scan(Rewrite):
         return PassResult(graph_module, SlowScans(self.job)(graph_module).modified or claimed)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        if Call(node).results()[0].is_complex():
-            return "of complex numbers"
+        dtypes = [x.dtype for x in (Call(node).results()[0], Call(node).operands[0].meta["val"])]
+        if not all(map(scannable, dtypes)):
+            return f"there is no scan of {dtypes[-1]} on shards"
         return None if is_flat(scanned_rows(self.plan, node)) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:

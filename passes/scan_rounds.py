@@ -120,7 +120,9 @@ class ScanRounds(Editor):
     def _scan(self, node: Node) -> tuple[Any, Node] | None:
         """(op, leaf) if row t of the value combines the leaf's rows 0 to t."""
         found = [self.rows[i] for i in self.values[node].flatten().tolist()]
-        op, leaf = found[-1][:2] if found and len(found[-1]) == 4 else (None, None)
+        if not found or len(found[-1]) != 4:
+            return None
+        op, leaf = found[-1][:2]
         if op is None or any(row != (op if t else None, leaf, 0, t) for t, row in enumerate(found)):
             return None
         value, whole = node.meta["val"], leaf.meta["val"]

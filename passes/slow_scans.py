@@ -3,8 +3,8 @@
     cumsum(x, 0)    ->   sp.scan(x, None, 0, "sum")      x: (T, E): torch walks down one column at a time
 
 What is slow is for the lowering table to say (sp_compile.lowering.scan.table): any scan that it would not hand to torch
-itself. On any number of ranks, and on graphs without a sequence. Bytes moved: none. Leaves alone: small tensors and
-complex numbers.
+itself. On any number of ranks, and on graphs without a sequence. Bytes moved: none. Leaves alone: small tensors, and
+dtypes that have no scans here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from .._compat import size_hint
 from ..call import Call
 from ..layout import Plan
-from ..lowering.scan.monoids import accumulate_dtype
+from ..lowering.scan.monoids import accumulate_dtype, scannable
 from ..lowering.scan.problem import Problem
 from ..lowering.scan.table import choose
 from .rewrite import Rewrite
@@ -50,7 +50,7 @@ def is_slow(node: Node) -> bool:
     """Would the lowering table run the scan by anything but torch?"""
     call, result = Call(node), Call(node).results()[0]
     op, dim, extents = TORCH[node.target], call.dim(), [_hint(s) for s in result.shape]
-    if result.is_complex() or _product(extents) < LARGE or not extents:
+    if _product(extents) < LARGE or not extents or not scannable(call.operands[0].meta["val"].dtype):
         return False
     wide = accumulate_dtype(op, result.dtype, result.device)
     kind = "scan" if node.target in CUMULATIVE else "extremes"

@@ -63,7 +63,7 @@ class LinearCall:
         problem = None if problem is None else f"linear_scan: {problem}"
         shards = self.shards
         if shards is not None and self.check and shards.ranks.n > 1 and not torch.compiler.is_compiling():
-            shards.agree(problem, "" if problem else self._description(), device_of(self.b))
+            shards.agree("linear_scan", problem, "" if problem else self._description(), device_of(self.b))
         if problem is not None:
             raise SpError(problem)
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from .errors import SpError
 from .lowering.scan import operators
-from .lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
+from .lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype, scannable
 from .lowering.scan.table import SMALL
 from .scan_shards import Shards
 from .scan_values import may_overflow, never_overflows, observable, transformed, ungrouped, wrapped
 
 sp = torch.ops.sp
 INDEX = 8  # bytes
-UNSUPPORTED = (torch.uint16, torch.uint32, torch.uint64)  # torch has no scans of them
 UNGROUPED = (
     "segment_ids are not grouped: an id comes again after another one. Sort x by them or, if every run of equal ids is "
     "a segment of its own, pass runs=True"
@@ -88,7 +87,7 @@ class ScanCall:
         problem = None if problem is None else f"{self.name}: {problem}"
         shards, ids = self.among_ranks, self.segments
         if shards is not None:
-            shards.agree(problem, "" if problem else self._description(indices), device_of(self.x))
+            shards.agree(self.name, problem, "" if problem else self._description(indices), device_of(self.x))
             if ids is not None and not self.runs and observable(ids) and self.length:
                 # All ranks see the same ids, so all of them raise.
                 again = shards.ungrouped(ids, self._dim_of(ids))
@@ -155,7 +154,7 @@ class ScanCall:
             places = wrapped(out, exact, dtype).nonzero().tolist()
             problem = f"{self.name}: {self._overflow(exact, places[0], dtype)}" if places else None
             if shards is not None:
-                shards.raise_together(problem, x.device)
+                shards.raise_together(self.name, problem, x.device)
             elif problem is not None:
                 raise SpError(problem)
 
@@ -203,7 +202,7 @@ class ScanCall:
     def _wrong_dtypes(self) -> Iterator[str]:
         given, result = self.x.dtype, self.result
         for dtype in (given, result):
-            if dtype in UNSUPPORTED or (dtype.is_floating_point and dtype.itemsize < 2):
+            if not scannable(dtype) and not dtype.is_complex:
                 yield f"{dtype} is not supported; cast x, or pass dtype="
         if given.is_floating_point and not result.is_floating_point and needs_gradient(self.x):
             yield f"x needs a gradient, which a result in {result} does not have; detach x, or pass another dtype"
@@ -224,9 +223,7 @@ class ScanCall:
         ids, x = self.segments, self.x
         if ids is None:
             return
-        if ids.dtype in UNSUPPORTED:
-            yield f"segment_ids are int8 to int64 or uint8, got {ids.dtype}"
-        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+        if ids.dtype.is_floating_point or ids.dtype is torch.bool or not scannable(ids.dtype):
             hint = (
                 "; flags of where segments begin become ids by .cumsum(dim)"
                 if ids.dtype is torch.bool

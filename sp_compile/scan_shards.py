@@ -71,20 +71,20 @@ class Shards:
             _prepare(self.ranks.group, n if exchange == "steps" else 1)
         return [*frame, 2] if self.folds == 2 else frame, exchange, n, self.ranks.group
 
-    def agree(self, problem: str | None, description: str, device: torch.device) -> None:
+    def agree(self, name: str, problem: str | None, description: str, device: torch.device) -> None:
         """Raise SpError on every rank if any has a problem, or if their calls differ."""
         given = f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
         alike = "shards are of equal length, options the same"
-        agree("scan", problem, f"{description}, {given}", self.ranks, device, alike)
+        agree(name, problem, f"{description}, {given}", self.ranks, device, alike)
 
     def any(self, mine: bool, device: torch.device) -> bool:
         """Is it so on some rank?"""
         return any(flag for (flag,) in numbers([mine], self.ranks, device))
 
-    def raise_together(self, problem: str | None, device: torch.device) -> None:
+    def raise_together(self, name: str, problem: str | None, device: torch.device) -> None:
         """Raise SpError on every rank if any has a problem."""
         if self.any(problem is not None, device):
-            agree("scan", problem, "no problem", self.ranks, device, "")
+            agree(name, problem, "no problem", self.ranks, device, "")
 
     def ungrouped(self, ids: Tensor, dim: int) -> bool:
         """Does an id come again, on whichever rank, after another one? Gathers ids that are not in order."""

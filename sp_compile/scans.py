@@ -1,9 +1,10 @@
 """Prefix scans: inclusive_scan, exclusive_scan, segmented_scan, and linear_scan for h = a * h + b.
 
-Differentiable, twice where the operation is, in linear memory; eager or inside torch.compile; of any dtype, shape
-and strides, along any dim, of any length. All but linear_scan take
+Differentiable in reverse mode, twice where the operation is, in linear memory; eager or inside torch.compile, where no
+values are looked at: integers wrap round, and an id that comes again begins another segment. Of any shape and strides,
+along any dim, of any length. All but linear_scan take
 
-    x (..., S, ...)     bool, integers or floating-point; the result is like x
+    x (..., S, ...)     bool, uint8, int8 to int64, or floating-point of 16 bits or more; the result is like x
     dim         the dim of S, negative ones counted from the last
     op          "sum", "prod", "max", "min" or "logsumexp"
     reverse     from the last position to the first

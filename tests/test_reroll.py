@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from golden import captured, show
-from models import BATCH, check, floats
-from torch import Tensor
+from models import BATCH, check, floats, seeded
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
+import sp_compile
 from sp_compile.passes.reroll import Reroll
 from sp_compile.passes.spellings import respell
 
@@ -370,6 +372,59 @@ pow_tensor_scalar: [2, 7, 3] = aten.pow.Tensor_Scalar(x, 2)
 linear_scan_default: [2, 7, 3] = sp.linear_scan(x, pow_tensor_scalar, y, 1, True)
 return (linear_scan_default,)""",
     )
+
+
+class Gated(nn.Module):
+    """A gated recurrence with a linear layer in the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            forget, what = self.gates(x[:, t]).chunk(2, -1)
+            h = forget.sigmoid() * h + what
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+class Checkpointed(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class WithoutGradients(Gated):
+    """Of the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = super().forward(x)
+        return y * self.gates(x)[..., :WIDTH]
+
+
+class Autocast(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [Gated, Checkpointed, WithoutGradients])
+def test_regions(model: type[Gated]) -> None:
+    """A number of texts that may change, and regions that the loop is in."""
+    x = floats(4, 10, WIDTH)
+    torch._dynamo.mark_dynamic(x, 0)
+    report = check(seeded(model), x, sp=3)
+    assert report.count("linear_scan") == 1
+    assert not report.fallbacks
+
+
+def test_autocast() -> None:
+    """The loop's products are in bfloat16, as those of one device are; their sums are rounded less often."""
+    report = sp_compile.verify(seeded(Autocast).float(), floats(4, 10, WIDTH).float(), sp=2)
+    assert report.worst < 0.03
+    assert report.count("linear_scan") == 1
 
 
 # Loops that stay.

@@ -80,3 +80,20 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(message):
             WRONG[message]() if rank == 1 else inclusive_scan(X, 0, group=GROUP)
 
     run_ranks(N, scan)
+
+
+@pytest.mark.parametrize("size", [(20000,), (20000, 4)])
+def test_gradients_of_long_rows_are_as_precise_as_torchs(size):
+    """A rounded result would spoil a recurrence of exp(y_(j-1) - y_j) over thousands of rows."""
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+    def gradient(scan, x):
+        x = x.clone().requires_grad_()
+        scan(x).sum().backward()
+        return x.grad.double()
+
+    exact = gradient(lambda x: x.logcumsumexp(0), x.double())
+    ours = (gradient(lambda x: inclusive_scan(x, 0, "logsumexp"), x) - exact).abs()
+    torchs = (gradient(lambda x: x.logcumsumexp(0), x) - exact).abs()
+    assert ours.max() <= 2 * torchs.max()
+    assert ours.mean() <= 2 * torchs.mean()

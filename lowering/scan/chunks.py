@@ -88,15 +88,19 @@ def scanned(
 
 def met(cuts: Tensor, cut: Tensor, way: Way) -> Tensor:
     """cuts once the first row of each chunk, in scan order, has been compared with the row before."""
-    others = cuts.narrow(way.rows, int(not way.reverse), cuts.shape[way.rows] - 1)
-    return torch.cat([others, cut] if way.reverse else [cut, others], way.rows)
+    index, last = _index(cuts, way), cuts.shape[way.rows] - 1
+    return cuts | (cut & (index == (last if way.reverse else 0)))
+
+
+def _index(x: Tensor, way: Way) -> Tensor:
+    """Of the rows, int64, broadcasts to x."""
+    index = torch.arange(x.shape[way.rows], device=x.device)
+    return index.view([-1 if dim == way.rows else 1 for dim in range(x.ndim)])
 
 
 def _unbroken(begins: Tensor, cut: Tensor | None, way: Way) -> Tensor:
     """The rows that the chunk before reaches: does no segment begin between its end and the row?"""
-    size = begins.shape[way.rows]
-    index = torch.arange(size, device=begins.device)
-    index = index.view([-1 if dim == way.rows else 1 for dim in range(begins.ndim)])
+    index, size = _index(begins, way), begins.shape[way.rows]
     if way.reverse:
         reached = index > torch.where(begins, index, -1).amax(way.rows, keepdim=True)
     else:

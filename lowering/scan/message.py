@@ -5,6 +5,8 @@ Opaque, because what a compiler makes of reading bytes as numbers depends on the
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from ..library import opaque
 
 
 def _width(part: Tensor) -> int:
-    return part.shape[1:].numel() * part.element_size()
+    return math.prod(part.shape[1:]) * part.element_size()  # Size.numel would make symbolic sizes constants
 
 
 def _fake_to_bytes(parts: list[Tensor]) -> Tensor:

@@ -101,6 +101,13 @@ def accumulate_dtype(op: str, dtype: torch.dtype, device: torch.device | str) ->
     return torch.promote_types(dtype, torch.float32)
 
 
+def scannable(dtype: torch.dtype) -> bool:
+    """Are there scans of it? Bool, uint8, int8 to int64, and floating-point numbers of 16 bits or more."""
+    if dtype.is_floating_point:
+        return dtype.itemsize > 1
+    return not dtype.is_complex and (dtype.is_signed or dtype.itemsize == 1)
+
+
 def result_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a scan's result unless told otherwise: torch's."""
     return torch.int64 if op in ("sum", "prod") and not dtype.is_floating_point else dtype

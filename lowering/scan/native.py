@@ -40,6 +40,8 @@ ELEMENTS = {
 COMPUTED = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t"}
 COMBINING = {"sum": "Add", "prod": "Multiply", "max": "Larger", "min": "Smaller"}
 
+GRAIN = 1 << 15
+"""Elements from which on threads are worth their start."""
 POINTERS = ("x", "b", "initial", "starts", "out", "indices", "total", "factor")
 
 Kernel = Callable[[bytes], None]
@@ -210,7 +212,7 @@ def _run(
     pointers = ((tensor.data_ptr() if (tensor := tensors.get(name)) is not None else 0) for name in POINTERS)
     empties = (0, empty) if compute.is_floating_point else (int(empty), 0.0)
     elements = ELEMENTS[x.dtype], ELEMENTS[x.dtype if out is None else out.dtype]
-    options = flag, reverse, torch.get_num_threads()
+    options = flag, reverse, torch.get_num_threads() if x.numel() >= GRAIN else 1
     kernel(_PROBLEM.pack(*pointers, *x.shape, *_steps_of(starts), *empties, *elements, *options))
 
 

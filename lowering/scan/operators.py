@@ -180,9 +180,10 @@ def _cuts(segments: Tensor | None, x: Tensor, way: Way) -> tuple[Tensor | None, 
         return None, None
     ids = _chunked(_aligned(segments, x, way.dim), way)
     rows = ids.shape[way.rows]
-    changes = ids.narrow(way.rows, 1, rows - 1) != ids.narrow(way.rows, 0, rows - 1)
-    cuts = torch.constant_pad_nd(changes, [0, 0] * (ids.ndim - 1 - way.rows) + [1, 1], False)
     ends = ids.narrow(way.rows, 0, 1), ids.narrow(way.rows, rows - 1, 1)
+    # The ids are extended, not what comes of comparing them: Inductor's C++ has no comparison within padding.
+    ids = torch.cat([ends[0], ids, ends[1]], way.rows)
+    cuts = ids.narrow(way.rows, 1, rows + 1) != ids.narrow(way.rows, 0, rows + 1)
     return cuts, None if way.alone else ends
 
 
@@ -192,7 +193,7 @@ def _may_need_gradient(x: Tensor) -> bool:
 
 
 def _kept(x: Tensor, op: str, dtype: torch.dtype, accumulate: torch.dtype) -> torch.dtype:
-    """The dtype that a scan's backward gets its result in: rounded to half precision, exp(x - y) would be wrong."""
+    """The dtype that a scan's backward gets its result in: errors of exp(x - y) add up along its recurrence."""
     if op in ("prod", "logsumexp") and _may_need_gradient(x):
-        return torch.promote_types(dtype, torch.float32)
+        return torch.promote_types(dtype, accumulate)
     return dtype
