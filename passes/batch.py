@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ..call import is_tensor
-from ..shapes import Size, same, sizes
+from ..shapes import Size, quotient, same, sizes
 from .edit import Editor
 from .steps import NotALoop
 
@@ -74,6 +74,14 @@ class Batch(Editor):
     def flipped(self, x: Steps) -> Steps:
         """The steps in the other order."""
         return Steps(self.compute(aten.flip.default, (x.node, [x.time]), x.node), x.time)
+
+    def in_pieces(self, x: Steps, rows: int) -> Steps:
+        """Rows as steps of `rows` rows: (N * rows) -> (N, rows)."""
+        if rows == 1:
+            return Steps(self.unsqueezed(x.node, x.time + 1), x.time)
+        shape = list(sizes(x.node.meta["val"].shape))
+        shape[x.time : x.time + 1] = [quotient(shape[x.time], rows), rows]
+        return Steps(self.compute(aten.reshape.default, (x.node, self.sizes.list(shape)), x.node), x.time)
 
     def joined(self, seed: Value, rest: Steps, last: bool) -> Steps:
         """One step more, in front of the rest or behind it."""

@@ -19,11 +19,11 @@ from torch.fx import GraphModule, Node
 
 from ..call import Call
 from ..layout import Demand, Plan, Shard
-from ..lowering.scan.monoids import accumulate_dtype, scannable
+from ..lowering.scan.monoids import accumulate_dtype
 from ..shapes import Size, same, sizes
 from .edit import Editor
 from .rewrite import Note, Rewrite, analyse
-from .scan_calls import EXTREMES, TORCH, reads_indices, respelt, scan
+from .scan_calls import EXTREMES, TORCH, has_scan, reads_indices, respelt, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
 COMBINE = {
@@ -74,8 +74,7 @@ def is_flat(shard: Shard) -> bool:
 def _cannot(node: Node) -> str | None:
     call = Call(node)
     op, value = TORCH.get(node.target) or call.get("op", ""), call.results()[0]
-    dtypes = value.dtype, call.operands[0].meta["val"].dtype
-    known = node.target in (sp.scan.default, *TORCH) and all(map(scannable, dtypes))
+    known = node.target in (sp.scan.default, *TORCH) and has_scan(call)
     if not known or call.get("segments") is not None or (node.target in EXTREMES and reads_indices(node)):
         return "its dim holds more than the sequence, and its parts cannot be put together from two scans"
     if op not in COMBINE or (op in ("max", "min") and value.is_floating_point()):

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from .._compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
 from ..call import Call
+from ..shapes import sizes
 from .affine import Scans
 from .batch import Steps
 from .roll import Roll
@@ -107,7 +108,7 @@ class Reroll(Scans):
             return whole
         if whole.target is aten.unsqueeze.default and whole.args[1] == dim + 1:
             return whole.args[0]
-        return self.compute(aten.squeeze.dim, (whole, dim + 1), listed)
+        return self.compute(aten.flatten.using_ints, (whole, dim, dim + 1), listed)
 
     def _clear(self, listed: Node, loop: Loop) -> None:
         """Erase the steps and what only they read."""
@@ -128,20 +129,19 @@ class Reroll(Scans):
         for user in list(pieces.users):
             found = reading(user)
             if found is not None:
-                source, dim, keep, index = found
-                target, args = (
-                    (aten.slice.Tensor, (index, index + 1)) if keep else (aten.select.int, (index,))
-                )
+                source, dim, rows, index = found
+                args = (index * rows, (index + 1) * rows) if rows else (index,)
+                target = aten.slice.Tensor if rows else aten.select.int
                 with self.behind(pieces):
                     self.replace(user, self.compute(target, (source, dim, *args), user))
 
 
 def _values(listed: Node) -> list[Node]:
-    """The values of a stack, or of a cat of dims of size 1."""
+    """The values of a stack, or of a cat of pieces of one size."""
     values = list(listed.args[0])
     if listed.target is aten.cat.default:
         dim = Call(listed)["dim"]
-        if any(v.meta["val"].shape[dim] != 1 for v in values):
+        if len({sizes(v.meta["val"].shape)[dim] for v in values}) > 1:
             return []
     return values if len(set(values)) == len(values) > 1 else []
 

@@ -133,12 +133,12 @@ class Roll:
 
     def _reading(self, x: Read, first: int, end: int) -> Steps:
         ends = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))
-        found = self.editor.narrowed(Steps(x.source, x.dim), ends[0], ends[1] + 1 - ends[0])
-        if (x.stride > 0) == self.reverse:
-            found = self.editor.flipped(found)
-        if not x.keep:
-            return found
-        return Steps(self.editor.unsqueezed(found.node, x.dim + 1), x.dim)
+        rows = max(x.rows, 1)
+        whole = Steps(x.source, x.dim)
+        found = self.editor.narrowed(whole, ends[0] * rows, (ends[1] + 1 - ends[0]) * rows)
+        if x.rows:
+            found = self.editor.in_pieces(found, x.rows)
+        return self.editor.flipped(found) if (x.stride > 0) == self.reverse else found
 
 
 def _is(a: Any, b: Any) -> bool:

@@ -21,12 +21,11 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._compat import size_hint
 from ..call import Call
 from ..layout import Demand, Shard
-from ..lowering.scan.monoids import scannable
 from ..machine import Machine
 from ..scan_cost import Carries, choose_exchange, message_bytes
 from .nested_scan import is_flat, scanned_rows
 from .rewrite import Rewrite
-from .scan_calls import respelt
+from .scan_calls import has_scan, respelt
 from .slow_scans import SlowScans
 
 sp = torch.ops.sp
@@ -43,9 +42,8 @@ class Scan(Rewrite):
         return PassResult(graph_module, SlowScans(self.job)(graph_module).modified or claimed)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        dtypes = [x.dtype for x in (Call(node).results()[0], Call(node).operands[0].meta["val"])]
-        if not all(map(scannable, dtypes)):
-            return f"there is no scan of {dtypes[-1]} on shards"
+        if not has_scan(Call(node)):
+            return f"there is no scan of {Call(node).results()[0].dtype} on shards"
         return None if is_flat(scanned_rows(self.plan, node)) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:

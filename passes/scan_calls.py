@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ..call import Call
-from ..lowering.scan.monoids import result_dtype
+from ..lowering.scan.monoids import result_dtype, scannable
 from .edit import Editor
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -62,6 +62,11 @@ def scan(
     while flags and not flags[-1]:
         flags = flags[:-1]
     return editor.emit(sp.scan.default, (x, None, dim, op, *flags), value, like)
+
+
+def has_scan(call: Call) -> bool:
+    """Are there scans of what is scanned, in the dtype of the result?"""
+    return all(scannable(x.dtype) for x in (call.operands[0].meta["val"], call.results()[0]))
 
 
 def reads_indices(node: Node) -> bool:

@@ -20,10 +20,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..call import Call, is_tensor
-from ..lowering.scan.monoids import MONOIDS, scannable
+from ..lowering.scan.monoids import MONOIDS
 from ..shapes import same, sizes
 from .edit import Editor
-from .scan_calls import CUMULATIVE, scan
+from .scan_calls import CUMULATIVE, has_scan, scan
 from .shifted import Shifted, cut_of, shifted
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -50,7 +50,7 @@ def spelt(node: object) -> Spelt | None:
         return None
     if node.target in CUMULATIVE:
         call = Call(node)
-        known = call.ndim() > 0 and scannable(call.operands[0].meta["val"].dtype)
+        known = call.ndim() > 0 and has_scan(call)
         return Spelt(node, call.operands[0], call.dim(), CUMULATIVE[node.target]) if known else None
     if node.target is not torch.ops.sp.scan.default:
         return None

@@ -17,11 +17,11 @@ from torch.fx import GraphModule, Node
 from .._compat import size_hint
 from ..call import Call
 from ..layout import Plan
-from ..lowering.scan.monoids import accumulate_dtype, scannable
+from ..lowering.scan.monoids import accumulate_dtype
 from ..lowering.scan.problem import Problem
 from ..lowering.scan.table import choose
 from .rewrite import Rewrite
-from .scan_calls import CUMULATIVE, TORCH, respelt
+from .scan_calls import CUMULATIVE, TORCH, has_scan, respelt
 
 LARGE = 1 << 14  # elements; below them the call is what takes time
 
@@ -50,7 +50,7 @@ def is_slow(node: Node) -> bool:
     """Would the lowering table run the scan by anything but torch?"""
     call, result = Call(node), Call(node).results()[0]
     op, dim, extents = TORCH[node.target], call.dim(), [_hint(s) for s in result.shape]
-    if _product(extents) < LARGE or not extents or not scannable(call.operands[0].meta["val"].dtype):
+    if _product(extents) < LARGE or not extents or not has_scan(call):
         return False
     wide = accumulate_dtype(op, result.dtype, result.device)
     kind = "scan" if node.target in CUMULATIVE else "extremes"

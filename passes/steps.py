@@ -2,7 +2,7 @@
 
 A `Column` holds one node of every step. What a step reads is one of
 
-    Read      slice t of a tensor            select(x, dim, t), x[:, t : t + 1], unbind, split
+    Read      piece t of a tensor            select(x, dim, t), x[:, t * n : (t + 1) * n], unbind, split
     Ref       a column's node of the same step, or of the step before (lag 1)
     Seeded    as the rest, but for the first step: a state before anything happened
     a node or a constant that all steps share
@@ -55,13 +55,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Read:
-    """At step t, index start + stride * t of the source's dim; `keep`: as a dim of size 1."""
+    """At step t, index start + stride * t of the source's dim; or, if `rows`, that piece of so many rows."""
 
     source: Node
     dim: int
     start: int
     stride: int
-    keep: bool
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def _reading(values: Sequence[Any], first: int) -> Read | Node | None:
     stride = at[1] - at[0] if len(at) > 1 else 1
     if any(b - a != stride for a, b in pairwise(at)) or stride not in (-1, 0, 1):
         return None
-    source, dim, keep = head[:3]
-    return values[0] if stride == 0 else Read(source, dim, at[0] - stride * first, stride, keep)
+    source, dim, rows = head[:3]
+    return values[0] if stride == 0 else Read(source, dim, at[0] - stride * first, stride, rows)
 
 
 def _made_alike(a: Node, b: Node) -> bool:
@@ -205,8 +205,8 @@ def _made_alike(a: Node, b: Node) -> bool:
     )
 
 
-def reading(node: Any) -> tuple[Node, int, bool, int] | None:
-    """(source, dim, keeps the dim, index) of a node that reads one index of a dim."""
+def reading(node: Any) -> tuple[Node, int, int, int] | None:
+    """(source, dim, rows, index) of a node that reads one index of a dim (rows = 0), or a piece of so many rows."""
     if not is_tensor(node) or node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -216,24 +216,28 @@ def reading(node: Any) -> tuple[Node, int, bool, int] | None:
     call = Call(node)
     source, dim = call.operands[0], call.dim()
     extent = source.meta["val"].shape[dim]
-    keep = node.target is aten.slice.Tensor
-    index = (call["start"] or 0) if keep else call["index"]
-    if (
-        not isinstance(extent, int)
-        or not isinstance(index, int)
-        or (keep and node.meta["val"].shape[dim] != 1)
-    ):
+    if node.target is aten.select.int:
+        rows, index = 0, call["index"]
+    else:
+        rows, index = node.meta["val"].shape[dim], call["start"] or 0
+        if not isinstance(rows, int) or not rows:
+            return None
+    if not isinstance(extent, int) or not isinstance(index, int) or (rows > 1 and call["step"] != 1):
         return None
-    return source, dim, keep, max(index + extent, 0) if index < 0 else index
+    index = max(index + extent, 0) if index < 0 else index
+    if rows > 1 and index % rows:
+        return None
+    return source, dim, rows, index // max(rows, 1)
 
 
-def _piece(node: Node) -> tuple[Node, int, bool, int] | None:
+def _piece(node: Node) -> tuple[Node, int, int, int] | None:
     pieces, index = node.args
     if not isinstance(pieces, Node) or pieces.target not in PIECES or not isinstance(index, int) or index < 0:
         return None
     call = Call(pieces)
     source, dim = call.operands[0], call.dim()
-    keep = pieces.target is not aten.unbind.int
-    if keep and any(piece.shape[dim] != 1 for piece in pieces.meta["val"]):
-        return None
-    return source, dim, keep, index
+    if pieces.target is aten.unbind.int:
+        return source, dim, 0, index
+    found = {sizes(piece.shape)[dim] for piece in pieces.meta["val"]}
+    rows = found.pop()
+    return None if found or not isinstance(rows, int) or not rows else (source, dim, rows, index)

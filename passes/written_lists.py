@@ -46,7 +46,7 @@ class WrittenLists(Editor):
     def run(self) -> bool:
         """True if the graph changed."""
         forwarded = [self._forward(n, w) for n, w in reversed(self.writes.items())]
-        listed = [self._list(n) for n in reversed(self.writes) if n.users]
+        listed = [self._list(n) for n in self.writes if n.users and not self._is_written_on(n)]
         return any(forwarded) or any(listed)
 
     def _forward(self, node: Node, write: Write) -> bool:
@@ -55,7 +55,7 @@ class WrittenLists(Editor):
         for user in list(node.users):
             read = reading(user)
             self.budget -= 1
-            if read is None or read[1:3] != (write.dim, write.keep) or self.budget < 0:
+            if read is None or read[1:3] != (write.dim, int(write.keep)) or self.budget < 0:
                 continue
             if read[3] == write.index and write.row.meta["val"].dtype == user.meta["val"].dtype:
                 self.replace(user, write.row)
@@ -64,6 +64,11 @@ class WrittenLists(Editor):
                 user.replace_input_with(node, write.base)
                 changed = True
         return changed
+
+    def _is_written_on(self, node: Node) -> bool:
+        """Is there a longer chain?"""
+        users = [self.writes.get(u) for u in node.users]
+        return len(users) == 1 and users[0] is not None and users[0].base is node
 
     def _list(self, last: Node) -> bool:
         chain, rows, write = [last], {}, self.writes[last]

@@ -104,6 +104,34 @@ SCANS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "recurrence": lambda x, d: sp_compile.linear_scan(x.sigmoid(), x, d),
 }
 
+
+def _lines(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """A function of (1, C, S) along any dim of any value."""
+
+    def along(x: Tensor, d: int) -> Tensor:
+        rows = x.movedim(d, -1)
+        found = function(rows.reshape(1, -1, rows.shape[-1]))
+        return found.reshape(*rows.shape[:-1], found.shape[-1]).movedim(-1, d)
+
+    return along
+
+
+def _causal(x: Tensor) -> Tensor:
+    weight = torch.linspace(-1, 1, 3, dtype=x.dtype).expand(x.shape[1], 1, 3)
+    return F.conv1d(x, weight, padding=2, groups=x.shape[1])[..., : x.shape[-1]]
+
+
+WINDOWS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "causal": _lines(_causal),
+    "mean": _lines(lambda x: F.avg_pool1d(x, 3, 1, 1)),
+    "max": _lines(lambda x: F.max_pool1d(F.pad(x, (1, 0)), 2, 1)),
+    "pairs": _lines(lambda x: F.avg_pool1d(x, 2)),
+    "unfold": lambda x, d: x.unfold(d, 2, 1).sum(-1),
+    "shift": lambda x, d: torch.cat([torch.zeros_like(x.narrow(d, 0, 1)), x.narrow(d, 0, x.shape[d] - 1)], d),
+    "differences": lambda x, d: x.narrow(d, 1, x.shape[d] - 1) - x.narrow(d, 0, x.shape[d] - 1),
+    "last in front": lambda x, d: torch.cat([x.narrow(d, -1, 1), x.narrow(d, 0, x.shape[d] - 1)], d),
+}
+
 OPS: dict[str, Callable[..., Tensor]] = {
     "sin": lambda w, i, x: x.sin(),
     "tanh": lambda w, i, x: x.tanh(),
@@ -119,6 +147,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "softmax": lambda w, i, x, d: x.softmax(d),
     "cumsum": lambda w, i, x, d: x.cumsum(d),
     "scan": lambda w, i, x, d, how: SCANS[how](x, d),
+    "window": lambda w, i, x, d, how: WINDOWS[how](x, d) if x.shape[d] > 2 else x,
     "sum": lambda w, i, x, d, keep: x.sum(d, keepdim=keep),
     "mean": lambda w, i, x, d, keep: x.mean(d, keepdim=keep),
     "amax": lambda w, i, x, d, keep: x.amax(d, keepdim=keep),
@@ -202,6 +231,7 @@ def _step(draw: Draw, values: list[Tensor]) -> Step:
         "repeat": lambda: (tuple(2 if d == dim else 1 for d in range(x.ndim)),),
         "masked": lambda: (dim, draw(st.integers(0, extent))),
         "scan": lambda: (dim, draw(st.sampled_from(sorted(SCANS)))),
+        "window": lambda: (dim, draw(st.sampled_from(sorted(WINDOWS)))),
         "class_loss": lambda: (draw(st.sampled_from(["mean", "sum", "none"])),),
     }
     if name in ("sum", "mean", "amax", "logsumexp", "var"):

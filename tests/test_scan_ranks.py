@@ -109,6 +109,9 @@ CASES = {
     "exclusive sum of segments": Case("sum", exclusive=True, runs=(4, 1, 7), reverse=True),
     "prod, zigzag": Case("prod", layout="zigzag"),
     "max of segments": Case("max", runs=(4, 1, 7), wide=True),
+    "prod of segments": Case(
+        "prod", exclusive=True, reverse=True, runs=(4, 1, 7), wide=True, layout="zigzag"
+    ),
     "logsumexp in steps": Case("logsumexp", exchange="steps", reverse=True),
 }
 

@@ -139,7 +139,7 @@ def scan(
     """-> out, like x in dtype, and total (outer, inner) in accumulate: of the last segment in scan order."""
     x = _as_operand(x, dtype)
     compute = {"logsumexp": torch.float64, "max": _holding(dtype), "min": _holding(dtype)}.get(op, accumulate)
-    out, total = torch.empty(x.shape, dtype=dtype), _one_row(x, compute)
+    out, total = x.new_empty(x.shape, dtype=dtype), _one_row(x, compute)
     empty = MONOIDS[op].identity(dtype)
     _run("scan", op, compute, x, out, reverse, starts, empty=empty, flag=exclusive, total=total)
     return out, total.to(accumulate)
@@ -147,7 +147,7 @@ def scan(
 
 def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
     """-> the running max or min, like x, and its index, int64."""
-    out, indices = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=torch.int64)
+    out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
     empty = MONOIDS[op].identity(x.dtype)
     _run("extremes", op, _with_index(x.dtype), x, out, reverse, starts, empty=empty, indices=indices)
     return out, indices
@@ -164,7 +164,7 @@ def linear(
 ) -> Tensor:
     """-> h like b in dtype: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
     a, b = _of_one_dtype(a, b)
-    h = torch.empty(b.shape, dtype=dtype)
+    h = b.new_empty(b.shape, dtype=dtype)
     initial = None if initial is None else initial.to(accumulate).contiguous()
     _run("linear", "", accumulate, a, h, reverse, flag=lagged, b=b, initial=initial)
     return h
@@ -190,7 +190,7 @@ def _of_one_dtype(a: Tensor, b: Tensor) -> Pair:
 
 
 def _one_row(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape[0], x.shape[2], dtype=dtype)
+    return x.new_empty((x.shape[0], x.shape[2]), dtype=dtype)
 
 
 def _run(
