@@ -47,8 +47,9 @@ struct Lines : Tensors<M> {
     at.row = C(this->row(begin)), at.row_step = C(p.reverse ? -1 : 1);
     return at;
   }
+  // In memory.
   int64_t lowest(int64_t chain, int64_t begin, int64_t count) const {
-    return this->place(chain, p.reverse ? begin + count - 1 : begin);
+    return chain * p.length + this->row(p.reverse ? begin + count - 1 : begin);
   }
 
   // Whole vectors; returns the first row that is left.
@@ -96,12 +97,15 @@ struct Lines : Tensors<M> {
   }
   template <class E, class O, class I>
   Along choose() const {
-    if (p.flag) return p.reverse ? choose<E, O, I, true, true>() : choose<E, O, I, true, false>();
+    if constexpr (M::shifted)
+      if (p.flag) return p.reverse ? choose<E, O, I, true, true>() : choose<E, O, I, true, false>();
     return p.reverse ? choose<E, O, I, false, true>() : choose<E, O, I, false, false>();
   }
   template <class E, class O, class I, bool shift, bool reverse>
   Along choose() const {
-    return p.starts ? along<M, E, O, I, shift, true, reverse> : along<M, E, O, I, shift, false, reverse>;
+    if constexpr (M::cut)
+      if (p.starts) return along<M, E, O, I, shift, true, reverse>;
+    return along<M, E, O, I, shift, false, reverse>;
   }
 };
 

@@ -8,6 +8,7 @@ struct Machine {
   using Compute = C;
   using V = Vec<C, lanes<C>>;
   static constexpr int inputs = 1, planes = 1, outputs = 1, vectors = 8;
+  static constexpr bool cut = true, shifted = true;  // by starts; where the flag is set
 
   C empty;
   bool flag;  // exclusive, or lagged
@@ -79,6 +80,7 @@ struct Extremes : Machine<C> {
   using Fold = Extremes;
   using typename Machine<C>::V;
   static constexpr int planes = 2, outputs = 2, vectors = 4;
+  static constexpr bool shifted = false;
 
   C identity(int plane) const { return plane ? C(0) : this->empty; }
   static INLINE auto wins(V later, V earlier) { return Op::wins(later, earlier); }
@@ -101,6 +103,7 @@ struct LinearTotal : Machine<C> {
   using Fold = LinearTotal;
   using typename Machine<C>::V;
   static constexpr int inputs = 2, planes = 2;
+  static constexpr bool cut = false, shifted = false;
 
   C identity(int plane) const { return C(plane); }
   C neutral(int input) const { return C(1 - input); }
@@ -123,6 +126,7 @@ struct Linear : Machine<C> {
   using Fold = LinearTotal<C>;
   using typename Machine<C>::V;
   static constexpr int inputs = 2;
+  static constexpr bool cut = false;
 
   C identity(int) const { return C(0); }
   C neutral(int input) const { return C(1 - input); }

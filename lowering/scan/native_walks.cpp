@@ -33,7 +33,7 @@ void down(const M& machine, const Columns<typename M::Compute>& at, typename M::
     each<V>([&](auto v) INLINE_LAMBDA {
       int64_t place = i * at.step + v * L;
       Vec<C, L>* s = state[v];
-      if (starts) {
+      if (M::cut && starts) {
         Mask begins = (at.starts_wide ? load<Bits<C>, L>(starts + v * L) : Mask{} + Bits<C>(*starts)) != 0;
         each<P>([&](auto p) INLINE_LAMBDA { s[p] = begins ? splat(machine.identity(p)) : s[p]; });
       }
