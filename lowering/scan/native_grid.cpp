@@ -127,34 +127,36 @@ struct Grid : Tensors<M> {
     std::fill_n(buffer.starts, size, 0);
   }
 
-  // f(lane, chain, number) for chains that are neighbours.
+  // f(lane, number, chain, place) for chains that are neighbours, and the place of the first one's row i.
   template <class F>
-  void each_run(int64_t chain, int count, F f) const {
-    for (int lane = 0; lane < count;) {
-      int64_t run = std::min<int64_t>(p.inner - (chain + lane) % p.inner, count - lane);
-      f(lane, chain + lane, run);
-      lane += int(run);
+  void each_run(int64_t chain, int count, int64_t i, F f) const {
+    int64_t column = chain % p.inner, place = this->place(chain, i);
+    for (int64_t lane = 0, run; lane < count; lane += run) {
+      run = std::min(p.inner - column, count - lane);
+      f(lane, run, chain + lane, place);
+      place += p.length * p.inner - column;
+      column = 0;
     }
   }
 
   void fill(Buffer& buffer, Columns<C>& at, int64_t chain, int count, int width, int64_t begin) const {
     int64_t step = p.reverse ? -p.inner : p.inner;
-    bool shared = !p.starts || (p.starts_inner == 0 && (wide || p.starts_outer == 0));
-    each_run(chain, count, [&](int lane, int64_t first, int64_t run) {
-      int64_t place = this->place(first, begin);
+    each_run(chain, count, begin, [&](int64_t lane, int64_t run, int64_t, int64_t place) {
       this->read_rows(this->in(0, place), step, at.rows, run, buffer.x + lane, width);
       if (M::inputs == 2) this->read_rows(this->in(1, place), step, at.rows, run, buffer.b + lane, width);
-      for (int64_t i = 0; !shared && i < at.rows; ++i)
+    });
+    if (!p.starts || (p.starts_inner == 0 && (wide || p.starts_outer == 0))) return;
+    each_run(chain, count, begin, [&](int64_t lane, int64_t run, int64_t first, int64_t) {
+      for (int64_t i = 0; i < at.rows; ++i)
         for (int64_t j = 0; j < run; ++j)
           buffer.starts[i * width + lane + j] = p.starts[this->start(first + j, begin + i)];
     });
-    if (!shared) at.starts = buffer.starts, at.starts_step = width, at.starts_wide = true;
+    at.starts = buffer.starts, at.starts_step = width, at.starts_wide = true;
   }
 
   void drain(const Buffer& buffer, int64_t rows, int64_t chain, int count, int width, int64_t begin) const {
     int64_t step = p.reverse ? -p.inner : p.inner;
-    each_run(chain, count, [&](int lane, int64_t first, int64_t run) {
-      int64_t place = this->place(first, begin);
+    each_run(chain, count, begin, [&](int64_t lane, int64_t run, int64_t, int64_t place) {
       this->write_rows(buffer.x + lane, width, rows, run, this->out(place), step);
       if (M::outputs == 2) write<C, int64_t>(buffer.index + lane, width, rows, run, this->index(place), step);
     });

@@ -143,21 +143,21 @@ template <class C, class E>
 void read(const void* source, int64_t step, int64_t rows, int64_t n, C* to, int64_t width) {
   constexpr int L = lanes<C>;
   const E* from = static_cast<const E*>(source);
-  for (int64_t i = 0; i < rows; ++i, from += step, to += width) {
-    int64_t j = 0;
-    for (; j + L <= n; j += L) store<C, L>(to + j, load<C, L>(from + j));
-    for (; j < n; ++j) to[j] = load<C, 1>(from + j)[0];
-  }
+  int64_t whole = n / L * L;
+  for (int64_t i = 0; whole && i < rows; ++i)
+    for (int64_t j = 0; j < whole; j += L) store<C, L>(to + i * width + j, load<C, L>(from + i * step + j));
+  for (int64_t j = whole; j < n; ++j)
+    for (int64_t i = 0; i < rows; ++i) to[i * width + j] = load<C, 1>(from + i * step + j)[0];
 }
 template <class C, class E>
 void write(const C* from, int64_t width, int64_t rows, int64_t n, void* target, int64_t step) {
   constexpr int L = lanes<C>;
   E* to = static_cast<E*>(target);
-  for (int64_t i = 0; i < rows; ++i, from += width, to += step) {
-    int64_t j = 0;
-    for (; j + L <= n; j += L) store<C, L>(to + j, load<C, L>(from + j));
-    for (; j < n; ++j) store<C, 1>(to + j, Vec<C, 1>{from[j]});
-  }
+  int64_t whole = n / L * L;
+  for (int64_t i = 0; whole && i < rows; ++i)
+    for (int64_t j = 0; j < whole; j += L) store<C, L>(to + i * step + j, load<C, L>(from + i * width + j));
+  for (int64_t j = whole; j < n; ++j)
+    for (int64_t i = 0; i < rows; ++i) store<C, 1>(to + i * step + j, Vec<C, 1>{from[i * width + j]});
 }
 
 }  // namespace
