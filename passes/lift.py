@@ -49,7 +49,8 @@ def lifted_nodes(gm: GraphModule, plan: Plan, differentiable: set[Node]) -> set[
             and all(_takes_summand(node, u, plan, lifted) for u in node.users)
         ):
             lifted.add(node)
-    return lifted
+    # One of several results takes summands only if all do: they are converted before the op, or each behind it.
+    return {n for n in lifted if n.target is not operator.getitem or n.args[0] in lifted}
 
 
 def _liftable(node: Node, plan: Plan) -> bool:

@@ -69,8 +69,10 @@ class Paddings(Editor):
             return False
         length = _rows(node, cut.dim)
         padded = _uncut(cut, length)
-        if _fits(length, padded) and (node.target is aten.cat.default or padded is not cut):
-            self._slide([node], padded.x, padded.dim, _shift(padded, 0, length))
+        whole = _shift(padded, 0, length)
+        shifts = _fits(length, padded) and (node.target is aten.cat.default or padded is not cut)
+        if shifts and _spelt(whole, _rows(padded.x, padded.dim)):
+            self._slide([node], padded.x, padded.dim, whole)
             return True
         found = [_reading(user, node, padded) for user in node.users]
         known = [one for one in found if one is not None and _spelt(one, _rows(padded.x, padded.dim))]

@@ -86,6 +86,14 @@ def qwen3_moe(**options: Any) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+def minimax() -> nn.Module:
+    """Lightning attention, block by block in a loop, then attention."""
+    options = {"block_size": 4, "layer_types": ["linear_attention", "full_attention"]}
+    sizes = {**SMALL, "num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.MiniMaxConfig(**options, **sizes, experts_implementation="batched_mm")
+    return transformers.MiniMaxForCausalLM(config)
+
+
 Make = Callable[[], nn.Module]
 RECURRENT: dict[str, Make] = {
     "mamba": mamba,
@@ -105,6 +113,7 @@ MODELS: dict[str, Make] = {
         f"{name}, batched": partial(make, experts_implementation="batched_mm")
         for name, make in EXPERTS.items()
     },
+    "minimax": minimax,
 }
 
 
@@ -145,7 +154,7 @@ def spread() -> list[Any]:
     out = []
     for i, name in enumerate(MODELS):
         for j, size in enumerate(SIZES):
-            quick = i % 2 == j and name != "falcon_mamba" and "batched" not in name
+            quick = i % 2 == j and name not in ("falcon_mamba", "minimax") and "batched" not in name
             marks = () if quick else pytest.mark.slow
             out.append(pytest.param(name, *size, marks=marks, id=f"{name}-{size[0]}-{size[1]}"))
     return out

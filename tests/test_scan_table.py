@@ -49,6 +49,14 @@ def test_what_is_large_is_compiled() -> None:
     assert choose(large._replace(inner=64)) == ("native" if native.available() else "blocked")
 
 
+def test_torch_runs_many_short_lines() -> None:
+    short = problem(outer=1 << 16, length=63)
+    compiled = "native" if native.available() else "aten"
+    assert choose(short) == "aten"
+    assert choose(short._replace(length=64)) == compiled
+    assert choose(short._replace(op="logsumexp")) == compiled
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "fits", lambda problem: False)
     assert choose(problem(length=1 << 20)) == "aten"

@@ -80,6 +80,12 @@ def capped_mixing_by_hand(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     return (x @ x.mT).tanh().softmax(-1) @ x
 
 
+def halves_of_a_weight(m: Model, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """One is used on shards, the other on every rank alike."""
+    left, right = m.weight.exp().split(WIDTH // 2, 1)
+    return x @ left, right.sin()
+
+
 # The sequence is mixed, and the op named is done on the whole.
 GATHERED: dict[str, Op] = {
     "max": lambda m, x, ids: x.max(1),
@@ -153,6 +159,7 @@ SHARDED: dict[str, Op] = {
     "mixer, few rows": lambda m, x, ids: F.gelu(F.linear(x.mT, m.mix[:3, : x.shape[1]])),
     "one hot": lambda m, x, ids: F.one_hot(ids, VOCABULARY).to(x) @ m.embed.weight * x,
     "counts of classes": lambda m, x, ids: torch.einsum("bsv,bsd->bvd", F.one_hot(ids, VOCABULARY).to(x), x),
+    "halves of a weight": halves_of_a_weight,
     "masked fill": lambda m, x, ids: x.masked_fill((ids == 2)[..., None], -1.0) @ m.weight,
     "where": lambda m, x, ids: torch.where((ids > 4)[..., None], x, m.first),
     "masked write": zeroed,

@@ -10,19 +10,11 @@ struct Lines : Tensors<M> {
   using typename Tensors<M>::C;
   using Folding = Lines<M>;
   using Tensors<M>::p;
-  using Tensors<M>::size_in;
   static constexpr int L = lanes<C>, planes = M::Fold::planes;
 
   struct Buffer {
     alignas(kBytes) C x[kLine], b[kLine], index[kLine];
     uint8_t starts[kLine];
-  };
-
-  // Of the elements of x, which a walk without a buffer has in the output too.
-  struct Tail {
-    alignas(kBytes) char x[kBytes], b[kBytes], out[kBytes];
-    int64_t index[L];
-    uint8_t starts[L];
   };
 
   using Along = void (*)(const M&, const typename M::Fold&, const Line<C>&, C*);
@@ -43,14 +35,10 @@ struct Lines : Tensors<M> {
 
   void advance(int64_t item, int64_t begin, int64_t end, C* states, bool emit) const {
     Buffer buffer;
-    Tail tail;
-    int64_t whole = begin + std::max<int64_t>(end - begin, 0) / L * L;
-    if (walk && whole < end) clear(tail);
     for (int64_t chain = first(item); chain < after(item); ++chain, states += planes) {
-      if (!walk)
-        for (int64_t i = begin; i < end; i += kLine) buffered(buffer, chain, i, std::min(kLine, end - i), states, emit);
-      if (walk && begin < whole) straight_on(chain, begin, whole, states, emit);
-      if (walk && whole < end) straight_to(tail, chain, whole, end - whole, states, emit);
+      int64_t i = begin;
+      if (walk && end - i >= L) i = straight_on(chain, i, end, states, emit);
+      for (; i < end; i += kLine) buffered(buffer, chain, i, std::min(kLine, end - i), states, emit);
     }
   }
 
@@ -65,40 +53,19 @@ struct Lines : Tensors<M> {
     return chain * p.length + this->row(p.reverse ? begin + count - 1 : begin);
   }
 
-  const uint8_t* starts(int64_t chain, int64_t low) const { return p.starts + chain * (p.starts_outer - p.length) + low; }
+  const uint8_t* starts(int64_t chain, int64_t low) const {
+    return p.starts + chain * (p.starts_outer - p.length) + low;
+  }
 
-  void straight_on(int64_t chain, int64_t begin, int64_t end, C* states, bool emit) const {
-    int64_t low = lowest(chain, begin, end - begin);
-    Line<C> at = line(begin, (end - begin) / L);
+  // Whole vectors; returns the first row that is left.
+  int64_t straight_on(int64_t chain, int64_t begin, int64_t end, C* states, bool emit) const {
+    int64_t count = (end - begin) / L * L, low = lowest(chain, begin, count);
+    Line<C> at = line(begin, count / L);
     at.x = this->in(0, low), at.b = this->in(1, low);
     if (p.starts) at.starts = starts(chain, low);
     if (emit && p.out) at.out = this->out(low), at.index = this->index(low);
     walk(this->machine, this->fold, at, states);
-  }
-
-  // Fewer rows than a vector has lanes. The other lanes of `tail` are neutral, and stay so.
-  void straight_to(Tail& tail, int64_t chain, int64_t begin, int64_t count, C* states, bool emit) const {
-    int64_t low = lowest(chain, begin, count), shift = p.reverse ? L - count : 0;
-    std::memcpy(tail.x + shift * size_in, this->in(0, low), count * size_in);
-    if (M::inputs == 2) std::memcpy(tail.b + shift * size_in, this->in(1, low), count * size_in);
-    if (p.starts) std::memcpy(tail.starts + shift, starts(chain, low), count);
-    Line<C> at = line(begin, 1);
-    at.x = tail.x, at.b = tail.b, at.index = tail.index;
-    if (p.starts) at.starts = tail.starts;
-    if (emit && p.out) at.out = tail.out;
-    walk(this->machine, this->fold, at, states);
-    if (!at.out) return;
-    std::memcpy(this->out(low), tail.out + shift * size_in, count * size_in);
-    if (M::outputs == 2) std::memcpy(this->index(low), tail.index + shift, count * sizeof(int64_t));
-  }
-
-  void clear(Tail& tail) const {
-    C neutral[L];
-    for (int input = 0; input < M::inputs; ++input) {
-      std::fill_n(neutral, L, this->machine.neutral(input));
-      this->write_rows(neutral, 0, 1, L, input ? tail.b : tail.x, 0);
-    }
-    std::memset(tail.starts, 0, L);
+    return begin + count;
   }
 
   void buffered(Buffer& buffer, int64_t chain, int64_t begin, int64_t count, C* states, bool emit) const {

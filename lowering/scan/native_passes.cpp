@@ -4,7 +4,6 @@
 namespace {
 
 constexpr int64_t kPiece = 4096;         // rows worth a thread of their own
-constexpr int64_t kShort = KSHORT;       // rows below which lines are walked side by side, as columns
 constexpr int64_t kLargePage = 1 << 21;  // bytes
 
 template <class R, class C>
@@ -107,7 +106,7 @@ extern "C" void scan(const Problem* p) {
   in_large_pages(p->indices, elements * size_of(kInt64));
   C empty = std::is_same_v<C, int64_t> ? C(p->empty_integer) : C(p->empty_number);
   if (p->outer * p->inner == 0) return;
-  if (p->inner == 1 && (p->length >= kShort || p->outer < lanes<C>))
+  if (p->inner == 1 && (p->length >= STEPS::short_line || p->outer < lanes<C>))
     solve<Lines<STEPS>>(*p, empty);
   else
     solve<Grid<STEPS>>(*p, empty);

@@ -1,5 +1,6 @@
 // What a scan does at one element, and how it joins the states of two parts. A state is some vectors of C, the type
-// to compute in: of `planes` in a walk over rows, of `Fold::planes` where parts are joined.
+// to compute in: of `planes` in a walk over rows, of `Fold::planes` where parts are joined. Lines of
+// fewer than `short_line` elements are walked side by side, as columns.
 
 namespace {
 
@@ -7,7 +8,7 @@ template <class C>
 struct Machine {
   using Compute = C;
   using V = Vec<C, lanes<C>>;
-  static constexpr int inputs = 1, planes = 1, outputs = 1, vectors = 8;
+  static constexpr int inputs = 1, planes = 1, outputs = 1, vectors = 8, short_line = 16;
   static constexpr bool cut = true, shifted = true;  // by starts; where the flag is set
 
   C empty;
@@ -52,7 +53,7 @@ struct Scan : Machine<C> {
 // The state is the largest element m and the sum of exp(x - m) over all others.
 struct LogSumExp : Machine<double> {
   using Fold = LogSumExp;
-  static constexpr int planes = 2, vectors = 4;
+  static constexpr int planes = 2, vectors = 4, short_line = 64;
 
   double identity(int plane) const { return plane ? 0.0 : empty; }
   static INLINE Doubles value(const Doubles* s, Doubles) { return s[0] + log1p_of_positive(s[1]); }

@@ -24,11 +24,18 @@ MODULES = {
     "tree": "sp_compile.lowering.scan.tree",
 }
 SMALL = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
+SHORT = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up
 
 
 def is_small(problem: Problem) -> bool:
     """Does it take longer to launch a kernel from Python than to let torch scan?"""
     return problem.outer * problem.length * problem.inner <= SMALL
+
+
+def has_short_lines(problem: Problem) -> bool:
+    """Are there many lines on a CPU, of few rows each, which torch need not compute much for?"""
+    simple = problem.kind == "scan" and problem.op != "logsumexp"
+    return problem.device == "cpu" and problem.inner == 1 and problem.length < SHORT and simple
 
 
 class Row(NamedTuple):
@@ -39,7 +46,7 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("aten", is_small),
+    Row("aten", lambda problem: is_small(problem) or has_short_lines(problem)),
     Row("native"),  # on a CPU with a compiler
     Row("triton"),  # on a GPU
     Row("aten"),  # the last dim
