@@ -1,10 +1,10 @@
 """CPU time of scans: ours over torch's, and over a copy of the input, which is what one pass over memory takes.
 
-    python benchmarks/scans.py [--rounds 9] [--length 4096]
+    python benchmarks/scans.py [--rounds 9] [--length 65536]
 
 Ours, torch's and a copy take turns in one process with one thread, and the medians over the rounds of the ratios of
-their CPU times in a round are printed. Two such processes: one with malloc as it is, which returns freed memory of some
-MB to the system, and one in which it keeps freed memory, so that no new pages are counted.
+their CPU times in a round are printed. Two such processes: one with malloc as it is, which returns large freed memory
+to the system, and one in which it keeps freed memory, so that no new pages are counted.
 Recurrences run against torch.associative_scan(combine_mode="generic"), eager and compiled by Inductor, in time,
 time to compile and memory of the backward. Writes benchmarks/results/scans_cpu.md.
 """
@@ -114,9 +114,8 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
         f"- `python benchmarks/scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- CPU time; medians of the ratios within each of {args.rounds} rounds",
         "- public functions, checks included where not said otherwise",
-        "- memory kept: malloc keeps what is freed (glibc), so that no time goes into new pages. With malloc as it is "
-        "ours asks for large pages, which takes the system less time than a copy's small ones; what it frees may then "
-        "serve torch",
+        "- memory kept: malloc keeps what is freed, so that no time goes into new pages. As it is (glibc), results of "
+        "32 MB or more are new pages in every call: ours asks for large ones, which the system gives faster",
         "- the floor is a copy: one pass over memory reads x once and writes the result once",
     ]
     return "\n\n".join(["# Scans on CPU", "\n".join(facts), *map(markdown, tables)]) + "\n"
@@ -127,9 +126,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--length", type=int, default=4096, help="of what is compiled: torch's takes minutes for more"
-    )
+    parser.add_argument("--length", type=int, default=65536, help="of what is compiled")
     parser.add_argument("--small", action="store_true", help="sizes whose times mean nothing")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=RESULTS)

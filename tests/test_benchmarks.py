@@ -41,6 +41,16 @@ def test_gpu_attention(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_scans(tmp_path: Path) -> None:
+    report = tmp_path / "scans.md"
+    run("scans.py", "--small", "--length", "64", "--rounds", "1", "--output", str(report))
+    text = report.read_text()
+    parts = ("sum along another dim", "sum along the last dim", "others", "recurrence", "torch.compile", "(S, 8)")
+    assert all(f"\n| {part}" in text for part in parts)
+    assert "| target | 4, slope 1.05: met |" in text
+
+
+@pytest.mark.slow
 def test_gpu_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
