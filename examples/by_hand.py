@@ -16,13 +16,14 @@ from sp_compile.passes.gather import Gather
 from sp_compile.passes.localize import Localize
 from sp_compile.passes.reduce import Means, Reduce
 from sp_compile.passes.rewrite import analyse, settings
+from sp_compile.passes.scan import Scan
 from sp_compile.passes.ulysses import Ulysses
 from sp_compile.passes.validate import validate
 from sp_compile.simulate import GROUP, run_ranks
 
 
 class Block(nn.Module):
-    """Grouped-query attention, a cumulative sum (which no pass can shard yet), and a mean."""
+    """Grouped-query attention, a cumulative sum, and a mean over the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ def main() -> None:
     graph = sp_compile.capture_export(torch.export.export(model, (x,)))
     for demand in analyse(graph, settings(ranks))[1].demands:
         print(f"demand: {demand.node.name} operand {demand.operand} is {demand.have}: {demand.why}")
-    for rewrite in (Canonicalize(), Means(ranks), Ulysses(ranks), Reduce(ranks), Gather(ranks)):
+    for rewrite in (Canonicalize(), Means(ranks), Ulysses(ranks), Scan(ranks), Reduce(ranks), Gather(ranks)):
         changed = rewrite(graph).modified
         print(f"\n== {type(rewrite).__name__}: {'rewrote the graph' if changed else 'nothing to do'}")
         if changed:
