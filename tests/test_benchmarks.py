@@ -45,7 +45,14 @@ def test_scans(tmp_path: Path) -> None:
     report = tmp_path / "scans.md"
     run("scans.py", "--small", "--length", "64", "--rounds", "1", "--output", str(report))
     text = report.read_text()
-    parts = ("sum along another dim", "sum along the last dim", "others", "recurrence", "torch.compile", "(S, 8)")
+    parts = (
+        "sum along another dim",
+        "sum along the last dim",
+        "others",
+        "recurrence",
+        "torch.compile",
+        "(S, 8)",
+    )
     assert all(f"\n| {part}" in text for part in parts)
     assert "| target | 4, slope 1.05: met |" in text
 
