@@ -113,9 +113,9 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
         f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
         f"- `python benchmarks/scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- CPU time; medians of the ratios within each of {args.rounds} rounds",
-        "- public functions, checks included where not said otherwise",
-        "- memory kept: malloc keeps what is freed, so that no time goes into new pages. As it is (glibc), results of "
-        "32 MB or more are new pages in every call: ours asks for large ones, which the system gives faster",
+        "- public functions; of integers `check=` says whether a pass over x for overflows is counted",
+        "- memory kept: malloc keeps what is freed, so that no time goes into new pages. As it is, what is large comes "
+        "in new pages: ours asks for large ones, as NumPy does, which the system gives faster; torch's may reuse them",
         "- the floor is a copy: one pass over memory reads x once and writes the result once",
     ]
     return "\n\n".join(["# Scans on CPU", "\n".join(facts), *map(markdown, tables)]) + "\n"

@@ -34,7 +34,7 @@ def scan(
     dtype: torch.dtype,
     accumulate: torch.dtype,
 ) -> Pair:
-    """torch.cumsum or its like; an exclusive one is written one row further."""
+    """torch.cumsum or its like; an exclusive one is written one row further. No total if torch has rounded it."""
     monoid = MONOIDS[op]
     out = torch.empty_like(x, dtype=dtype)
     if not out.shape[DIM]:
@@ -45,8 +45,10 @@ def scan(
         _write(monoid, x[:, :-1], out[:, 1:])
     else:
         _write(monoid, x, out)
-    total = out[:, -1].to(accumulate)
-    total = monoid.combine(total, x[:, -1]) if exclusive else total.clone()
+    if dtype != accumulate:
+        total = out.new_empty(0, dtype=accumulate)
+    else:
+        total = monoid.combine(out[:, -1], x[:, -1]) if exclusive else out[:, -1].clone()
     return out.flip(DIM) if reverse else out, total
 
 

@@ -5,7 +5,7 @@ namespace {
 
 constexpr int64_t kPiece = 4096;         // rows worth a thread of their own
 constexpr int64_t kLargePage = 1 << 21;  // bytes
-constexpr int64_t kMapped = 1 << 25;     // bytes from which on malloc has nothing left over, by glibc's default
+constexpr int64_t kLarge = 1 << 22;      // bytes of results that ask for large pages, as NumPy's arrays do
 
 template <class R, class C>
 void begin(const R& run, int64_t item, C* states) {
@@ -88,13 +88,13 @@ void solve(const Problem& p, C empty) {
     in_one_pass(run);
 }
 
-// Memory of this size is new in every call, and the system takes longer to give it in small pages than we to scan.
+// Of new memory: the system takes longer to give it in small pages than a scan takes to fill it.
 void in_large_pages(void* memory, int64_t bytes) {
 #if defined(__linux__)
   auto first = reinterpret_cast<uintptr_t>(memory);
   uintptr_t from = (first + kLargePage - 1) / kLargePage * kLargePage;
   uintptr_t to = (first + bytes) / kLargePage * kLargePage;
-  if (memory && bytes >= kMapped) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+  if (memory && bytes >= kLarge) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
 #endif
 }
 

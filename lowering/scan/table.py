@@ -34,7 +34,7 @@ def is_small(problem: Problem) -> bool:
 
 def has_short_lines(problem: Problem) -> bool:
     """Are there many lines on a CPU, of few rows each, which torch need not compute much for?"""
-    simple = problem.kind == "scan" and problem.op != "logsumexp"
+    simple = problem.kind == "scan" and problem.op != "logsumexp" and not problem.reverse
     return problem.device == "cpu" and problem.inner == 1 and problem.length < SHORT and simple
 
 
