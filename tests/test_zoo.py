@@ -199,8 +199,8 @@ def run(op: Op, ranks: int, length: int, **config: object) -> object:
 
 
 def spread(table: dict[str, Op]) -> list[object]:
-    """Every op at one of the sizes of several ranks, in turn; ops want two positions at least, most of them three."""
-    several = itertools.cycle([(n, max(length, 3)) for n, length in SIZES if n > 1])
+    """Every op at one of the sizes of several ranks, in turn; what slides wants neighbours in half of the sequence."""
+    several = itertools.cycle([(n, max(length, 5)) for n, length in SIZES if n > 1])
     return [pytest.param(name, *size, id=f"{name}-{size[0]}-{size[1]}") for name, size in zip(table, several)]
 
 
