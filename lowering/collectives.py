@@ -80,6 +80,12 @@ def _reduce_rows(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Te
     return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group), dim, frame[0])
 
 
+def _reduce_and_scatter(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Sum whole values over the ranks; this rank's rows, the nearest valid row at positions outside the window."""
+    rows = pad(rows_first(x, dim, frame[0]), 0, _without_outer(frame), n, edge=True)
+    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group), dim, frame[0])
+
+
 def _without_outer(frame: Frame) -> Frame:
     return [1, *frame[1:]]
 
@@ -150,6 +156,16 @@ def all_gather(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     Source: all_gather_into_tensor, then views (outer 1).
     """
     return Pair.apply(x, _whole, _reduce_rows, dim % x.ndim, frame, n, group)
+
+
+@composite("reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+def reduce_scatter(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Partial(sum) -> Shard(dim): each rank gets its rows of the sum, and copies of valid rows as padding.
+
+    Shapes: dim of outer * length * inner -> outer * s * inner. Bytes: (n - 1) / n * bytes(x).
+    Backward: all_gather of the shards, as many bytes. Source: reduce_scatter_tensor.
+    """
+    return Pair.apply(x, _reduce_and_scatter, _whole, dim % x.ndim, frame, n, group)
 
 
 @composite("all_reduce(Tensor x, int n, str group) -> Tensor")

@@ -7,6 +7,9 @@ import torch
 
 LIBRARY = torch.library.Library("sp", "DEF")
 
+COMPOSITES: set[torch._ops.OpOverload] = set()
+"""Operators whose bodies are ordinary operators; all others are opaque."""
+
 Body = TypeVar("Body", bound=Callable[..., object])
 
 
@@ -19,7 +22,9 @@ def composite(schema: str) -> Callable[[Body], Body]:
 
     def register(body: Body) -> Body:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(schema.split("(")[0], body, "CompositeImplicitAutograd")
+        name = schema.split("(")[0]
+        LIBRARY.impl(name, body, "CompositeImplicitAutograd")
+        COMPOSITES.add(getattr(torch.ops.sp, name).default)
         return body
 
     return register

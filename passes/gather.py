@@ -46,17 +46,17 @@ class Gather(Rewrite):
 
     def _regather(self, node: Node, demand: Demand) -> None:
         """What was gathered for a node on shards is used alike on every rank: the other pair of gradients."""
-        gathered = _operand(node, demand.operand)
+        gathered = operand_of(node, demand.operand)
         with self.after(gathered):
             whole = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
-        _replace_operand(node, demand.operand, whole)
+        replace_operand(node, demand.operand, whole)
 
     def _reason(self, demand: Demand) -> str:
-        operand = _operand(demand.node, demand.operand)
+        operand = operand_of(demand.node, demand.operand)
         return f"{demand.why} (operand {operand.name}, global shape {list(operand.meta['val'].shape)})"
 
     def _gather(self, node: Node, demand: Demand) -> None:
-        source = _operand(node, demand.operand)
+        source = operand_of(node, demand.operand)
         have, why = self.plan.of(source), self._reason(demand)
         if not isinstance(have, Shard):
             node.meta["sp_whole"] = True  # nothing to gather: propagation is not to begin a sequence here
@@ -69,12 +69,13 @@ class Gather(Rewrite):
             args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
             with self.after(source):
                 whole = self.emit(op, args, source.meta["val"], node)
-        _replace_operand(node, demand.operand, whole)
+        replace_operand(node, demand.operand, whole)
         if node.op != "output":
             self.note(node, why)
 
 
-def _operand(node: Node, index: int) -> Node:
+def operand_of(node: Node, index: int) -> Node:
+    """The operand that a demand numbers."""
     if node.op == "output":
         return node.all_input_nodes[index]
     if isinstance(node.target, torch._ops.OpOverload):
@@ -82,9 +83,10 @@ def _operand(node: Node, index: int) -> Node:
     return [a for a in node.all_input_nodes if is_tensor(a)][index]
 
 
-def _replace_operand(node: Node, index: int, new: Node) -> None:
+def replace_operand(node: Node, index: int, new: Node) -> None:
+    """Give the node another operand at the place that a demand numbers."""
     if node.op == "output" or not isinstance(node.target, torch._ops.OpOverload):
-        node.replace_input_with(_operand(node, index), new)
+        node.replace_input_with(operand_of(node, index), new)
         return
     call = Call(node)
     operands = list(call.operands)

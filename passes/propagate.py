@@ -9,7 +9,7 @@ Propagation never inserts a collective; see the design's section 4, and Shardy's
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ..axes import Axes
 from ..call import Call, is_tensor, is_written
-from ..layout import REPLICATE, Demand, Partial, Placement, Plan, Replicate, Shard
+from ..layout import REPLICATE, VARYING, Demand, Partial, Placement, Plan, Replicate, Shard, Varying
 from ..movement import Reshape, Window, move
 from ..randomness import is_random
 from ..rule import Factors, Rule, lookup, transfer_of
@@ -31,6 +31,8 @@ SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node
 SCANNED = "every position needs what all before it combine to"
 NEIGHBOURS = "every position needs its neighbours"
 INVARIANT = "it runs alike on every rank, so the gradient it sends back is whole on every rank"
+Declines = Callable[[Call, Rule | None, Sequence[Placement]], str | None]
+DIFFERS = "another operand differs from rank to rank, so every rank needs all rows of this one"
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,24 @@ def propagate(
     n: int,
     inputs: Mapping[Node, Placement] | None = None,
     gather_outputs: bool = True,
+    begin: bool = True,
+    declines: Declines | None = None,
 ) -> Plan:
-    """The Plan of a graph for `n` ranks. `inputs`: placements of placeholders that arrive sharded."""
+    """The Plan of a graph for `n` ranks.
+
+    inputs: placements of placeholders and attributes that are not replicated. begin: may replicated values be cut
+    where a sequence begins? If not, only inputs and exchanges shard anything. declines: why a node that could run on
+    shards had better not.
+    """
     plan = Plan()
-    whole = only_masks(gm)
+    whole = only_masks(gm) if begin else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
-        if node.op == "placeholder":
+        if node.op in ("placeholder", "get_attr"):
             plan.placements[node] = ((inputs or {}).get(node, REPLICATE),)
         elif node.op == "output":
             _visit_output(plan, node, gather_outputs)
         elif node.op == "call_function":
-            step = _visit(plan, axes, node, n, node in whole)
+            step = _visit(plan, axes, node, n, node in whole, declines)
             if step.wants is not None:
                 plan.wants[node] = step.wants
             plan.placements[node] = step.results
@@ -79,7 +88,9 @@ def _visit_output(plan: Plan, node: Node, gather: bool) -> None:
             )
 
 
-def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step:
+def _visit(
+    plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, declines: Declines | None = None
+) -> Step:
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         source, index = plan.placements.get(node.args[0], ()), node.args[1]
         if len(source) > 1 and isinstance(index, int):
@@ -101,7 +112,14 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool) -> Step
     reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _step(axes, node, found, have, n, keep_whole)
-    if step.wants is None:
+    declined = declines(found[0], found[1], have) if declines and found and step.wants else None
+    if declined is not None:
+        step = _all_whole(node, have, "whole", declined, len(step.results))
+    if VARYING in have:
+        step = _each_its_own(node, have, VARYING, len(step.results))
+    if "sp_result" in node.meta:
+        step = _each_its_own(node, have, node.meta["sp_result"], len(step.results))
+    if step.wants is None and VARYING not in step.results:
         reduce += [
             Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND
         ]
@@ -161,6 +179,14 @@ def _lies(have: Shard, want: Placement) -> bool:
 def _no_rule(node: Node) -> str:
     why = str(node.meta.get("sp_no_rule", f"{node.target} has no sharding rule"))
     return "its result is changed in place" if is_written(node) else why
+
+
+def _each_its_own(node: Node, have: Sequence[Placement], result: Placement, results: int) -> Step:
+    """Ranks that combine values of their own with a common one, or exchange it as they wish, need all of it."""
+    demands = tuple(
+        Demand(node, i, "", "varying", p, True, DIFFERS) for i, p in enumerate(have) if isinstance(p, Shard)
+    )
+    return Step(None, (result,) * results, demands)
 
 
 def _all_whole(node: Node, have: Sequence[Placement], kind: str, why: str, results: int) -> Step:

@@ -102,16 +102,25 @@ class Partial:
         return "P"
 
 
-Placement = Replicate | Shard | Partial
+@dataclass(frozen=True)
+class Varying:
+    """Each rank holds a value of its own, no piece of a common one: a weight that tensor parallelism has cut."""
+
+    def __str__(self) -> str:
+        return "V"
+
+
+Placement = Replicate | Shard | Partial | Varying
 REPLICATE = Replicate()
+VARYING = Varying()
 
 
 @dataclass(frozen=True)
 class Demand:
     """`node` needs its operand whole (or scanned, reduced, attended) along `factor`, and it is placed as `have`.
 
-    kind: whole | align | reduce | mean | total | attend | scan | halo | draw | invariant | stale | no rule: the reason;
-        what strategies claim it by
+    kind: whole | align | reduce | mean | total | attend | scan | halo | draw | invariant | varying | stale | no rule:
+        the reason; what strategies claim it by
     keeps_sharding: the node goes on running on shards of another operand, so a gathered operand's gradient is partial.
     """
 

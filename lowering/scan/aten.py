@@ -34,7 +34,10 @@ def scan(
     dtype: torch.dtype,
     accumulate: torch.dtype,
 ) -> Pair:
-    """torch.cumsum or its like; an exclusive one is written one row further. No total if torch has rounded it."""
+    """torch.cumsum or its like; an exclusive one is written one row further. No total if torch has rounded it.
+
+    The total may be a view of the result.
+    """
     monoid = MONOIDS[op]
     out = torch.empty_like(x, dtype=dtype)
     if not out.shape[DIM]:
@@ -48,7 +51,7 @@ def scan(
     if dtype != accumulate:
         total = out.new_empty(0, dtype=accumulate)
     else:
-        total = monoid.combine(out[:, -1], x[:, -1]) if exclusive else out[:, -1].clone()
+        total = monoid.combine(out[:, -1], x[:, -1]) if exclusive else out[:, -1]
     return out.flip(DIM) if reverse else out, total
 
 

@@ -61,7 +61,7 @@ def local_scan(
     segmented = starts is not None
     problem = _problem("scan", rows, dtype, accumulate, op, segmented, exclusive, reverse, False, total)
     out, last = kernel(problem)(rows, starts, op, exclusive, reverse, dtype, accumulate)
-    return out.view(x.shape), last.view(_total_shape(x, dim)) if total else last.new_empty(0)
+    return out.view(x.shape), last.clone().view(_total_shape(x, dim)) if total else last.new_empty(0)
 
 
 def _fake_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse: bool) -> Pair:

@@ -2,6 +2,8 @@
 
 from . import (
     attention,
+    backward,
+    collectives,
     conv,
     embedding,
     factories,
@@ -23,6 +25,8 @@ from . import (
 
 __all__ = [
     "attention",
+    "backward",
+    "collectives",
     "conv",
     "embedding",
     "factories",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import REPLICATE, Frame, Partial, Placement, Replicate, Shard
+from ..layout import REPLICATE, Frame, Partial, Placement, Replicate, Shard, Varying
 from ..rule import Call, transfer
-from ..shapes import Size, quotient, same, sizes
+from ..shapes import Size, product, quotient, same, sizes
 
 sp = torch.ops.sp
 
@@ -35,11 +35,19 @@ def _invariant(call: Call) -> tuple[Placement, ...]:
     return (REPLICATE,)
 
 
+@transfer(sp.reduce_scatter.default)
+def _reduce_scatter(call: Call) -> tuple[Placement, ...]:
+    frame, outer = frame_of(call)
+    dim = call["dim"] % call.ndim()
+    inner = quotient(call.shape()[dim], product((outer, frame.length)))
+    return (Shard(dim, frame, outer, inner or 1),)
+
+
 def fits(call: Call, have: Placement) -> bool:
     """Is the operand placed as the exchange was written for? A later rewrite upstream may have moved it."""
     op = call.node.target
-    if op is sp.all_reduce.default:
-        return isinstance(have, Partial)
+    if op in (sp.all_reduce.default, sp.reduce_scatter.default):
+        return isinstance(have, (Partial, Varying))
     if op in (sp.broadcast.default, sp.broadcast_grad.default):
         return isinstance(have, Replicate)
     prefix = "gather_" if op is sp.all_to_all.default else ""

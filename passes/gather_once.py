@@ -1,0 +1,84 @@
+"""Gathering for tensor parallelism: a value is gathered once, for all that need all its rows, views of it too.
+
+    mm(view(x), w_q), mm(view(x), w_k)   ->   y = all_gather(x); mm(view(y), w_q), mm(view(y), w_k)
+
+Bytes sent per rank: (n - 1) times its shard of x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..call import Call
+from ..layout import Demand, Shard
+from ..mesh import Ranks
+from ..shapes import product, same, sizes
+from .gather import Gather, operand_of, replace_operand
+from .rewrite import Settings
+from .tensor_parallel import moves
+
+aten, sp = torch.ops.aten, torch.ops.sp
+
+
+class GatherOnce(Gather):
+    """Claims what needs all rows; shares the gathered value, and what only moves it, between all that do.
+
+    differentiable: a value that each rank goes on to use in its own way gets the other pair of gradients, which means
+    another gather where it is used in both ways. On a graph that nobody will differentiate the two are one.
+    """
+
+    name = "full"
+    kinds = Gather.kinds | {"varying"}
+
+    def __init__(self, ranks: Ranks | int | Settings, differentiable: bool = False) -> None:
+        super().__init__(ranks)
+        self.differentiable = differentiable
+        self.wholes: dict[tuple[Node, bool], Node] = {}
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        for demand in demands:
+            source = operand_of(node, demand.operand)
+            if isinstance(self.plan.of(source), Shard):
+                summand = demand.keeps_sharding or not self.differentiable
+                replace_operand(node, demand.operand, self._whole(source, summand))
+                if node.op != "output":
+                    self.note(node, demand.why)
+
+    def _whole(self, source: Node, summand: bool) -> Node:
+        """The value with all rows, gathered as far up as it is only moved."""
+        if (source, summand) not in self.wholes:
+            if moves(source) and not _narrows(source) and self._is_shard(Call(source).operands[0]):
+                moved = self._whole(Call(source).operands[0], summand)
+                args, kwargs = Call(source).rebuild([moved])
+                with self.after(source):
+                    whole = self.emit(source.target, args, source.meta["val"], source, kwargs)
+            else:
+                whole = self._gathered(source, summand)
+            self.wholes[source, summand] = whole
+        return self.wholes[source, summand]
+
+    def _gathered(self, source: Node, summand: bool) -> Node:
+        have = self.plan.of(source)
+        assert isinstance(have, Shard)
+        args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
+        op = sp.all_gather.default if summand else sp.unshard.default
+        value = source.meta["val"]
+        with self.after(source):
+            whole = self.emit(op, args, value, source)
+        if have.outer != 1 or same(product(sizes(value.shape)[: have.dim]), 1):
+            return whole  # rows travel in front, so they arrive in order
+        with self.after(whole):
+            options = {"memory_format": torch.contiguous_format}
+            return self.emit(aten.clone.default, (whole,), value, source, options)
+
+    def _is_shard(self, node: Node) -> bool:
+        return isinstance(self.plan.of(node), Shard)
+
+
+def _narrows(cast: Node) -> bool:
+    """Are its results fewer bytes to send than its operand?"""
+    return cast.meta["val"].element_size() < Call(cast).operands[0].meta["val"].element_size()

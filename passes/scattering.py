@@ -1,0 +1,141 @@
+"""Which all_reduces become reduce_scatters, along which dim, and what is worth doing on shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..axes import Atom, Axes
+from ..call import Call
+from ..layout import Placement, Plan, Replicate, Shard
+from ..rule import Factors, Rule, lookup, transfer_of
+from ..shapes import divides, product, same, sizes, typical
+from .tensor_parallel import contracts, differing, moves
+
+
+def choose(
+    axes: Axes, gm: GraphModule, summed: Sequence[Node], varying: Collection[Node], n: int
+) -> dict[Node, Shard | None]:
+    """Where the sum of a linear's parts would be cut, for each of those; None if it has no place to be cut.
+
+    All sums that share an axis of rows are cut along it, so that residuals need no exchange. The axis that most share
+    is taken; of equals one that n divides and that lies in front, where a cut is contiguous; else the longest.
+    """
+    differ = differing(gm, varying)
+    left = [node for node in summed if node.args[0] in differ and _of_linear(node.args[0])]
+    chosen: dict[Node, Shard | None] = {}
+    while left:
+        votes = Counter(axes.find(a.name) for node in left for a in {*_rows(axes, node)})
+        atoms = {axes.find(a.name): (a, i) for node in reversed(left) for i, a in enumerate(_rows(axes, node))}
+
+        def merit(name: int) -> tuple[int, bool, bool, int]:
+            atom, place = atoms[name]
+            divided = divides(n, atom.size)
+            return votes[name], divided, divided and place == 0, typical(atom.size)
+
+        if not votes:
+            return {**chosen, **dict.fromkeys(left)}
+        axes.sequences = {max(sorted(votes), key=merit)}
+        found = {node: axes.shard(node) for node in left}
+        cut = {node: shard for node, shard in found.items() if shard is not None}
+        chosen.update(cut or dict.fromkeys(left))
+        left = [node for node in left if node not in chosen]
+    return chosen
+
+
+def _rows(axes: Axes, node: Node) -> Iterator[Atom]:
+    """The axes of all dims but the last, the features; in order."""
+    for dim in axes.dims[node, 0][:-1]:
+        yield from (a for a in dim if not same(a.size, 1))
+
+
+def _of_linear(node: Node) -> bool:
+    """Is the value a product with a weight, perhaps with a bias, moved and converted?"""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        found = lookup(node)
+        if node in seen or found is None or transfer_of(node.target) is not None:
+            continue
+        seen.add(node)
+        rule = found[1]
+        if isinstance(rule, Factors) and contracts(rule):
+            return True
+        if not isinstance(rule, Factors) or not _sums(rule):
+            waiting.extend(found[0].operands)
+    return False
+
+
+def _sums(rule: Factors) -> bool:
+    kept = {f for dims in rule.results for f in dims}
+    return any(f and f not in kept for dims in rule.operands for f in dims)
+
+
+def declined(call: Call, rule: Rule | None, have: Sequence[Placement]) -> str | None:
+    """Why a product had better run on all rows: its operands are less to gather than its result to exchange.
+
+    A result on shards may have to be gathered later, and a sum over rows is all-reduced, which is twice its bytes.
+    """
+    if not isinstance(rule, Factors):
+        return None
+    if _makes_one_number(call, rule):
+        return "the last layer's result is whole: what becomes one number has no rows to share"
+    if not contracts(rule):
+        return None
+    shards = [i for i, p in enumerate(have) if isinstance(p, Shard)]
+    read = sum(_count(call.operands[i].meta["val"]) for i in shards)
+    made = sum(map(_count, call.results()))
+    kept = {f for dims in rule.results for f in dims}
+    lost = any(rule.operands[i][have[i].dim] not in kept for i in shards)
+    if (2 * made if lost else made) > read:
+        return "its operands are less to gather than its result would be to " + ("sum" if lost else "gather")
+    return None
+
+
+def _makes_one_number(call: Call, rule: Factors) -> bool:
+    return _sums(rule) and all(same(product(shape), 1) for shape in call.result_shapes())
+
+
+def _count(value: torch.Tensor) -> int:
+    return typical(product(sizes(value.shape)))
+
+
+def work_on_rows(plan: Plan, start: Node) -> int:
+    """How many nodes compute something on the rows of a scattered value."""
+    waiting, seen, count = [start], {start}, 0
+    while waiting:
+        for user in waiting.pop().users:
+            if user in seen or not _runs_on_rows(plan, user):
+                continue
+            seen.add(user)
+            waiting.append(user)
+            count += user in plan.wants and not moves(user)
+    return count
+
+
+def _runs_on_rows(plan: Plan, node: Node) -> bool:
+    if node not in plan.wants:
+        return node.op == "call_function" and any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
+    return any(isinstance(w, Shard) for w in plan.wants[node])
+
+
+def common_inputs(plan: Plan) -> set[str]:
+    """Names of the inputs that must be equal on all ranks: what they make is combined with shards, row by row."""
+    waiting = [
+        operand
+        for node, wants in plan.wants.items()
+        if any(isinstance(w, Shard) for w in wants) and (found := lookup(node)) is not None
+        for operand in found[0].operands
+        if isinstance(plan.of(operand), Replicate)
+    ]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        exchanged = "sp_result" in node.meta or transfer_of(node.target) is not None
+        if node not in seen and not exchanged:
+            seen.add(node)
+            waiting.extend(node.all_input_nodes)
+    return {n.name for n in seen if n.op in ("placeholder", "get_attr")}

@@ -1,0 +1,153 @@
+"""Tensor-parallel linear + all_reduce -> reduce_scatter, token-wise work on shards, all_gather where rows are needed.
+
+    add(x, wait(all_reduce(y, "sum", g))) -> norm -> mm(w)      becomes
+    add(shard(x), reduce_scatter(y, tokens)) -> norm on rows / n -> all_gather -> mm(w)
+
+The propagation of the sequence passes, on the axis of a tensor-parallel group: what may run on shards is what the rules
+say, so no norm is known by name. It works on graphs from torch.export and, where training is meant, on AOTAutograd's
+joint graph, whose backward has its own all_reduces. Bytes: those of the all_reduces, (n - 1) / n twice a tensor.
+Sources: Korthikanti et al. 2022 (arXiv 2205.05198) by hand; SGLang's scattered layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from ..axes import name_axes
+from ..errors import at
+from ..layout import VARYING, Placement, Plan, Shard
+from ..materialize import Sizes
+from ..mesh import Ranks
+from ..shapes import sizes
+from .bucket_reductions import bucket_reductions
+from .gather_once import GatherOnce
+from .localize import localize
+from .propagate import propagate
+from .reduce import Means, Reduce
+from .rewrite import Note, Settings
+from .scattering import choose, common_inputs, declined, work_on_rows
+from .tensor_parallel import Facts, differing, mark_collectives, reductions, spell, varying_inputs
+from .validate import validate
+from .whole_draws import draw_whole
+
+sp = torch.ops.sp
+MAX_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How one all_reduce of the program runs now: a line of `explain`'s table.
+
+    mode: "scattered" (rows / n up to the next gather) or "full". ops: how many nodes run on its rows.
+    """
+
+    node: str
+    where: str
+    mode: str
+    shape: tuple[object, ...]
+    dim: int | None
+    ops: int
+    why: str = ""
+
+
+class SequenceParallelLinear(PassBase):
+    """The pass, by hand: `SequenceParallelLinear(Ranks(n, group))(graph_module)`.
+
+    facts: what is known of the inputs (see `tensor_parallel.Facts`); by default, that nobody looked. differentiable:
+    the result will be differentiated (an exported program), so exchanges get the gradients of one device.
+    After the call: `layers`, a Layer for every all_reduce over the group; `notes`; `assumed`, the inputs that have to be
+    equal on every rank of the group for the result to be right.
+    Raises SpError where the local shapes cannot be proved.
+    """
+
+    def __init__(self, ranks: Ranks, facts: Facts | None = None, differentiable: bool = False) -> None:
+        super().__init__()
+        self.ranks, self.facts, self.differentiable = ranks, facts or Facts(), differentiable
+        self.job = Settings(ranks)
+        # Ranks draw as they did before; without autograd behind it a gathered value is gathered for any use.
+        self.ignored = {"draw"} if differentiable else {"draw", "invariant"}
+        self.layers: list[Layer] = []
+        self.notes: list[Note] = []
+        self.assumed: list[str] = []
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        local = self.scatter(graph_module)
+        return PassResult(graph_module if local is None else local, local is not None)
+
+    def scatter(self, gm: GraphModule) -> GraphModule | None:
+        """The graph that runs on shards between the linears; None if nothing of it would."""
+        summed = reductions(gm, self.ranks.group)
+        if self.ranks.n == 1 or not summed:
+            return None
+        mark_collectives(gm, self.ranks.group)
+        if not self.differentiable:
+            for node in gm.graph.find_nodes(op="placeholder"):
+                node.meta["sp_grad"] = False
+        axes = name_axes(gm)
+        varying = varying_inputs(gm, axes, summed, self.facts)
+        draw_whole(gm, differing(gm, varying))
+        chosen = choose(name_axes(gm), gm, summed, varying, self.ranks.n)
+        self.inputs: dict[Node, Placement] = dict.fromkeys(varying, VARYING)
+        found = {node: self._layer(node, chosen) for node in summed}
+        kept = {self._scattered(gm, node, shard): found.pop(node) for node, shard in chosen.items() if shard}
+        self._prune(gm, kept)
+        self.layers = [*found.values(), *kept.values()]
+        if not any(layer.mode == "scattered" for layer in self.layers):
+            return None
+        plan = self._discharge(gm)
+        self.assumed = sorted(common_inputs(plan))
+        local = localize(gm, plan, self.job)
+        bucket_reductions(local, plan)
+        validate(local, plan, self.ranks.n)
+        local.graph.lint()
+        return local
+
+    def _analyse(self, gm: GraphModule) -> Plan:
+        """Where every value lies, given where the scattered ones do."""
+        axes = name_axes(gm)
+        return propagate(gm, axes, self.ranks.n, self.inputs, begin=False, declines=declined)
+
+    def _layer(self, node: Node, chosen: Mapping[Node, Shard | None]) -> Layer:
+        shape = tuple(sizes(node.meta["val"].shape))
+        if node not in chosen:
+            return Layer(node.name, at(node), "full", shape, None, 0, "no linear's result is summed")
+        if chosen[node] is None:
+            return Layer(node.name, at(node), "full", shape, None, 0, "its rows have no axis to be cut along")
+        return Layer(node.name, at(node), "scattered", shape, chosen[node].dim, 0)
+
+    def _scattered(self, gm: GraphModule, node: Node, shard: Shard) -> Node:
+        frame = Sizes(gm.graph).list((shard.outer, *shard.frame.spelt()))
+        args = (shard.dim, frame, self.ranks.n, self.ranks.group)
+        return spell(gm, node, sp.reduce_scatter.default, args)
+
+    def _prune(self, gm: GraphModule, kept: dict[Node, Layer]) -> None:
+        """Leave an all_reduce where no work would be done on its rows: it would only be gathered again."""
+        while True:
+            plan = self._analyse(gm)
+            ops = {node: work_on_rows(plan, node) for node, layer in kept.items() if layer.mode == "scattered"}
+            for node, count in ops.items():
+                kept[node] = replace(kept[node], ops=count)
+            idle = [node for node, count in ops.items() if not count]
+            if not idle:
+                return
+            for node in idle:
+                kept[node] = replace(kept[node], mode="full", dim=None, why="all its rows are needed at once")
+                node.target, node.args = sp.all_reduce.default, (node.args[0], *node.args[3:])
+
+    def _discharge(self, gm: GraphModule) -> Plan:
+        gather = GatherOnce(self.job, self.differentiable)
+        for _ in range(MAX_ROUNDS):
+            plan = self._analyse(gm)
+            plan.demands = [d for d in plan.demands if d.kind not in self.ignored]
+            if not plan.demands:
+                return plan
+            for one in (Means(self.job), Reduce(self.job), gather):
+                if one.discharge(gm, plan):
+                    plan = self._analyse(gm)
+                self.notes += [note for note in one.notes if note not in self.notes]
+        raise AssertionError(f"demands that no pass discharged: {plan.demands}")

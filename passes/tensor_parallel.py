@@ -1,0 +1,179 @@
+"""A tensor-parallel graph as propagation sees it: what its collectives leave, and which values differ by rank.
+
+Types on the axis of one process group: the result of an all_reduce or all_gather is the same on every rank; what is
+computed from a cut weight is a value of each rank's own (Varying). Everything else is as its inputs are. No weight is
+known by its name or shape: a matrix that a contraction multiplies tokens by is taken to be cut, unless its values are
+known to be equal on all ranks and its gradient is, too, so that no step of an optimizer can tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..axes import Axes
+from ..call import Call, is_tensor
+from ..layout import REPLICATE, VARYING
+from ..movement import Reshape
+from ..rule import Factors, lookup
+
+c10d, sp = torch.ops._c10d_functional, torch.ops.sp
+WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
+GROUP_ARGUMENTS = ("group_name", "group", "tag")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a graph's inputs, by name.
+
+    differ: inputs whose values are not the same on every rank. equal: those whose values are; None if nobody looked.
+    gradients: the name of an input -> the node of the result that is its gradient, in a joint graph.
+    """
+
+    differ: frozenset[str] = frozenset()
+    equal: frozenset[str] | None = None
+    gradients: Mapping[str, Node] = field(default_factory=dict)
+
+
+def group_of(node: Node) -> str | None:
+    """The process group that a functional collective names; None for any other node."""
+    if getattr(node.target, "namespace", "") != "_c10d_functional":
+        return None
+    call = Call(node)
+    name = next((call.get(a) for a in GROUP_ARGUMENTS if isinstance(call.get(a), str)), None)
+    return None if name is None else str(name)
+
+
+def reductions(gm: GraphModule, group: str) -> list[Node]:
+    """Every all_reduce(sum) over the group that is waited for at once."""
+    found = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    return [n for n in found if group_of(n) == group and n.args[1] == "sum" and _wait(n) is not None]
+
+
+def _wait(node: Node) -> Node | None:
+    users = list(node.users)
+    alone = len(users) == 1 and users[0].target is c10d.wait_tensor.default
+    return users[0] if alone else None
+
+
+def spell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...]) -> Node:
+    """One node in place of an all_reduce and its wait."""
+    wait = _wait(node)
+    assert wait is not None
+    with gm.graph.inserting_before(wait):
+        new = gm.graph.call_function(target, (node.args[0], *args))
+    new.meta.update(node.meta)
+    wait.replace_all_uses_with(new)
+    gm.graph.erase_node(wait)
+    gm.graph.erase_node(node)
+    return new
+
+
+def mark_collectives(gm: GraphModule, group: str) -> None:
+    """Say of every other exchange over the group what it leaves: propagation lets none of them have a shard."""
+    for node in gm.graph.nodes:
+        over = group_of(node) if node.op == "call_function" else None
+        if over is not None and over.partition("/")[0] == group:
+            whole = over == group and node.target.__name__.partition(".")[0] in WHOLE_RESULTS
+            node.meta["sp_result"] = REPLICATE if whole else VARYING
+        elif node.target is sp.rank.default:
+            node.meta["sp_result"] = VARYING
+
+
+def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: Facts) -> set[Node]:
+    """The inputs whose values differ by rank, or will after a step of training."""
+    reduced = list(summed)
+    sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
+    matrices = {n for n in _matrices(gm, axes, _token_classes(axes, reduced)) if n.name not in facts.differ}
+    known = {sources[name] for name in facts.differ if name in sources}
+    varying = known | matrices
+    while grown := _grown(gm, varying, sources, facts):
+        varying |= grown
+    if facts.equal is None or not known & _sources_of(gm, reduced):
+        return varying
+    for matrix in sorted(matrices, key=lambda n: n.name):
+        if matrix.name in facts.equal:
+            fewer = varying - {matrix}
+            types = differing(gm, fewer)
+            gradient = facts.gradients.get(matrix.name)
+            if (gradient is None or gradient not in types) and all(r.args[0] in types for r in reduced):
+                varying = fewer
+    return varying
+
+
+def _grown(gm: GraphModule, varying: set[Node], sources: Mapping[str, Node], facts: Facts) -> set[Node]:
+    """Inputs that training drives apart: their gradient differs by rank."""
+    types = differing(gm, varying)
+    apart = {sources[name] for name, gradient in facts.gradients.items() if gradient in types}
+    return apart - varying
+
+
+def differing(gm: GraphModule, varying: Collection[Node]) -> set[Node]:
+    """All values that differ by rank if these inputs do."""
+    out = set(varying)
+    for node in gm.graph.nodes:
+        fixed = node.meta.get("sp_result")
+        if fixed is VARYING or (fixed is None and any(i in out for i in node.all_input_nodes)):
+            out.add(node)
+    return out
+
+
+def _token_classes(axes: Axes, summed: Iterable[Node]) -> set[int]:
+    """The axes that the results of linears have beside their features."""
+    return {axes.find(a.name) for node in summed for dim in axes.dims[node, 0][:-1] for a in dim}
+
+
+def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
+    """Inputs that contractions multiply by and that have no token in any dim."""
+    for node in gm.graph.nodes:
+        found = lookup(node)
+        if found is not None and isinstance(found[1], Factors) and contracts(found[1]):
+            for operand in found[0].operands:
+                source = moved_from(operand)
+                if source.op in ("placeholder", "get_attr") and source.meta["val"].ndim > 1:
+                    classes = {axes.find(a.name) for dim in axes.dims[source, 0] for a in dim}
+                    if not classes & tokens:
+                        yield source
+
+
+def _sources_of(gm: GraphModule, nodes: Iterable[Node]) -> set[Node]:
+    """The inputs that the nodes are computed from."""
+    seen: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(node.all_input_nodes)
+    return {n for n in seen if n.op in ("placeholder", "get_attr")}
+
+
+def contracts(rule: Factors) -> bool:
+    """Is it a product that sums over a factor of two operands?"""
+    kept = {f for dims in rule.results for f in dims}
+    named = [f for dims in rule.operands for f in set(dims) if f and f not in kept]
+    return len(named) > len(set(named))
+
+
+def moves(node: Node) -> bool:
+    """Does the node only move or convert the values of its one tensor operand?"""
+    found = lookup(node)
+    if found is None or len(found[0].operands) != 1:
+        return False
+    rule = found[1]
+    return isinstance(rule, Reshape) or (isinstance(rule, Factors) and (rule.lazy or _is_cast(node)))
+
+
+def _is_cast(node: Node) -> bool:
+    return node.target is torch.ops.prims.convert_element_type.default
+
+
+def moved_from(node: Node) -> Node:
+    """The value that views, permutations and casts have made this one of."""
+    while node.op == "call_function" and moves(node):
+        node = Call(node).operands[0]
+    return node
