@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..axes import Axes
-from ..call import Call, is_tensor, is_written
+from ..call import Call, is_tensor, is_written, result_number
 from ..layout import REPLICATE, VARYING, Demand, Partial, Placement, Plan, Replicate, Shard, Varying
 from ..movement import Reshape, Window, move
 from ..randomness import is_random
@@ -94,7 +94,7 @@ def _visit(
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         source, index = plan.placements.get(node.args[0], ()), node.args[1]
         if len(source) > 1 and isinstance(index, int):
-            return Step(None, (source[index],))
+            return Step(None, (source[result_number(node)],))
         return Step(None, (plan.of(node.args[0]),))
     tensors = [a for a in node.all_input_nodes if is_tensor(a)]
     found = lookup(node)

@@ -7,6 +7,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -99,6 +100,24 @@ is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 PYTHON_STATE_CALLS = frozenset({torch.nn.attention._backend_from_string, torch.nn.attention._sdpa_kernel})
 
 
+def symmetric_all_to_all() -> Callable[..., None] | None:
+    """torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), which 2.11 to 2.13 do not have."""
+    from torch.distributed import _symmetric_memory
+
+    return getattr(_symmetric_memory, "all_to_all_nd", None)
+
+
+def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch.Tensor, Any]:
+    """`size` bytes that all ranks of the group can reach, and the handle to the others'; every rank calls it.
+
+    The handle has rank, buffer_ptrs (a list of addresses) and barrier(channel). Not tried: it takes a GPU for each rank.
+    """
+    from torch.distributed import _symmetric_memory
+
+    memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    return memory, _symmetric_memory.rendezvous(memory, group)
+
+
 def forget_compiled() -> None:
     """Drop what torch.compile has compiled so far in this process."""
     torch._dynamo.reset()
@@ -163,6 +182,23 @@ def known_process_group(name: str) -> bool:
         return process_group(name) is not None
     except RuntimeError:
         return False
+
+
+def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, global ranks in the order of the group, backends) of every group that this process is in, oldest first."""
+    world = dist.distributed_c10d._world
+    return [
+        (world.pg_names[group], tuple(sorted(ranks, key=ranks.__getitem__)), str(world.pg_backend_config[group]))
+        for group, ranks in world.pg_group_ranks.items()
+        if group in world.pg_names
+    ]
+
+
+def default_timeout() -> timedelta | None:
+    """After how long a collective of the default group gives up; new_group takes a longer one unless told."""
+    group = dist.group.WORLD
+    backend = group._get_backend(dist.distributed_c10d._get_pg_default_device(group))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def register_process_group(name: str, group: dist.ProcessGroup) -> None:
@@ -266,3 +302,73 @@ def compile_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(source, extra_flags=tuple(flags))
+
+
+JointTransform = Callable[[torch.fx.GraphModule], None]
+
+
+def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, key: str) -> Callable[..., Any]:
+    """As `compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is partitioned.
+
+    Forward and backward in one graph; of an inference, the forward. key: what `transform` will do, for caches of
+    compiled code. Of backends, only "inductor" and "aot_eager" have a place for it (tried on 2.13).
+    """
+    if name == "inductor":
+        return _joint_inductor(transform, key)
+    if name != "aot_eager":
+        raise NotImplementedError(f"compiler={name!r}: no place for passes on AOTAutograd's joint graph")
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(gm: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        transform(gm)
+        return min_cut_rematerialization_partition(gm, inputs, **options)
+
+    def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        transform(gm)
+        return boxed_nop(gm, inputs)
+
+    return aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        inference_compiler=infer,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def _joint_inductor(transform: JointTransform, key: str) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            transform(graph.owning_module)
+
+        def uuid(self) -> str:
+            return key
+
+    def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        theirs = config.joint_custom_pre_pass
+        if theirs is None:
+            both: Any = Pass()
+        else:
+            both = [*(theirs if isinstance(theirs, list | tuple) else [theirs]), Pass()]
+        with config.patch(joint_custom_pre_pass=both):
+            return compile_fx(gm, list(inputs))
+
+    return run
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor wants of the ATen ops that it is given (tried on 2.13)."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def group_names(mesh: dist.DeviceMesh) -> list[str]:
+    """The process group of every axis of a mesh that this rank is in."""
+    return [mesh.get_group(i).group_name for i in range(mesh.ndim)]

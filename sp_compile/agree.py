@@ -35,6 +35,11 @@ def fingerprint(gm: GraphModule) -> int:
     return _hash("\n".join(lines))
 
 
+def outline(gm: GraphModule) -> int:
+    """63 bits of a graph's ops, without their arguments: what ranks that hold different weights have in common."""
+    return _hash("\n".join(f"{node.op} {_name(node.target)}" for node in gm.graph.nodes if node.op != "get_attr"))
+
+
 def _attribute(gm: GraphModule, name: str) -> str:
     """The body of a region op, or the values of a constant of the program; parameters are known by their shape."""
     value: Any = gm
@@ -98,7 +103,7 @@ class Agreed:
         given = {name: _size(a) for name, a in zip(self.names, args) if name}
         mine = [int(self.error is not None), self.graph, _hash(" ".join(given.values())), 0]
         if self.first and self.error is None:  # a rank whose call is not its first says nothing of values
-            values = {name: _digest(a) for name, a in zip(self.names, args) if name in self.equal}
+            values = {name: checksum(a) for name, a in zip(self.names, args) if name in self.equal}
             mine[-1] = _hash(" ".join(values.values()))
             given.update(
                 {name: f"{given[name]} with checksum {value}" for name, value in values.items() if value}
@@ -159,7 +164,7 @@ def _size(a: Any) -> str:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _digest(a: Any) -> str:
+def checksum(a: Any) -> str:
     """A checksum of a tensor's bits and of their order: integer arithmetic, so exact whatever the order of summing."""
     if not isinstance(a, torch.Tensor) or a.numel() == 0 or a.ndim == 0:
         return ""

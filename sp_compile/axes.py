@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from .attention import attending_nodes
-from .call import Call, is_tensor
+from .call import Call, is_tensor, result_number
 from .errors import SpError
 from .layout import Frame, Shard
 from .movement import Reshape, Window
@@ -95,8 +95,8 @@ def name_axes(gm: GraphModule) -> Axes:
             _name_results(axes, found[0], found[1])
         elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
             source, index = node.args
-            if is_tensor(node) and isinstance(index, int) and (source, index) in axes.dims:
-                axes.dims[node, 0] = axes.dims[source, index]
+            if is_tensor(node) and isinstance(index, int) and (source, result_number(node)) in axes.dims:
+                axes.dims[node, 0] = axes.dims[source, result_number(node)]
         if is_tensor(node) and (node, 0) not in axes.dims:
             axes.dims[node, 0] = tuple((axes.fresh(size(s)),) for s in node.meta["val"].shape)
     for node in attending_nodes(gm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,19 +10,23 @@ import torch
 from torch.fx import GraphModule
 
 from . import _compat, measure
-from .agree import Agreed, fingerprint, input_names
+from .agree import Agreed, fingerprint, input_names, outline
 from .capture import capture
 from .config import SPConfig
 from .errors import SpError
 from .explain import Report
+from .joint import JointPasses
 from .known_routes import declare_routes
 from .local_inputs import capture_shards
 from .lowering.version import digest
 from .machine import Machine
-from .mesh import Ranks, resolve
+from .mesh import Ranks, resolve, splits_sequence
 from .passes.rewrite import Settings
 from .pipeline import run_pipeline
 from .randomness import decorrelated, draws
+from .weights import groups_of, has_dtensors, local_tensors, measure_facts
+
+log = logging.getLogger(__name__)
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -40,7 +45,10 @@ def sp(
     ranks = Ranks(1, "")
     names = input_names(gm)
     given = vars(options) if isinstance(options, SPConfig) else options or {}
+    others = groups_of(gm, example_inputs)
     try:
+        if others and not splits_sequence(given.get("mesh"), given.get("mesh_dim"), others):
+            return tensor_parallel(gm, example_inputs, SPConfig.of(options), others)
         ranks = resolve(given.get("mesh"), given.get("mesh_dim"))
         measured = measure.machine(
             ranks, _device(example_inputs)
@@ -50,8 +58,14 @@ def sp(
             raise SpError(
                 f"mode={mode!r} is Inductor's; set torch._inductor.config instead, which backend='sp' compiles with"
             )
+        if has_dtensors(example_inputs):
+            raise SpError(
+                "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
+                "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
+            )
+        joint = joint_passes(example_inputs, config, others)
         local, _report = lower(gm, example_inputs, config, ranks, measured)
-        run = compile_local(local, example_inputs, config, ranks)
+        run = compile_local(local, example_inputs, config, ranks, joint)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
     except Exception as error:
@@ -116,8 +130,39 @@ def lower(
     return local, report
 
 
+def tensor_parallel(
+    gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, groups: Sequence[Ranks]
+) -> Any:
+    """A program that is split over other ranks than a sequence's: only its collectives are worked on."""
+    run, error = None, None
+    try:
+        run = compile_local(gm, example_inputs, config, Ranks(1, ""), joint_passes(example_inputs, config, groups))
+    except _compat.RestartAnalysis:
+        raise
+    except Exception as failure:
+        error = failure
+    for ranks in groups:
+        run = Agreed(run, ranks, outline(gm), input_names(gm), error)
+    return run
+
+
+def joint_passes(
+    example_inputs: Sequence[Any], config: SPConfig, groups: Sequence[Ranks]
+) -> JointPasses | None:
+    """The passes over the joint graph; None if there is nothing for them. The ranks of the groups ask together."""
+    if not groups:
+        return None
+    facts = {ranks.group: measure_facts(example_inputs, ranks) for ranks in groups}
+    shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
+    return JointPasses(groups, facts, shapes, decompose=config.compiler == "inductor")
+
+
 def compile_local(
-    local: GraphModule, example_inputs: Sequence[Any], config: SPConfig, ranks: Ranks
+    local: GraphModule,
+    example_inputs: Sequence[Any],
+    config: SPConfig,
+    ranks: Ranks,
+    joint: JointPasses | None = None,
 ) -> Callable[..., Any]:
     """Hand the local graph to Inductor (or the compiler that the config names)."""
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {digest()}"
@@ -125,7 +170,11 @@ def compile_local(
         _compat.memory_budget(config.activation_memory_budget),
         torch.compiler.config.patch(cache_key_tag=tag),
     ):
-        run = _compat.compiler(config.compiler)(local, example_inputs)
+        if joint is None:
+            run = _compat.compiler(config.compiler)(local, example_inputs)
+        else:
+            run = _compat.joint_compiler(config.compiler, joint, joint.key())(local, example_inputs)
+            log.info("%s", joint.report)
     return decorrelated(run, ranks) if ranks.n > 1 and draws(local) else run
 
 

@@ -27,6 +27,13 @@ def is_written(node: Node) -> bool:
     return node.op == "call_function" and any(target._schema.is_mutable for target in users)
 
 
+def result_number(getitem: Node) -> int:
+    """Which of the tensors that its operand returns a getitem takes; ops return None for what nobody asked for."""
+    source, index = getitem.args
+    values = source.meta["val"] if isinstance(source, Node) else ()
+    return sum(isinstance(v, torch.Tensor) for v in list(values)[:index]) if index >= 0 else index
+
+
 @cache
 def _signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
     return tuple(

@@ -27,6 +27,7 @@ class Report:
     constraints: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     errors: list = field(default_factory=list)
+    layers: list = field(default_factory=list)
 
     def add(self, notes: Iterable) -> None:
         """Append the notes that are not there yet; passes that run again repeat themselves."""
@@ -42,6 +43,7 @@ class Report:
         self.constraints += [c for c in other.constraints if c not in self.constraints]
         self.sharded_outputs += other.sharded_outputs
         self.errors += other.errors
+        self.layers += other.layers
 
     @property
     def worst(self) -> float:
@@ -70,6 +72,13 @@ class Report:
             yield "Rewrites\n" + tabulate(
                 rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS
             )
+        if self.layers:
+            rows = [
+                (_short(layer.where), layer.mode, list(layer.shape), layer.dim, layer.ops, layer.why)
+                for layer in self.layers
+            ]
+            headers = ("linear + all_reduce at", "mode", "rows of", "cut along", "ops on rows", "why")
+            yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
         if self.attention:
             yield "Attention, predicted\n" + "\n\n".join(map(str, merged(self.attention)))
         if self.exchanges:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -53,6 +54,19 @@ def ranks_of(mesh: Mesh) -> Ranks:
 @torch.compiler.assume_constant_result
 def _resolved(mesh: DeviceMesh | None) -> Ranks:
     return resolve(mesh, None)
+
+
+def splits_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Sequence[Ranks]) -> bool:
+    """Has a program that already talks over `others` a mesh axis left for its sequence?
+
+    Not without a mesh, nor with one whose axes its groups take, nor with one of several axes none of which is named.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return mesh is not None
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and mesh_dim is None and "sp" not in names and not {"ring", "ulysses"} <= set(names):
+        return False
+    return mesh.ndim > 1 or mesh.get_group().group_name not in {r.group for r in others}
 
 
 def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
