@@ -136,7 +136,10 @@ def _padded(
     longer[at] = longer[at].index_fill(dim, row, fill)
     args, kwargs = call.rebuild(longer)
     made = [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
-    errors = [_compare(m, w, False) for m, w in zip(made, whole, strict=True)]
+    errors = [
+        _compare(m.narrow(dims.index(factor), 0, w.shape[dims.index(factor)]) if factor in dims else m, w, False)
+        for m, w, dims in zip(made, whole, rule.results, strict=True)
+    ]
     return next((f"with padding: {e}" for e in errors if e is not None), None)
 
 
@@ -151,7 +154,7 @@ def _one_rank(
     changed: dict[str, Any],
 ) -> list[Tensor]:
     local = [
-        x.chunk(n, dims.index(factor))[rank] if factor in dims else x
+        x.chunk(n, dims.index(factor))[rank].contiguous() if factor in dims else x
         for dims, x in zip(rule.operands, operands, strict=True)
     ]
     if rule.sizes and factor in rule.results[0]:

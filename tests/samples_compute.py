@@ -106,6 +106,15 @@ def norms() -> None:
     one(aten.glu.default, f(2, 4, 12), -1)
 
 
+def gradients() -> None:
+    of_softmax = (aten._log_softmax_backward_data.default, aten._softmax_backward_data.default)
+    one(of_softmax, f(2, 4, 6), f(2, 4, 6), 1, torch.float64)
+    normalised = (f(2, 4, 6), f(2, 4, 6), [6], f(2, 4, 1), unit(2, 4, 1))
+    one(aten.native_layer_norm_backward.default, *normalised, f(6), f(6), [True, True, True])
+    one(aten.native_layer_norm_backward.default, *normalised, f(6), f(6), [False, True, True])
+    one(aten.native_layer_norm_backward.default, *normalised, None, None, [True, False, False])
+
+
 def losses() -> None:
     elementwise = (
         aten.hinge_embedding_loss.default,
@@ -240,6 +249,7 @@ FAMILIES = (
     einsums,
     products,
     norms,
+    gradients,
     losses,
     class_losses,
     truths,

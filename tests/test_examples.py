@@ -43,6 +43,7 @@ def torchrun(processes, *command):
     return run(*launch, *command)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_data_and_sequence(kind):
     assert f"{kind}: largest relative error" in torchrun(4, "examples/data_and_sequence.py", kind)

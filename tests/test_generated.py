@@ -140,6 +140,7 @@ def with_ring() -> tuple[Outcome, list[str]]:
         return run_and_get_code(lambda: against_eager(model, *text(13), run=run))
 
 
+@pytest.mark.slow
 def test_the_next_keys_are_on_their_way_while_a_block_computes(ranks: Ranks) -> None:
     n = 3
     (first, code), *others = ranks.run(n, with_ring)

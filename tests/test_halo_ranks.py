@@ -114,6 +114,7 @@ def dynamic(block: str, compiler: str) -> list[tuple[Outcome, int]]:
     return [(against_eager(model, *text(seq), run=run), len(graphs)) for seq in (16, 24, 13, 7)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("block", ["conv", "shift"])
 def test_dynamic_lengths(ranks: Ranks, block: str) -> None:
     """One graph for all lengths whose shards are as long as a window reaches. (torch's max_pool1d fixes lengths.)"""
@@ -134,6 +135,7 @@ def from_shards(block: str) -> Outcome:
     return against_eager(model, *text(18), run=run)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("block", ["conv", "shift"])
 def test_local_inputs(ranks: Ranks, block: str) -> None:
     check(ranks.run(3, from_shards, block, timeout=300))
@@ -173,6 +175,7 @@ def counted(block: str, seq: int) -> tuple[dict[str, list[tuple[str, int]]], lis
 ROW = 2 * WIDTH * 8  # bytes of a position: batch, width, float64
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("block", "rows"), [("conv", [3]), ("shift", [1]), ("pools", [1, 1, 1, 1, 1])], ids=list(BLOCKS)
 )

@@ -160,6 +160,7 @@ def spread() -> list[Any]:
     return out
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("name", "n", "seq"), spread())
 def test_training_step(ranks: Ranks, name: str, n: int, seq: int) -> None:
     check(ranks.run(n, one_step, name, seq), tolerance(name))

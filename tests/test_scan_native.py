@@ -231,6 +231,7 @@ def test_threads_of_python() -> None:
     assert all(torch.equal(out, found[0]) for out in found)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_compile_at_the_same_time(tmp_path: Path) -> None:
     """As ranks do that start with an empty cache."""

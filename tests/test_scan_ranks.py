@@ -56,6 +56,7 @@ def close(case: Case, shards: list[list[Tensor]], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_values_and_gradients(ranks, op: str, n: int) -> None:
@@ -137,6 +138,7 @@ def _inductor(case: Case) -> list[float]:
     return _compiled([case], backend="inductor")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -154,6 +156,7 @@ def _any_length(case: Case, backend: str) -> list[float]:
         return _compiled([replace(case, size=size) for size in (24, 36, 48)], backend=backend, dynamic=True)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph_of_any_length(ranks, name: str) -> None:
     for worst in ranks.run(3, _any_length, CASES[name], "aot_eager"):

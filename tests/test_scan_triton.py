@@ -22,6 +22,7 @@ def python(program: str, interpret: bool = True) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled(every=3)
 @needs_triton
 @pytest.mark.parametrize("way", ["one", "parts", "look-back"])
 def test_way(way: str) -> None:

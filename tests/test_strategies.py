@@ -72,6 +72,7 @@ def run(
     return check(model, *inputs(length), sp=ranks, attention=strategy, layout=layout)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -83,6 +84,7 @@ def test_equals_one_device(strategy: str, mask: str, heads: str) -> None:
     assert not report.fallbacks
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_layouts(strategy: str, layout: str) -> None:
@@ -90,6 +92,7 @@ def test_layouts(strategy: str, layout: str) -> None:
     run(strategy, "documents", "GQA", 13, 4, layout)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("strategy", ["ring", "gather", "auto"])
 def test_any_number_of_ranks(strategy: str, ranks: int) -> None:
