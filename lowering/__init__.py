@@ -1,17 +1,30 @@
 """How the ``sp::`` operators run. Importing this package registers them as ``torch.ops.sp``."""
 
-from . import all_to_all, attend, collectives, masked_attention, pack, scan, sharded_attention, windowed
+from . import (
+    all_to_all,
+    all_to_all_permute,
+    attend,
+    collectives,
+    masked_attention,
+    pack,
+    rows,
+    scan,
+    sharded_attention,
+    windowed,
+)
 from .communicator import Communicator, current
 from .frames import shard_length
 
 __all__ = [
     "Communicator",
     "all_to_all",
+    "all_to_all_permute",
     "attend",
     "collectives",
     "current",
     "masked_attention",
     "pack",
+    "rows",
     "scan",
     "shard_length",
     "sharded_attention",

@@ -165,6 +165,9 @@ class _Localizer:
         if isinstance(rule, Window) and self._on_sequence(rule, wants[0]):
             self._cut(node, operands[0])
             return
+        if isinstance(rule, Factors) and rule.alias:
+            self.env[node] = operands[0]
+            return
         if isinstance(rule, Reshape):
             shape = self._local_shape(node)
             self._keep(node, self._call(aten.reshape.default, (operands[0], shape), node, name=node.name))

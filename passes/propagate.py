@@ -115,7 +115,7 @@ def _visit(
     declined = declines(found[0], found[1], have) if declines and found and step.wants else None
     if declined is not None:
         step = _all_whole(node, have, "whole", declined, len(step.results))
-    if VARYING in have:
+    if VARYING in have and not _takes_varying(found, have):
         step = _each_its_own(node, have, VARYING, len(step.results))
     if "sp_result" in node.meta:
         step = _each_its_own(node, have, node.meta["sp_result"], len(step.results))
@@ -179,6 +179,11 @@ def _lies(have: Shard, want: Placement) -> bool:
 def _no_rule(node: Node) -> str:
     why = str(node.meta.get("sp_no_rule", f"{node.target} has no sharding rule"))
     return "its result is changed in place" if is_written(node) else why
+
+
+def _takes_varying(found: tuple[Call, Rule | None] | None, have: Sequence[Placement]) -> bool:
+    wants = found[1].wants if found is not None and isinstance(found[1], Factors) else None
+    return wants is not None and all(w == VARYING for w, p in zip(wants, have) if p == VARYING)
 
 
 def _each_its_own(node: Node, have: Sequence[Placement], result: Placement, results: int) -> Step:

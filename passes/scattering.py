@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..axes import Atom, Axes
 from ..call import Call
-from ..layout import Placement, Plan, Replicate, Shard
+from ..layout import Frame, Placement, Plan, Replicate, Shard
 from ..rule import Factors, Rule, lookup, transfer_of
-from ..shapes import divides, product, same, sizes, typical
-from .tensor_parallel import contracts, differing, moves
+from ..shapes import divides, product, quotient, same, sizes, typical
+from .tensor_parallel import contracts, differing, moved_from, moves, wait_of
+
+sp = torch.ops.sp
 
 
 def choose(
@@ -21,29 +24,43 @@ def choose(
 ) -> dict[Node, Shard | None]:
     """Where the sum of a linear's parts would be cut, for each of those; None if it has no place to be cut.
 
-    All sums that share an axis of rows are cut along it, so that residuals need no exchange. The axis that most share
-    is taken; of equals one that n divides and that lies in front, where a cut is contiguous; else the longest.
+    All sums that share an axis of rows are cut along it, so that residuals need no exchange. One that the program cuts
+    itself is taken; else the one that most share; of equals one that n divides and that lies in front, where a cut is
+    contiguous; else the longest.
     """
     differ = differing(gm, varying)
-    left = [node for node in summed if node.args[0] in differ and _of_linear(node.args[0])]
+    blocks = gm.graph.find_nodes(op="call_function", target=sp.own_rows.default)
+    taken = {moved_from(block.args[0]) for block in blocks}
+    own = {axes.find(a.name) for node in blocks for a in axes.dims[node.args[0], 0][node.args[1]][:1]}
+    left = [
+        node
+        for node in summed
+        if node.args[0] in differ and (_of_linear(node.args[0]) or wait_of(node) in taken)
+    ]
     chosen: dict[Node, Shard | None] = {}
     while left:
         votes = Counter(axes.find(a.name) for node in left for a in {*_rows(axes, node)})
         atoms = {axes.find(a.name): (a, i) for node in reversed(left) for i, a in enumerate(_rows(axes, node))}
 
-        def merit(name: int) -> tuple[int, bool, bool, int]:
+        def merit(name: int) -> tuple[bool, int, bool, bool, int]:
             atom, place = atoms[name]
             divided = divides(n, atom.size)
-            return votes[name], divided, divided and place == 0, typical(atom.size)
+            return name in own, votes[name], divided, divided and place == 0, typical(atom.size)
 
         if not votes:
             return {**chosen, **dict.fromkeys(left)}
         axes.sequences = {max(sorted(votes), key=merit)}
         found = {node: axes.shard(node) for node in left}
-        cut = {node: shard for node, shard in found.items() if shard is not None}
+        cut = {node: _in_blocks(shard, n) for node, shard in found.items() if shard is not None}
         chosen.update(cut or dict.fromkeys(left))
         left = [node for node in left if node not in chosen]
     return chosen
+
+
+def _in_blocks(shard: Shard, n: int) -> Shard:
+    """Where n divides the rows they are n blocks, and what a block is made of does not matter."""
+    rows = quotient(shard.frame.size, n) if shard.frame.exact(n) else None
+    return shard if rows is None else replace(shard, frame=Frame.full(n), inner=product((rows, shard.inner)))
 
 
 def _rows(axes: Axes, node: Node) -> Iterator[Atom]:

@@ -82,7 +82,8 @@ class SequenceParallelLinear(PassBase):
     def scatter(self, gm: GraphModule) -> GraphModule | None:
         """The graph that runs on shards between the linears; None if nothing of it would."""
         summed = reductions(gm, self.ranks.group)
-        if self.ranks.n == 1 or not summed:
+        gathers = gm.graph.find_nodes(op="call_function", target=sp.all_rows.default)
+        if self.ranks.n == 1 or not (summed or gathers):
             return None
         mark_collectives(gm, self.ranks.group)
         if not self.differentiable:
@@ -97,7 +98,7 @@ class SequenceParallelLinear(PassBase):
         kept = {self._scattered(gm, node, shard): found.pop(node) for node, shard in chosen.items() if shard}
         self._prune(gm, kept)
         self.layers = [*found.values(), *kept.values()]
-        if not any(layer.mode == "scattered" for layer in self.layers):
+        if not gathers and not any(layer.mode == "scattered" for layer in self.layers):
             return None
         plan = self._discharge(gm)
         self.assumed = sorted(common_inputs(plan))

@@ -22,6 +22,14 @@ from ..movement import Reshape
 from ..rule import Factors, lookup
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
+LEAVES = {
+    sp.all_gather.default: REPLICATE,
+    sp.all_reduce.default: REPLICATE,
+    sp.all_rows.default: REPLICATE,
+    sp.own_rows.default: VARYING,
+    sp.reduce_scatter.default: REPLICATE,
+    sp.unshard.default: REPLICATE,
+}
 WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
 GROUP_ARGUMENTS = ("group_name", "group", "tag")
 
@@ -31,11 +39,16 @@ class Facts:
     """What is known of a graph's inputs, by name.
 
     differ: inputs whose values are not the same on every rank. equal: those whose values are; None if nobody looked.
+    blank: those of the equal ones that hold one number throughout: initial values, perhaps of parts.
+    numbers: nodes that are written with other numbers on other ranks. tangents: the inputs that are gradients of results.
     gradients: the name of an input -> the node of the result that is its gradient, in a joint graph.
     """
 
     differ: frozenset[str] = frozenset()
     equal: frozenset[str] | None = None
+    blank: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
+    tangents: Mapping[str, Node] = field(default_factory=dict)
     gradients: Mapping[str, Node] = field(default_factory=dict)
 
 
@@ -51,10 +64,10 @@ def group_of(node: Node) -> str | None:
 def reductions(gm: GraphModule, group: str) -> list[Node]:
     """Every all_reduce(sum) over the group that is waited for at once."""
     found = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    return [n for n in found if group_of(n) == group and n.args[1] == "sum" and _wait(n) is not None]
+    return [n for n in found if group_of(n) == group and n.args[1] == "sum" and wait_of(n) is not None]
 
 
-def _wait(node: Node) -> Node | None:
+def wait_of(node: Node) -> Node | None:
     users = list(node.users)
     alone = len(users) == 1 and users[0].target is c10d.wait_tensor.default
     return users[0] if alone else None
@@ -62,7 +75,7 @@ def _wait(node: Node) -> Node | None:
 
 def spell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...]) -> Node:
     """One node in place of an all_reduce and its wait."""
-    wait = _wait(node)
+    wait = wait_of(node)
     assert wait is not None
     with gm.graph.inserting_before(wait):
         new = gm.graph.call_function(target, (node.args[0], *args))
@@ -116,7 +129,7 @@ def differing(gm: GraphModule, varying: Collection[Node]) -> set[Node]:
     """All values that differ by rank if these inputs do."""
     out = set(varying)
     for node in gm.graph.nodes:
-        fixed = node.meta.get("sp_result")
+        fixed = LEAVES.get(node.target, node.meta.get("sp_result"))
         if fixed is VARYING or (fixed is None and any(i in out for i in node.all_input_nodes)):
             out.add(node)
     return out

@@ -307,7 +307,7 @@ def compile_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
 JointTransform = Callable[[torch.fx.GraphModule], None]
 
 
-def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, key: str) -> Callable[..., Any]:
+def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, key: str | None) -> Callable[..., Any]:
     """As `compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is partitioned.
 
     Forward and backward in one graph; of an inference, the forward. key: what `transform` will do, for caches of
@@ -338,7 +338,7 @@ def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, ke
     )
 
 
-def _joint_inductor(transform: JointTransform, key: str) -> Callable[..., Any]:
+def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -347,7 +347,7 @@ def _joint_inductor(transform: JointTransform, key: str) -> Callable[..., Any]:
         def __call__(self, graph: torch.fx.Graph) -> None:
             transform(graph.owning_module)
 
-        def uuid(self) -> str:
+        def uuid(self) -> str | None:
             return key
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:

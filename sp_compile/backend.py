@@ -24,7 +24,7 @@ from .mesh import Ranks, resolve, splits_sequence
 from .passes.rewrite import Settings
 from .pipeline import run_pipeline
 from .randomness import decorrelated, draws
-from .weights import groups_of, has_dtensors, local_tensors, measure_facts
+from .weights import cut_by_rank, groups_of, has_dtensors, local_tensors, measure_facts
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def sp(
                 "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
                 "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
             )
-        joint = joint_passes(example_inputs, config, others)
+        joint = joint_passes(gm, example_inputs, config, others)
         local, _report = lower(gm, example_inputs, config, ranks, measured)
         run = compile_local(local, example_inputs, config, ranks, joint)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
@@ -136,7 +136,7 @@ def tensor_parallel(
     """A program that is split over other ranks than a sequence's: only its collectives are worked on."""
     run, error = None, None
     try:
-        run = compile_local(gm, example_inputs, config, Ranks(1, ""), joint_passes(example_inputs, config, groups))
+        run = compile_local(gm, example_inputs, config, Ranks(1, ""), joint_passes(gm, example_inputs, config, groups))
     except _compat.RestartAnalysis:
         raise
     except Exception as failure:
@@ -147,14 +147,15 @@ def tensor_parallel(
 
 
 def joint_passes(
-    example_inputs: Sequence[Any], config: SPConfig, groups: Sequence[Ranks]
+    gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, groups: Sequence[Ranks]
 ) -> JointPasses | None:
     """The passes over the joint graph; None if there is nothing for them. The ranks of the groups ask together."""
     if not groups:
         return None
     facts = {ranks.group: measure_facts(example_inputs, ranks) for ranks in groups}
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
-    return JointPasses(groups, facts, shapes, decompose=config.compiler == "inductor")
+    own = [cut_by_rank(gm, ranks) for ranks in groups]
+    return JointPasses(groups, facts, shapes, any(own), decompose=config.compiler == "inductor")
 
 
 def compile_local(

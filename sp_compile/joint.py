@@ -19,6 +19,7 @@ from .call import is_tensor
 from .explain import Report
 from .mesh import Ranks
 from .passes.lower_exchanges import lower_exchanges
+from .passes.own_rows import exchange_over, mark_own_rows
 from .passes.rewrite import Note
 from .passes.sequence_parallel_linear import SequenceParallelLinear
 from .passes.tensor_parallel import Facts
@@ -32,22 +33,28 @@ class JointPasses:
 
     groups: the tensor-parallel groups of the program, in the order of their appearance. facts: of each, by its name;
     inputs are called input_0, input_1, ..., the function's tensor arguments in order. shapes: theirs, on this rank.
+    own_rows: the program may take slices at its rank's place.
     """
 
     groups: Sequence[Ranks] = ()
     facts: Mapping[str, Facts] = field(default_factory=dict)
     shapes: Sequence[tuple[Any, ...]] = ()
+    own_rows: bool = False
     decompose: bool = False
     report: Report = field(default_factory=lambda: Report(1))
 
-    def key(self) -> str:
-        """The same for what does the same, for caches of compiled code."""
+    def key(self) -> str | None:
+        """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
+        if self.own_rows:
+            return None
         facts = {name: (sorted(f.differ), sorted(f.equal or ())) for name, f in self.facts.items()}
         return f"{[(r.n, r.group) for r in self.groups]} {facts}"
 
     def __call__(self, gm: GraphModule) -> None:
         """Change the graph in place. Raises SpError as the passes do."""
         for ranks in self.groups:
+            if self.own_rows:
+                mark_own_rows(gm, ranks, exchange_over(ranks))
             facts = joint_facts(gm, self.facts[ranks.group], self.shapes)
             if facts is None:
                 why = "AOTAutograd has regrouped the inputs, so nothing says which of them are equal on all ranks"
@@ -58,8 +65,8 @@ class JointPasses:
             self.report.layers += one.layers
             self.report.add(one.notes)
             if local is not gm:
-                lower_exchanges(local, _compat.inductor_decompositions() if self.decompose else None)
                 adopt(gm, local)
+            lower_exchanges(gm, _compat.inductor_decompositions() if self.decompose else None)
 
 
 def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]) -> Facts | None:

@@ -64,6 +64,7 @@ class Factors:
     normalises: what it needs whole it divides by its total, as softmax does.
     slides: for every factor of kind "halo", the rows that a result reads; its extent may differ in the result.
     wants, gives: where the call itself says that its operands and its results lie (an op that does its own exchanges).
+    alias: with its operand where the call wants it, what a rank holds of it is what it holds of the result.
     """
 
     operands: tuple[Dims, ...]
@@ -77,6 +78,7 @@ class Factors:
     slides: Mapping[str, Sliding] = field(default_factory=dict)
     wants: tuple[Placement, ...] | None = None
     gives: Placement | None = None
+    alias: bool = False
 
     def __post_init__(self) -> None:
         """A factor of no operand can be local only if a size argument makes it so; none may vanish unclassified."""

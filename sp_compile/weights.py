@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ._compat import group_names, known_process_group, process_group
 from .agree import checksum
@@ -51,6 +51,39 @@ def measure_facts(inputs: Sequence[Any], ranks: Ranks) -> Facts:
     dist.all_gather_object(everyone, mine, group=ranks.process_group)
     differ = frozenset(name for name in mine if len({str(one.get(name)) for one in everyone}) > 1)
     return Facts(differ=differ, equal=frozenset(mine) - differ)
+
+
+def cuts(gm: GraphModule) -> str:
+    """The numbers by which the program cuts tensors and picks pieces, bodies of regions included, as text."""
+    lines = []
+    for node in gm.graph.nodes:
+        body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            lines.append(cuts(body))
+        elif node.op in ("call_function", "call_method") and _name(node) in CUTS:
+            given = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, Node)]
+            lines.append(f"{_name(node)} {given}")
+    return "\n".join(lines)
+
+
+CUTS = ("chunk", "getitem", "narrow", "redistribute", "select", "slice", "split", "tensor_split", "unbind")
+
+
+def _name(node: Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return str(name).partition(".")[0]
+
+
+def cut_by_rank(gm: GraphModule, ranks: Ranks) -> bool:
+    """Do the ranks of a group cut at places of their own? Every one of them has to ask.
+
+    A DTensor that becomes sharded is cut out of sight, so such a program is taken to.
+    """
+    mine = cuts(gm)
+    everyone: list[Any] = [None] * ranks.n
+    dist.all_gather_object(everyone, mine, group=ranks.process_group)
+    inside = [line for line in mine.splitlines() if line.startswith("redistribute")]
+    return len(set(everyone)) > 1 or any("S(" in line.replace("S(-1)", "") for line in inside)
 
 
 def has_dtensors(inputs: Iterable[Any]) -> bool:

@@ -120,4 +120,4 @@ def spelt(gm: GraphModule, n: int, group: str = GROUP) -> GraphModule:
 def on_ranks(gm: GraphModule, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     """The results of every simulated rank, given each rank's inputs."""
     with torch.no_grad():
-        return run_ranks(len(inputs), lambda rank: [t.clone() for t in gm(*inputs[rank])])
+        return run_ranks(len(inputs), lambda rank: [t.clone() for t in gm(*inputs[rank]) if t is not None])
