@@ -83,7 +83,7 @@ def _reduce_rows(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Te
 def _reduce_and_scatter(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     """Sum whole values over the ranks; this rank's rows, the nearest valid row at positions outside the window."""
     rows = pad(rows_first(x, dim, frame[0]), 0, _without_outer(frame), n, edge=True)
-    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group), dim, frame[0])
+    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group, plain=True), dim, frame[0])
 
 
 def _without_outer(frame: Frame) -> Frame:

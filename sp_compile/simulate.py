@@ -160,7 +160,7 @@ class _SimulatedRank(Communicator):
     def _all_gather(self, x: Tensor, n: int, group: str) -> Tensor:
         return self._meet("all_gather", x, lambda xs: [torch.cat(xs) for _ in xs])
 
-    def _reduce_scatter(self, x: Tensor, n: int, group: str) -> Tensor:
+    def _reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool) -> Tensor:
         return self._meet("reduce_scatter", x, lambda xs: [part.clone() for part in _total(xs).chunk(n)])
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:

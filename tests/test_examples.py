@@ -117,3 +117,8 @@ def test_demo(tmp_path):
     out = run("examples/train_lm.py", *small)
     assert "largest relative gradient difference" in out
     assert (tmp_path / "chart.png").exists()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_expert_parallel(processes):
+    assert "largest relative error against one device" in torchrun(processes, "examples/expert_parallel.py")
