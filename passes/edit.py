@@ -34,10 +34,13 @@ class Editor:
 
     def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
         """Append an ordinary op; its value is inferred from its operands'."""
+        return self.emit(target, args, self.infer(target, args, like, kwargs), like, kwargs)
+
+    def infer(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Any:
+        """The value that an op has on the operands' values."""
         values = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
         with _fake_mode_of(like), enable_python_dispatcher():
-            value = target(*values[0], **values[1])
-        return self.emit(target, args, value, like, kwargs)
+            return target(*values[0], **values[1])
 
     def after(self, source: Node) -> Any:
         """Insertion point right behind a node (behind the sizes, if it is an input)."""

@@ -19,6 +19,7 @@ CHOICES = {
     "outputs": ("gather", "local"),
     "param_grads": ("reduce", "partial"),
     "fallback": ("gather", "error"),
+    "merge_reductions": ("auto", "always", "intra_node", "never"),
 }
 
 
@@ -42,6 +43,9 @@ class SPConfig:
     param_grads: "reduce": parameter gradients are summed over the ranks in the backward; "partial": they are left
         partial, scaled by the number of ranks, for a DDP or FSDP that averages over an axis that includes these ranks.
     fallback: "gather" does what cannot be sharded on the whole, and reports it; "error" refuses it.
+    merge_reductions: whether reductions of a value over several axes of a mesh become one. "auto": where the cost model
+        predicts that this is faster; "always": wherever it is exact; "intra_node": over ranks of one machine; "never".
+        The axes have to be declared: `sp_compile.declare_groups(mesh)`.
     activation_memory_budget: 0..1, handed to AOTAutograd's partitioner; None leaves it alone.
     compiler: "inductor", "aot_eager", or any torch.compile backend (a name or a callable), which gets the local graph.
 
@@ -58,6 +62,7 @@ class SPConfig:
     outputs: str = "gather"
     param_grads: str = "reduce"
     fallback: str = "gather"
+    merge_reductions: str = "auto"
     activation_memory_budget: float | None = None
     compiler: str | Callable[..., Any] = "inductor"
 

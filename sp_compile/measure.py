@@ -154,15 +154,16 @@ def _median(call: Callable[[], Any], device: torch.device) -> float:
     call()
     times = []
     for _ in range(REPEATS):
-        _wait(device)
+        finish(device)
         start = time.perf_counter()
         call()
-        _wait(device)
+        finish(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def _wait(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait for what runs on a device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -190,21 +191,26 @@ def _shared(found: Machine | None, ranks: Ranks, device: torch.device) -> Machin
 
 
 def _path(ranks: Ranks, device: torch.device) -> Path:
-    """The file of these ranks: host, device, which ranks of the program, backend, versions."""
+    """The file of these ranks."""
+    members = dist.get_process_group_ranks(ranks.process_group)
+    return cache_path("machine", device, ranks.process_group, [rank - members[0] for rank in members], FIELDS)
+
+
+def cache_path(kind: str, device: torch.device, group: Any, members: Any, *more: Any) -> Path:
+    """The file of what was measured: host, device, which ranks of the program, backend, versions, and `more`."""
     folder = os.path.expanduser(os.environ.get("SP_COMPILE_CACHE_DIR") or "~/.cache/sp_compile")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    members = dist.get_process_group_ranks(ranks.process_group)
     key = (
         platform.node(),
         f"{device.type} {gpu}",
-        [rank - members[0] for rank in members],
+        members,
         os.environ.get("LOCAL_WORLD_SIZE", ""),
-        dist.get_backend(ranks.process_group),
+        dist.get_backend(group),
         torch.__version__,
         torch.get_num_threads(),
-        FIELDS,
+        *more,
     )
-    return Path(folder) / f"machine-{_hash(repr(key))[:16]}.json"
+    return Path(folder) / f"{kind}-{_hash(repr(key))[:16]}.json"
 
 
 def _hash(text: str) -> str:
@@ -213,17 +219,29 @@ def _hash(text: str) -> str:
 
 def _read(path: Path) -> Machine | None:
     """The constants in a file; None if there is no such file, or anything else in it."""
+    found = load(path)
     try:
-        found = json.loads(path.read_text())
         return Machine(**{name: found[name] for name in FIELDS})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return None
 
 
 def _write(path: Path, found: Machine) -> None:
+    save(path, asdict(found))
+
+
+def load(path: Path) -> Any:
+    """What a file of JSON holds; None if there is no such file, or it holds something else."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def save(path: Path, found: Mapping[str, Any]) -> None:
     """Write the whole file or nothing; a disk that refuses costs only the next run's time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(asdict(found), file, indent=1)
+            json.dump(found, file, indent=1)
         os.replace(file.name, path)

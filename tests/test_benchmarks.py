@@ -62,3 +62,19 @@ def test_gpu_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "tiny values are right" in run("gpu_scans.py")
+
+
+@pytest.mark.slow
+def test_merge_reductions(tmp_path: Path) -> None:
+    report = tmp_path / "merge.md"
+    run("merge_reductions.py", "--sizes", "1024", "65536", "--rounds", "3", "--output", str(report))
+    text = report.read_text()
+    assert text.count("| sequential |") + text.count("| merged |") == 2
+    assert all(f"\n| {policy} |" in text for policy in ("auto", "always", "never"))
+
+
+@pytest.mark.slow
+def test_gpu_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "copies are right" in run("gpu_collectives.py", "--smoke")
