@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import triton
 from .communicator import current
 from .frames import Frame, by_rank, folds_of, in_order, known, pad, rows_held, trim
 from .library import composite
@@ -44,7 +45,7 @@ class _AllToAll(torch.autograd.Function):
         padded = [pad(x, route.scatter_dim, route.scatter_frame, route.n, edge) for x in xs]
         results: list[Tensor] = list(xs)
         for members in _alike(xs, route.gather_dim):
-            for i, y in zip(members, _exchange([padded[i] for i in members], route), strict=True):
+            for i, y in zip(members, exchange([padded[i] for i in members], route), strict=True):
                 results[i] = y
         return tuple(results)
 
@@ -74,28 +75,44 @@ def _alike(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
     return groups
 
 
-def _exchange(xs: list[Tensor], route: _Route) -> list[Tensor]:
-    """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks."""
+def equal_route(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Route:
+    """The route of equal shares: the frame of n positions, one a rank, whatever the sizes are."""
+    return _Route(scatter_dim, (1, n, 0, n), gather_dim, (1, n, 0, n), n, group)
+
+
+def exchange(xs: list[Tensor], route: _Route) -> list[Tensor]:
+    """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks. Not differentiable."""
     rows = xs[0].shape[route.gather_dim]
     inner = rows // rows_held(route.gather_frame, route.n)
     if route.n == 1:
         return [trim(x, route.gather_dim, route.gather_frame, 1, inner) for x in xs]
-    packed = [_pack(x, route) for x in xs]
-    sent = packed[0] if len(packed) == 1 else torch.cat(packed, -1)
+    blocks = [_blocks(x, route) for x in xs]
+    sent = _packed(blocks)
     received = current().all_to_all(sent, route.n, route.group).flatten(0, 1)
     received = trim(in_order(received, route.gather_frame, route.n), 0, route.gather_frame, route.n, inner)
-    pieces = received.split([p.shape[-1] for p in packed], 1)
+    pieces = received.split([math.prod(b.shape[2:]) for b in blocks], 1)
     return [_unpack(piece, x, route) for piece, x in zip(pieces, xs, strict=True)]
 
 
-def _pack(x: Tensor, route: _Route) -> Tensor:
-    """(..., g, ..., n * h, ...) -> (n, g, cols), cols = the other dims, h in place of the scatter dim."""
+def _blocks(x: Tensor, route: _Route) -> Tensor:
+    """(..., g, ..., n * h, ...) -> (n, g, ...), the other dims with h in place of the scatter dim; mostly a view."""
     n, scatter, gather = route.n, route.scatter_dim, route.gather_dim
     if folds_of(route.scatter_frame) == 2:
         x = by_rank(x.movedim(scatter, 0), route.scatter_frame, n).movedim(0, scatter)
-    blocks = x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0)
-    rows = blocks.movedim(gather + 1, 1)
-    return rows.reshape(n, rows.shape[1], math.prod(rows.shape[2:]))
+    return x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0).movedim(gather + 1, 1)
+
+
+def _packed(blocks: list[Tensor]) -> Tensor:
+    """(n, g, ...) of several tensors -> (n, g, cols), side by side; one copy of each."""
+    first = blocks[0]
+    columns = [math.prod(b.shape[2:]) for b in blocks]
+    if not all(map(triton.usable, blocks)):
+        packed = [b.reshape(*b.shape[:2], width) for b, width in zip(blocks, columns, strict=True)]
+        return packed[0] if len(packed) == 1 else torch.cat(packed, -1)
+    sent = first.new_empty((*first.shape[:2], sum(columns)))
+    for part, b in zip(sent.split(columns, 2), blocks, strict=True):
+        triton.copy(part.unflatten(2, b.shape[2:]), b)
+    return sent
 
 
 def _unpack(piece: Tensor, x: Tensor, route: _Route) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..shapes import Size, same, sizes
 
@@ -37,9 +37,16 @@ def _differ(here: Tensor, there: Tensor) -> bool:
 
 
 def _restore(local: GraphModule, node: Node, value: Tensor) -> None:
-    """Contiguous in the order of the wanted strides."""
+    users = list(node.users)
+    last = restored(local.graph, node, value)
+    for user in users:
+        user.replace_input_with(node, last)
+
+
+def restored(graph: Graph, node: Node, value: Tensor) -> Node:
+    """Right behind the node: its values, contiguous in the order of the strides of `value`."""
     order = _order(sizes(value.stride()))
-    users, last = list(node.users), node
+    last = node
     for target, *args in (
         (aten.permute.default, order),
         (aten.contiguous.default,),
@@ -47,12 +54,11 @@ def _restore(local: GraphModule, node: Node, value: Tensor) -> None:
     ):
         if args and order == sorted(order):
             continue
-        with local.graph.inserting_after(last):
-            last = local.graph.call_function(target, (last, *args))
+        with graph.inserting_after(last):
+            last = graph.call_function(target, (last, *args))
         last.meta.update({k: v for k, v in node.meta.items() if k != "sp_global"}, val=target(value, *args))
         value = last.meta["val"]
-    for user in users:
-        user.replace_input_with(node, last)
+    return last
 
 
 def _order(strides: Sequence[Size]) -> list[int]:

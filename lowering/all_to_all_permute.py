@@ -1,0 +1,174 @@
+"""``sp::all_to_all_permute``: move the split of one tensor from a dim to another, the permutes within the exchange.
+
+x       (..., g, ..., A, ...)      gather dim split in equal shares, scatter dim whole
+result  (..., n * g, ..., A / n, ...)    rank r's rows from r * g on; this rank's block of the scatter dim
+
+The first row of the lowering table that fits runs it:
+
+symmetric   eager CUDA, declared symmetric memory: one kernel reads the peers' blocks where they lie and writes the
+            result
+torch       the same by torch's all_to_all_nd, in torch releases that have it and where Triton is missing
+packed      ``all_to_all.py``: one copy into the send buffer, all_to_all_single, a view. Where the scatter dim leads,
+            the copy is behind the collective instead. Inside torch.compile the compiler writes it, from the kernel
+            that makes x or in the one that reads the result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._compat import symmetric_all_to_all
+from . import symmetric, triton
+from .all_to_all import equal_route, exchange
+from .communicator import FunctionalCommunicator, current
+from .frames import known
+from .library import composite
+
+
+class Problem(NamedTuple):
+    """One exchange of x; dims are not negative and not equal."""
+
+    x: Tensor
+    scatter_dim: int
+    gather_dim: int
+    n: int
+    group: str
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the result."""
+        shape = list(self.x.shape)
+        shape[self.scatter_dim] //= self.n
+        shape[self.gather_dim] *= self.n
+        return shape
+
+    @property
+    def buffer(self) -> symmetric.Buffer | None:
+        """Symmetric memory that this exchange may use: the same answer on every rank."""
+        eager = type(self.x) is Tensor and self.x.numel() > 0 and not torch.compiler.is_compiling()
+        real = isinstance(current(), FunctionalCommunicator)
+        buffer = symmetric.buffer_of(self.group) if eager and real else None
+        return buffer if buffer is not None and buffer.fits(self.x) else None
+
+
+def _staged(problem: Problem) -> tuple[symmetric.Buffer, Tensor]:
+    """x in symmetric memory; peers may read it after the barrier."""
+    buffer, x = problem.buffer, problem.x
+    assert buffer is not None
+    staged = buffer.view(x.shape, x.dtype)
+    if not buffer.holds(x):
+        triton.copy(staged, x)
+    buffer.barrier()
+    return buffer, staged
+
+
+def _symmetric(problem: Problem) -> Tensor:
+    buffer, staged = _staged(problem)
+    out = problem.x.new_empty(problem.shape)
+    block = staged.narrow(problem.scatter_dim, 0, problem.shape[problem.scatter_dim])
+    offset = buffer.rank * block.shape[problem.scatter_dim] * block.stride(problem.scatter_dim)
+    triton.from_peers(out, buffer.peers, offset, block.stride(), problem.gather_dim, buffer.rank)
+    buffer.barrier()
+    return out
+
+
+def _torchs(problem: Problem) -> Tensor:
+    buffer, staged = _staged(problem)
+    out = problem.x.new_empty(problem.shape)
+    run = symmetric_all_to_all()
+    assert run is not None
+    run(staged, out, problem.scatter_dim, problem.gather_dim, group=problem.group)
+    buffer.barrier()
+    return out
+
+
+def _packed(problem: Problem) -> Tensor:
+    x, scatter, gather, n, group = problem
+    if not all(known(size == 1) for size in x.shape[:scatter]):
+        return exchange([x], equal_route(*problem[1:]))[0]
+    # The scatter dim leads: its blocks can be sent as they lie, and only what arrives is permuted.
+    received = current().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
+    blocks = received.movedim(0, gather)
+    if not triton.usable(blocks):
+        return blocks.flatten(gather, gather + 1)
+    out = blocks.new_empty(problem.shape)
+    triton.copy(out.unflatten(gather, (n, -1)), blocks)
+    return out
+
+
+class Row(NamedTuple):
+    """An implementation, for the problems that it fits."""
+
+    name: str
+    fits: Callable[[Problem], bool]
+    run: Callable[[Problem], Tensor]
+
+
+ROWS = (
+    Row(
+        "symmetric",
+        lambda p: triton.reads_peers(p.x) and p.x.ndim <= triton.MOST_DIMS and p.buffer is not None,
+        _symmetric,
+    ),
+    Row(
+        "torch",
+        lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None,
+        _torchs,
+    ),
+    Row("packed", lambda p: True, _packed),
+)
+_forced: list[str] = []
+
+
+def choose(problem: Problem) -> Row:
+    """The row that runs the problem."""
+    rows = [row for row in ROWS if not _forced or row.name == _forced[-1]]
+    return next(row for row in rows if row.fits(problem))
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Every exchange inside, on any thread, runs by the named row: for tests and measurements."""
+    if name not in {row.name for row in ROWS}:
+        raise ValueError(f"all_to_all_permute: no row {name!r}")
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+class _Permute(torch.autograd.Function):
+    """The exchange; its adjoint, and that one's, is the exchange along the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
+        ctx.back = gather_dim, scatter_dim, n, group
+        problem = Problem(x, scatter_dim, gather_dim, n, group)
+        return choose(problem).run(problem)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Permute.apply(grad, *ctx.back), None, None, None, None
+
+
+@composite("all_to_all_permute(Tensor x, int scatter_dim, int gather_dim, int n, str group) -> Tensor")
+def all_to_all_permute(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
+    """Shard(gather_dim) -> Shard(scatter_dim), on local shards of equal length.
+
+    Bytes: (n - 1) / n of x, in one collective; backward: as many, in one. n divides the scatter dim.
+    Errors: ValueError when the dims are equal, or n is known not to divide.
+    """
+    scatter_dim, gather_dim = scatter_dim % x.ndim, gather_dim % x.ndim
+    if scatter_dim == gather_dim:
+        raise ValueError(f"sp::all_to_all_permute: scatter and gather dim are both {scatter_dim}")
+    if known(x.shape[scatter_dim] % n != 0):
+        raise ValueError(
+            f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of {list(x.shape)}"
+        )
+    return x if n == 1 else _Permute.apply(x, scatter_dim, gather_dim, n, group)

@@ -1,0 +1,153 @@
+"""What a node that only moves data does to an arrangement of atoms, in graphs of ATen ops and of Dynamo's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from ..index_map import Arrangement, IndexMap
+from ..shapes import Size, quotient, sizes
+
+REGROUPS = frozenset(
+    "view reshape _unsafe_view _reshape_alias flatten unflatten ravel unsqueeze squeeze view_as reshape_as alias "
+    "contiguous clone expand expand_as wait_tensor".split()
+)
+PERMUTES = frozenset("permute transpose movedim moveaxis swapaxes swapdims t mT T numpy_T".split())
+PIECES = frozenset("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split".split())
+JOINS = frozenset("cat concat concatenate stack".split())
+COPIES = frozenset("contiguous clone reshape flatten ravel reshape_as _unsafe_view".split()) | JOINS
+"""Ops that make, or may make, another tensor in memory."""
+
+Value = Arrangement | list[Arrangement]
+
+
+def name_of(node: Node) -> str:
+    """The op's name without its overload, whether it is an ATen op, a torch function, a method or an attribute."""
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.name.split("::")[1]
+    if node.target is getattr:
+        return str(node.args[1])
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
+def value_of(node: Node) -> Any:
+    """The fake result: of ATen graphs "val", of Dynamo's "example_value"."""
+    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def is_move(node: Node) -> bool:
+    """Might it only move data?"""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = name_of(node)
+    return name in REGROUPS | PERMUTES | PIECES | JOINS or name in (
+        "getitem",
+        "unbind",
+        "select",
+        "slice",
+        "copy",
+    )
+
+
+def operands(node: Node) -> list[Node]:
+    """The tensors, or pieces of one, that it moves."""
+    if name_of(node) == "copy":
+        return [node.args[1]]
+    if name_of(node) in JOINS:
+        return list(_argument(node, 0, "tensors"))
+    return [node.args[0] if node.args else node.kwargs["input"]]
+
+
+def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+class Mover:
+    """Arrangements of the nodes that move what the leaves hold."""
+
+    def __init__(self, index: IndexMap, leaves: Mapping[Node, Arrangement]) -> None:
+        self.index = index
+        self.known: dict[Node, Value | None] = dict(leaves)
+
+    def tensor(self, node: Node) -> Arrangement | None:
+        """Where the leaves' elements are in this tensor; None if it holds others, or that is not known."""
+        found = self._value(node)
+        return found if isinstance(found, Arrangement) else None
+
+    def _value(self, node: Node) -> Value | None:
+        if node not in self.known:
+            self.known[node] = self._moved(node) if is_move(node) else None
+        return self.known[node]
+
+    def _moved(self, node: Node) -> Value | None:
+        given = [self._value(x) if isinstance(x, Node) else None for x in operands(node)]
+        if any(x is None for x in given):
+            return None
+        name, (first, *_) = name_of(node), given
+        if name in JOINS:
+            return self._join(node, given)
+        if isinstance(first, list):
+            index = node.args[1]
+            return first[index] if name == "getitem" and isinstance(index, int) else None
+        assert first is not None
+        result = value_of(node)
+        if name in REGROUPS | {"copy"} and isinstance(result, Tensor):
+            # An expand that repeats has more elements than there are atoms, a copy into a larger tensor too.
+            moved = result.dtype == value_of(operands(node)[0]).dtype
+            return self.index.reshape(first, sizes(result.shape)) if moved else None
+        if name in PERMUTES:
+            return self.index.permute(first, _order(node, len(first.dims)))
+        return self._pieces(node, name, first)
+
+    def _join(self, node: Node, given: Sequence[Any]) -> Arrangement | None:
+        if not all(isinstance(x, Arrangement) for x in given):
+            return None
+        new = name_of(node) == "stack"
+        dim = _argument(node, 1, "dim", 0) % (len(given[0].dims) + new)
+        return self.index.join(given, dim, new)
+
+    def _pieces(self, node: Node, name: str, x: Arrangement) -> Value | None:
+        result = value_of(node)
+        if name in PIECES and isinstance(result, list | tuple):
+            dim = _argument(node, 2, "dim", 0) % len(x.dims)
+            alike = {sizes(piece.shape)[dim] for piece in result}
+            return self.index.pieces(x, dim, len(result), keep=True) if len(alike) == 1 else None
+        if name == "unbind" and isinstance(result, list | tuple):
+            return self.index.pieces(x, _argument(node, 1, "dim", 0) % len(x.dims), len(result), keep=False)
+        if name == "slice" and isinstance(result, Tensor):
+            return self._slice(node, x, sizes(result.shape))
+        if name in ("select", "getitem"):
+            dim, at = (0, node.args[1]) if name == "getitem" else (node.args[1], node.args[2])
+            count = sizes(value_of(operands(node)[0]).shape)[dim]
+            if isinstance(at, int) and isinstance(count, int):
+                pieces = self.index.pieces(x, dim % len(x.dims), count, keep=False)
+                return pieces[at] if pieces is not None else None
+        return None
+
+    def _slice(self, node: Node, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
+        """One of several equal pieces, as AOTAutograd writes chunk."""
+        dim, start = _argument(node, 1, "dim", 0) % len(x.dims), _argument(node, 2, "start", 0) or 0
+        count = quotient(sizes(value_of(operands(node)[0]).shape)[dim], shape[dim])
+        at = quotient(start, shape[dim]) if isinstance(start, int) else None
+        if _argument(node, 4, "step", 1) != 1 or not isinstance(count, int) or not isinstance(at, int):
+            return None
+        pieces = self.index.pieces(x, dim, count, keep=True)
+        return pieces[at] if pieces is not None else None
+
+
+def _order(node: Node, ndim: int) -> list[int]:
+    """Which dim each dim of the result was: tried on a tensor whose dims all differ."""
+    probe = torch.empty(tuple(range(2, 2 + ndim)), device="meta")
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: probe)
+    if node.op == "call_method":
+        result = getattr(probe, str(node.target))(*args[1:], **kwargs)
+    else:
+        result = node.target(*args, **kwargs)
+    return [size - 2 for size in result.shape]

@@ -1,0 +1,142 @@
+"""all_to_all_permute by hand: the function, what does not fit, and whether all ranks made the same call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .agreement import agree
+from .errors import SpError
+from .mesh import Mesh, Ranks, ranks_of
+from .scan_call import device_of, needs_gradient, wrong_tensors
+
+sp = torch.ops.sp
+NAME = "all_to_all_permute"
+
+
+def all_to_all_permute(
+    x: Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group: Mesh = None,
+    out: Tensor | None = None,
+    *,
+    check: bool = True,
+) -> Tensor:
+    """Exchange a split dim for another: all ranks' rows of gather_dim, of this rank's block of scatter_dim.
+
+        x       (..., g, ..., A, ...)           gather_dim is split over n ranks in equal shares, scatter_dim is whole
+        result  (..., n * g, ..., A / n, ...)   torch.cat([x of rank r .chunk(n, scatter_dim)[this rank] for all r],
+                                                gather_dim)
+
+    x           of any rank from 2 on, any dtype and strides; the two dims differ, negative ones count from the last
+    group       None: the default process group; a ProcessGroup; a DeviceMesh of one axis or with an axis "sp"
+    out         a tensor like the result, of any strides, that is written and returned. Not differentiable
+    check       compare the call over the ranks first (one all-gather of 16 bytes, for which a GPU is waited for), so
+                that calls which do not fit raise on every rank instead of hanging. Not done inside torch.compile
+
+    On one rank it is x itself. Bytes: (n - 1) / n of x sent, in one collective. The gradient is the exchange along the
+    way back, one collective as well, and differentiable again. x is copied once, inside torch.compile by the kernel
+    that makes x, and the result is a strided view of what arrived, in which rows of gather_dim lie one after the other.
+    Where scatter_dim leads (all dims before it are of size 1), x is sent as it lies, and the copy follows the
+    collective.
+
+    Raises SpError for dims that are equal or out of range, a scatter_dim that n does not divide, an out that is unlike
+    the result or part of a differentiation, this rank outside the group, and calls that differ between the ranks.
+    """
+    call = PermuteCall(x, scatter_dim, gather_dim, ranks_of(group), out)
+    call.require(check)
+    return call.run()
+
+
+@dataclass(frozen=True)
+class PermuteCall:
+    """This rank's call."""
+
+    x: Tensor
+    scatter_dim: int
+    gather_dim: int
+    ranks: Ranks
+    out: Tensor | None
+
+    def run(self) -> Tensor:
+        """The exchange."""
+        ranks = self.ranks
+        if self.out is None:
+            return sp.all_to_all_permute(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
+        with torch.no_grad():
+            result = sp.all_to_all_permute(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
+            return self.out.copy_(result)
+
+    def require(self, check: bool) -> None:
+        """Raise SpError on every rank if any has a problem, or if their calls differ."""
+        problem = next(self._problems(), None)
+        if check and self.ranks.n > 1 and not torch.compiler.is_compiling():
+            device = device_of(self.x)
+            described = "" if problem else self._description()
+            agree(
+                NAME, problem, described, self.ranks, device, "all ranks pass shards of one shape and dtype"
+            )
+        if problem is not None:
+            raise SpError(problem)
+
+    def _description(self) -> str:
+        """What must be the same on every rank, or exchanges would not meet."""
+        x, ndim = self.x, self.x.ndim
+        dims = f"scatter_dim={self.scatter_dim % ndim}, gather_dim={self.gather_dim % ndim}"
+        return f"{NAME} of x {list(x.shape)} {x.dtype}, {dims}, gradient: {needs_gradient(x)}"
+
+    def _problems(self) -> Iterator[str]:
+        for problem in (*wrong_tensors(x=self.x), *self._wrong_dims()):
+            yield f"{NAME}: {problem}"
+        yield from (f"{NAME}: {problem}" for problem in self._wrong_sizes())
+        yield from (f"{NAME}: {problem}" for problem in self._wrong_out())
+
+    def _wrong_dims(self) -> Iterator[str]:
+        if not isinstance(self.x, Tensor):
+            return
+        ndim, shape = self.x.ndim, list(self.x.shape)
+        for name in ("scatter_dim", "gather_dim"):
+            dim = getattr(self, name)
+            if not isinstance(dim, int) or isinstance(dim, bool):
+                yield f"{name} is an int, got {dim!r}"
+            elif not -ndim <= dim < ndim:
+                yield f"{name}={dim} is out of range for x of shape {shape}: expected {-ndim} to {ndim - 1}"
+        dims = [self.scatter_dim, self.gather_dim]
+        if ndim and all(isinstance(dim, int) for dim in dims) and len({dim % ndim for dim in dims}) == 1:
+            yield (
+                f"scatter_dim and gather_dim are both dim {dims[0] % ndim} of x, of shape {shape}; pass two dims, or "
+                "exchange the blocks of one dim by torch.distributed.all_to_all_single"
+            )
+
+    def _wrong_sizes(self) -> Iterator[str]:
+        n, shape = self.ranks.n, list(self.x.shape)
+        size = shape[self.scatter_dim]
+        if size % n:
+            whole = [*shape]
+            whole[self.gather_dim] *= n
+            more = -(-size // n) * n
+            yield (
+                f"{n} ranks do not divide the {size} of dim {self.scatter_dim % len(shape)}; x has shape {shape} on "
+                f"each rank, {whole} in all. Pad that dim to {more}, or use a number of ranks that divides it"
+            )
+
+    def _wrong_out(self) -> Iterator[str]:
+        out, x = self.out, self.x
+        if out is None:
+            return
+        yield from wrong_tensors(out=out)
+        if not isinstance(out, Tensor):
+            return
+        shape = list(x.shape)
+        shape[self.scatter_dim] //= self.ranks.n
+        shape[self.gather_dim] *= self.ranks.n
+        if (list(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
+            yield (
+                f"out is {list(out.shape)} {out.dtype} on {out.device}, expected {shape} {x.dtype} on {x.device}"
+            )
+        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+            yield "out= is not differentiable; leave it out, detach x and out, or call under torch.no_grad()"
