@@ -52,9 +52,16 @@ class Chooser:
             if free or all(block[-1] - block[0] == len(block) - 1 for block in blocks):
                 named = {block: name for block in blocks if (name := names[block]) is not None}
                 if len(named) == len(blocks):
-                    time = sum(self._time(chain, block, name) for block, name in named.items())
-                    found.append(Way(named, time))
+                    found.append(Way(named, self._in_all(chain, named)))
         return found
+
+    def _in_all(self, chain: Chain, named: dict[Block, str]) -> float:
+        """Predicted seconds of the blocks, one behind the other."""
+        line = self.groups.turns.get(frozenset(named.values()))
+        bytes_of = {self._bytes(chain, block) for block in named}
+        if line is not None and len(named) > 1 and len(bytes_of) == 1:
+            return seconds(chain.links[0].kind, bytes_of.pop(), line)
+        return sum(self._time(chain, block, name) for block, name in named.items())
 
     def best(self, ways: list[Way]) -> Way:
         """The one that the policy takes."""
@@ -108,13 +115,18 @@ class Chooser:
 
     def _time(self, chain: Chain, block: Block, name: str) -> float:
         """Predicted seconds of a block done at once."""
-        first, last = chain.links[block[0]], value_of(chain.links[block[-1]].node)
-        whole = value_of(first.source) if first.kind == "reduce_scatter" else last
-        links = self.links or Links.of(last.device.type)
+        first = chain.links[block[0]]
+        links = self.links or Links.of(value_of(first.node).device.type)
         line = self.groups.lines.get(name)
         if line is None:
             line = links.line(self.groups.size(name), self.groups.in_one_node(name))
-        return seconds(first.kind, _elements(whole) * last.dtype.itemsize, line)
+        return seconds(first.kind, self._bytes(chain, block), line)
+
+    def _bytes(self, chain: Chain, block: Block) -> float:
+        """Of what a block reduces, gathers in all, or scatters in all."""
+        first, last = chain.links[block[0]], value_of(chain.links[block[-1]].node)
+        whole = value_of(first.source) if first.kind == "reduce_scatter" else last
+        return _elements(whole) * last.dtype.itemsize
 
 
 def apart(ways: list[Way]) -> Way:

@@ -59,14 +59,17 @@ def declare_groups(
     names: list[tuple[str | None, Partition]] = [
         (every[rank].name(label), groups) for label, groups in axes.items()
     ]
+    turns = []
     for labels, groups in _unions(axes, unions):
         names.append((_communicator(groups, labels[0], every), groups))
+        turns.append([list(axes).index(label) for label in labels])
     near = _reached(rank, [groups for _, groups in names])
     members = {name: tuple(g for g in groups if g[0] in near) for name, groups in names if name is not None}
     hosts = [told.host for told in every]
     table = Groups(members, {r: hosts.index(host) for r, host in enumerate(hosts)})
     if measure:
-        table = replace(table, lines=measured(names, _device(every[0].device)))
+        lines, in_turn = measured(names, turns, _device(every[0].device))
+        table = replace(table, lines=lines, turns=in_turn)
     world = dist.group.WORLD
     _declared[world] = _declared.get(world, Groups()).with_(table)
     return table

@@ -25,12 +25,14 @@ class Groups:
 
     members: group name, as this rank's graphs have it -> the groups of its kind on all ranks.
     nodes: rank -> number of the machine it runs on; a rank that is not in it has machine 0.
-    lines: group name -> what an all_reduce over it takes, where that was measured.
+    lines: group name -> what an all_reduce over it takes, where that was measured. turns: names of several -> the same
+        of all_reduces over one behind the other.
     """
 
     members: Mapping[str, Partition] = field(default_factory=dict)
     nodes: Mapping[int, int] = field(default_factory=dict)
     lines: Mapping[str, Line] = field(default_factory=dict)
+    turns: Mapping[frozenset[str], Line] = field(default_factory=dict)
 
     @staticmethod
     def of(mesh_shape: Sequence[int], names: Sequence[str], ranks_per_node: int | None = None) -> Groups:
@@ -71,7 +73,10 @@ class Groups:
     def with_(self, other: Groups) -> Groups:
         """Both tables in one."""
         return Groups(
-            {**self.members, **other.members}, {**self.nodes, **other.nodes}, {**self.lines, **other.lines}
+            {**self.members, **other.members},
+            {**self.nodes, **other.nodes},
+            {**self.lines, **other.lines},
+            {**self.turns, **other.turns},
         )
 
 

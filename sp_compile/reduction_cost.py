@@ -18,8 +18,7 @@ from .errors import SpError
 from .lowering.communicator import current
 from .measure import cache_path, finish, load, save
 
-REPEATS = 10
-IN_A_ROW = 3
+REPEATS = 30
 CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
 GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
 
@@ -87,19 +86,27 @@ Named: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
 """What this rank calls its communicator (None if it has none), and the ranks of all communicators of that kind."""
 
 
-def measured(groups: Named, device: torch.device) -> Mapping[str, Line]:
-    """The lines of this rank's communicators, equal on all ranks; all ranks of the program have to ask together.
+def measured(
+    groups: Named, turns: Sequence[Sequence[int]], device: torch.device
+) -> tuple[dict[str, Line], dict[frozenset[str], Line]]:
+    """The lines of this rank's communicators, and of reductions over several in turn; equal on all ranks.
 
-    What rank 0 finds on its disk counts; if that is nothing, all measure, and the slowest rank decides.
+    turns: which of the groups, by number, one behind the other: what a merged one is compared with, measured as a whole
+    because the second of two does not find its ranks as the first one did. All ranks have to ask together. What rank 0
+    finds on its disk counts; if that is nothing, all measure, and the slowest rank decides.
     """
     where = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    path = cache_path("reductions", device, dist.group.WORLD, [ranks for _, ranks in groups])
-    found = _shared(load(path) if dist.get_rank() == 0 else None, len(groups), where)
+    names = [name for name, _ in groups]
+    jobs = [[name] for name in names] + [[names[i] for i in turn] for turn in turns]
+    path = cache_path("reductions", device, dist.group.WORLD, [*(ranks for _, ranks in groups), turns])
+    found = _shared(load(path) if dist.get_rank() == 0 else None, len(jobs), where)
     if found is None:
-        found = _fit([name for name, _ in groups], where)
+        found = _fit(jobs, where)
         if dist.get_rank() == 0:
             save(path, {"lines": [[line.latency, line.bandwidth] for line in found]})
-    return {name: line for (name, _), line in zip(groups, found) if name is not None}
+    known = [(job, line) for job, line in zip(jobs, found) if None not in job]
+    alone = {str(job[0]): line for job, line in known if len(job) == 1}
+    return alone, {frozenset(map(str, job)): line for job, line in known if len(job) > 1}
 
 
 def fitted(sizes: Sequence[int], times: Sequence[float]) -> Line:
@@ -122,35 +129,37 @@ def typical(rounds: Tensor) -> Tensor:
     return rounds.sort(0).values[quarter : len(rounds) - quarter].mean(0)
 
 
-def _fit(names: Sequence[str | None], where: torch.device) -> list[Line]:
+def _fit(jobs: Sequence[Sequence[str | None]], where: torch.device) -> list[Line]:
     """The slowest rank of a round counts: that is what the next collective waits for."""
     sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES
-    rounds = torch.zeros(REPEATS + 1, len(names), len(sizes), dtype=torch.float64)
+    rounds = torch.zeros(REPEATS + 1, len(jobs), len(sizes), dtype=torch.float64)
     with torch.no_grad():
         for times in rounds:
-            for i, name in enumerate(names):
-                for j, size in enumerate(sizes):
-                    times[i, j] = _time(name, size, where)
+            for j, size in enumerate(sizes):
+                for i, job in enumerate(jobs):
+                    times[i, j] = _time(job, size, where)
     slowest = rounds[1:].to(where)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     rows = typical(slowest).tolist()
     return [fitted(sizes, row) if min(row) > 0 else Line(0.0, math.inf) for row in rows]
 
 
-def _time(name: str | None, nbytes: int, where: torch.device) -> float:
-    """Seconds of an all_reduce behind another; 0 for a rank that has no such group, and for groups of one rank."""
-    n = 1 if name is None else dist.get_world_size(process_group(name))
+def _time(job: Sequence[str | None], nbytes: int, where: torch.device) -> float:
+    """Seconds of all_reduces that ranks come to from elsewhere; 0 for a rank without the groups, or groups of one.
+
+    Several in a row would have no rank to wake up, which is what a small one mostly waits for.
+    """
+    groups = [(name, dist.get_world_size(process_group(name))) for name in job if name is not None]
     x = torch.ones(nbytes // 4, device=where)
     dist.barrier()
-    if name is None or n == 1:
+    if len(groups) < len(job) or all(n == 1 for _, n in groups):
         return 0.0
-    current().all_reduce(x, n, name)  # waits until all have left the barrier
     finish(where)
     start = time.perf_counter()
-    for _ in range(IN_A_ROW):
-        current().all_reduce(x, n, name)
+    for name, n in groups:
+        x = current().all_reduce(x, n, name)
     finish(where)
-    return (time.perf_counter() - start) / IN_A_ROW
+    return time.perf_counter() - start
 
 
 def _shared(found: Any, count: int, where: torch.device) -> list[Line] | None:
