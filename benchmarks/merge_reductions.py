@@ -33,7 +33,10 @@ from tables import markdown
 
 RESULTS = Path(__file__).parent / "results" / "merge_reductions_cpu.md"
 TARGET = 0.10
-SMALL, SMALL_ROUNDS = 1 << 20, 5  # bytes below which processes that wait for each other vary most; times the rounds
+SMALL, SMALL_ROUNDS = (
+    1 << 20,
+    5,
+)  # bytes below which processes that wait for each other vary most; times the rounds
 c10d = torch.ops._c10d_functional
 
 

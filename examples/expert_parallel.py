@@ -143,7 +143,9 @@ class ParallelMoE(nn.Module):
 
     def exchange(self, x: Tensor) -> Tensor:
         """(experts, ...), dealt to their ranks -> (ranks, local experts, ...)."""
-        return funcol.all_to_all_single_autograd(x.contiguous(), None, None, self.ep).unflatten(0, (self.ranks, -1))
+        return funcol.all_to_all_single_autograd(x.contiguous(), None, None, self.ep).unflatten(
+            0, (self.ranks, -1)
+        )
 
 
 def main() -> None:
@@ -153,10 +155,11 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     whole = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (MLP(), MoE())), MLP())
-    parts = [
-        ParallelMLP(m, mesh["tp"].get_group()) if isinstance(m, MLP) else ParallelMoE(m, mesh["tp"].get_group(), dist.group.WORLD)
+    tp, everyone = mesh["tp"].get_group(), dist.group.WORLD
+    parts = (
+        ParallelMLP(m, tp) if isinstance(m, MLP) else ParallelMoE(m, tp, everyone)
         for m in copy.deepcopy(whole)
-    ]
+    )
     model = nn.Sequential(*parts)
     x = torch.randn(world // 2 * 4, 6, WIDTH)
     mine = x.chunk(world // 2)[mesh.get_local_rank("dp")]

@@ -6,7 +6,6 @@ is what the rank holds already, and blocks put together are a sharded value: the
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .communicator import current

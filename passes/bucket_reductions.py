@@ -25,7 +25,7 @@ def bucket_reductions(local: GraphModule, plan: Plan) -> None:
     """Rewrite the graph of one rank in place. A sum that something else reads stays where it is."""
     kinds: dict[tuple[object, ...], list[Node]] = {}
     for node in local.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
-        made_from = node.meta["sp_global"] if "sp_global" in node.meta else None
+        made_from = node.meta.get("sp_global")
         if made_from is None or not isinstance(plan.of(made_from.args[0]), Partial):
             continue
         value = node.meta["val"]

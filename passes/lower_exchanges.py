@@ -16,7 +16,7 @@ from ..lowering.library import COMPOSITES
 
 
 def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> None:
-    """Put every composite sp:: op's body in its place. decompositions: of the ATen ops inside, as make_fx takes them."""
+    """Put every composite sp:: op's body in its place. decompositions: of the ATen ops in it, as make_fx takes them."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in COMPOSITES:
             _inline(gm, node, decompositions or {})

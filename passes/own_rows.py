@@ -11,7 +11,7 @@ more than before; none where what is sliced is, or what is gathered stays, a sha
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -167,5 +167,3 @@ def _drop(gm: GraphModule, node: Node, new: Node) -> None:
         if not old.users and old.op == "call_function":
             waiting.extend(old.all_input_nodes)
             gm.graph.erase_node(old)
-
-

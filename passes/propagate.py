@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ..axes import Axes
 from ..call import Call, is_tensor, is_written, result_number
-from ..layout import REPLICATE, VARYING, Demand, Partial, Placement, Plan, Replicate, Shard, Varying
+from ..layout import REPLICATE, VARYING, Demand, Partial, Placement, Plan, Replicate, Shard
 from ..movement import Reshape, Window, move
 from ..randomness import is_random
 from ..rule import Factors, Rule, lookup, transfer_of

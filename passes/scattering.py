@@ -39,22 +39,28 @@ def choose(
     ]
     chosen: dict[Node, Shard | None] = {}
     while left:
-        votes = Counter(axes.find(a.name) for node in left for a in {*_rows(axes, node)})
-        atoms = {axes.find(a.name): (a, i) for node in reversed(left) for i, a in enumerate(_rows(axes, node))}
-
-        def merit(name: int) -> tuple[bool, int, bool, bool, int]:
-            atom, place = atoms[name]
-            divided = divides(n, atom.size)
-            return name in own, votes[name], divided, divided and place == 0, typical(atom.size)
-
-        if not votes:
+        best = _best_axis(axes, left, own, n)
+        if best is None:
             return {**chosen, **dict.fromkeys(left)}
-        axes.sequences = {max(sorted(votes), key=merit)}
+        axes.sequences = {best}
         found = {node: axes.shard(node) for node in left}
         cut = {node: _in_blocks(shard, n) for node, shard in found.items() if shard is not None}
         chosen.update(cut or dict.fromkeys(left))
         left = [node for node in left if node not in chosen]
     return chosen
+
+
+def _best_axis(axes: Axes, nodes: Sequence[Node], own: Collection[int], n: int) -> int | None:
+    """The axis of rows to cut along; None if there are no rows. own: those that the program cuts itself."""
+    votes = Counter(axes.find(a.name) for node in nodes for a in {*_rows(axes, node)})
+    atoms = {axes.find(a.name): (a, i) for node in reversed(nodes) for i, a in enumerate(_rows(axes, node))}
+
+    def merit(name: int) -> tuple[bool, int, bool, bool, int]:
+        atom, place = atoms[name]
+        divided = divides(n, atom.size)
+        return name in own, votes[name], divided, divided and place == 0, typical(atom.size)
+
+    return max(sorted(votes), key=merit, default=None)
 
 
 def _in_blocks(shard: Shard, n: int) -> Shard:
@@ -102,11 +108,11 @@ def declined(call: Call, rule: Rule | None, have: Sequence[Placement]) -> str | 
         return "the last layer's result is whole: what becomes one number has no rows to share"
     if not contracts(rule):
         return None
-    shards = [i for i, p in enumerate(have) if isinstance(p, Shard)]
+    shards = {i: p.dim for i, p in enumerate(have) if isinstance(p, Shard)}
     read = sum(_count(call.operands[i].meta["val"]) for i in shards)
     made = sum(map(_count, call.results()))
     kept = {f for dims in rule.results for f in dims}
-    lost = any(rule.operands[i][have[i].dim] not in kept for i in shards)
+    lost = any(rule.operands[i][dim] not in kept for i, dim in shards.items())
     if (2 * made if lost else made) > read:
         return "its operands are less to gather than its result would be to " + ("sum" if lost else "gather")
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def weights(layers: int) -> list[Weights]:
 
 def cut(whole: Sequence[Weights], rank: int, n: int) -> list[Weights]:
     """One rank's part: columns of some, rows of others, all of the rest."""
+
     def part(name: str, w: Tensor) -> Tensor:
         if name in COLUMNS:
             return w.chunk(n, -1)[rank]
@@ -99,10 +101,8 @@ def joint_graph(f: Callable[..., Any], *args: Any) -> GraphModule:
         found.append(gm)
         raise _Stop  # nothing is to run: the group exists in name only
 
-    try:
+    with suppress(_Stop):
         aot_function(f, make_boxed_func, make_boxed_func, partition_fn=partition)(*args)
-    except _Stop:
-        pass
     gm = found[0]
     gm.graph.set_codegen(torch.fx.graph.CodeGen())
     gm.recompile()

@@ -25,8 +25,8 @@ from sp_compile.rule import POINTWISE, Factors, Rule, lookup, registered, rule
 
 aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")
-# What sp::ring_attention and its like do with shards is no rule's business: tests/test_sharded_attention.py. Collectives
-# over other ranks need those: tests/test_tensor_parallel_ranks.py.
+# What sp::ring_attention and its like do with shards is no rule's business: tests/test_sharded_attention.py.
+# Collectives over other ranks need those: tests/test_tensor_parallel_ranks.py.
 RULES = {
     op: function
     for op, function in registered().items()

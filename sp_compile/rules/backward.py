@@ -10,7 +10,6 @@ from ._build import names
 aten = torch.ops.aten
 
 
-
 @rule_of(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def _softmax(call: Call) -> Factors | None:
     """What was normalised is needed whole."""
