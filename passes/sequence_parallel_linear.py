@@ -31,7 +31,15 @@ from .propagate import propagate
 from .reduce import Means, Reduce
 from .rewrite import Note, Settings
 from .scattering import choose, common_inputs, declined, work_on_rows
-from .tensor_parallel import Facts, differing, mark_collectives, reductions, spell, varying_inputs
+from .tensor_parallel import (
+    Facts,
+    differing,
+    mark_collectives,
+    mark_numbers,
+    reductions,
+    spell,
+    varying_inputs,
+)
 from .validate import validate
 from .whole_draws import draw_whole
 
@@ -86,6 +94,7 @@ class SequenceParallelLinear(PassBase):
         if self.ranks.n == 1 or not (summed or gathers):
             return None
         mark_collectives(gm, self.ranks.group)
+        mark_numbers(gm, self.facts)
         if not self.differentiable:
             for node in gm.graph.find_nodes(op="placeholder"):
                 node.meta["sp_grad"] = False
@@ -117,9 +126,10 @@ class SequenceParallelLinear(PassBase):
         shape = tuple(sizes(node.meta["val"].shape))
         if node not in chosen:
             return Layer(node.name, at(node), "full", shape, None, 0, "no linear's result is summed")
-        if chosen[node] is None:
+        shard = chosen[node]
+        if shard is None:
             return Layer(node.name, at(node), "full", shape, None, 0, "its rows have no axis to be cut along")
-        return Layer(node.name, at(node), "scattered", shape, chosen[node].dim, 0)
+        return Layer(node.name, at(node), "scattered", shape, shard.dim, 0)
 
     def _scattered(self, gm: GraphModule, node: Node, shard: Shard) -> Node:
         frame = Sizes(gm.graph).list((shard.outer, *shard.frame.spelt()))

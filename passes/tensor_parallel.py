@@ -8,7 +8,8 @@ known to be equal on all ranks and its gradient is, too, so that no step of an o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ LEAVES = {
     sp.unshard.default: REPLICATE,
 }
 WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 GROUP_ARGUMENTS = ("group_name", "group", "tag")
 
 
@@ -40,7 +42,8 @@ class Facts:
 
     differ: inputs whose values are not the same on every rank. equal: those whose values are; None if nobody looked.
     blank: those of the equal ones that hold one number throughout: initial values, perhaps of parts.
-    numbers: nodes that are written with other numbers on other ranks. tangents: the inputs that are gradients of results.
+    numbers: nodes that are written with other numbers on other ranks.
+    tangents: an input that is the gradient of a result -> the results that it may belong to, in a joint graph.
     gradients: the name of an input -> the node of the result that is its gradient, in a joint graph.
     """
 
@@ -48,7 +51,7 @@ class Facts:
     equal: frozenset[str] | None = None
     blank: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
-    tangents: Mapping[str, Node] = field(default_factory=dict)
+    tangents: Mapping[str, Sequence[Node]] = field(default_factory=dict)
     gradients: Mapping[str, Node] = field(default_factory=dict)
 
 
@@ -89,6 +92,7 @@ def spell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...]) -> No
 def mark_collectives(gm: GraphModule, group: str) -> None:
     """Say of every other exchange over the group what it leaves: propagation lets none of them have a shard."""
     for node in gm.graph.nodes:
+        node.meta.setdefault("val", None)  # AOTAutograd's assertions have none
         over = group_of(node) if node.op == "call_function" else None
         if over is not None and over.partition("/")[0] == group:
             whole = over == group and node.target.__name__.partition(".")[0] in WHOLE_RESULTS
@@ -97,12 +101,26 @@ def mark_collectives(gm: GraphModule, group: str) -> None:
             node.meta["sp_result"] = VARYING
 
 
+def mark_numbers(gm: GraphModule, facts: Facts) -> None:
+    """Say that what is computed with other numbers on other ranks differs by rank, and so do sizes made of such."""
+    own: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.name in facts.numbers or node.name in facts.differ or any(i in own for i in node.all_input_nodes):
+            value = node.meta.get("val")
+            if node.op == "call_function" and not isinstance(value, SYMBOLS):
+                node.meta["sp_result"] = VARYING
+                if node.target is operator.getitem:
+                    node.args[0].meta["sp_result"] = VARYING  # which piece is taken decides what all of them are
+            elif isinstance(value, SYMBOLS):
+                own.add(node)
+
+
 def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: Facts) -> set[Node]:
     """The inputs whose values differ by rank, or will after a step of training."""
     reduced = list(summed)
     sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
     matrices = {n for n in _matrices(gm, axes, _token_classes(axes, reduced)) if n.name not in facts.differ}
-    known = {sources[name] for name in facts.differ if name in sources}
+    known = {sources[name] for name in facts.differ | facts.numbers if name in sources}
     varying = known | matrices
     while grown := _grown(gm, varying, sources, facts):
         varying |= grown
@@ -113,16 +131,18 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: F
             fewer = varying - {matrix}
             types = differing(gm, fewer)
             gradient = facts.gradients.get(matrix.name)
-            if (gradient is None or gradient not in types) and all(r.args[0] in types for r in reduced):
+            stays = gradient not in types if gradient is not None else matrix.name not in facts.blank
+            if stays and all(r.args[0] in types for r in reduced):
                 varying = fewer
     return varying
 
 
 def _grown(gm: GraphModule, varying: set[Node], sources: Mapping[str, Node], facts: Facts) -> set[Node]:
-    """Inputs that training drives apart: their gradient differs by rank."""
+    """Inputs that training drives apart, as their gradient differs by rank; gradients of results that differ."""
     types = differing(gm, varying)
     apart = {sources[name] for name, gradient in facts.gradients.items() if gradient in types}
-    return apart - varying
+    theirs = {sources[name] for name, results in facts.tangents.items() if any(r in types for r in results)}
+    return (apart | theirs) - varying
 
 
 def differing(gm: GraphModule, varying: Collection[Node]) -> set[Node]:

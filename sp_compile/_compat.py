@@ -166,6 +166,22 @@ def suspended_trace(fake_mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute for real inside a compilation: no tracing, no fake tensors.
+
+    Nor the Python dispatcher: under it c10d takes the GIL inside a collective, and then waits for a thread of Gloo that
+    waits for the GIL.
+    """
+    with (
+        torch._C._DisablePythonDispatcher(),
+        _temp_remove_pre_dispatch_torch_function_mode(),
+        _temp_remove_metadata_torch_function_mode(),
+        _disable_current_modes(),
+    ):
+        yield
+
+
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives know by this name."""
     return dist.distributed_c10d._resolve_process_group(name)
@@ -188,7 +204,11 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
     """(name, global ranks in the order of the group, backends) of every group that this process is in, oldest first."""
     world = dist.distributed_c10d._world
     return [
-        (world.pg_names[group], tuple(sorted(ranks, key=ranks.__getitem__)), str(world.pg_backend_config[group]))
+        (
+            world.pg_names[group],
+            tuple(sorted(ranks, key=ranks.__getitem__)),
+            str(world.pg_backend_config[group]),
+        )
         for group, ranks in world.pg_group_ranks.items()
         if group in world.pg_names
     ]
@@ -305,13 +325,17 @@ def compile_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
 
 
 JointTransform = Callable[[torch.fx.GraphModule], None]
+JOINT_COMPILERS = ("inductor", "aot_eager")
 
 
-def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, key: str | None) -> Callable[..., Any]:
+def joint_compiler(
+    name: str | Callable[..., Any], transform: JointTransform, key: str | None
+) -> Callable[..., Any]:
     """As `compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is partitioned.
 
     Forward and backward in one graph; of an inference, the forward. key: what `transform` will do, for caches of
-    compiled code. Of backends, only "inductor" and "aot_eager" have a place for it (tried on 2.13).
+    compiled code; None if it asks other ranks, since one that found its code in a cache would not answer them. Of
+    backends, only JOINT_COMPILERS have a place for it (tried on 2.13).
     """
     if name == "inductor":
         return _joint_inductor(transform, key)

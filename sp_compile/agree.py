@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
-from .errors import SpError
+from .errors import SpError, Told
 from .mesh import Ranks
 
 SMALL = 64  # values of a constant that are compared
@@ -129,6 +129,8 @@ class Agreed:
         told: list[Any] = [None] * self.ranks.n
         mine = (_words(self.error), given)
         dist.all_gather_object(told, mine, group=self.ranks.process_group)
+        if isinstance(self.error, Told) and not any(error for error, _ in told):
+            return str(self.error)
         failed = {error: [r for r, (e, _) in enumerate(told) if e == error] for error, _ in told if error}
         if failed:
             each = [f"rank {', '.join(map(str, ranks))}: {error}" for error, ranks in failed.items()]
@@ -174,6 +176,8 @@ def checksum(a: Any) -> str:
 
 
 def _words(error: Exception | None) -> str:
+    if isinstance(error, Told):
+        return ""  # the rank that failed says it
     if error is None or isinstance(error, SpError):
         return str(error or "")
     return f"{type(error).__name__}: {error}"

@@ -13,18 +13,22 @@ from . import _compat, measure
 from .agree import Agreed, fingerprint, input_names, outline
 from .capture import capture
 from .config import SPConfig
-from .errors import SpError
+from .declare import declared
+from .errors import SpError, at
 from .explain import Report
-from .joint import JointPasses
+from .gradients_of_results import SharedResults
+from .joint import QUESTIONS, JointPasses
 from .known_routes import declare_routes
 from .local_inputs import capture_shards
+from .lockstep import Lockstep
 from .lowering.version import digest
 from .machine import Machine
 from .mesh import Ranks, resolve, splits_sequence
 from .passes.rewrite import Settings
+from .passes.tensor_parallel import Facts
 from .pipeline import run_pipeline
 from .randomness import decorrelated, draws
-from .weights import cut_by_rank, groups_of, has_dtensors, local_tensors, measure_facts
+from .weights import are_apart, facts_of, groups_of, has_dtensors, known, local_tensors
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +46,46 @@ def sp(
 
     Errors are raised when the graph is first called, on every rank of the group, as SpError.
     """
+    given = vars(options) if isinstance(options, SPConfig) else options or {}
+    others = groups_of(gm, example_inputs)
+    talk = Lockstep(questions(others))
+    error: Exception | None = None
+    joint: JointPasses | None = None
+    try:
+        joint = joint_passes(gm, example_inputs, others, talk)
+        if others and not splits_sequence(given.get("mesh"), given.get("mesh_dim"), others):
+            run: Any = compile_local(gm, example_inputs, SPConfig.of(options), Ranks(1, ""), joint)
+        else:
+            run = sequence_parallel(gm, example_inputs, options, mode, joint)
+    except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
+        raise
+    except Exception as failure:
+        run, error = None, failure
+    talk.finish(error)
+    scattered = joint.scattered if joint else set()
+    for ranks in others:
+        if run is not None and ranks.group in scattered:
+            run = SharedResults(run, ranks, _result_names(gm))
+        names = _comparable(gm, example_inputs, joint.facts[ranks.group] if joint else Facts())
+        run = Agreed(run, ranks, outline(gm), names, error)
+    return run
+
+
+def sequence_parallel(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: SPConfig | Mapping[str, Any] | None,
+    mode: str | None,
+    joint: JointPasses | None,
+) -> Agreed:
+    """The graph for the ranks of the sequence; joint: what its collectives over other ranks become.
+
+    Errors are raised when the result is called, on every rank of the sequence, as SpError.
+    """
     ranks = Ranks(1, "")
     names = input_names(gm)
     given = vars(options) if isinstance(options, SPConfig) else options or {}
-    others = groups_of(gm, example_inputs)
     try:
-        if others and not splits_sequence(given.get("mesh"), given.get("mesh_dim"), others):
-            return tensor_parallel(gm, example_inputs, SPConfig.of(options), others)
         ranks = resolve(given.get("mesh"), given.get("mesh_dim"))
         measured = measure.machine(
             ranks, _device(example_inputs)
@@ -58,17 +95,18 @@ def sp(
             raise SpError(
                 f"mode={mode!r} is Inductor's; set torch._inductor.config instead, which backend='sp' compiles with"
             )
-        if has_dtensors(example_inputs):
+        if has_dtensors(gm, example_inputs):
             raise SpError(
                 "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
                 "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
             )
-        joint = joint_passes(gm, example_inputs, config, others)
         local, _report = lower(gm, example_inputs, config, ranks, measured)
         run = compile_local(local, example_inputs, config, ranks, joint)
-    except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
+    except _compat.RestartAnalysis:
         raise
     except Exception as error:
+        if joint is not None:
+            joint.talk.finish(error)
         return Agreed(None, ranks, 0, names, error)
     equal = _equal_inputs(gm, example_inputs, config.inputs)
     return Agreed(run, ranks, fingerprint(local), names, equal=equal)
@@ -130,32 +168,52 @@ def lower(
     return local, report
 
 
-def tensor_parallel(
-    gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, groups: Sequence[Ranks]
-) -> Any:
-    """A program that is split over other ranks than a sequence's: only its collectives are worked on."""
-    run, error = None, None
-    try:
-        run = compile_local(gm, example_inputs, config, Ranks(1, ""), joint_passes(gm, example_inputs, config, groups))
-    except _compat.RestartAnalysis:
-        raise
-    except Exception as failure:
-        error = failure
-    for ranks in groups:
-        run = Agreed(run, ranks, outline(gm), input_names(gm), error)
-    return run
-
-
 def joint_passes(
-    gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, groups: Sequence[Ranks]
+    gm: GraphModule, example_inputs: Sequence[Any], groups: Sequence[Ranks], talk: Lockstep
 ) -> JointPasses | None:
     """The passes over the joint graph; None if there is nothing for them. The ranks of the groups ask together."""
     if not groups:
         return None
-    facts = {ranks.group: measure_facts(example_inputs, ranks) for ranks in groups}
+    mine = known(gm, example_inputs)
+    facts, apart = {}, set()
+    for ranks in groups:
+        everyone = talk.ask(ranks, "inputs", mine)
+        facts[ranks.group] = facts_of(mine, everyone)
+        if are_apart(everyone):
+            apart.add(ranks.group)
+        else:
+            talk.skip(ranks, QUESTIONS)
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
-    own = [cut_by_rank(gm, ranks) for ranks in groups]
-    return JointPasses(groups, facts, shapes, any(own), decompose=config.compiler == "inductor")
+    return JointPasses(groups, facts, shapes, talk, frozenset(apart))
+
+
+def _result_names(gm: GraphModule) -> list[str]:
+    """The results as the user's program has them: where each is made."""
+    results = gm.graph.output_node().args[0]
+    return [f"{i} ({at(r)})" if isinstance(r, torch.fx.Node) else str(i) for i, r in enumerate(results)]
+
+
+def _comparable(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
+    """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly."""
+    names = input_names(gm)
+    tensors = symbols = 0
+    for i, (node, x) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
+        if isinstance(x, torch.Tensor):
+            part = isinstance(x, torch.nn.Parameter) or _compat.is_module_state(node) or x.ndim == 0
+            if part and f"input_{tensors}" in facts.differ:
+                names[i] = ""
+            tensors += 1
+        elif isinstance(x, torch.SymInt):
+            if f"size_{symbols}" in facts.differ:
+                names[i] = ""
+            symbols += 1
+    return names
+
+
+def questions(groups: Sequence[Ranks]) -> list[tuple[Ranks, str]]:
+    """All that the ranks of a program's groups may ask each other while they compile, in order."""
+    first = [(ranks, "inputs") for ranks in groups]
+    return first + [(ranks, question) for ranks in groups for question in QUESTIONS]
 
 
 def compile_local(
@@ -171,9 +229,12 @@ def compile_local(
         _compat.memory_budget(config.activation_memory_budget),
         torch.compiler.config.patch(cache_key_tag=tag),
     ):
+        if joint is None and config.merge_reductions != "never" and declared().members:
+            joint = JointPasses() if config.compiler in _compat.JOINT_COMPILERS else None
         if joint is None:
             run = _compat.compiler(config.compiler)(local, example_inputs)
         else:
+            joint.decompose, joint.merge = config.compiler == "inductor", config.merge_reductions
             run = _compat.joint_compiler(config.compiler, joint, joint.key())(local, example_inputs)
             log.info("%s", joint.report)
     return decorrelated(run, ranks) if ranks.n > 1 and draws(local) else run

@@ -17,6 +17,10 @@ class SpError(ValueError):
     """The program, an option or a rule can not be handled; the message says where and what to do."""
 
 
+class Told(SpError):
+    """What failed on another rank, as that one told it."""
+
+
 def at(node: Node) -> str:
     """The user's source line behind `node`: "file.py:12: code", or "unknown source line".
 

@@ -12,19 +12,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from . import _compat
+from .alike import text_of, unlike
 from .call import is_tensor
+from .declare import declared
 from .explain import Report
+from .lockstep import Lockstep
+from .lowering.version import digest
 from .mesh import Ranks
 from .passes.lower_exchanges import lower_exchanges
-from .passes.own_rows import exchange_over, mark_own_rows
+from .passes.merge_reductions import merge_reductions
+from .passes.own_rows import mark_own_rows
+from .passes.permute_all_to_all import permute_all_to_all
 from .passes.rewrite import Note
 from .passes.sequence_parallel_linear import SequenceParallelLinear
 from .passes.tensor_parallel import Facts
+from .shapes import same, sizes
 
 log = logging.getLogger(__name__)
+
+
+QUESTIONS = ("rows", "text", "exchanges")
 
 
 @dataclass
@@ -33,40 +43,92 @@ class JointPasses:
 
     groups: the tensor-parallel groups of the program, in the order of their appearance. facts: of each, by its name;
     inputs are called input_0, input_1, ..., the function's tensor arguments in order. shapes: theirs, on this rank.
-    own_rows: the program may take slices at its rank's place.
+    apart: the groups whose ranks have different programs, or may, and ask each other (`talk`) while they compile.
+    merge: the policy of `merge_reductions`.
     """
 
     groups: Sequence[Ranks] = ()
     facts: Mapping[str, Facts] = field(default_factory=dict)
     shapes: Sequence[tuple[Any, ...]] = ()
-    own_rows: bool = False
+    talk: Lockstep = field(default_factory=lambda: Lockstep([]))
+    apart: frozenset[str] = frozenset()
     decompose: bool = False
+    merge: str = "never"
     report: Report = field(default_factory=lambda: Report(1))
+    scattered: set[str] = field(default_factory=set)
 
     def key(self) -> str | None:
         """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
-        if self.own_rows:
-            return None
-        facts = {name: (sorted(f.differ), sorted(f.equal or ())) for name, f in self.facts.items()}
-        return f"{[(r.n, r.group) for r in self.groups]} {facts}"
+        return None if self.groups else f"sp_compile joint {digest()} {self.merge} {declared()}"
 
     def __call__(self, gm: GraphModule) -> None:
-        """Change the graph in place. Raises SpError as the passes do."""
+        """Change the graph in place. Raises SpError as the passes do, on all ranks of a group that talk."""
         for ranks in self.groups:
-            if self.own_rows:
-                mark_own_rows(gm, ranks, exchange_over(ranks))
-            facts = joint_facts(gm, self.facts[ranks.group], self.shapes)
+            if ranks.group in self.apart:
+                mark_own_rows(gm, ranks, lambda starts, at=ranks: self._everyones_rows(at, starts))
+            local, numbers = copied(gm), self._numbers(gm, ranks)
+            facts = joint_facts(local, self.facts[ranks.group], self.shapes) if numbers is not None else None
             if facts is None:
-                why = "AOTAutograd has regrouped the inputs, so nothing says which of them are equal on all ranks"
-                self.report.add([Note("not sequence_parallel_linear", "graph", f"group {ranks.group}", why)])
-                continue
-            one = SequenceParallelLinear(ranks, facts)
-            local = one(gm).graph_module
-            self.report.layers += one.layers
-            self.report.add(one.notes)
-            if local is not gm:
-                adopt(gm, local)
+                self._leave(ranks, OTHER_OPS if numbers is None else REGROUPED)
+            else:
+                one = SequenceParallelLinear(ranks, replace(facts, numbers=numbers))
+                result = one(local)
+                local = result.graph_module if result.modified else gm
+            if not self._alike(local, ranks):
+                self._leave(ranks, OTHER_EXCHANGES)
+            elif facts is not None:
+                self.report.layers += one.layers
+                self.report.add(one.notes)
+                if local is not gm:
+                    adopt(gm, local)
+                    self.scattered.add(ranks.group)
             lower_exchanges(gm, _compat.inductor_decompositions() if self.decompose else None)
+        self._join_exchanges(gm)
+
+    def _join_exchanges(self, gm: GraphModule) -> None:
+        """Permutes into all-to-alls, and reductions over several axes into one; not where ranks could do otherwise."""
+        if self.apart:
+            why = "the ranks cut at places of their own, so they might not all rewrite the same exchanges"
+            self.report.add([Note("not permute_all_to_all, merge_reductions", "graph", "the whole graph", why)])
+            return
+        if self.groups:
+            self.report.add(permute_all_to_all(gm, decomposed=True))
+        if self.merge != "never" and declared().members:
+            self.report.add(merge_reductions(gm, self.merge))
+        gm.recompile()
+
+    def _everyones_rows(self, ranks: Ranks, starts: list[int]) -> list[list[int]]:
+        return [answer or [] for answer in self.talk.ask(ranks, "rows", starts)]
+
+    def _numbers(self, gm: GraphModule, ranks: Ranks) -> frozenset[str] | None:
+        """The nodes that other ranks have with other numbers; None if their graphs differ in more than that."""
+        if ranks.group not in self.apart:
+            return frozenset()
+        everyone = self.talk.ask(ranks, "text", text_of(gm))
+        return None if None in everyone else unlike(gm, everyone)
+
+    def _alike(self, local: GraphModule, ranks: Ranks) -> bool:
+        """Would every rank exchange the same with the others?"""
+        if ranks.group not in self.apart:
+            return True
+        mine = text_of(local).exchanges
+        return all(theirs == mine for theirs in self.talk.ask(ranks, "exchanges", mine))
+
+    def _leave(self, ranks: Ranks, why: str) -> None:
+        self.report.add([Note("not sequence_parallel_linear", "graph", f"group {ranks.group}", why)])
+
+
+REGROUPED = "AOTAutograd has regrouped the inputs, so nothing says which of them are equal on all ranks"
+OTHER_OPS = "the ranks run different ops, so nothing says which values are equal on all of them"
+OTHER_EXCHANGES = "parts of different sizes: the ranks would not exchange the same"
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """The same graph over the same attributes, to be changed."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {})).meta.update(gm.graph.output_node().meta)
+    _compat.keep_calling_convention(graph, gm.graph)
+    return GraphModule(gm, graph)
 
 
 def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]) -> Facts | None:
@@ -80,15 +142,31 @@ def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]
     tensors = [n for n in primals if is_tensor(n)]
     if len(tensors) != len(shapes) or not all(map(_alike, tensors, shapes)):
         return None
-    names = {f"input_{i}": node.name for i, node in enumerate(tensors)}
+    symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
+    names = {
+        **{f"input_{i}": node.name for i, node in enumerate(tensors)},
+        **{f"size_{i}": node.name for i, node in enumerate(symbols)},
+    }
+    if not facts.differ <= names.keys():
+        return None
     results = gm.graph.output_node().args[0]
     gradients: dict[str, Node] = {}
+    tangents: dict[str, list[Node]] = {}
     if len(primals) < len(inputs) and isinstance(results, Sequence) and len(results) > len(primals):
-        ends = results[-len(primals) :]
+        made, ends = results[: -len(primals)], results[-len(primals) :]
         gradients = {p.name: g for p, g in zip(primals, ends, strict=True) if isinstance(g, Node)}
+        for tangent in inputs[len(primals) :]:
+            tangents[tangent.name] = [r for r in made if is_tensor(r) and _same_kind(r, tangent)]
     differ = frozenset(names[name] for name in facts.differ)
+    blank = frozenset(names[name] for name in facts.blank)
     equal = None if facts.equal is None else frozenset(names[name] for name in facts.equal)
-    return replace(facts, differ=differ, equal=equal, gradients=gradients)
+    return replace(facts, differ=differ, equal=equal, blank=blank, gradients=gradients, tangents=tangents)
+
+
+def _same_kind(result: Node, tangent: Node) -> bool:
+    """Could this be the gradient of that? AOTAutograd does not say of which result it is."""
+    a, b = result.meta["val"], tangent.meta.get("val")
+    return isinstance(b, torch.Tensor) and a.ndim == b.ndim and all(map(same, sizes(a.shape), sizes(b.shape)))
 
 
 def _alike(node: Node, shape: tuple[Any, ...]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from ._compat import group_names, known_process_group, process_group
-from .agree import checksum
+from .alike import Text, digests, text_of
 from .mesh import Ranks
 from .passes.tensor_parallel import Facts
 
 
 def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     """The groups of more than one rank that the program's collectives and DTensors name, in order of appearance."""
-    names = dict.fromkeys([*_named(gm), *_of_tensors(inputs)])
+    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    names = dict.fromkeys([*_named(gm), *_of_tensors(inputs), *_of_tensors(values)])
     found = [name for name in names if dist.is_initialized() and known_process_group(name)]
     ranks = [Ranks(process_group(name).size(), name) for name in found]
     return [r for r in ranks if r.n > 1]
@@ -41,54 +43,50 @@ def _of_tensors(inputs: Iterable[Any]) -> Iterator[str]:
             yield from group_names(x.device_mesh)
 
 
-def measure_facts(inputs: Sequence[Any], ranks: Ranks) -> Facts:
-    """Compare the values of all tensor inputs over the ranks of a group; every rank of it has to ask.
-
-    Tensors are called input_0, input_1, ... in order. Exact: checksums of bits.
-    """
-    mine = {f"input_{i}": checksum(x) for i, x in enumerate(local_tensors(inputs))}
-    everyone: list[Any] = [None] * ranks.n
-    dist.all_gather_object(everyone, mine, group=ranks.process_group)
-    differ = frozenset(name for name in mine if len({str(one.get(name)) for one in everyone}) > 1)
-    return Facts(differ=differ, equal=frozenset(mine) - differ)
-
-
-def cuts(gm: GraphModule) -> str:
-    """The numbers by which the program cuts tensors and picks pieces, bodies of regions included, as text."""
-    lines = []
-    for node in gm.graph.nodes:
-        body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(body, GraphModule):
-            lines.append(cuts(body))
-        elif node.op in ("call_function", "call_method") and _name(node) in CUTS:
-            given = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, Node)]
-            lines.append(f"{_name(node)} {given}")
-    return "\n".join(lines)
+def known(gm: GraphModule, inputs: Sequence[Any]) -> Known:
+    """What this rank can say of a Dynamo graph and its inputs; sums over their bits, and nothing is exchanged."""
+    tensors = local_tensors(inputs)
+    symbols = [x for x in inputs if isinstance(x, torch.SymInt)]
+    values = {
+        **{f"input_{i}": digest for i, digest in enumerate(digests(tensors))},
+        **{f"size_{i}": digest for i, digest in enumerate(digests(symbols))},
+    }
+    blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and x.numel() and bool((x == x.flatten()[0]).all())]
+    shapes = str([tuple(x.shape) for x in tensors])
+    return Known(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs))
 
 
-CUTS = ("chunk", "getitem", "narrow", "redistribute", "select", "slice", "split", "tensor_split", "unbind")
+@dataclass(frozen=True)
+class Known:
+    """What one rank says: digests of values by name, tensors of one number throughout, shapes, the program's text."""
+
+    values: dict[str, str]
+    blank: frozenset[str]
+    shapes: str
+    text: Text
+    dtensors: bool
 
 
-def _name(node: Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return str(name).partition(".")[0]
+def facts_of(mine: Known, everyone: Sequence[Known | None]) -> Facts:
+    """What the ranks know together of the inputs: tensors are called input_0, input_1, ..., symbols size_0, ..."""
+    others = [one.values if one is not None else {} for one in everyone]
+    differ = frozenset(name for name in mine.values if len({one.get(name) for one in others}) > 1)
+    return Facts(differ=differ, equal=frozenset(mine.values) - differ, blank=mine.blank - differ)
 
 
-def cut_by_rank(gm: GraphModule, ranks: Ranks) -> bool:
-    """Do the ranks of a group cut at places of their own? Every one of them has to ask.
-
-    A DTensor that becomes sharded is cut out of sight, so such a program is taken to.
-    """
-    mine = cuts(gm)
-    everyone: list[Any] = [None] * ranks.n
-    dist.all_gather_object(everyone, mine, group=ranks.process_group)
-    inside = [line for line in mine.splitlines() if line.startswith("redistribute")]
-    return len(set(everyone)) > 1 or any("S(" in line.replace("S(-1)", "") for line in inside)
+def are_apart(everyone: Sequence[Known | None]) -> bool:
+    """May the ranks' graphs differ, below autograd too? DTensors are cut there, by rank."""
+    first = everyone[0]
+    return any(
+        one is None or first is None or one.dtensors or (one.text, one.shapes) != (first.text, first.shapes)
+        for one in everyone
+    )
 
 
-def has_dtensors(inputs: Iterable[Any]) -> bool:
-    """Is any input a DTensor?"""
-    return any(isinstance(x, DTensor) for x in inputs)
+def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:
+    """Is any input a DTensor, or any value of the Dynamo graph?"""
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    return any(isinstance(x, DTensor) for x in (*inputs, *values))
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:

@@ -1,0 +1,104 @@
+"""What of a program is the same on every rank: its text but for numbers, the numbers written in it, its inputs.
+
+A tensor-parallel program may name its rank: `ids - 12` on one rank is `ids - 24` on the next. Its text shows what those
+numbers touch only when it lies beside the others'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ._compat import pytree, real_tensors, size_hint
+from .agree import checksum
+
+WORDS = ("_c10d_functional", "c10d", "sp")  # ops whose strings name groups, which ranks call as they like
+
+
+@dataclass(frozen=True)
+class Text:
+    """A graph for comparison. shape: its ops and how they are joined; exchanges: those among its ops, in order;
+    numbers: a digest of what each node has for arguments beside other nodes' results."""
+
+    shape: int
+    exchanges: int
+    numbers: tuple[int, ...]
+
+
+def text_of(gm: GraphModule) -> Text:
+    """The text of a graph, without names of groups and numbers of devices."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    joints, numbers, exchanges = [], [], []
+    for node in gm.graph.nodes:
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        edges = [order[leaf] if isinstance(leaf, Node) else None for leaf in leaves]
+        if node.op != "output":
+            joints.append(f"{node.op} {_target(node)} {edges} {spec}")
+        if _is_exchange(node):
+            exchanges.append(_target(node))
+        named = _is_exchange(node)
+        written = [_spelt(leaf) for leaf in leaves if not (isinstance(leaf, Node) or (named and isinstance(leaf, str)))]
+        numbers.append(_hash(f"{written} {_constant(gm, node)}"))
+    return Text(_hash("\n".join(joints)), _hash(" ".join(exchanges)), tuple(numbers))
+
+
+def unlike(gm: GraphModule, everyone: Sequence[Text]) -> frozenset[str] | None:
+    """Names of the nodes that are written with other numbers on other ranks; None if the graphs differ in more."""
+    first = everyone[0]
+    if any(text.shape != first.shape for text in everyone):
+        return None
+    rows = zip(gm.graph.nodes, zip(*(text.numbers for text in everyone)))
+    return frozenset(node.name for node, row in rows if node.op != "output" and len(set(row)) > 1)
+
+
+def digests(inputs: Sequence[Any]) -> list[str]:
+    """Of each input something that is equal for equal values: of a tensor its shape and a checksum of its bits."""
+    return [_digest(x) for x in inputs]
+
+
+def _digest(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        with real_tensors():
+            value = str(x.item()) if x.ndim == 0 else checksum(x)
+        return f"{x.dtype} {tuple(x.shape)} {value}"
+    return str(size_hint(x)) if isinstance(x, torch.SymInt) else str(x)
+
+
+def _is_exchange(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    space = getattr(target, "namespace", "") or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
+    return space in WORDS or "functional_collectives" in getattr(target, "__module__", "")
+
+
+def _target(node: Node) -> str:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return ""
+    return getattr(node.target, "__qualname__", str(node.target))
+
+
+def _spelt(leaf: Any) -> str:
+    """A device counts without its number: each rank has its own."""
+    return leaf.type if isinstance(leaf, torch.device) else repr(leaf)
+
+
+def _constant(gm: GraphModule, node: Node) -> str:
+    """The value of a constant, the text of a body."""
+    if node.op != "get_attr":
+        return ""
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    if isinstance(value, GraphModule):
+        return str(text_of(value))
+    return _digest(value) if isinstance(value, torch.Tensor) else ""
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,68 @@
+"""What ranks tell each other while they compile: as many exchanges on every rank, whatever fails on one of them.
+
+Ranks that compile one program ask each other the same questions in the same order. One that fails in between still
+answers all that the others will ask, with its error, so they fail too and none waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ._compat import real_tensors
+from .errors import Told
+from .mesh import Ranks
+
+
+class Lockstep:
+    """The exchanges of one compilation, in order: each a group and what its ranks will ask each other.
+
+    Every rank of the groups makes one and calls `ask` for each question in turn, and `finish` when it is done or has
+    failed. Without processes nobody is asked, and the answers are this rank's own.
+    """
+
+    def __init__(self, questions: Sequence[tuple[Ranks, str]]) -> None:
+        self.left = list(questions)
+
+    def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
+        """Ask these no more; for reasons that all ranks of the group know."""
+        self.left = [(r, q) for r, q in self.left if r != ranks or q not in questions]
+
+    def ask(self, ranks: Ranks, question: str, mine: Any) -> list[Any]:
+        """Every rank's answer, in the order of the ranks; None of one that never came to ask this.
+
+        Raises SpError on every rank if one has failed, with what that one said.
+        """
+        while self.left and self.left[0] != (ranks, question):
+            self._exchange(self.left.pop(0)[0], None, None)
+        if not self.left:
+            raise AssertionError(f"nobody else asks {question!r} over {ranks} now")
+        self.left.pop(0)
+        everyone = self._exchange(ranks, mine, None)
+        failed = {error: [r for r, (_, e) in enumerate(everyone) if e == error] for _, error in everyone if error}
+        if failed:
+            each = "\n".join(f"rank {', '.join(map(str, who))}: {error}" for error, who in failed.items())
+            raise Told(f"the model could not be compiled on {each}")
+        return [answer for answer, _ in everyone]
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Answer what the others will still ask."""
+        words = None if error is None else str(error) or type(error).__name__
+        while self.left:
+            self._exchange(self.left.pop(0)[0], None, words)
+
+    def _exchange(self, ranks: Ranks, mine: Any, error: str | None) -> list[tuple[Any, str | None]]:
+        group = ranks.process_group
+        if group is None or ranks.n == 1 or not exchanges(group):
+            return [(mine, error)] * ranks.n
+        everyone: list[Any] = [None] * ranks.n
+        with real_tensors():
+            dist.all_gather_object(everyone, (mine, error), group=group)
+        return everyone
+
+
+def exchanges(group: dist.ProcessGroup) -> bool:
+    """Are there processes behind the group? The "fake" backend has none."""
+    return "fake" not in str(dist.get_backend(group))
