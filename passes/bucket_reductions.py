@@ -1,4 +1,4 @@
-"""Sums over the ranks that only results of the program read: one all_reduce a dtype and bucket.
+"""Sums over the ranks that only results of the program read, or the bucket of another reduction: one all_reduce a bucket.
 
     all_reduce(dw1), all_reduce(dw2)   ->   split(all_reduce(cat(dw1, dw2)))
 
@@ -8,6 +8,7 @@ What makes norm weights' gradients whole again after a backward on shards. Bytes
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,41 +24,43 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 def bucket_reductions(local: GraphModule, plan: Plan) -> None:
     """Rewrite the graph of one rank in place. A sum that something else reads stays where it is."""
-    kinds: dict[tuple[object, ...], list[Node]] = {}
+    kinds: dict[tuple[Any, ...], list[Node]] = {}
     for node in local.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
         made_from = node.meta.get("sp_global")
         if made_from is None or not isinstance(plan.of(made_from.args[0]), Partial):
             continue
         value = node.meta["val"]
-        if _only_a_result(node) is not None:
-            kinds.setdefault((value.dtype, value.device, *node.args[1:]), []).append(node)
+        _, ends = _made_of(node)
+        if len(ends) == 1:
+            kinds.setdefault((value.dtype, value.device, ends.pop(), *node.args[1:]), []).append(node)
     editor = Editor()
     editor.edit(local.graph)
-    for members in kinds.values():
+    for (_, _, end, *_), members in kinds.items():
         for bucket in buckets(members):
             if len(bucket) > 1:
-                _reduce_together(editor, bucket)
+                _reduce_together(editor, bucket, end)
 
 
-def _only_a_result(node: Node) -> list[Node] | None:
-    """All that is made of the value, if it is only moved and returned; else None."""
+def _made_of(node: Node) -> tuple[list[Node], set[Node]]:
+    """What only moves the value, and what reads it or that in the end: the program's results, or another bucket."""
     made: list[Node] = []
+    ends: set[Node] = set()
     waiting = [node]
     while waiting:
         for user in waiting.pop().users:
-            if user.op == "output":
-                continue
-            if not moves(user):
-                return None
-            made.append(user)
-            waiting.append(user)
-    return made
+            if user.op == "output" or user.target is aten.cat.default:
+                ends.add(user)
+            elif moves(user):
+                made.append(user)
+                waiting.append(user)
+            else:
+                return [], set()
+    return made, ends
 
 
-def _reduce_together(editor: Editor, bucket: list[Node]) -> None:
+def _reduce_together(editor: Editor, bucket: list[Node], end: Node) -> None:
     graph, first = editor.graph, bucket[0]
-    made = {user for node in bucket for user in _only_a_result(node) or ()}
-    end = graph.output_node()
+    made = {user for node in bucket for user in _made_of(node)[0]}
     with graph.inserting_before(end):
         parts = [node.args[0] for node in bucket]
         shapes = [sizes(node.meta["val"].shape) for node in bucket]

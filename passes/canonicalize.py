@@ -10,6 +10,7 @@
     repeats           repeat_interleave              ->  unsqueeze, expand, reshape
     associative_scan  the op by this name            ->  sp.scan, sp.linear_scan
     scan_idioms       cumsum(x) - x, flip-cumsum-flip   ->  sp.scan, exclusive, reverse
+    reduce_pairs      Functions that only reduce     ->  sp.reduce_pair
     paddings          pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence
 
 Each has a module of its own, which says what it leaves alone. Bytes moved: none.
@@ -27,6 +28,7 @@ from .edit import Editor
 from .group_heads import group_heads
 from .masks import Masks
 from .paddings import Paddings
+from .reduce_pairs import spell_pairs
 from .repeats import Repeats
 from .reroll import Reroll
 from .scan_idioms import ScanIdioms
@@ -40,6 +42,7 @@ class Canonicalize(PassBase):
 
     def call(self, graph_module: GraphModule) -> PassResult:
         changed = respell(graph_module)
+        changed = spell_pairs(graph_module) or changed
         for rewrite in (Reroll, ScanRounds, EagerAttention, StackHeads, Masks):
             changed = rewrite(graph_module).run() or changed
         changed = _group_heads(graph_module) or changed

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from .._compat import detect_fake_mode, enable_python_dispatcher
+from .._compat import detect_fake_mode, enable_python_dispatcher, keep_calling_convention
 from ..inplace import is_pure
 from ..materialize import Sizes
 
@@ -86,3 +86,11 @@ def _fake_mode_of(node: Node) -> Any:
         v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)
     ]
     return detect_fake_mode(values)
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """The same graph over the same attributes, to be changed."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {})).meta.update(gm.graph.output_node().meta)
+    keep_calling_convention(graph, gm.graph)
+    return GraphModule(gm, graph)

@@ -58,7 +58,9 @@ class Gather(Rewrite):
     def _gather(self, node: Node, demand: Demand) -> None:
         source = operand_of(node, demand.operand)
         have, why = self.plan.of(source), self._reason(demand)
-        node.meta["sp_whole"] = True  # propagation is not to begin a sequence here, of what is gathered or was whole
+        node.meta["sp_whole"] = (
+            True  # propagation is not to begin a sequence here, of what is gathered or was whole
+        )
         if not isinstance(have, Shard):
             if have == SUMMAND:
                 self._regather(node, demand)

@@ -24,17 +24,15 @@ aten, sp = torch.ops.aten, torch.ops.sp
 class GatherOnce(Gather):
     """Claims what needs all rows; shares the gathered value, and what only moves it, between all that do.
 
-    differentiable: a value that each rank goes on to use in its own way gets the other pair of gradients, which means
-    another gather where it is used in both ways. On a graph that nobody will differentiate the two are one.
+    For graphs that nobody will differentiate: whatever a gathered value is used for, it is one and the same.
     """
 
     name = "full"
     kinds = Gather.kinds | {"varying"}
 
-    def __init__(self, ranks: Ranks | int | Settings, differentiable: bool = False) -> None:
+    def __init__(self, ranks: Ranks | int | Settings) -> None:
         super().__init__(ranks)
-        self.differentiable = differentiable
-        self.wholes: dict[tuple[Node, bool], Node] = {}
+        self.wholes: dict[Node, Node] = {}
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         return None
@@ -43,32 +41,30 @@ class GatherOnce(Gather):
         for demand in demands:
             source = operand_of(node, demand.operand)
             if isinstance(self.plan.of(source), Shard):
-                summand = demand.keeps_sharding or not self.differentiable
-                replace_operand(node, demand.operand, self._whole(source, summand))
+                replace_operand(node, demand.operand, self._whole(source))
                 if node.op != "output":
                     self.note(node, demand.why)
 
-    def _whole(self, source: Node, summand: bool) -> Node:
+    def _whole(self, source: Node) -> Node:
         """The value with all rows, gathered as far up as it is only moved."""
-        if (source, summand) not in self.wholes:
+        if source not in self.wholes:
             if moves(source) and not _narrows(source) and self._is_shard(Call(source).operands[0]):
-                moved = self._whole(Call(source).operands[0], summand)
+                moved = self._whole(Call(source).operands[0])
                 args, kwargs = Call(source).rebuild([moved])
                 with self.after(source):
                     whole = self.emit(source.target, args, source.meta["val"], source, kwargs)
             else:
-                whole = self._gathered(source, summand)
-            self.wholes[source, summand] = whole
-        return self.wholes[source, summand]
+                whole = self._gathered(source)
+            self.wholes[source] = whole
+        return self.wholes[source]
 
-    def _gathered(self, source: Node, summand: bool) -> Node:
+    def _gathered(self, source: Node) -> Node:
         have = self.plan.of(source)
         assert isinstance(have, Shard)
         args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
-        op = sp.all_gather.default if summand else sp.unshard.default
         value = source.meta["val"]
         with self.after(source):
-            whole = self.emit(op, args, value, source)
+            whole = self.emit(sp.all_gather.default, args, value, source)
         if have.outer != 1 or same(product(sizes(value.shape)[: have.dim]), 1):
             return whole  # rows travel in front, so they arrive in order
         with self.after(whole):

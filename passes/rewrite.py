@@ -46,6 +46,7 @@ class Settings:
     folds: int = 1  # chunks of the sequence that a rank holds: 2 for zigzag
     fallback: str = "gather"
     param_grads: str = "reduce"
+    aligned: frozenset[str] | None = None  # groups of the program whose ranks hold the same rows; None: all
 
 
 def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:

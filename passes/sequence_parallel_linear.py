@@ -19,14 +19,16 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from ..axes import name_axes
-from ..errors import at
+from ..errors import SpError, at
 from ..layout import VARYING, Placement, Plan, Shard
 from ..materialize import Sizes
 from ..mesh import Ranks
 from ..shapes import sizes
 from .bucket_reductions import bucket_reductions
+from .edit import copied
 from .gather_once import GatherOnce
 from .localize import localize
+from .overwrites import drop_overwrites
 from .propagate import propagate
 from .reduce import Means, Reduce
 from .rewrite import Note, Settings
@@ -45,6 +47,8 @@ from .whole_draws import draw_whole
 
 sp = torch.ops.sp
 MAX_ROUNDS = 8
+# Ranks draw as they did before, and without autograd behind it a gathered value is gathered for any use.
+IGNORED = ("draw", "invariant")
 
 
 @dataclass(frozen=True)
@@ -66,25 +70,34 @@ class Layer:
 class SequenceParallelLinear(PassBase):
     """The pass, by hand: `SequenceParallelLinear(Ranks(n, group))(graph_module)`.
 
-    facts: what is known of the inputs (see `tensor_parallel.Facts`); by default, that nobody looked. differentiable:
-    the result will be differentiated (an exported program), so exchanges get the gradients of one device.
-    After the call: `layers`, a Layer for every all_reduce over the group; `notes`; `assumed`, the inputs that have to be
-    equal on every rank of the group for the result to be right.
-    Raises SpError where the local shapes cannot be proved.
+    facts: what is known of the inputs (see `tensor_parallel.Facts`); by default, that nobody looked.
+    The result is not for autograd: an exported program is scattered for inference, a joint graph has its gradients.
+    After the call: `layers`, a Layer for every all_reduce over the group; `notes`; `assumed`, the inputs that have to
+    be equal on every rank of the group for the result to be right.
+    What cannot be proved to be right is left as it was, and `notes` say why. The given graph is not changed, unless
+    `facts` name nodes of it.
     """
 
-    def __init__(self, ranks: Ranks, facts: Facts | None = None, differentiable: bool = False) -> None:
+    name = "sequence_parallel_linear"
+
+    def __init__(self, ranks: Ranks, facts: Facts | None = None) -> None:
         super().__init__()
-        self.ranks, self.facts, self.differentiable = ranks, facts or Facts(), differentiable
+        self.ranks, self.facts = ranks, facts or Facts()
         self.job = Settings(ranks)
-        # Ranks draw as they did before; without autograd behind it a gathered value is gathered for any use.
-        self.ignored = {"draw"} if differentiable else {"draw", "invariant"}
         self.layers: list[Layer] = []
         self.notes: list[Note] = []
         self.assumed: list[str] = []
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        local = self.scatter(graph_module)
+        named = self.facts.gradients or self.facts.tangents  # which are nodes of this very graph
+        try:
+            local = self.scatter(graph_module if named else copied(graph_module))
+        except SpError as error:  # what cannot be scattered stays as it is
+            local = None
+            self.layers = [
+                replace(layer, mode="full", dim=None, ops=0, why=str(error)) for layer in self.layers
+            ]
+            self.notes = [Note(f"not {self.name}", "graph", f"group {self.ranks.group}", str(error))]
         return PassResult(graph_module if local is None else local, local is not None)
 
     def scatter(self, gm: GraphModule) -> GraphModule | None:
@@ -93,10 +106,11 @@ class SequenceParallelLinear(PassBase):
         gathers = gm.graph.find_nodes(op="call_function", target=sp.all_rows.default)
         if self.ranks.n == 1 or not (summed or gathers):
             return None
-        mark_collectives(gm, self.ranks.group)
+        mark_collectives(gm, self.ranks.group, self.facts.grid)
+        self.facts = self.facts.after(drop_overwrites(gm))
         mark_numbers(gm, self.facts)
-        if not self.differentiable:
-            for node in gm.graph.find_nodes(op="placeholder"):
+        for node in gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
                 node.meta["sp_grad"] = False
         axes = name_axes(gm)
         varying = varying_inputs(gm, axes, summed, self.facts)
@@ -140,7 +154,9 @@ class SequenceParallelLinear(PassBase):
         """Leave an all_reduce where no work would be done on its rows: it would only be gathered again."""
         while True:
             plan = self._analyse(gm)
-            ops = {node: work_on_rows(plan, node) for node, layer in kept.items() if layer.mode == "scattered"}
+            ops = {
+                node: work_on_rows(plan, node) for node, layer in kept.items() if layer.mode == "scattered"
+            }
             for node, count in ops.items():
                 kept[node] = replace(kept[node], ops=count)
             idle = [node for node, count in ops.items() if not count]
@@ -151,14 +167,17 @@ class SequenceParallelLinear(PassBase):
                 node.target, node.args = sp.all_reduce.default, (node.args[0], *node.args[3:])
 
     def _discharge(self, gm: GraphModule) -> Plan:
-        gather = GatherOnce(self.job, self.differentiable)
+        gather = GatherOnce(self.job)
         for _ in range(MAX_ROUNDS):
             plan = self._analyse(gm)
-            plan.demands = [d for d in plan.demands if d.kind not in self.ignored]
+            plan.demands = [d for d in plan.demands if d.kind not in IGNORED]
             if not plan.demands:
                 return plan
             for one in (Means(self.job), Reduce(self.job), gather):
                 if one.discharge(gm, plan):
                     plan = self._analyse(gm)
                 self.notes += [note for note in one.notes if note not in self.notes]
-        raise AssertionError(f"demands that no pass discharged: {plan.demands}")
+        first = plan.demands[0]
+        raise SpError(
+            f"{first.node.name} at {at(first.node)} demands ({first.kind}) what no pass gives: {first.why}"
+        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from torch.fx import GraphModule, Node
 
 from ..axes import Axes
 from ..call import Call, is_tensor
-from ..layout import REPLICATE, VARYING
+from ..grid import Grid
+from ..layout import REPLICATE, VARYING, Placement
 from ..movement import Reshape
 from ..rule import Factors, lookup
+from .pieces import piece_of
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 LEAVES = {
@@ -42,7 +44,7 @@ class Facts:
 
     differ: inputs whose values are not the same on every rank. equal: those whose values are; None if nobody looked.
     blank: those of the equal ones that hold one number throughout: initial values, perhaps of parts.
-    numbers: nodes that are written with other numbers on other ranks.
+    numbers: nodes that are written with other numbers on other ranks. grid: how the program's other groups lie to this.
     tangents: an input that is the gradient of a result -> the results that it may belong to, in a joint graph.
     gradients: the name of an input -> the node of the result that is its gradient, in a joint graph.
     """
@@ -51,8 +53,21 @@ class Facts:
     equal: frozenset[str] | None = None
     blank: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
+    grid: Grid | None = None
     tangents: Mapping[str, Sequence[Node]] = field(default_factory=dict)
     gradients: Mapping[str, Node] = field(default_factory=dict)
+
+    def after(self, gone: Mapping[Node, Node]) -> Facts:
+        """The same of a graph in which other nodes stand for those that are gone."""
+
+        def now(node: Node) -> Node:
+            while node in gone:
+                node = gone[node]
+            return node
+
+        gradients = {name: now(node) for name, node in self.gradients.items()}
+        tangents = {name: [now(node) for node in nodes] for name, nodes in self.tangents.items()}
+        return replace(self, gradients=gradients, tangents=tangents)
 
 
 def group_of(node: Node) -> str | None:
@@ -89,28 +104,43 @@ def spell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...]) -> No
     return new
 
 
-def mark_collectives(gm: GraphModule, group: str) -> None:
-    """Say of every other exchange over the group what it leaves: propagation lets none of them have a shard."""
+def mark_collectives(gm: GraphModule, group: str, grid: Grid | None = None) -> None:
+    """Say of every other exchange what it leaves: propagation lets none over the group have a shard.
+
+    grid: how other groups lie to this one; None: as the axes of a mesh.
+    """
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)  # AOTAutograd's assertions have none
         over = group_of(node) if node.op == "call_function" else None
-        if over is not None and over.partition("/")[0] == group:
-            whole = over == group and node.target.__name__.partition(".")[0] in WHOLE_RESULTS
-            node.meta["sp_result"] = REPLICATE if whole else VARYING
+        left: Placement | None = None
+        if over is not None:
+            whole = node.target.__name__.partition(".")[0] in WHOLE_RESULTS
+            if over.partition("/")[0] == group:
+                left = REPLICATE if over == group and whole else VARYING
+            elif grid is not None:
+                left = grid.leaves(over, whole)
         elif node.target is sp.rank.default:
-            node.meta["sp_result"] = VARYING
+            left = None if grid is not None and node.args[0] in grid.level else VARYING
+        if left is not None:
+            node.meta["sp_result"] = left
 
 
 def mark_numbers(gm: GraphModule, facts: Facts) -> None:
     """Say that what is computed with other numbers on other ranks differs by rank, and so do sizes made of such."""
     own: set[Node] = set()
     for node in gm.graph.nodes:
-        if node.name in facts.numbers or node.name in facts.differ or any(i in own for i in node.all_input_nodes):
+        if (
+            node.name in facts.numbers
+            or node.name in facts.differ
+            or any(i in own for i in node.all_input_nodes)
+        ):
             value = node.meta.get("val")
             if node.op == "call_function" and not isinstance(value, SYMBOLS):
                 node.meta["sp_result"] = VARYING
                 if node.target is operator.getitem:
-                    node.args[0].meta["sp_result"] = VARYING  # which piece is taken decides what all of them are
+                    node.args[0].meta["sp_result"] = (
+                        VARYING  # which piece is taken decides what all of them are
+                    )
             elif isinstance(value, SYMBOLS):
                 own.add(node)
 
@@ -119,30 +149,56 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: F
     """The inputs whose values differ by rank, or will after a step of training."""
     reduced = list(summed)
     sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
-    matrices = {n for n in _matrices(gm, axes, _token_classes(axes, reduced)) if n.name not in facts.differ}
     known = {sources[name] for name in facts.differ | facts.numbers if name in sources}
-    varying = known | matrices
-    while grown := _grown(gm, varying, sources, facts):
-        varying |= grown
-    if facts.equal is None or not known & _sources_of(gm, reduced):
-        return varying
-    for matrix in sorted(matrices, key=lambda n: n.name):
-        if matrix.name in facts.equal:
-            fewer = varying - {matrix}
-            types = differing(gm, fewer)
-            gradient = facts.gradients.get(matrix.name)
-            stays = gradient not in types if gradient is not None else matrix.name not in facts.blank
-            if stays and all(r.args[0] in types for r in reduced):
-                varying = fewer
-    return varying
-
-
-def _grown(gm: GraphModule, varying: set[Node], sources: Mapping[str, Node], facts: Facts) -> set[Node]:
-    """Inputs that training drives apart, as their gradient differs by rank; gradients of results that differ."""
+    matrices = set(_matrices(gm, axes, _token_classes(axes, reduced)))
+    varying = _closed(gm, known | {m for m in matrices if not _stays_equal(m, facts)}, sources, facts)
     types = differing(gm, varying)
-    apart = {sources[name] for name, gradient in facts.gradients.items() if gradient in types}
-    theirs = {sources[name] for name, results in facts.tangents.items() if any(r in types for r in results)}
-    return (apart | theirs) - varying
+    if any(r.args[0] in types for r in reduced):
+        return varying
+    parts = known | (
+        matrices & _before_exchanges(gm, facts)
+    )  # that are equal by chance, or nobody has looked
+    return _closed(gm, parts, sources, facts)
+
+
+def _before_exchanges(gm: GraphModule, facts: Facts) -> set[Node]:
+    """All that the program's own exchanges depend on, those of its backward aside: no others can make a part whole."""
+    backward: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.name in facts.tangents or any(i in backward for i in node.all_input_nodes):
+            backward.add(node)
+    seen: set[Node] = set()
+    waiting = [
+        n for n in gm.graph.nodes if ("sp_result" in n.meta or n.target in LEAVES) and n not in backward
+    ]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(node.all_input_nodes)
+    return seen
+
+
+def _stays_equal(matrix: Node, facts: Facts) -> bool:
+    """Equal on all ranks, and not as parts are before their first step, if no gradient tells how they go on."""
+    equal = facts.equal is not None and matrix.name in facts.equal
+    return equal and (matrix.name in facts.gradients or matrix.name not in facts.blank)
+
+
+def _closed(gm: GraphModule, varying: set[Node], sources: Mapping[str, Node], facts: Facts) -> set[Node]:
+    """With the inputs that training drives apart, as their gradients differ, and gradients of results that differ.
+
+    What is left is equal on all ranks now, and so are its gradients: no step of an optimizer tells it apart.
+    """
+    while True:
+        types = differing(gm, varying)
+        apart = {sources[name] for name, gradient in facts.gradients.items() if gradient in types}
+        theirs = {
+            sources[name] for name, results in facts.tangents.items() if any(r in types for r in results)
+        }
+        if (apart | theirs) <= varying:
+            return varying
+        varying = varying | apart | theirs
 
 
 def differing(gm: GraphModule, varying: Collection[Node]) -> set[Node]:
@@ -150,7 +206,9 @@ def differing(gm: GraphModule, varying: Collection[Node]) -> set[Node]:
     out = set(varying)
     for node in gm.graph.nodes:
         fixed = LEAVES.get(node.target, node.meta.get("sp_result"))
-        if fixed is VARYING or (fixed is None and any(i in out for i in node.all_input_nodes)):
+        piece = piece_of(node)
+        sources = node.all_input_nodes if piece is None else [piece]
+        if fixed is VARYING or (fixed is None and any(i in out for i in sources)):
             out.add(node)
     return out
 
@@ -171,18 +229,6 @@ def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
                     classes = {axes.find(a.name) for dim in axes.dims[source, 0] for a in dim}
                     if not classes & tokens:
                         yield source
-
-
-def _sources_of(gm: GraphModule, nodes: Iterable[Node]) -> set[Node]:
-    """The inputs that the nodes are computed from."""
-    seen: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(node.all_input_nodes)
-    return {n for n in seen if n.op in ("placeholder", "get_attr")}
 
 
 def contracts(rule: Factors) -> bool:

@@ -110,7 +110,7 @@ def symmetric_all_to_all() -> Callable[..., None] | None:
 def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch.Tensor, Any]:
     """`size` bytes that all ranks of the group can reach, and the handle to the others'; every rank calls it.
 
-    The handle has rank, buffer_ptrs (a list of addresses) and barrier(channel). Not tried: it takes a GPU for each rank.
+    The handle has rank, buffer_ptrs (a list of addresses) and barrier(channel). Not tried: it takes a GPU a rank.
     """
     from torch.distributed import _symmetric_memory
 

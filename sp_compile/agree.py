@@ -29,15 +29,20 @@ def fingerprint(gm: GraphModule) -> int:
         if _is_unused_symbol(node):
             continue
         kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        lines.append(f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs} {kind}")
+        args = _without_names(node)
+        lines.append(f"{node.op} {node.name} {_name(node.target)} {args} {node.kwargs} {kind}")
         if node.op == "get_attr":
             lines.append(_attribute(gm, str(node.target)))
     return _hash("\n".join(lines))
 
 
-def outline(gm: GraphModule) -> int:
-    """63 bits of a graph's ops, without their arguments: what ranks that hold different weights have in common."""
-    return _hash("\n".join(f"{node.op} {_name(node.target)}" for node in gm.graph.nodes if node.op != "get_attr"))
+def _without_names(node: Node) -> tuple[Any, ...]:
+    """The arguments; of a user's collective without the names of groups, which ranks call as they like."""
+    if getattr(node.target, "namespace", "") == "_c10d_functional":
+        return tuple(a for a in node.args if not isinstance(a, str))
+    if node.target is torch.ops.sp.reduce_pair.default:
+        return node.args[0], *([one.partition(" ")[0] for one in way] for way in node.args[1:])
+    return node.args
 
 
 def _attribute(gm: GraphModule, name: str) -> str:
@@ -70,12 +75,38 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+RUNS, FAILED, COMPILES = range(3)  # what a rank is about to do: the first of the words that ranks exchange
+
+
+def exchange_words(ranks: Ranks, words: Sequence[int]) -> list[list[int]]:
+    """Every rank's five words. The only first exchange there is, so that whatever ranks are about to do, they meet."""
+    group = ranks.process_group
+    on_cpu = "gloo" in str(dist.get_backend(group)) or not torch.cuda.is_available()
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    sent = torch.tensor(words, dtype=torch.int64, device=device)
+    received = [torch.empty_like(sent) for _ in range(ranks.n)]
+    dist.all_gather(received, sent, group=group)
+    return [words.tolist() for words in received]
+
+
+def compiling_alone(everyone: Sequence[Sequence[int]]) -> str:
+    """Some ranks compile the program for this call, the others have compiled it before."""
+    alone = [r for r, words in enumerate(everyone) if words[0] == COMPILES]
+    return (
+        f"rank {', '.join(map(str, alone))} of {len(everyone)} compiles the program anew for this call and the others "
+        "do not: every rank of a group that a program exchanges over has to call it with the same sizes and numbers. "
+        "Pad what has another size; pass a number that changes as a tensor; TORCH_LOGS=recompiles says why it compiles"
+    )
+
+
 class Agreed:
     """Calls `run` once all ranks have shown the same fingerprint and the same input sizes.
 
     run: the compiled graph, or None with `error` where this rank could not compile; names: as `input_names` gives them.
-    equal: the inputs whose values must be the same on every rank; compared on the first call, as checksums.
-    Raises SpError on every rank if a rank failed, compiled another graph, or was given other sizes or values.
+    equal: the inputs whose values must be the same on every rank; compared on the first call, as checksums. always: of
+    those, the ones that are compared on every call.
+    Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, or
+    was given other sizes or values.
     """
 
     def __init__(
@@ -86,9 +117,10 @@ class Agreed:
         names: Sequence[str],
         error: Exception | None = None,
         equal: Collection[str] = (),
+        always: Collection[str] = (),
     ) -> None:
         self.run, self.ranks, self.graph, self.names, self.error = run, ranks, graph, names, error
-        self.equal = frozenset(equal)
+        self.equal, self.always = frozenset(equal), frozenset(always)
         self.first = True
 
     def __call__(self, *args: Any) -> Any:
@@ -101,28 +133,32 @@ class Agreed:
 
     def _agree(self, args: Sequence[Any]) -> None:
         given = {name: _size(a) for name, a in zip(self.names, args) if name}
-        mine = [int(self.error is not None), self.graph, _hash(" ".join(given.values())), 0]
-        if self.first and self.error is None:  # a rank whose call is not its first says nothing of values
-            values = {name: checksum(a) for name, a in zip(self.names, args) if name in self.equal}
-            mine[-1] = _hash(" ".join(values.values()))
+        words = [
+            FAILED if self.error is not None else RUNS,
+            self.graph,
+            _hash(" ".join(given.values())),
+            0,
+            0,
+        ]
+        if self.error is None:
+            values = {name: checksum(a) for name, a in zip(self.names, args) if self._compares(name)}
+            words[3] = _hash(" ".join(v for name, v in values.items() if name in self.always))
+            if self.first:  # a rank whose call is not its first says nothing of the others
+                words[4] = _hash(" ".join(values.values()))
             given.update(
                 {name: f"{given[name]} with checksum {value}" for name, value in values.items() if value}
             )
         self.first = False
-        everyone = self._all_gather(mine)
-        alike = len({words[-1] for words in everyone if words[-1]}) <= 1
-        if alike and all(words[:-1] == everyone[0][:-1] for words in everyone) and not everyone[0][0]:
+        everyone = exchange_words(self.ranks, words)
+        if any(theirs[0] == COMPILES for theirs in everyone):
+            raise SpError(compiling_alone(everyone))
+        alike = len({theirs[4] for theirs in everyone if theirs[4]}) <= 1
+        if alike and all(theirs[:4] == everyone[0][:4] for theirs in everyone) and everyone[0][0] == RUNS:
             return
         raise SpError(self._disagreement(everyone, given)) from self.error
 
-    def _all_gather(self, words: list[int]) -> list[list[int]]:
-        group = self.ranks.process_group
-        on_cpu = "gloo" in str(dist.get_backend(group)) or not torch.cuda.is_available()
-        device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-        sent = torch.tensor(words, dtype=torch.int64, device=device)
-        received = [torch.empty_like(sent) for _ in range(self.ranks.n)]
-        dist.all_gather(received, sent, group=group)
-        return [words.tolist() for words in received]
+    def _compares(self, name: str) -> bool:
+        return name in self.always or (self.first and name in self.equal)
 
     def _disagreement(self, everyone: list[list[int]], given: Mapping[str, str]) -> str:
         """Every rank is here, so a second exchange, of words this time, is safe."""

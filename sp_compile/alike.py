@@ -7,7 +7,7 @@ numbers touch only when it lies beside the others'.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,18 +33,36 @@ class Text:
 def text_of(gm: GraphModule) -> Text:
     """The text of a graph, without names of groups and numbers of devices."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    joints, numbers, exchanges = [], [], []
+    joints, numbers = [], []
     for node in gm.graph.nodes:
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         edges = [order[leaf] if isinstance(leaf, Node) else None for leaf in leaves]
         if node.op != "output":
             joints.append(f"{node.op} {_target(node)} {edges} {spec}")
-        if _is_exchange(node):
-            exchanges.append(_target(node))
-        named = _is_exchange(node)
-        written = [_spelt(leaf) for leaf in leaves if not (isinstance(leaf, Node) or (named and isinstance(leaf, str)))]
+        named = is_exchange(node)
+        written = [
+            _spelt(leaf)
+            for leaf in leaves
+            if not (isinstance(leaf, Node) or (named and isinstance(leaf, str)))
+        ]
         numbers.append(_hash(f"{written} {_constant(gm, node)}"))
-    return Text(_hash("\n".join(joints)), _hash(" ".join(exchanges)), tuple(numbers))
+    return Text(_hash("\n".join(joints)), _hash(" ".join(_exchanges(gm))), tuple(numbers))
+
+
+def exchanges_of(gm: GraphModule) -> int:
+    """What ranks have to have in common to wait for each other: the exchanges, or all ops where none are in sight."""
+    text = text_of(gm)
+    return text.exchanges if any(_exchanges(gm)) else text.shape
+
+
+def _exchanges(gm: GraphModule) -> Iterator[str]:
+    """The exchanges, in order, bodies of regions included."""
+    for node in gm.graph.nodes:
+        body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            yield from _exchanges(body)
+        elif is_exchange(node):
+            yield _target(node)
 
 
 def unlike(gm: GraphModule, everyone: Sequence[Text]) -> frozenset[str] | None:
@@ -69,11 +87,14 @@ def _digest(x: Any) -> str:
     return str(size_hint(x)) if isinstance(x, torch.SymInt) else str(x)
 
 
-def _is_exchange(node: Node) -> bool:
+def is_exchange(node: Node) -> bool:
+    """Does the node exchange something with other ranks?"""
     if node.op != "call_function":
         return False
     target: Any = node.target
-    space = getattr(target, "namespace", "") or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
+    space = (
+        getattr(target, "namespace", "") or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
+    )
     return space in WORDS or "functional_collectives" in getattr(target, "__module__", "")
 
 

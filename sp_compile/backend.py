@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from . import _compat, measure
-from .agree import Agreed, fingerprint, input_names, outline
+from .agree import Agreed, fingerprint, input_names
+from .alike import exchanges_of
 from .capture import capture
 from .config import SPConfig
-from .declare import declared
 from .errors import SpError, at
 from .explain import Report
 from .gradients_of_results import SharedResults
@@ -49,11 +51,13 @@ def sp(
     given = vars(options) if isinstance(options, SPConfig) else options or {}
     others = groups_of(gm, example_inputs)
     talk = Lockstep(questions(others))
+    talk.open()
     error: Exception | None = None
     joint: JointPasses | None = None
     try:
         joint = joint_passes(gm, example_inputs, others, talk)
         if others and not splits_sequence(given.get("mesh"), given.get("mesh_dim"), others):
+            joint.place(())
             run: Any = compile_local(gm, example_inputs, SPConfig.of(options), Ranks(1, ""), joint)
         else:
             run = sequence_parallel(gm, example_inputs, options, mode, joint)
@@ -63,12 +67,24 @@ def sp(
         run, error = None, failure
     talk.finish(error)
     scattered = joint.scattered if joint else set()
-    for ranks in others:
+    for ranks in reversed(others):  # the first group is asked first, as in Lockstep.open
+        always: list[str] = []
+        facts = joint.facts[ranks.group] if joint else Facts()
         if run is not None and ranks.group in scattered:
             run = SharedResults(run, ranks, _result_names(gm))
-        names = _comparable(gm, example_inputs, joint.facts[ranks.group] if joint else Facts())
-        run = Agreed(run, ranks, outline(gm), names, error)
+            always = _arguments(gm, example_inputs, facts)
+        run = Agreed(
+            run, ranks, exchanges_of(gm), _comparable(gm, example_inputs, facts), error, always=always
+        )
     return run
+
+
+def _arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
+    """Names of the arguments and buffers that were equal on all ranks at compilation, and must stay so."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    tensors = [(n, x) for n, x in zip(nodes, example_inputs) if isinstance(x, torch.Tensor)]
+    equal = [pair for i, pair in enumerate(tensors) if f"input_{i}" in (facts.equal or ())]
+    return [n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor))]
 
 
 def sequence_parallel(
@@ -100,7 +116,8 @@ def sequence_parallel(
                 "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
                 "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
             )
-        local, _report = lower(gm, example_inputs, config, ranks, measured)
+        aligned = joint.place([ranks]) if joint is not None else None
+        local, _report = lower(gm, example_inputs, config, ranks, measured, aligned)
         run = compile_local(local, example_inputs, config, ranks, joint)
     except _compat.RestartAnalysis:
         raise
@@ -132,10 +149,12 @@ def lower(
     config: SPConfig,
     ranks: Ranks,
     measured: Machine | None = None,
+    aligned: frozenset[str] | None = None,
 ) -> tuple[GraphModule, Report]:
     """Dynamo graph -> (graph of one rank, report). Runs inside a torch.compile backend.
 
     measured: the cost model's constants on these ranks, which those of the config replace; None: the device's defaults.
+    aligned: as in Settings.
     """
     fragment = _compat.is_fragment(gm)
     if fragment and (config.outputs == "local" or config.inputs == "local"):
@@ -162,6 +181,7 @@ def lower(
         else measured,
         fallback=config.fallback,
         param_grads=config.param_grads,
+        aligned=aligned,
     )
     local, report = run_pipeline(graph, job, fragment)
     declare_routes(local, ranks)
@@ -212,8 +232,9 @@ def _comparable(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) ->
 
 def questions(groups: Sequence[Ranks]) -> list[tuple[Ranks, str]]:
     """All that the ranks of a program's groups may ask each other while they compile, in order."""
-    first = [(ranks, "inputs") for ranks in groups]
-    return first + [(ranks, question) for ranks in groups for question in QUESTIONS]
+    first = [(ranks, question) for question in ("inputs", "place") for ranks in groups]
+    last = [(ranks, f"round {i}") for i in range(len(groups)) for ranks in groups]
+    return first + [(ranks, question) for ranks in groups for question in QUESTIONS] + last
 
 
 def compile_local(
@@ -229,12 +250,10 @@ def compile_local(
         _compat.memory_budget(config.activation_memory_budget),
         torch.compiler.config.patch(cache_key_tag=tag),
     ):
-        if joint is None and config.merge_reductions != "never" and declared().members:
-            joint = JointPasses() if config.compiler in _compat.JOINT_COMPILERS else None
-        if joint is None:
+        if joint is None or config.compiler not in _compat.JOINT_COMPILERS:  # others have no place for passes
             run = _compat.compiler(config.compiler)(local, example_inputs)
         else:
-            joint.decompose, joint.merge = config.compiler == "inductor", config.merge_reductions
+            joint.configure(config)
             run = _compat.joint_compiler(config.compiler, joint, joint.key())(local, example_inputs)
             log.info("%s", joint.report)
     return decorrelated(run, ranks) if ranks.n > 1 and draws(local) else run

@@ -19,6 +19,7 @@ CHOICES = {
     "outputs": ("gather", "local"),
     "param_grads": ("reduce", "partial"),
     "fallback": ("gather", "error"),
+    "sequence_parallel_linear": ("auto", "never"),
     "merge_reductions": ("auto", "always", "intra_node", "never"),
 }
 
@@ -43,6 +44,8 @@ class SPConfig:
     param_grads: "reduce": parameter gradients are summed over the ranks in the backward; "partial": they are left
         partial, scaled by the number of ranks, for a DDP or FSDP that averages over an axis that includes these ranks.
     fallback: "gather" does what cannot be sharded on the whole, and reports it; "error" refuses it.
+    sequence_parallel_linear: "auto": linears + all_reduce of a tensor-parallel program run scattered between them where
+        that is exact; "never": as they are written.
     merge_reductions: whether reductions of a value over several axes of a mesh become one. "auto": where the cost model
         predicts that this is faster; "always": wherever it is exact; "intra_node": over ranks of one machine; "never".
         The axes have to be declared: `sp_compile.declare_groups(mesh)`.
@@ -62,6 +65,7 @@ class SPConfig:
     outputs: str = "gather"
     param_grads: str = "reduce"
     fallback: str = "gather"
+    sequence_parallel_linear: str = "auto"
     merge_reductions: str = "auto"
     activation_memory_budget: float | None = None
     compiler: str | Callable[..., Any] = "inductor"

@@ -21,6 +21,10 @@ class Told(SpError):
     """What failed on another rank, as that one told it."""
 
 
+class Alone(SpError):
+    """This rank and others of its group are of two minds about what to do now; all of them hear of it at once."""
+
+
 def at(node: Node) -> str:
     """The user's source line behind `node`: "file.py:12: code", or "unknown source line".
 

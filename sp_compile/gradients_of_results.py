@@ -1,7 +1,7 @@
 """Whether ranks are given the same gradients of results that they share: looked at once, at the first backward.
 
-A backward on shards cuts the gradient of a shared result into rows, one rank's from its own copy. Where the ranks' copies
-differ the sum would be nobody's, so that is an error on all of them.
+A backward on shards cuts the gradient of a shared result into rows, one rank's from its own copy. Where the ranks'
+copies differ the sum would be nobody's, so that is an error on all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class SharedResults:
             if isinstance(x, torch.Tensor) and x.grad_fn is not None:
                 made.setdefault(x.grad_fn, {})[x.output_nr] = (name, digests([_local(x)])[0])
         for node, shared in made.items():
-            node.register_prehook(lambda grads, shared=shared, call=self.calls: self._compare(grads, shared, call))
+            node.register_prehook(
+                lambda grads, shared=shared, call=self.calls: self._compare(grads, shared, call)
+            )
 
     def _compare(self, grads: Gradients, shared: dict[int, tuple[str, str]], call: int) -> None:
         if self.looked_at is None:

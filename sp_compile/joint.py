@@ -7,21 +7,25 @@ what the partitioner keeps for the backward is decided on the result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from . import _compat
 from .alike import text_of, unlike
 from .call import is_tensor
+from .config import SPConfig
 from .declare import declared
 from .explain import Report
+from .grid import grids
 from .lockstep import Lockstep
 from .lowering.version import digest
 from .mesh import Ranks
+from .passes.edit import copied
 from .passes.lower_exchanges import lower_exchanges
 from .passes.merge_reductions import merge_reductions
 from .passes.own_rows import mark_own_rows
@@ -44,7 +48,7 @@ class JointPasses:
     groups: the tensor-parallel groups of the program, in the order of their appearance. facts: of each, by its name;
     inputs are called input_0, input_1, ..., the function's tensor arguments in order. shapes: theirs, on this rank.
     apart: the groups whose ranks have different programs, or may, and ask each other (`talk`) while they compile.
-    merge: the policy of `merge_reductions`.
+    scatter: may layers run scattered? merge: the policy of `merge_reductions`.
     """
 
     groups: Sequence[Ranks] = ()
@@ -53,9 +57,31 @@ class JointPasses:
     talk: Lockstep = field(default_factory=lambda: Lockstep([]))
     apart: frozenset[str] = frozenset()
     decompose: bool = False
+    scatter: bool = True
     merge: str = "never"
     report: Report = field(default_factory=lambda: Report(1))
     scattered: set[str] = field(default_factory=set)
+    unlike: bool = False
+
+    def configure(self, config: SPConfig) -> None:
+        """Do what the options say."""
+        self.decompose, self.merge = config.compiler == "inductor", config.merge_reductions
+        self.scatter = config.sequence_parallel_linear != "never"
+
+    def place(self, sequence: Sequence[Ranks]) -> frozenset[str]:
+        """Find out how the groups lie to each other and to a sequence's ranks; all of these ask.
+
+        Returns the groups whose ranks all hold the same rows of the sequence.
+        """
+        of_sequence = Lockstep([(ranks, "place") for ranks in sequence])
+
+        def ask(ranks: Ranks, mine: tuple[int, ...]) -> list[Any]:
+            return (of_sequence if ranks in sequence else self.talk).ask(ranks, "place", mine)
+
+        found = grids([*self.groups, *sequence], ask)
+        self.facts = {name: replace(facts, grid=found[name]) for name, facts in self.facts.items()}
+        names = {ranks.group for ranks in sequence}
+        return frozenset(name for name in self.facts if names <= found[name].level)
 
     def key(self) -> str | None:
         """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
@@ -65,31 +91,47 @@ class JointPasses:
         """Change the graph in place. Raises SpError as the passes do, on all ranks of a group that talk."""
         for ranks in self.groups:
             if ranks.group in self.apart:
-                mark_own_rows(gm, ranks, lambda starts, at=ranks: self._everyones_rows(at, starts))
-            local, numbers = copied(gm), self._numbers(gm, ranks)
-            facts = joint_facts(local, self.facts[ranks.group], self.shapes) if numbers is not None else None
-            if facts is None:
-                self._leave(ranks, OTHER_OPS if numbers is None else REGROUPED)
-            else:
-                one = SequenceParallelLinear(ranks, replace(facts, numbers=numbers))
-                result = one(local)
-                local = result.graph_module if result.modified else gm
-            if not self._alike(local, ranks):
-                self._leave(ranks, OTHER_EXCHANGES)
-            elif facts is not None:
-                self.report.layers += one.layers
-                self.report.add(one.notes)
-                if local is not gm:
-                    adopt(gm, local)
-                    self.scattered.add(ranks.group)
+                mark_own_rows(gm, ranks, partial(self._everyones_rows, ranks))
+            self._scatter(gm, ranks)
             lower_exchanges(gm, _compat.inductor_decompositions() if self.decompose else None)
         self._join_exchanges(gm)
 
+    def _scatter(self, gm: GraphModule, ranks: Ranks) -> None:
+        """Layers over one group, if every rank of it would exchange the same."""
+        local, numbers = copied(gm), self._numbers(gm, ranks)
+        self.unlike |= numbers is None or bool(numbers)
+        facts = joint_facts(local, self.facts[ranks.group], self.shapes)
+        why = OTHER_OPS if numbers is None else REGROUPED if facts is None else "" if self.scatter else NEVER
+        one: SequenceParallelLinear | None = None
+        if facts is not None and numbers is not None and not why:
+            one = SequenceParallelLinear(ranks, replace(facts, numbers=numbers))
+            result = one(local)
+            local = result.graph_module if result.modified else gm
+        if not self._alike(local, ranks):
+            one, why = None, OTHER_EXCHANGES
+        if one is None:
+            self.report.add([Note("not sequence_parallel_linear", "graph", f"group {ranks.group}", why)])
+            return
+        self.report.layers += one.layers
+        self.report.add(one.notes)
+        if local is not gm:
+            adopt(gm, local)
+            self.scattered.add(ranks.group)
+
     def _join_exchanges(self, gm: GraphModule) -> None:
-        """Permutes into all-to-alls, and reductions over several axes into one; not where ranks could do otherwise."""
-        if self.apart:
-            why = "the ranks cut at places of their own, so they might not all rewrite the same exchanges"
-            self.report.add([Note("not permute_all_to_all, merge_reductions", "graph", "the whole graph", why)])
+        """Permutes into all-to-alls, and reductions over several axes into one; not where ranks could do otherwise.
+
+        What a rank's neighbour over one group sees, its neighbours over others have to know as well: hence the rounds.
+        """
+        for i in range(len(self.groups)):
+            for ranks in self.groups:
+                answers = self.talk.ask(ranks, f"round {i}", self.unlike)
+                self.unlike = any(answer is not False for answer in answers)
+        if self.unlike:
+            why = "the ranks' programs differ, so they might not all rewrite the same exchanges"
+            self.report.add(
+                [Note("not permute_all_to_all, merge_reductions", "graph", "the whole graph", why)]
+            )
             return
         if self.groups:
             self.report.add(permute_all_to_all(gm, decomposed=True))
@@ -114,21 +156,11 @@ class JointPasses:
         mine = text_of(local).exchanges
         return all(theirs == mine for theirs in self.talk.ask(ranks, "exchanges", mine))
 
-    def _leave(self, ranks: Ranks, why: str) -> None:
-        self.report.add([Note("not sequence_parallel_linear", "graph", f"group {ranks.group}", why)])
 
-
+NEVER = "the option sequence_parallel_linear is 'never'"
 REGROUPED = "AOTAutograd has regrouped the inputs, so nothing says which of them are equal on all ranks"
 OTHER_OPS = "the ranks run different ops, so nothing says which values are equal on all of them"
 OTHER_EXCHANGES = "parts of different sizes: the ranks would not exchange the same"
-
-
-def copied(gm: GraphModule) -> GraphModule:
-    """The same graph over the same attributes, to be changed."""
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {})).meta.update(gm.graph.output_node().meta)
-    _compat.keep_calling_convention(graph, gm.graph)
-    return GraphModule(gm, graph)
 
 
 def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]) -> Facts | None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ._compat import real_tensors
-from .errors import Told
+from .agree import COMPILES, compiling_alone, exchange_words
+from .errors import Alone, Told
 from .mesh import Ranks
 
 
@@ -25,6 +26,17 @@ class Lockstep:
 
     def __init__(self, questions: Sequence[tuple[Ranks, str]]) -> None:
         self.left = list(questions)
+
+    def open(self) -> None:
+        """Begin: are the others compiling as well? Raises SpError on every rank of a group that is of two minds."""
+        for ranks in dict.fromkeys(ranks for ranks, _ in self.left):
+            group = ranks.process_group
+            if group is not None and ranks.n > 1 and exchanges(group):
+                with real_tensors():
+                    everyone = exchange_words(ranks, [COMPILES, 0, 0, 0, 0])
+                if any(words[0] != COMPILES for words in everyone):
+                    self.left = []
+                    raise Alone(compiling_alone(everyone))
 
     def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
         """Ask these no more; for reasons that all ranks of the group know."""
@@ -41,7 +53,9 @@ class Lockstep:
             raise AssertionError(f"nobody else asks {question!r} over {ranks} now")
         self.left.pop(0)
         everyone = self._exchange(ranks, mine, None)
-        failed = {error: [r for r, (_, e) in enumerate(everyone) if e == error] for _, error in everyone if error}
+        failed = {
+            error: [r for r, (_, e) in enumerate(everyone) if e == error] for _, error in everyone if error
+        }
         if failed:
             each = "\n".join(f"rank {', '.join(map(str, who))}: {error}" for error, who in failed.items())
             raise Told(f"the model could not be compiled on {each}")

@@ -45,6 +45,7 @@ from .passes.validate import validate
 from .shapes import divides, same
 from .simulate import GROUP
 from .traffic import exchanges_of
+from .weights import mark_across
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     report = Report(job.ranks.n)
     clock = _Clock(gm, report)
     Canonicalize()(gm)
+    if job.aligned is not None:
+        mark_across(gm, job.aligned)
     clock.lap("canonicalize")
     axes, plan = analyse(gm, job)
     if _fix_short_lengths(gm, axes, job.ranks.n):

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ._compat import forget_compiled
-from .backend import lower
+from . import _compat
+from .backend import joint_passes, lower, questions
 from .config import SPConfig
 from .errors import SpError
 from .explain import Report
-from .mesh import Ranks
+from .lockstep import Lockstep
+from .mesh import Ranks, splits_sequence
 from .simulate import GROUP, run_ranks
+from .weights import groups_of
 
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
@@ -24,8 +26,9 @@ ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the p
 def explain(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -> Report:
     """What `backend="sp"` would do to `model(*args)` on `sp` ranks: rewrites, collectives with bytes, fallbacks.
 
-    Needs no processes; the model runs once, on one device. config: the fields of SPConfig, and `kwargs`, a dict of
-    keyword arguments of the model. Raises SpError as the backend would.
+    Needs no processes; the model runs once, on one device. A program that is tensor-parallel already needs its groups:
+    of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers. config:
+    the fields of SPConfig, and `kwargs`, a dict of keyword arguments of the model. Raises SpError as the backend would.
     """
     return _each_graph(model, args, sp, config, lambda gm, local, report, inputs: None)
 
@@ -60,6 +63,10 @@ def _each_graph(
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
+            others = groups_of(gm, example_inputs)
+            if others and not splits_sequence(options.mesh, options.mesh_dim, others):
+                total.merge(_scattered(gm, example_inputs, options, others))
+                return gm.forward
             local, report = lower(gm, example_inputs, options, Ranks(sp, GROUP))
         except SpError as error:
             failure.append(error)
@@ -72,13 +79,27 @@ def _each_graph(
 
         return call
 
-    forget_compiled()
+    _compat.forget_compiled()
     with _restored_buffers(model):
         torch.compile(model, backend=backend)(*args, **kwargs)
-    forget_compiled()
+    _compat.forget_compiled()
     if failure:
         raise failure[0]
     return total
+
+
+def _scattered(
+    gm: GraphModule, example_inputs: Sequence[Any], options: SPConfig, groups: Sequence[Ranks]
+) -> Report:
+    """What becomes of a tensor-parallel program, compiled and not run; its ranks, if there are any, ask together."""
+    joint = joint_passes(gm, example_inputs, groups, Lockstep(questions(groups)))
+    assert joint is not None
+    joint.place(())
+    joint.configure(options)
+    joint.decompose = False
+    _compat.joint_compiler("aot_eager", joint, None)(gm, example_inputs)
+    joint.report.n = max(ranks.n for ranks in groups)
+    return joint.report
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from ._compat import group_names, known_process_group, process_group
-from .alike import Text, digests, text_of
+from ._compat import group_names, known_process_group, process_group, pytree
+from .alike import Text, digests, is_exchange, text_of
+from .declare import declared
 from .mesh import Ranks
 from .passes.tensor_parallel import Facts
 
@@ -29,12 +30,25 @@ def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
 def _named(gm: GraphModule) -> Iterator[str]:
     """Every string and process group among the arguments of functional collectives, in bodies of regions too."""
     for node in gm.graph.nodes:
-        if node.op == "call_function" and "c10d" in str(node.target):
+        if node.op == "call_function" and _exchanges_rows(node):
             yield from (a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str))
         elif node.op == "get_attr":
             value = getattr(gm, str(node.target), None)
             if isinstance(value, GraphModule):
                 yield from _named(value)
+
+
+def _exchanges_rows(node: Node) -> bool:
+    """Sums of numbers and vectors, as those of losses over data-parallel ranks, leave no layer to scatter."""
+    if "c10d" not in str(node.target):
+        return "sp.all_to_all_permute" in str(node.target)
+    if "all_reduce" not in str(node.target) or declared().members.keys() & {
+        a for a in node.args if isinstance(a, str)
+    }:
+        return True
+    operands = [n.meta.get("example_value") for n in node.all_input_nodes]
+    ranks_of = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
+    return "sum" in node.args and (not ranks_of or max(ranks_of) > 1)
 
 
 def _of_tensors(inputs: Iterable[Any]) -> Iterator[str]:
@@ -51,9 +65,17 @@ def known(gm: GraphModule, inputs: Sequence[Any]) -> Known:
         **{f"input_{i}": digest for i, digest in enumerate(digests(tensors))},
         **{f"size_{i}": digest for i, digest in enumerate(digests(symbols))},
     }
-    blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and x.numel() and bool((x == x.flatten()[0]).all())]
-    shapes = str([tuple(x.shape) for x in tensors])
+    blank = [
+        f"input_{i}"
+        for i, x in enumerate(tensors)
+        if x.ndim > 1 and x.numel() and bool((x == x.flatten()[0]).all())
+    ]
+    shapes = str([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors] + [torch.is_grad_enabled()])
     return Known(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs))
+
+
+def _is_one_number(x: torch.Tensor) -> bool:
+    return bool((x == x.flatten()[0]).all())
 
 
 @dataclass(frozen=True)
@@ -81,6 +103,21 @@ def are_apart(everyone: Sequence[Known | None]) -> bool:
         one is None or first is None or one.dtensors or (one.text, one.shapes) != (first.text, first.shapes)
         for one in everyone
     )
+
+
+def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
+    """Say of every exchange over another group than these, whose members hold the same rows, that it has no rule."""
+    for node in gm.graph.nodes:
+        named = set(_strings(node)) if node.op == "call_function" and is_exchange(node) else set()
+        if any(known_process_group(name) and name not in aligned for name in named):
+            node.meta["sp_no_rule"] = "it exchanges with ranks that hold other rows of the sequence"
+
+
+def _strings(node: Node) -> Iterator[str]:
+    """Strings among the arguments; of "sum 3", as sp::reduce_pair has it, the group."""
+    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(leaf, str):
+            yield leaf.rpartition(" ")[2]
 
 
 def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:

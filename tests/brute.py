@@ -137,7 +137,9 @@ def _padded(
     args, kwargs = call.rebuild(longer)
     made = [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
     errors = [
-        _compare(m.narrow(dims.index(factor), 0, w.shape[dims.index(factor)]) if factor in dims else m, w, False)
+        _compare(
+            m.narrow(dims.index(factor), 0, w.shape[dims.index(factor)]) if factor in dims else m, w, False
+        )
         for m, w, dims in zip(made, whole, rule.results, strict=True)
     ]
     return next((f"with padding: {e}" for e in errors if e is not None), None)

@@ -87,7 +87,9 @@ def drawn(*shape: int) -> Tensor:
 class Linear(nn.Module):
     """A linear of which each rank has columns (cut 0) or rows (cut 1); the bias of rows is added after the sum."""
 
-    def __init__(self, tp: Split, wide: int, out: int, cut: int, bias: bool = True, draw: Any = drawn) -> None:
+    def __init__(
+        self, tp: Split, wide: int, out: int, cut: int, bias: bool = True, draw: Any = drawn
+    ) -> None:
         super().__init__()
         self.tp, self.rows = tp, cut == 1
         self.weight = tp.part(draw(out, wide), cut)
@@ -150,15 +152,13 @@ class Block(nn.Module):
 
     def __init__(self, tp: Split, dim: int, heads: int, how: Settings) -> None:
         super().__init__()
-        self.tp, self.how = tp, how
+        self.tp, self.drop = tp, nn.Dropout(how.dropout)
         self.norm1 = Norm(tp, dim, how.norms[0])
         self.norm2 = None if how.parallel else Norm(tp, dim, how.norms[1])
         self.attention, self.mlp = Attention(tp, dim, heads, how.bias), MLP(tp, dim, how.gated, how.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        def drop(y: Tensor) -> Tensor:
-            return F.dropout(y, self.how.dropout, training=self.how.dropout > 0)
-
+        drop = self.drop
         h = self.tp.f(self.norm1(x))
         if self.norm2 is None:
             return x + drop(self.attention(h)) + drop(self.mlp(h))
@@ -179,7 +179,9 @@ class Settings:
     gated: bool = False
     parallel: bool = False
     checkpointed: bool = False
-    head: str = "replicated"  # or "vocab" (cut, as the embedding is) or "tied" (and shared with it) or "tied whole"
+    head: str = (
+        "replicated"  # or "vocab" (cut, as the embedding is) or "tied" (and shared with it) or "tied whole"
+    )
     hidden_states: bool = False
     casts: torch.dtype | None = None
 
