@@ -26,11 +26,12 @@ from sp_compile.rule import POINTWISE, Factors, Rule, lookup, registered, rule
 aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")
 # What sp::ring_attention and its like do with shards is no rule's business: tests/test_sharded_attention.py.
-# Collectives over other ranks need those: tests/test_tensor_parallel_ranks.py.
+# Collectives over other ranks need those: tests/test_tensor_parallel.py, tests/test_own_rows.py.
+EXCHANGES = (torch.ops.sp.own_rows.default, torch.ops.sp.all_rows.default, torch.ops.sp.reduce_pair.default)
 RULES = {
     op: function
     for op, function in registered().items()
-    if op not in (POINTWISE, *SHARDED) and op.namespace != "_c10d_functional"
+    if op not in (POINTWISE, *SHARDED, *EXCHANGES) and op.namespace != "_c10d_functional"
 }
 OWN = samples.build()
 TABLE = Path(__file__).with_name("rules_table.txt")
