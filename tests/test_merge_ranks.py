@@ -1,5 +1,6 @@
 """merge_reductions and declare_groups on real ranks: right values, no communicator too many, errors on every rank."""
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -145,8 +146,14 @@ def redistributed(
     return before, after
 
 
+@functools.cache
+def unflattened() -> DeviceMesh:
+    """A mesh that no other test has flattened: over one that was, DTensor merges by itself."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+
+
 def two_partials(op: str) -> tuple[list[int], list[int]]:
-    return redistributed(worker.mesh2d(2, 2), [Partial(op)] * 2, [Replicate()] * 2)
+    return redistributed(unflattened(), [Partial(op)] * 2, [Replicate()] * 2)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
@@ -156,7 +163,7 @@ def test_dtensor_partials(ranks: Ranks, op: str) -> None:
 
 
 def mixed_partials() -> tuple[list[int], list[int]]:
-    mesh = worker.mesh2d(2, 2)
+    mesh = unflattened()
     return redistributed(mesh, [Partial("sum"), Partial("avg")], [Replicate()] * 2)
 
 
@@ -177,7 +184,7 @@ def test_dtensor_shard_in_between(ranks: Ranks) -> None:
 
 
 def one_partial() -> tuple[list[int], list[int]]:
-    return redistributed(worker.mesh2d(2, 2), [Partial(), Replicate()], [Replicate()] * 2)
+    return redistributed(unflattened(), [Partial(), Replicate()], [Replicate()] * 2)
 
 
 def test_dtensor_of_one_partial_is_left_alone(ranks: Ranks) -> None:
@@ -188,7 +195,7 @@ def test_dtensor_of_one_partial_is_left_alone(ranks: Ranks) -> None:
 def sharded(dim: int, gathers: bool) -> tuple[list[int], list[int]]:
     whole, partial, shards = [Replicate()] * 2, [Partial()] * 2, [Shard(dim)] * 2
     here, there = (shards, whole) if gathers else (partial, shards)
-    return redistributed(worker.mesh2d(2, 2), here, there)
+    return redistributed(unflattened(), here, there)
 
 
 @pytest.mark.parametrize("gathers", [True, False])
@@ -200,7 +207,7 @@ def test_dtensor_shards(ranks: Ranks, dim: int, gathers: bool) -> None:
 
 def uneven() -> tuple[list[int], list[int]]:
     """Five rows over four ranks: DTensor pads and cuts between the two, and nothing of that may be skipped."""
-    mesh = worker.mesh2d(2, 2)
+    mesh = unflattened()
     groups = sp_compile.declare_groups(mesh, measure=False)
     before, after = [], []
 
@@ -232,7 +239,7 @@ def test_through_inductor(ranks: Ranks) -> None:
 
 
 def compiled_partials() -> tuple[list[int], list[int]]:
-    return redistributed(worker.mesh2d(2, 2), [Partial()] * 2, [Replicate()] * 2, inductor=True)
+    return redistributed(unflattened(), [Partial()] * 2, [Replicate()] * 2, inductor=True)
 
 
 # More ranks than the pool has.
