@@ -1,4 +1,4 @@
-"""Sums over the ranks that only results of the program read, or the bucket of another reduction: one all_reduce a bucket.
+"""Sums over the ranks that only results of the program read, or the bucket of another reduction: one a bucket.
 
     all_reduce(dw1), all_reduce(dw2)   ->   split(all_reduce(cat(dw1, dw2)))
 

@@ -14,12 +14,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .._compat import autograd_function_apply, set_grad_enabled
+from .._compat import autograd_function_apply, pytree, set_grad_enabled
 from ..call import is_tensor
 from .edit import INHERITED
 
 aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
-SAME = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.view_as.default)
+SAME = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.view_as.default,
+)
 REDUCTION = (c10d.all_reduce.default, c10d.wait_tensor.default)
 
 
@@ -36,9 +42,15 @@ def _respell(gm: GraphModule, node: Node) -> bool:
     operands = [a for a in node.args[2:] if is_tensor(a)]
     users = list(node.users)
     alone = all(u.target is operator.getitem and u.args[1] == 0 for u in users)
-    if len(bodies) != 2 or len(operands) != 1 or not alone or not all(isinstance(b, GraphModule) for b in bodies):
+    if (
+        len(bodies) != 2
+        or len(operands) != 1
+        or not alone
+        or not all(isinstance(b, GraphModule) for b in bodies)
+    ):
         return False
-    there, back = (_reductions(body) for body in bodies)
+    (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
+    there, back = _reductions(bodies[0], [made]), _reductions(bodies[1], gradients)
     if there is None or back is None:
         return False
     with gm.graph.inserting_before(node):
@@ -54,18 +66,22 @@ def _respell(gm: GraphModule, node: Node) -> bool:
     return True
 
 
-def _reductions(body: GraphModule) -> list[str] | None:
-    """What all_reduces the body's one result is of its one tensor input; None if it is anything else."""
-    value: Any = body.graph.output_node().args[0]
-    while isinstance(value, list | tuple) and value:
-        value = value[0]
-    chain: list[Node] = []
-    while isinstance(value, Node) and value.op == "call_function" and value.target in (*SAME, *REDUCTION):
+def _reductions(body: GraphModule, results: Any) -> list[str] | None:
+    """What all_reduces the one result of a body is of its one tensor input; None if it is anything else."""
+    tensors = [leaf for leaf in pytree.tree_leaves(results) if is_tensor(leaf)]
+    if len(tensors) != 1:
+        return None
+    value, chain = tensors[0], []
+    while value.op == "call_function" and value.target in (*SAME, *REDUCTION):
         chain.insert(0, value)
         value = value.args[0]
-    inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) or n.users]
+    inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]
     work = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
     reductions = [n.args for n in chain if n.target is c10d.all_reduce.default]
-    if inputs != [value] or len(work) != len(chain) or any(args[1] not in ("sum", "avg") for args in reductions):
+    if (
+        inputs != [value]
+        or len(work) != len(chain)
+        or any(args[1] not in ("sum", "avg") for args in reductions)
+    ):
         return None
     return [f"{op} {group}" for _, op, group in reductions]

@@ -1,0 +1,163 @@
+"""Tensor parallelism as one axis of a mesh: beside data parallelism, and under the sequence passes on another axis."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import Split, build, tokens
+from parallel_training import STEPS, Trained, part_of, step, trained, watched
+from ranks import Ranks
+from test_merge_ranks import spawned
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from sp_compile import Report, backend
+
+
+def split(mesh: DeviceMesh) -> Split:
+    return Split(mesh["tp"].size(), mesh.get_local_rank("tp"), mesh.get_group("tp"))
+
+
+def grid(shape: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@contextlib.contextmanager
+def reported(reports: list[Report]) -> Iterator[None]:
+    """Keep what the sequence passes report."""
+    plain = backend.lower
+
+    def lower(*args: Any) -> Any:
+        local, report = plain(*args)
+        reports.append(report)
+        return local, report
+
+    backend.lower = lower
+    try:
+        yield
+    finally:
+        backend.lower = plain
+
+
+def with_sequence(
+    shape: tuple[int, int], names: tuple[str, str], how: dict[str, Any], length: int, longer: int = 0
+) -> tuple[Trained, list[str], bool]:
+    """Also: what the sequence passes fell back on, and whether the ids of a rank are a part of the sequence's."""
+    mesh, reports = grid(shape, names), []
+    with reported(reports):
+        found = trained(
+            lambda tp: build(tp, **how),
+            split(mesh),
+            lambda number: (tokens(2, length + longer * number, number),),
+            mesh=mesh,
+            dynamic=bool(longer) or None,
+        )
+    return found, [note.why for r in reports for note in r.fallbacks], all(r.inputs for r in reports)
+
+
+def check(outcomes: Sequence[tuple[Trained, list[str], bool]], modes: str) -> None:
+    for one, fallbacks, sharded in outcomes:
+        assert not one.where, one.where[:5]
+        assert one.modes == [modes]
+        assert not fallbacks
+        assert sharded
+
+
+CASES = {
+    "sequence outside": ((2, 2), ("sp", "tp"), {}, 8),
+    "sequence inside": ((2, 2), ("tp", "sp"), {}, 7),
+    "cut embedding and loss": ((2, 2), ("sp", "tp"), {"head": "vocab"}, 7),
+    "one layer": ((2, 2), ("sp", "tp"), {"head": "vocab", "layers": 1}, 7),
+    "checkpoint": ((2, 2), ("sp", "tp"), {"checkpointed": True}, 7),
+}
+MODES = {"cut embedding and loss": "fff" + "s" * 9, "one layer": "fff" + "s" * 5}
+
+
+@pytest.mark.parametrize(
+    "case", [c if c == "one layer" else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_under_the_sequence_passes(ranks: Ranks, case: str) -> None:
+    check(ranks.run(4, with_sequence, *CASES[case]), MODES.get(case, "s" * 8))
+
+
+@pytest.mark.slow
+def test_dynamic_lengths_under_the_sequence_passes(ranks: Ranks) -> None:
+    how = {"layers": 1}
+    check(ranks.run(4, with_sequence, (2, 2), ("sp", "tp"), how, 8, 1), "ssss")
+
+
+def batches(rows: int, number: int) -> list[torch.Tensor]:
+    return [tokens(2, 7, 10 * number + row) for row in range(rows)]
+
+
+def with_data(shape: tuple[int, int], by_ddp: bool) -> Trained:
+    """Each row of the mesh has a batch of its own; gradients are the mean over the rows."""
+    mesh = grid(shape, ("dp", "tp"))
+    tp, rows, row, data = split(mesh), shape[0], mesh.get_local_rank("dp"), mesh.get_group("dp")
+    found = Trained()
+    mine, alone = build(tp), build(Split())
+    run: Any = DDP(mine, process_group=data) if by_ddp else mine
+    run = torch.compile(run, backend="sp", options={"compiler": "aot_eager"})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in (mine, alone)]
+    with watched(found):
+        for number in range(STEPS):
+            ids = batches(rows, number)
+            _, grads = step(run, mine, (ids[row],), optimizers[0])
+            _, right = step(lambda *all_ids: sum(map(alone, all_ids)) / rows, alone, ids, optimizers[1])
+            for name, parameter in mine.named_parameters():
+                if not by_ddp:
+                    dist.all_reduce(grads[name], group=data)
+                    grads[name] /= rows
+                found.take("alone", name, grads[name], part_of(right[name], parameter, tp), 1e-6)
+    return found
+
+
+@pytest.mark.parametrize("by_ddp", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_beside_data_parallelism(ranks: Ranks, by_ddp: bool) -> None:
+    for one in ranks.run(4, with_data, (2, 2), by_ddp):
+        assert not one.where, one.where[:5]
+        assert one.modes == ["s" * 8]
+
+
+def on_six() -> tuple[Trained, tuple[Trained, list[str], bool], tuple[Trained, list[str], bool]]:
+    return (
+        with_data((2, 3), False),
+        with_sequence((2, 3), ("sp", "tp"), {}, 7),
+        with_sequence((3, 2), ("sp", "tp"), {"head": "vocab"}, 7),
+    )
+
+
+@pytest.mark.slow
+def test_two_by_three() -> None:
+    data, wide, tall = zip(*spawned(6, on_six))
+    assert not any(one.where for one in data)
+    check(wide, "s" * 8)
+    check(tall, "fff" + "s" * 9)
+
+
+def over_all_ranks(shape: tuple[int, int]) -> tuple[float, list[str]]:
+    """A sum over ranks that hold other rows of the sequence is no sum of each row by itself."""
+    mesh = grid(shape, ("sp", "tp"))
+    everyone = Split(4, dist.get_rank(), dist.group.WORLD, "plain")
+    weight = torch.randn(6, 6, dtype=torch.float64)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        h = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True) @ weight
+        return everyone.sum(h.relu()).sin()
+
+    x, reports = torch.randn(2, 1, 8, 6, dtype=torch.float64), []
+    with reported(reports):
+        run = torch.compile(program, backend="sp", options={"compiler": "aot_eager", "mesh": mesh})
+        error = (run(x) - program(x)).abs().max().item()
+    return error, [note.why for r in reports for note in r.fallbacks]
+
+
+def test_a_sum_across_the_sequence_is_of_whole_values(ranks: Ranks) -> None:
+    for error, fallbacks in ranks.run(4, over_all_ranks, (2, 2)):
+        assert error < 1e-12
+        assert any("hold other rows" in why for why in fallbacks)
