@@ -38,16 +38,12 @@ def spell_pairs(gm: GraphModule) -> bool:
 
 
 def _respell(gm: GraphModule, node: Node) -> bool:
-    bodies = [getattr(gm, str(a.target), None) for a in node.args[:2] if isinstance(a, Node)]
+    named = [getattr(gm, str(a.target), None) for a in node.args[:2] if isinstance(a, Node)]
+    bodies = [body for body in named if isinstance(body, GraphModule)]
     operands = [a for a in node.args[2:] if is_tensor(a)]
     users = list(node.users)
     alone = all(u.target is operator.getitem and u.args[1] == 0 for u in users)
-    if (
-        len(bodies) != 2
-        or len(operands) != 1
-        or not alone
-        or not all(isinstance(b, GraphModule) for b in bodies)
-    ):
+    if len(bodies) != 2 or len(operands) != 1 or not alone:
         return False
     (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
     there, back = _reductions(bodies[0], [made]), _reductions(bodies[1], gradients)
@@ -71,7 +67,8 @@ def _reductions(body: GraphModule, results: Any) -> list[str] | None:
     tensors = [leaf for leaf in pytree.tree_leaves(results) if is_tensor(leaf)]
     if len(tensors) != 1:
         return None
-    value, chain = tensors[0], []
+    value = tensors[0]
+    chain: list[Node] = []
     while value.op == "call_function" and value.target in (*SAME, *REDUCTION):
         chain.insert(0, value)
         value = value.args[0]

@@ -55,7 +55,7 @@ def sp(
     joint: JointPasses | None = None
     try:
         joint = joint_passes(gm, example_inputs, others, talk)
-        if others and not splits_sequence(given.get("mesh"), given.get("mesh_dim"), others):
+        if joint is not None and not splits_sequence(given.get("mesh"), given.get("mesh_dim"), others):
             joint.place(())
             run: Any = compile_local(gm, example_inputs, SPConfig.of(options), Ranks(1, ""), joint)
         else:
