@@ -18,7 +18,7 @@ from .errors import SpError
 from .lowering.communicator import current
 from .measure import cache_path, finish, load, save
 
-REPEATS = 30
+REPEATS = 40
 CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
 GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
 
@@ -130,12 +130,16 @@ def typical(rounds: Tensor) -> Tensor:
 
 
 def _fit(jobs: Sequence[Sequence[str | None]], where: torch.device) -> list[Line]:
-    """The slowest rank of a round counts: that is what the next collective waits for."""
+    """The slowest rank of a round counts: that is what the next collective waits for.
+
+    The jobs take turns, so that what disturbs one disturbs all; the sizes do not: a small message behind a large one
+    finds other caches than in a program that sends small ones.
+    """
     sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES
     rounds = torch.zeros(REPEATS + 1, len(jobs), len(sizes), dtype=torch.float64)
     with torch.no_grad():
-        for times in rounds:
-            for j, size in enumerate(sizes):
+        for j, size in enumerate(sizes):
+            for times in rounds:
                 for i, job in enumerate(jobs):
                     times[i, j] = _time(job, size, where)
     slowest = rounds[1:].to(where)
