@@ -11,6 +11,7 @@ from . import (
     rows,
     scan,
     sharded_attention,
+    shared,
     windowed,
 )
 from .communicator import Communicator, current
@@ -30,5 +31,6 @@ __all__ = [
     "scan",
     "shard_length",
     "sharded_attention",
+    "shared",
     "windowed",
 ]

@@ -48,9 +48,14 @@ class Problem(NamedTuple):
         return shape
 
     @property
+    def words(self) -> int:
+        """How many dims x has as real numbers."""
+        return self.x.ndim + self.x.is_complex()
+
+    @property
     def buffer(self) -> symmetric.Buffer | None:
         """Symmetric memory that this exchange may use: the same answer on every rank."""
-        eager = type(self.x) is Tensor and self.x.numel() > 0 and not torch.compiler.is_compiling()
+        eager = triton.is_plain(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
         real = isinstance(current(), FunctionalCommunicator)
         buffer = symmetric.buffer_of(self.group) if eager and real else None
         return buffer if buffer is not None and buffer.fits(self.x) else None
@@ -112,7 +117,7 @@ class Row(NamedTuple):
 ROWS = (
     Row(
         "symmetric",
-        lambda p: triton.reads_peers(p.x) and p.x.ndim <= triton.MOST_DIMS and p.buffer is not None,
+        lambda p: triton.reads_peers(p.x) and p.words <= triton.MOST_DIMS and p.buffer is not None,
         _symmetric,
     ),
     Row(
@@ -147,14 +152,29 @@ class _Permute(torch.autograd.Function):
     """The exchange; its adjoint, and that one's, is the exchange along the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
-        ctx.back = gather_dim, scatter_dim, n, group
-        problem = Problem(x, scatter_dim, gather_dim, n, group)
-        return choose(problem).run(problem)
+    def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
+        problem = Problem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
+        result = choose(problem).run(problem)
+        # As a view of what arrived it could not be changed in place.
+        return result.data if triton.is_plain(result) else result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Permute.apply(grad, *ctx.back), None, None, None, None
+        return _Permute.apply(grad, ctx.gather_dim, ctx.scatter_dim, *ctx.ranks), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+        return _Permute.apply(tangent, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, scatter: int, gather: int, *ranks: Any
+    ) -> tuple[Tensor, int]:
+        return _Permute.apply(x.movedim(in_dims[0], 0), scatter + 1, gather + 1, *ranks), 0
 
 
 @composite("all_to_all_permute(Tensor x, int scatter_dim, int gather_dim, int n, str group) -> Tensor")

@@ -25,7 +25,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, masking: Masking, scale: floa
     """(B, Hq, Sq, E) in q's dtype and (B, Hq, Sq): see ``sp::attend``."""
     shape = (*q.shape[:3], v.shape[3])
     out, lse = None, None
-    for step in _steps(q, k, v, masking, mask_grad=False):
+    for step in _steps(q, v, masking, mask_grad=False):
         parts = [
             kernel.forward(*_operands(q, k, v, block), masking.case(block, scale, kernel.dense))
             for block, kernel in step
@@ -64,7 +64,7 @@ def attend_blocks_backward(
     dq, dk, dv = (_Sum(x, dtype) for x in (q, k, v))
     wanted = masking.mask is not None and mask_grad
     dmask = q.new_zeros(masking.mask.shape if masking.mask is not None and mask_grad else (0,), dtype=dtype)
-    for block, kernel in (pair for step in _steps(q, k, v, masking, wanted) for pair in step):
+    for block, kernel in (pair for step in _steps(q, v, masking, wanted) for pair in step):
         queries, keys = _queries(block), _keys(block)
         given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
         case = replace(masking.case(block, scale, kernel.dense), bias_grad=wanted)
@@ -99,7 +99,7 @@ class _Sum:
         return self._total
 
 
-def _steps(q: Tensor, k: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Step]:
+def _steps(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Step]:
     """The blocks in groups of the same queries, cut where a kernel would make too large tensors."""
     for _, blocks in groupby(masking.blocks, key=lambda block: block.q_off):
         step = [(block, kernel_for(_need(q, v, masking, block, mask_grad))) for block in blocks]

@@ -17,6 +17,12 @@ from torch import Tensor
 from .._compat import process_group
 from . import routes
 
+# What every backend moves; bool is sent as one of these.
+_EVERYWHERE = frozenset(
+    (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
+    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+)
+
 
 def _rank_in_group(group: str) -> int:
     """This process's index in the process group called ``group``."""
@@ -87,7 +93,7 @@ class FunctionalCommunicator(Communicator):
         return _sent(x, lambda y: torch.ops._c10d_functional.all_reduce(y, "sum", group))
 
     def _all_gather(self, x: Tensor, n: int, group: str) -> Tensor:
-        return _sent(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
+        return _moved(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
 
     def _reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool) -> Tensor:
         if x.device.type == "cpu" and not plain:  # Gloo's own takes half as long again
@@ -104,7 +110,7 @@ class FunctionalCommunicator(Communicator):
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
         ones = [1] * n
         routes.ensure(group)
-        return _sent(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
+        return _moved(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
 
 
 def _sent(x: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
@@ -113,8 +119,16 @@ def _sent(x: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
     if x.dtype == torch.bool:
         return _sent(x.to(torch.uint8), collective).to(torch.bool)
     if x.is_complex():
-        return torch.view_as_complex(_sent(torch.view_as_real(x), collective))
+        return torch.view_as_complex(_sent(torch.view_as_real(x.resolve_conj()), collective))
     return torch.ops._c10d_functional.wait_tensor(collective(x.contiguous()))
+
+
+def _moved(x: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
+    """As `_sent`, for a collective that only moves what it is given: of a dtype that is not everywhere, the bytes."""
+    if x.dtype in _EVERYWHERE or x.is_complex():
+        return _sent(x, collective)
+    moved = _sent(x.contiguous().unsqueeze(-1).view(torch.uint8), collective)
+    return moved.view(x.dtype).squeeze(-1)
 
 
 _FUNCTIONAL = FunctionalCommunicator()

@@ -5,9 +5,11 @@ from typing import TypeVar
 
 import torch
 
+from .._compat import OpOverload
+
 LIBRARY = torch.library.Library("sp", "DEF")
 
-COMPOSITES: set[torch._ops.OpOverload] = set()
+COMPOSITES: set[OpOverload] = set()
 """Operators whose bodies are ordinary operators; all others are opaque."""
 
 Body = TypeVar("Body", bound=Callable[..., object])
@@ -30,15 +32,18 @@ def composite(schema: str) -> Callable[[Body], Body]:
     return register
 
 
-def opaque(schema: str, fake: Callable[..., object]) -> Callable[[Body], Body]:
+def opaque(schema: str, fake: Callable[..., object], waits: bool = False) -> Callable[[Body], Body]:
     """Decorator: register the function as ``sp::<schema>``, which no tracer looks into and no autograd derives.
 
-    fake: the function on fake tensors. Results must not be views of operands.
+    fake: the function on fake tensors. Results must not be views of operands. waits: it waits for the device, so it
+    cannot be part of a CUDA graph.
     """
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if waits else None
+    tags = (torch.Tag.pt2_compliant_tag, *([] if unsafe is None else [unsafe]))
 
     def register(body: Body) -> Body:
         name = schema.split("(")[0]
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.define(schema, tags=tags)
         LIBRARY.impl(name, torch.no_grad()(body), "CompositeExplicitAutograd")
         torch.library.register_fake(f"sp::{name}", fake, lib=LIBRARY)
         return body

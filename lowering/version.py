@@ -10,12 +10,13 @@ import torch
 
 
 @cache
-def digest() -> str:
-    """Changes with every edit of an operator.
+def digest(*folders: str) -> str:
+    """Changes with every edit of an operator, and of what else lies in these folders.
 
     A compiler's caches see the operators' names only, and would bring back code made from an older body.
     """
-    files = sorted(Path(__file__).parent.rglob("*.py"))
+    places = [Path(__file__).parent, *map(Path, folders)]
+    files = sorted(file for place in places for file in place.rglob("*.py"))
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .._compat import pytree
+from .._compat import pytree, schema_of
 from ..call import is_tensor
 from ..shapes import sizes
 from .batch import Steps, Value
@@ -58,7 +58,7 @@ class Scans(BatchedOps):
         if any(isinstance(x, Node) and not is_tensor(x) for x in leaves):
             return None
         args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
-        schema = node.target._schema.arguments
+        schema = schema_of(node.target).arguments
         named = {a.name: a.default_value for a in schema if a.has_default_value()}
         named.update(zip((a.name for a in schema), args), **kwargs)
         pair = _RULES[node.target](_Pairs(self, node), named)

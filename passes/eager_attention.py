@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from .._compat import OpOverload
 from ..call import Call
 from ..shapes import Size, product, same, sizes
 from .edit import Editor
@@ -140,7 +141,7 @@ def _weights(softmax: Node) -> Weights:
     found, node = Weights(), softmax
     while len(node.users) == 1:
         (user,) = node.users
-        if user.op != "call_function" or not isinstance(user.target, torch._ops.OpOverload):
+        if user.op != "call_function" or not isinstance(user.target, OpOverload):
             break
         product = product_of(user)
         if product is not None:

@@ -12,6 +12,7 @@ import sympy
 import torch
 from sympy import And, Not, Or, Xor
 
+from .._compat import schema_of
 from ..call import Call
 from .positions import Coords, Opaque, Positions, Value, cases, choose, combine, handles, number, truth
 
@@ -29,7 +30,7 @@ def _pointwise(function: Callable[..., Any], *names: str) -> None:
 def _add(p: Positions, call: Call, at: Coords) -> Value:
     a, b = p.operand(call["self"], at), p.operand(call["other"], at)
     alpha = p.integer(number(call["alpha"]))
-    name = call.node.target._schema.name
+    name = schema_of(call.node.target).name
     if "rsub" in name:
         return combine(lambda x, y: y - alpha * x, a, b)
     return combine(lambda x, y: x + (-alpha if "sub" in name else alpha) * y, a, b)
@@ -49,7 +50,7 @@ def _positive(value: Value) -> bool:
 @handles("floor_divide", "div", "remainder")
 def _divide(p: Positions, call: Call, at: Coords) -> Value:
     a, b = p.operand(call["self"], at), p.operand(call["other"], at)
-    name = call.node.target._schema.name
+    name = schema_of(call.node.target).name
     rounds = call.get("rounding_mode") == "floor" or "div" not in name or "floor" in name
     if call.node.meta["val"].dtype.is_floating_point or not _positive(b):
         raise Opaque
@@ -88,7 +89,7 @@ _compare(lambda box, x, y: box.at_least_zero(x - y - 1), "gt", "greater")
 
 def _logical(function: Callable[..., Any], *names: str) -> None:
     def handler(p: Positions, call: Call, at: Coords) -> Value:
-        bitwise = not call.node.target._schema.name.startswith("aten::logical")
+        bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
         if bitwise and call.node.meta["val"].dtype != torch.bool:
             raise Opaque
         return function(*(truth(p.operand(call[n], at)) for n in ("self", "other") if n in call.args))

@@ -8,6 +8,7 @@ import sympy
 import torch
 from sympy import And
 
+from .._compat import schema_of
 from ..call import Call, is_tensor
 from ..shapes import Size, same, sizes
 from .positions import Coords, Opaque, Positions, Value, cases, choose, combine, handles, number
@@ -78,7 +79,7 @@ def _permute(p: Positions, call: Call, at: Coords) -> Value:
 
 @handles("transpose", "t", "mT", "numpy_T", "adjoint")
 def _transpose(p: Positions, call: Call, at: Coords) -> Value:
-    if "numpy_T" in call.node.target._schema.name and len(at) > 2:  # reverses all dims
+    if "numpy_T" in schema_of(call.node.target).name and len(at) > 2:  # reverses all dims
         raise Opaque
     first, second = (call.get("dim0", -2), call.get("dim1", -1)) if len(at) > 1 else (0, 0)
     swapped = list(at)
@@ -179,7 +180,7 @@ def _within(p: Positions, coord: sympy.Expr, extent: Size) -> bool:
 @handles("tril", "triu")
 def _triangle(p: Positions, call: Call, at: Coords) -> Value:
     below = at[-2] + p.integer(number(call["diagonal"])) - at[-1]
-    lower = "tril" in call.node.target._schema.name
+    lower = "tril" in schema_of(call.node.target).name
     return choose(p.box.at_least_zero(below if lower else -below), p.at(call.operands[0], at), number(0))
 
 

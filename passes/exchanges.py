@@ -18,6 +18,7 @@ from torch.fx import Node
 from ..index_map import Arrangement, Atoms, IndexMap
 from ..shapes import same, sizes
 from .moves import COPIES, Mover, is_move, name_of, operands, value_of
+from .writes import between
 
 sp = torch.ops.sp
 MOST = 64  # nodes of a chain
@@ -70,20 +71,25 @@ def read(node: Node) -> Exchange | str:
     return Exchange(sent, node, waits[0], len(sent_sizes), group)
 
 
-def match(exchange: Exchange) -> Match | None:
-    """The longest chain around the exchange that is one all_to_all_permute, exactly or up to a reshape."""
+def match(exchange: Exchange, writes: frozenset[Node] = frozenset()) -> Match | None:
+    """The longest chain around the exchange that is one all_to_all_permute, exactly or up to a reshape.
+
+    What writes to memory may not come after the chain's first node, since x is read at the exchange's place.
+    """
     sources = [exchange.sent, *_upstream(exchange.sent)][::-1]
-    results = [exchange.wait, *_downstream(exchange.wait)][::-1]
+    results = [exchange.wait, *downstream(exchange.wait)][::-1]
     for exact in (True, False):
         for x in sources:
             before = _chain_to(exchange.sent, x)
-            if before is None:
+            if before is None or between(
+                writes, min(set(before) - {x}, default=exchange.node), exchange.node
+            ):
                 continue
             for y in results:
-                between = _private(exchange.wait, y, results)
-                dims = _dims(exchange, x, y, exact) if between is not None else None
-                if dims is not None and between is not None:
-                    chain = frozenset((*before, exchange.node, *between)) - {x}
+                behind = private(exchange.wait, y, results)
+                dims = _dims(exchange, x, y, exact) if behind is not None else None
+                if dims is not None and behind is not None:
+                    chain = frozenset((*before, exchange.node, *behind)) - {x}
                     return Match(x, y, *dims, exact, chain)
     return None
 
@@ -102,7 +108,7 @@ def _upstream(node: Node) -> list[Node]:
     return [x for x in found if isinstance(value_of(x), torch.Tensor)]
 
 
-def _downstream(node: Node) -> list[Node]:
+def downstream(node: Node) -> list[Node]:
     """What only moves the node's data, from the nearest to the farthest."""
     found, waiting = {node: None}, list(node.users)
     while waiting and len(found) < MOST:
@@ -132,7 +138,7 @@ def _chain_to(sent: Node, x: Node) -> list[Node] | None:
     return chain
 
 
-def _private(wait: Node, y: Node, within: Iterable[Node]) -> list[Node] | None:
+def private(wait: Node, y: Node, within: Iterable[Node]) -> list[Node] | None:
     """All nodes from the wait to y, both included; None if another than y is used elsewhere."""
     chain, waiting = [y], [y]
     while waiting:
@@ -141,8 +147,13 @@ def _private(wait: Node, y: Node, within: Iterable[Node]) -> list[Node] | None:
             fresh = [x for x in operands(node) if x not in chain]
             chain += fresh
             waiting += fresh
-    users = {user for node in chain if node is not y for user in node.users}
+    users = {user for node in chain if node is not y for user in node.users if not is_unused(user)}
     return chain if users <= set(chain) else None
+
+
+def is_unused(node: Node) -> bool:
+    """One of several pieces that nobody reads."""
+    return name_of(node) == "getitem" and not node.users
 
 
 def _dims(exchange: Exchange, x: Node, y: Node, exact: bool) -> tuple[int, int] | None:

@@ -51,18 +51,12 @@ class ExpandHeads(Rewrite):
 
     def _expand(self, node: Node) -> None:
         call = Call(node)
+        wanted = call.shape(0)[HEADS]
         with self.graph.inserting_before(node):
-            key, value = (self._repeat(i, call, node) for i in (1, 2))
+            key, value = (
+                self.repeat_each(call.operands[i], HEADS, quotient(wanted, call.shape(i)[HEADS]), node)
+                for i in (1, 2)
+            )
         node.args, node.kwargs = call.rebuild(
             [call.operands[0], key, value, *call.operands[3:]], enable_gqa=False
         )
-
-    def _repeat(self, operand: int, call: Call, node: Node) -> Node:
-        """(B, h, S, D) -> (B, h, 1, S, D) -> (B, h, r, S, D) -> (B, h*r, S, D)"""
-        batch, heads, length, width = call.shape(operand)
-        wanted = call.shape(0)[HEADS]
-        shape = self.sizes.list((batch, heads, quotient(wanted, heads), length, width))
-        each = self.compute(aten.unsqueeze.default, (call.operands[operand], HEADS + 1), node)
-        each = self.compute(aten.expand.default, (each, shape), node)
-        shape = self.sizes.list((batch, wanted, length, width))
-        return self.compute(aten.reshape.default, (each, shape), node)

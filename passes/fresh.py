@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from ..shapes import sizes
 from .moves import name_of, value_of
+from .writes import is_write
 
 _MAKERS = frozenset(
     "empty empty_like new_empty empty_strided new_empty_strided zeros zeros_like new_zeros full full_like".split()
@@ -62,7 +63,4 @@ def _alike(a: Node, b: Node) -> bool:
 
 def _changes(user: Node, copy: Node) -> bool:
     """Is this user another one that writes?"""
-    if user is copy:
-        return False
-    name = name_of(user)
-    return (name.endswith("_") and not name.endswith("__")) or "out" in user.kwargs
+    return user is not copy and is_write(user)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from .._compat import OpOverload
 from ..call import Call, is_tensor
 from ..layout import Demand, Shard
-from .propagate import SUMMAND
+from .node_steps import SUMMAND
 from .rewrite import Rewrite
 
 sp = torch.ops.sp
@@ -80,14 +81,14 @@ def operand_of(node: Node, index: int) -> Node:
     """The operand that a demand numbers."""
     if node.op == "output":
         return node.all_input_nodes[index]
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return Call(node).operands[index]
     return [a for a in node.all_input_nodes if is_tensor(a)][index]
 
 
 def replace_operand(node: Node, index: int, new: Node) -> None:
     """Give the node another operand at the place that a demand numbers."""
-    if node.op == "output" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op == "output" or not isinstance(node.target, OpOverload):
         node.replace_input_with(operand_of(node, index), new)
         return
     call = Call(node)

@@ -18,7 +18,7 @@ from .gather import Gather, operand_of, replace_operand
 from .rewrite import Settings
 from .tensor_parallel import moves
 
-aten, sp = torch.ops.aten, torch.ops.sp
+aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
 
 
 class GatherOnce(Gather):
@@ -48,7 +48,7 @@ class GatherOnce(Gather):
     def _whole(self, source: Node) -> Node:
         """The value with all rows, gathered as far up as it is only moved."""
         if source not in self.wholes:
-            if moves(source) and not _narrows(source) and self._is_shard(Call(source).operands[0]):
+            if _hands_on(source) and self._is_shard(Call(source).operands[0]):
                 moved = self._whole(Call(source).operands[0])
                 args, kwargs = Call(source).rebuild([moved])
                 with self.after(source):
@@ -73,6 +73,11 @@ class GatherOnce(Gather):
 
     def _is_shard(self, node: Node) -> bool:
         return isinstance(self.plan.of(node), Shard)
+
+
+def _hands_on(node: Node) -> bool:
+    """Is it as well to gather the operand? Not of a wait: what another group's exchange brings is not there before."""
+    return moves(node) and node.target is not c10d.wait_tensor.default and not _narrows(node)
 
 
 def _narrows(cast: Node) -> bool:

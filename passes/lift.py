@@ -12,7 +12,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from ..layout import REPLICATE, Plan, Replicate
+from .._compat import OpOverload
+from ..layout import REPLICATE, Placement, Plan, Replicate
 from ..rule import lookup, transfer_of
 from ..shapes import size
 
@@ -56,19 +57,29 @@ def lifted_nodes(gm: GraphModule, plan: Plan, differentiable: set[Node]) -> set[
 def _liftable(node: Node, plan: Plan) -> bool:
     if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False
-    if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
+    if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
         return False
     return all(p == REPLICATE for p in plan.placements.get(node, ()))
 
 
 def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> bool:
-    if user in lifted:
-        return True
-    found = lookup(user) if user in plan.wants else None
-    if found is None or transfer_of(user.target) is not None:
-        return False
-    wants = [w for o, w in zip(found[0].operands, plan.wants[user]) if o is node]
-    return bool(wants) and all(isinstance(w, Replicate) and w.partial_grad for w in wants)
+    wants = _wanted(node, user, plan)
+    return user in lifted or (bool(wants) and all(_is_summand(w) for w in wants))
+
+
+def enters_shards(node: Node, plan: Plan, lifted: set[Node]) -> bool:
+    """Does a user take a replicated value as a summand of the gradient?"""
+    return any(user in lifted or any(map(_is_summand, _wanted(node, user, plan))) for user in node.users)
+
+
+def _wanted(node: Node, user: Node, plan: Plan) -> list[Placement]:
+    """How a user that runs on shards wants this operand: once for each time that it reads it."""
+    found = lookup(user) if user in plan.wants and transfer_of(user.target) is None else None
+    return [w for o, w in zip(found[0].operands, plan.wants[user]) if o is node] if found is not None else []
+
+
+def _is_summand(want: Placement) -> bool:
+    return isinstance(want, Replicate) and want.partial_grad
 
 
 def buckets(sources: list[Node]) -> list[list[Node]]:

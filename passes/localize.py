@@ -25,9 +25,9 @@ from ..layout import Partial, Placement, Plan, Replicate, Shard
 from ..materialize import Sizes
 from ..mesh import Ranks
 from ..movement import Reshape, Window
-from ..rule import Factors, lookup, transfer_of
+from ..rule import Factors, lookup
 from ..shapes import Size, size
-from .lift import buckets, differentiable_nodes, lifted_nodes
+from .lift import buckets, differentiable_nodes, enters_shards, lifted_nodes
 from .rewrite import Settings, analyse, settings
 from .smooth import stays_smooth
 
@@ -270,7 +270,7 @@ class _Localizer:
     def _reduce_param_grads(self, sources: Iterable[Node]) -> None:
         """One sp::reduce_grad per bucket of parameters: a collective a bucket in the backward, not one a parameter."""
         want = Replicate(partial_grad=True)
-        wanted = [s for s in sources if s in self.differentiable and self._enters_shards(s)]
+        wanted = [s for s in sources if s in self.differentiable and enters_shards(s, self.plan, self.lifted)]
         parameters = [s for s in wanted if _is_parameter(s)]
         inputs = [s for s in wanted if not _is_parameter(s)]
         for bucket in buckets(parameters) + buckets(inputs):
@@ -282,18 +282,6 @@ class _Localizer:
     def _how(self, source: Node) -> str:
         """Only a parameter's gradient may stay partial: what else has one is used alike on every rank further back."""
         return self.param_grads if _is_parameter(source) else "reduce"
-
-    def _enters_shards(self, source: Node) -> bool:
-        for user in source.users:
-            if user in self.lifted:
-                return True
-            if user in self.plan.wants and transfer_of(user.target) is None:
-                found = lookup(user)
-                assert found is not None
-                pairs = zip(found[0].operands, self.plan.wants[user])
-                if any(o is source and isinstance(w, Replicate) and w.partial_grad for o, w in pairs):
-                    return True
-        return False
 
 
 def _is_parameter(source: Node) -> bool:

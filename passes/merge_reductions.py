@@ -2,10 +2,10 @@
 
     all_reduce(wait(all_reduce(x, sum, a)), sum, b)   ->   all_reduce(x, sum, a + b)
 
-So for chains of two and more, through views, permutations, exact casts and factors that are Python numbers (which a
-program of many ranks has alike on all of them); and of reduce_scatters and all_gathers, along any dim, through casts
-and factors. It works on any graph of functional collectives on ATen level: exported, or the forward, backward or joint
-graph of AOTAutograd, where DTensor's redistributions over several axes appear.
+So for chains of two and more, through views, permutations, exact casts and factors that are Python numbers, taken to be
+the same on all ranks; and of reduce_scatters and all_gathers, along any dim, through casts and factors. It works on any
+graph of functional collectives on ATen level: exported, or the forward, backward or joint graph of AOTAutograd, where
+DTensor's redistributions over several axes appear.
 
 What is exact: the groups are the axes of a full grid, so that each rank's value counts once; the reductions agree. The
 result of max and min is the same, bit by bit; sums and products are rounded in another order, and are the same on all
@@ -53,7 +53,11 @@ class MergeReductions(PassBase, Editor):
         where the ranks to be merged are on one machine, "never" nowhere. links: constants of communicators that
         `groups` has no measurement of; by default those of the device.
     strict: a chain over a group that was not declared is an error; otherwise it is noted and left alone.
-    Every rank decides alike, if all have the same graph and what declare_groups gave them.
+    Every rank decides alike, if all have the same graph and what declare_groups gave them. The pass sees one rank's
+    graph and cannot tell whether the others have it too: a number between two reductions, as in
+    all_reduce(all_reduce(x, a) * 2.0, b), has to be the same number on every rank, or the merged values are wrong.
+    Exported on each rank of a program that writes `rank + 1` there, the graphs are different programs, not to be given
+    to this pass; backend="sp" compares what the ranks have written, and leaves such a program alone.
     Raises SpError: an unknown policy or reduction, a graph without shapes, an undeclared group.
     """
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 
+from .._compat import OpOverload, schema_of
 from ..index_map import Arrangement, IndexMap
 from ..shapes import Size, quotient, sizes
 
@@ -18,8 +18,11 @@ REGROUPS = frozenset(
     "contiguous clone expand expand_as wait_tensor".split()
 )
 PERMUTES = frozenset("permute transpose movedim moveaxis swapaxes swapdims t mT T numpy_T".split())
-PIECES = frozenset("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split".split())
-JOINS = frozenset("cat concat concatenate stack".split())
+DIMS = {"hsplit": 1, "vsplit": 0, "dsplit": 2, "hstack": 1, "vstack": 0, "dstack": 2, "row_stack": 0}
+PIECES = frozenset(
+    "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split hsplit vsplit dsplit".split()
+)
+JOINS = frozenset("cat concat concatenate stack hstack vstack dstack row_stack".split())
 COPIES = frozenset("contiguous clone reshape flatten ravel reshape_as _unsafe_view".split()) | JOINS
 """Ops that make, or may make, another tensor in memory."""
 
@@ -29,7 +32,7 @@ Value = Arrangement | list[Arrangement]
 def name_of(node: Node) -> str:
     """The op's name without its overload, whether it is an ATen op, a torch function, a method or an attribute."""
     if isinstance(node.target, OpOverload):
-        return node.target._schema.name.split("::")[1]
+        return schema_of(node.target).name.split("::")[1]
     if node.target is getattr:
         return str(node.args[1])
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
@@ -45,12 +48,18 @@ def is_move(node: Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = name_of(node)
-    return name in REGROUPS | PERMUTES | PIECES | JOINS or name in (
-        "getitem",
-        "unbind",
-        "select",
-        "slice",
-        "copy",
+    return (
+        name in REGROUPS | PERMUTES | PIECES | JOINS
+        or name
+        in (
+            "getitem",
+            "unbind",
+            "select",
+            "slice",
+            "narrow",
+            "copy",
+        )
+        or (name == "einsum" and bool(_letters(node)))
     )
 
 
@@ -60,7 +69,17 @@ def operands(node: Node) -> list[Node]:
         return [node.args[1]]
     if name_of(node) in JOINS:
         return list(_argument(node, 0, "tensors"))
+    if name_of(node) == "einsum":
+        return [node.args[1][0] if isinstance(node.args[1], list | tuple) else node.args[1]]
     return [node.args[0] if node.args else node.kwargs["input"]]
+
+
+def _letters(node: Node) -> tuple[str, str] | None:
+    """Of the dims before and after, if an einsum does nothing but permute."""
+    one = len(node.args) == 2 and (not isinstance(node.args[1], list | tuple) or len(node.args[1]) == 1)
+    given, _, made = str(node.args[0]).replace(" ", "").partition("->")
+    permuted = given.isalpha() and len(set(given)) == len(given) and sorted(given) == sorted(made)
+    return (given, made) if one and permuted else None
 
 
 def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
@@ -102,6 +121,9 @@ class Mover:
             # An expand that repeats has more elements than there are atoms, a copy into a larger tensor too.
             moved = result.dtype == value_of(operands(node)[0]).dtype
             return self.index.reshape(first, sizes(result.shape)) if moved else None
+        if name == "einsum":
+            before, after = _letters(node) or ("", "")
+            return self.index.permute(first, [before.index(letter) for letter in after])
         if name in PERMUTES:
             return self.index.permute(first, _order(node, len(first.dims)))
         return self._pieces(node, name, first)
@@ -110,18 +132,25 @@ class Mover:
         if not all(isinstance(x, Arrangement) for x in given):
             return None
         new = name_of(node) == "stack"
-        dim = _argument(node, 1, "dim", 0) % (len(given[0].dims) + new)
-        return self.index.join(given, dim, new)
+        ndim, dim = len(given[0].dims), _dim(node, 1)
+        return None if dim >= ndim + new else self.index.join(given, dim % (ndim + new), new)
 
     def _pieces(self, node: Node, name: str, x: Arrangement) -> Value | None:
         result = value_of(node)
         if name in PIECES and isinstance(result, list | tuple):
-            dim = _argument(node, 2, "dim", 0) % len(x.dims)
+            dim = _dim(node, 2)
+            if dim >= len(x.dims):
+                return None
+            dim %= len(x.dims)
             alike = {sizes(piece.shape)[dim] for piece in result}
             return self.index.pieces(x, dim, len(result), keep=True) if len(alike) == 1 else None
         if name == "unbind" and isinstance(result, list | tuple):
             return self.index.pieces(x, _argument(node, 1, "dim", 0) % len(x.dims), len(result), keep=False)
-        if name == "slice" and isinstance(result, Tensor):
+        if (
+            name in ("slice", "narrow", "getitem")
+            and isinstance(result, Tensor)
+            and result.ndim == len(x.dims)
+        ):
             return self._slice(node, x, sizes(result.shape))
         if name in ("select", "getitem"):
             dim, at = (0, node.args[1]) if name == "getitem" else (node.args[1], node.args[2])
@@ -133,13 +162,34 @@ class Mover:
 
     def _slice(self, node: Node, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
         """One of several equal pieces, as AOTAutograd writes chunk."""
-        dim, start = _argument(node, 1, "dim", 0) % len(x.dims), _argument(node, 2, "start", 0) or 0
+        dim, start, step = _cut(node)
         count = quotient(sizes(value_of(operands(node)[0]).shape)[dim], shape[dim])
         at = quotient(start, shape[dim]) if isinstance(start, int) else None
-        if _argument(node, 4, "step", 1) != 1 or not isinstance(count, int) or not isinstance(at, int):
+        if step != 1 or not isinstance(count, int) or not isinstance(at, int):
             return None
+        dim %= len(x.dims)
         pieces = self.index.pieces(x, dim, count, keep=True)
         return pieces[at] if pieces is not None else None
+
+
+def _dim(node: Node, position: int) -> int:
+    """Along which dim it cuts or joins."""
+    dim = DIMS.get(name_of(node))
+    return _argument(node, position, "dim", 0) if dim is None else dim
+
+
+def _cut(node: Node) -> tuple[int, Any, Any]:
+    """The dim, the start and the step of a slice; step 0: of several dims, or of none."""
+    name = name_of(node)
+    if name != "getitem":
+        step = _argument(node, 4, "step", 1) if name == "slice" else 1
+        return _argument(node, 1, "dim", 0), _argument(node, 2, "start", 0) or 0, step
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    cut = [d for d, part in enumerate(index) if part != slice(None)]
+    if len(cut) != 1 or not isinstance(index[cut[0]], slice):
+        return 0, 0, 0
+    part = index[cut[0]]
+    return cut[0], part.start or 0, 1 if part.step is None else part.step
 
 
 def _order(node: Node, ndim: int) -> list[int]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from ..call import Call, is_tensor
@@ -38,17 +37,6 @@ class Block:
     dim: int
     start: int
     length: int
-
-
-def exchange_over(ranks: Ranks) -> Exchange:
-    """Every rank's numbers, in the order of the ranks; a collective."""
-
-    def exchange(mine: list[int]) -> list[list[int]]:
-        everyone: list[list[int]] = [[]] * ranks.n
-        dist.all_gather_object(everyone, mine, group=ranks.process_group)
-        return everyone
-
-    return exchange
 
 
 def mark_own_rows(gm: GraphModule, ranks: Ranks, exchange: Exchange) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from .._compat import OpOverload
 from ..call import Call
 from ..movement import Window
 from ..rule import lookup
@@ -84,7 +85,7 @@ class Paddings(Editor):
 
     def _cut(self, node: Node) -> bool:
         """What is longer than its sequence and cut back at once is never made."""
-        call = Call(node) if isinstance(node.target, torch._ops.OpOverload) else None
+        call = Call(node) if isinstance(node.target, OpOverload) else None
         for dim, slides in slides_of(call).items() if call is not None else ():
             assert call is not None
             cuts, rows = [_span(user, node, dim) for user in node.users], call.shape()[dim]
@@ -203,7 +204,7 @@ def _reading(user: Node, node: Node, padded: Padded) -> Slides | None:
     span = _span(user, node, padded.dim)
     if span is not None:
         return _shift(padded, *span)
-    if not isinstance(user.target, torch._ops.OpOverload) or user.all_input_nodes[0] is not node:
+    if not isinstance(user.target, OpOverload) or user.all_input_nodes[0] is not node:
         return None
     call = Call(user)
     slides = slides_of(call).get(padded.dim)

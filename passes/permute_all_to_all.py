@@ -5,12 +5,13 @@
     .permute(1, 0, 2, 3, 4).reshape(b, n * s, h, d)
 
 By index algebra (see `exchanges.py`), so in any spelling: permutes, transposes, chunks and cats, buffers that are
-filled by copies. Then an exchange that brings back what another took away goes, with it; and exchanges that do not wait
-for each other (q, k and v of an attention) become one sp.all_to_all. Bytes moved are the same or less; of the copies on
-both sides one is left, which a compiler writes from the kernel that makes x. Works on graphs from torch.export, Dynamo
-and AOTAutograd, forward, backward or joint. Leaves alone, with a note: unequal shares, results or copies that are also
-used elsewhere, any other permutation, sizes of which it cannot be proved; and what autograd made of cats and selects
-(sums of padded pieces), which the pass does not meet where it runs before autograd.
+filled by copies. Then an exchange that brings back what another took away goes, with it; exchanges that do not wait for
+each other (q, k and v of an attention) become one sp.all_to_all; and heads that are flattened after an exchange are
+flattened before it (see `merged_dims.py`). Bytes moved are the same or less; of the copies on both sides one is left,
+which a compiler writes from the kernel that makes x. Works on graphs from torch.export, make_fx, Dynamo and
+AOTAutograd, forward, backward or joint, functional or not: nothing is read across a write. Leaves alone, with a note:
+unequal shares, results or copies that are also used elsewhere, any other permutation, sizes of which it cannot be
+proved.
 
 What follows may find other strides than before. Views that the new strides do not allow become reshapes; results of the
 graph keep the old ones.
@@ -29,13 +30,17 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 from ..errors import at
 from ..shapes import quotient, same, size, sizes
 from .edit import Editor
-from .exchanges import Exchange, Match, is_exchange, match, read, sources_of, undone
+from .exchanges import Exchange, Match, is_exchange, is_unused, match, read, sources_of, undone
 from .fresh import settle
+from .functional_exchanges import make_functional
 from .lower_exchanges import lower_exchanges
+from .merged_dims import merge_first
 from .moves import name_of, value_of
+from .padded_pieces import join_padded
 from .restride import Restride, infer
 from .rewrite import Note
 from .together import gather_exchanges
+from .writes import between, writes_of
 
 sp, aten = torch.ops.sp, torch.ops.aten
 PERMUTE = sp.all_to_all_permute.default
@@ -61,6 +66,7 @@ class PermuteAllToAll(PassBase, Editor):
         super().__init__()
         self.decomposed, self.packed = decomposed, packed
         self.notes: list[Note] = []
+        self.writes: frozenset[Node] = frozenset()
 
     def call(self, graph_module: GraphModule) -> PassResult:
         self.notes = []
@@ -69,13 +75,17 @@ class PermuteAllToAll(PassBase, Editor):
             node.meta["val"] = node.meta["example_value"]
         self.edit(graph_module.graph)
         restride = Restride(graph_module.graph)
-        settled = settle(graph_module.graph)
+        changed = make_functional(graph_module) | settle(graph_module.graph)
+        self.writes = writes_of(graph_module.graph)
+        changed |= join_padded(self, self.writes)
         made = [node for node in list(self.graph.nodes) if self._rewritten(node)]
         gone = [
             node for node in self.graph.find_nodes(op="call_function", target=PERMUTE) if self._undone(node)
         ]
-        together = gather_exchanges(self) if self.packed else []
-        changed = bool(settled or made or gone or together)
+        together = gather_exchanges(self, self.writes) if self.packed else []
+        apart = self.graph.find_nodes(op="call_function", target=PERMUTE)
+        merged = [node for node in apart if not self.writes and merge_first(self, node)]
+        changed = bool(changed or made or gone or together or merged)
         if changed and self.decomposed:
             lower_exchanges(graph_module)
         if changed:
@@ -100,7 +110,11 @@ class PermuteAllToAll(PassBase, Editor):
         if not is_exchange(node):
             return False
         exchange = read(node)
-        found = exchange if isinstance(exchange, str) else match(exchange) or "no exchange of two dims"
+        found = (
+            exchange
+            if isinstance(exchange, str)
+            else match(exchange, self.writes) or "no exchange of two dims"
+        )
         if isinstance(found, str) or isinstance(exchange, str):
             if found:
                 self.note(node, str(found), f"not {self.name}")
@@ -119,11 +133,13 @@ class PermuteAllToAll(PassBase, Editor):
         dims = f"dim {found.scatter_dim} for dim {found.gather_dim} of {list(value_of(x).shape)}"
         self.note(exchange.node, f"{dims}, {exchange.n} ranks")
         y.replace_all_uses_with(fresh)
-        self._erase(found.chain)
+        self.erase_chain(found.chain)
 
-    def _erase(self, chain: frozenset[Node]) -> None:
+    def erase_chain(self, chain: frozenset[Node]) -> None:
+        """Erase the nodes, as far as nothing else uses them."""
         for node in reversed(self.graph.nodes):
-            if node in chain and not node.users:
+            unread = is_unused(node) and node.args[0] in chain
+            if (node in chain or unread) and not node.users:
                 self.graph.erase_node(node)
 
     def _from_dtensor(self, node: Node) -> bool:
@@ -146,7 +162,12 @@ class PermuteAllToAll(PassBase, Editor):
             how = undone(first, node)
             if how is None:
                 continue
+            if between(self.writes, first, node):
+                continue
             home = first.args[0]
+            if self.writes:  # to what comes back, perhaps, and not to what went
+                with self.graph.inserting_before(node):
+                    home = self.compute(aten.clone.default, (home,), node)
             if not how:
                 with self.graph.inserting_before(node):
                     shape = self.sizes.list(sizes(value_of(node).shape))

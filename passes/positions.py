@@ -20,6 +20,7 @@ from sympy import And, Ne, Not, Or
 from sympy.core.function import AppliedUndef
 from torch.fx import Node
 
+from .._compat import OpOverload, schema_of
 from ..call import Call, is_tensor
 from ..shapes import same, size, sizes
 from .bounds import BATCH, INDICES, KEY, QUERY, Boolean, Box
@@ -118,8 +119,8 @@ class Positions:
 
 
 def _name(node: Node) -> str:
-    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target._schema.name).removeprefix("aten::")
+    if node.op == "call_function" and isinstance(node.target, OpOverload):
+        return str(schema_of(node.target).name).removeprefix("aten::")
     return ""
 
 

@@ -153,6 +153,12 @@ def chains(graph: Graph) -> tuple[list[Chain], list[Broken]]:
     return found[::-1], broken[::-1]
 
 
+def check_reductions(graph: Graph) -> None:
+    """Raise SpError at a reduction that torch does not know: it would fail on this rank, and the others would wait."""
+    for node in graph.nodes:
+        link_of(node)
+
+
 def link_of(node: Node) -> Link | None:
     """The node as a link of a chain; None if it is no collective of these kinds, or over a group not known by name."""
     kind = KINDS.get(node.target) if node.op == "call_function" else None

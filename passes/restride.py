@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from .._compat import FakeTensor, enable_python_dispatcher, pytree
+from .._compat import FakeTensor, OpOverload, enable_python_dispatcher, pytree
 from ..inplace import is_mutation
 from ..shapes import same, sizes
 from .moves import COPIES, is_move, name_of, operands

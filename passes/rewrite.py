@@ -15,7 +15,7 @@ from ..errors import SpError, at
 from ..layout import Demand, Placement, Plan, Shard
 from ..machine import Machine
 from ..mesh import Ranks
-from ..shapes import Size
+from ..shapes import Size, sizes
 from .edit import Editor
 from .propagate import propagate
 
@@ -140,6 +140,18 @@ class Rewrite(PassBase, Editor):
         here = self.compute(aten.eq.Scalar, (positions, position), like)
         shape = [self.sizes(length) if d == dim else 1 for d in range(ndim)]
         return self.compute(aten.reshape.default, (here, shape), like)
+
+    def repeat_each(self, x: Node, dim: int, times: Size, like: Node) -> Node:
+        """repeat_interleave(x, times, dim), spelt (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)."""
+        shape = sizes(x.meta["val"].shape)
+        before, after = shape[:dim], shape[dim:][1:]
+        behind = dim + 1 if dim >= 0 else dim
+        each = self.compute(aten.unsqueeze.default, (x, behind), like)
+        each = self.compute(
+            aten.expand.default, (each, self.sizes.list((*before, shape[dim], times, *after))), like
+        )
+        whole = self.sizes.list((*before, shape[dim] * times, *after))
+        return self.compute(aten.reshape.default, (each, whole), like)
 
     def note(self, node: Node, why: str, done: str | None = None) -> None:
         """Add a line to the report; `done` is the pass's name unless given."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .._compat import OpOverload
 from ..call import Call, is_tensor
 from ..shapes import Size, same, sizes
 from .masks import FINITE
@@ -47,7 +48,7 @@ def scores_of(x: Any, user: Node) -> Scores | None:
     """The scores that end in x, if nothing but `user` reads x or what it is made of; None for anything else."""
     if not is_tensor(x) or set(x.users) != {user} or x.op != "call_function":
         return None
-    call = Call(x) if isinstance(x.target, torch._ops.OpOverload) else None
+    call = Call(x) if isinstance(x.target, OpOverload) else None
     product = product_of(x)
     if call is None or product is not None:
         seen = [p for p in (product, transposed(product)) if p.is_straight] if product is not None else []

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .._compat import pytree
+from .._compat import OpOverload, pytree, schema_of
 from ..call import Call, is_tensor
 from ..shapes import product, sizes
 from .edit import Editor
@@ -118,7 +118,7 @@ def same_value(a: Any, b: Any) -> bool:
     if not (is_tensor(a) and is_tensor(b)) or a.op != "call_function" or a.target is not b.target:
         return False
     target = a.target
-    pure = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+    pure = isinstance(target, OpOverload) and not schema_of(target).is_mutable
     if not pure or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     mine, other = (pytree.tree_flatten((n.args, n.kwargs)) for n in (a, b))

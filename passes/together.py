@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from ..inplace import is_mutation, is_pure
 from ..shapes import sizes
 from .moves import value_of
+from .writes import between
 
 if TYPE_CHECKING:
     from .permute_all_to_all import PermuteAllToAll
@@ -20,14 +21,18 @@ if TYPE_CHECKING:
 sp = torch.ops.sp
 
 
-def gather_exchanges(rewrite: PermuteAllToAll) -> list[Node]:
-    """Have the pass put groups of exchanges together, moving what used the first of them behind the last."""
+def gather_exchanges(rewrite: PermuteAllToAll, writes: frozenset[Node]) -> list[Node]:
+    """Have the pass put groups of exchanges together, moving what used the first of them behind the last.
+
+    writes: the graph's nodes that do, which no operand's reading is moved across.
+    """
     graph, done = rewrite.graph, []
     backward = _of_tangents(graph)
     open_groups: dict[Any, list[Node]] = {}
     for node in [n for n in graph.nodes if n.target is sp.all_to_all_permute.default]:
         key = (*_key(node), node in backward)
-        if key in open_groups and _may_join(open_groups[key], node):
+        near = key in open_groups and not between(writes, open_groups[key][0], node)
+        if near and _may_join(open_groups[key], node):
             open_groups[key].append(node)
         else:
             open_groups[key] = [node]

@@ -25,7 +25,7 @@ from ..layout import Demand, Placement, Shard
 from ..shapes import Size, divides, same, sizes
 from .rewrite import Rewrite
 
-sp, aten = torch.ops.sp, torch.ops.aten
+sp = torch.ops.sp
 HEADS, SEQUENCE = -3, -2
 
 
@@ -94,13 +94,8 @@ class Ulysses(Rewrite):
         return {new: placed[old] for old, new in repeated.items()}
 
     def _repeated(self, x: Node, node: Node) -> Node:
-        *batch, heads, length, width = sizes(x.meta["val"].shape)
-        times = math.lcm(heads, self.job.ranks.n) // heads
-        each = self.compute(aten.unsqueeze.default, (x, SEQUENCE - 1), node)  # behind the heads
-        shape = self.sizes.list((*batch, heads, times, length, width))
-        each = self.compute(aten.expand.default, (each, shape), node)
-        shape = self.sizes.list((*batch, heads * times, length, width))
-        return self.compute(aten.reshape.default, (each, shape), node)
+        heads = sizes(x.meta["val"].shape)[HEADS]
+        return self.repeat_each(x, HEADS, math.lcm(heads, self.job.ranks.n) // heads, node)
 
     def _exchange(self, operands: list[Node], have: Shard, heads: Size, node: Node) -> dict[Node, Node]:
         ndim = operands[0].meta["val"].ndim

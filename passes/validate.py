@@ -1,8 +1,8 @@
 """The proof: every node of the local graph has the shape that its placement says, for every value of the symbols.
 
 Runs the nodes that work on shards on fake tensors and compares, as expressions, local size x shards with the global
-size. Also: only op overloads and built-in operators, and no rank in the graph. Bytes moved: none. Raises SpError naming
-the node, the user's line, both shapes and the expected one.
+size. Also: only op overloads and built-in operators, no rank in the graph, and no exchange read before its wait. Bytes
+moved: none. Raises SpError naming the node, the user's line, both shapes and the expected one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from .._compat import detect_fake_mode, enable_python_dispatcher, follows, pytree
+from .._compat import (
+    HigherOrderOperator,
+    OpOverload,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    follows,
+    pytree,
+)
 from ..errors import SpError, at
 from ..layout import Placement, Plan, Shard
 from ..shapes import Size, same, sizes
+
+c10d = torch.ops._c10d_functional
 
 
 def validate(local: GraphModule, plan: Plan, n: int) -> None:
@@ -27,13 +36,14 @@ def validate(local: GraphModule, plan: Plan, n: int) -> None:
         for node in local.graph.nodes:
             if node.op == "call_function":
                 _check_target(node)
+                _check_waited(node)
                 _infer(node, plan)
                 _check_shape(node, plan, n, mode)
 
 
 def _check_target(node: Node) -> None:
     target = node.target
-    known = isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    known = isinstance(target, (OpOverload, HigherOrderOperator))
     if not known and getattr(target, "__module__", "") not in (
         "_operator",
         "math",
@@ -48,12 +58,26 @@ def _check_target(node: Node) -> None:
         )
 
 
+def _check_waited(node: Node) -> None:
+    """No op of ours may read what another exchange has not brought yet."""
+    if getattr(node.target, "namespace", "") != "sp":
+        return
+    for source in node.all_input_nodes:
+        if (
+            getattr(source.target, "namespace", "") == c10d.name
+            and source.target is not c10d.wait_tensor.default
+        ):
+            raise SpError(
+                f"{node.name} ({node.target}) at {at(node)} reads {source.name} before it is waited for"
+            )
+
+
 def _infer(node: Node, plan: Plan) -> None:
     """The node's local value. A node that runs alike on every rank keeps its global one."""
     source = node.meta.get("sp_global")
     if source is not None and source not in plan.wants and not _reads_local(node):
         return
-    if not isinstance(node.target, torch._ops.OpOverload) and "val" in node.meta and source is None:
+    if not isinstance(node.target, OpOverload) and "val" in node.meta and source is None:
         return
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
     try:

@@ -6,7 +6,6 @@ its error reaches the others instead of leaving them in a collective.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,26 +13,31 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
-from .errors import SpError, Told
+from .checksums import checksum
+from .errors import SpError, Told, trace_of
 from .mesh import Ranks
+from .programs import Line, Program, gathered, hashed
 
 SMALL = 64  # values of a constant that are compared
 SHOWN = 8  # inputs that differ between the ranks, in an error message
 
 
-def fingerprint(gm: GraphModule) -> int:
-    """63 bits of a graph's text: targets, arguments, dtypes, local shapes, bodies of region ops, small constants."""
-    lines = []
+def fingerprint(gm: GraphModule) -> Program:
+    """A graph's text: targets, arguments, dtypes, local shapes, bodies of region ops, small constants."""
+    texts, lines = [], []
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if _is_unused_symbol(node):
             continue
         kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
         args = _without_names(node)
-        lines.append(f"{node.op} {node.name} {_name(node.target)} {args} {node.kwargs} {kind}")
+        text = f"{node.op} {node.name} {_name(node.target)} {args} {node.kwargs} {kind}"
         if node.op == "get_attr":
-            lines.append(_attribute(gm, str(node.target)))
-    return _hash("\n".join(lines))
+            text = f"{text}\n{_attribute(gm, str(node.target))}"
+        texts.append(text)
+        if node.op != "placeholder":  # of inputs that differ the ranks tell more
+            lines.append(Line(text, text.partition(" ")[2], trace_of(node)))
+    return Program(hashed("\n".join(texts)), tuple(lines))
 
 
 def _without_names(node: Node) -> tuple[Any, ...]:
@@ -51,7 +55,7 @@ def _attribute(gm: GraphModule, name: str) -> str:
     for part in name.split("."):
         value = getattr(value, part)
     if isinstance(value, GraphModule):
-        return str(fingerprint(value))
+        return str(fingerprint(value).digest)
     constant = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
     return str(value.tolist()) if constant and value.numel() <= SMALL else ""
 
@@ -71,11 +75,9 @@ def _name(target: Any) -> str:
     return getattr(target, "__qualname__", str(target))
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-RUNS, FAILED, COMPILES = range(3)  # what a rank is about to do: the first of the words that ranks exchange
+RUNS, FAILED, COMPILES, STOPPED = range(
+    4
+)  # what a rank is about to do: the first of the words that ranks exchange
 
 
 def exchange_words(ranks: Ranks, words: Sequence[int]) -> list[list[int]]:
@@ -89,8 +91,20 @@ def exchange_words(ranks: Ranks, words: Sequence[int]) -> list[list[int]]:
     return [words.tolist() for words in received]
 
 
-def compiling_alone(everyone: Sequence[Sequence[int]]) -> str:
-    """Some ranks compile the program for this call, the others have compiled it before."""
+def stop(ranks: Ranks) -> None:
+    """Tell a group, in place of whatever it waits for, that this rank has met an error among others."""
+    if ranks.n > 1:
+        exchange_words(ranks, [STOPPED, 0, 0, 0, 0])
+
+
+def of_two_minds(everyone: Sequence[Sequence[int]]) -> str:
+    """Some ranks compile the program for this call and the others have compiled it before, or some have stopped."""
+    stopped = [r for r, words in enumerate(everyone) if words[0] == STOPPED]
+    if stopped:
+        return (
+            f"rank {', '.join(map(str, stopped))} of {len(everyone)} does not take part in this call: ranks of another "
+            "of its groups disagree, and its own error says on what"
+        )
     alone = [r for r, words in enumerate(everyone) if words[0] == COMPILES]
     return (
         f"rank {', '.join(map(str, alone))} of {len(everyone)} compiles the program anew for this call and the others "
@@ -102,7 +116,8 @@ def compiling_alone(everyone: Sequence[Sequence[int]]) -> str:
 class Agreed:
     """Calls `run` once all ranks have shown the same fingerprint and the same input sizes.
 
-    run: the compiled graph, or None with `error` where this rank could not compile; names: as `input_names` gives them.
+    run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the same.
+    names: as `input_names` gives them.
     equal: the inputs whose values must be the same on every rank; compared on the first call, as checksums. always: of
     those, the ones that are compared on every call.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, or
@@ -113,13 +128,13 @@ class Agreed:
         self,
         run: Callable[..., Any] | None,
         ranks: Ranks,
-        graph: int,
+        program: Program,
         names: Sequence[str],
         error: Exception | None = None,
         equal: Collection[str] = (),
         always: Collection[str] = (),
     ) -> None:
-        self.run, self.ranks, self.graph, self.names, self.error = run, ranks, graph, names, error
+        self.run, self.ranks, self.program, self.names, self.error = run, ranks, program, names, error
         self.equal, self.always = frozenset(equal), frozenset(always)
         self.first = True
 
@@ -135,61 +150,90 @@ class Agreed:
         given = {name: _size(a) for name, a in zip(self.names, args) if name}
         words = [
             FAILED if self.error is not None else RUNS,
-            self.graph,
-            _hash(" ".join(given.values())),
+            self.program.digest,
+            hashed(" ".join(given.values())),
             0,
             0,
         ]
         if self.error is None:
             values = {name: checksum(a) for name, a in zip(self.names, args) if self._compares(name)}
-            words[3] = _hash(" ".join(v for name, v in values.items() if name in self.always))
+            words[3] = hashed(" ".join(v for name, v in values.items() if name in self.always))
             if self.first:  # a rank whose call is not its first says nothing of the others
-                words[4] = _hash(" ".join(values.values()))
+                words[4] = hashed(" ".join(values.values()))
             given.update(
                 {name: f"{given[name]} with checksum {value}" for name, value in values.items() if value}
             )
         self.first = False
         everyone = exchange_words(self.ranks, words)
-        if any(theirs[0] == COMPILES for theirs in everyone):
-            raise SpError(compiling_alone(everyone))
-        alike = len({theirs[4] for theirs in everyone if theirs[4]}) <= 1
-        if alike and all(theirs[:4] == everyone[0][:4] for theirs in everyone) and everyone[0][0] == RUNS:
-            return
-        raise SpError(self._disagreement(everyone, given)) from self.error
+        error = None
+        if any(theirs[0] in (COMPILES, STOPPED) for theirs in everyone):
+            error = SpError(of_two_minds(everyone))
+        elif not _agree_on(everyone):
+            error = SpError(self._disagreement(everyone, given))
+        if error is not None:
+            self._stop_others()
+            raise error from self.error
+
+    def _stop_others(self) -> None:
+        """The groups that would be asked next hear of it: their other ranks are on their way."""
+        inner = self.run
+        while isinstance(inner, Agreed):
+            stop(inner.ranks)
+            inner = inner.run
 
     def _compares(self, name: str) -> bool:
         return name in self.always or (self.first and name in self.equal)
 
     def _disagreement(self, everyone: list[list[int]], given: Mapping[str, str]) -> str:
-        """Every rank is here, so a second exchange, of words this time, is safe."""
-        told: list[Any] = [None] * self.ranks.n
-        mine = (_words(self.error), given)
-        dist.all_gather_object(told, mine, group=self.ranks.process_group)
+        """Every rank is here, so more exchanges, of words this time, are safe."""
+        told: list[tuple[str, dict[str, str]]] = gathered((_words(self.error), given), self.ranks)
         if isinstance(self.error, Told) and not any(error for error, _ in told):
             return str(self.error)
         failed = {error: [r for r, (e, _) in enumerate(told) if e == error] for error, _ in told if error}
         if failed:
             each = [f"rank {', '.join(map(str, ranks))}: {error}" for error, ranks in failed.items()]
             return "the model could not be compiled on " + "\n".join(each)
-        inputs = [one for _, one in told]
-        names = [name for name in {**inputs[0], **inputs[-1]} if len({one.get(name) for one in inputs}) > 1]
-        names.sort(key=lambda name: "(" not in inputs[0].get(name, "("))  # tensors before symbols
-        rows = [", ".join(f"{name} {one.get(name, 'missing')}" for name in names[:SHOWN]) for one in inputs]
-        per_rank = [f"  rank {r}: {row or 'the same inputs as the others'}" for r, row in enumerate(rows)]
-        same_names = all(one.keys() == inputs[0].keys() for one in inputs)
-        resized = same_names and any(w[2] != everyone[0][2] for w in everyone)
-        revalued = same_names and all(w[1] == everyone[0][1] for w in everyone)
-        what = (
-            "inputs of different sizes"
-            if resized
-            else "different values"
-            if revalued
-            else "different programs"
-        )
-        return (
-            f"the {self.ranks.n} ranks of this sequence-parallel group were given {what}; every rank has to call the "
-            "same model, with the same weights, on the same arguments. What differs:\n" + "\n".join(per_rank)
-        )
+        lines: list[str] = []
+        if len({words[1] for words in everyone}) > 1:
+            lines = self.program.first_difference(self.ranks)
+        return explained(everyone, [one for _, one in told], lines)
+
+
+def _agree_on(everyone: Sequence[Sequence[int]]) -> bool:
+    alike = len({words[4] for words in everyone if words[4]}) <= 1
+    return alike and all(words[:4] == everyone[0][:4] for words in everyone) and everyone[0][0] == RUNS
+
+
+LATER = (
+    "\nThey were equal when the program was compiled, and ranks that hold the same then share work. If they are meant "
+    "to differ, compile it with values that do, or with sequence_parallel_linear='never'"
+)
+
+
+def explained(
+    everyone: Sequence[Sequence[int]], inputs: Sequence[Mapping[str, str]], lines: Sequence[str]
+) -> str:
+    """What is not the same on all ranks, in words. inputs: every rank's; lines: where their programs differ."""
+    first = inputs[0]
+    names = [name for name in {**first, **inputs[-1]} if len({one.get(name) for one in inputs}) > 1]
+    names.sort(key=lambda name: "(" not in first.get(name, "("))  # tensors before symbols
+    rows = [", ".join(f"{name} {one.get(name, 'missing')}" for name in names[:SHOWN]) for one in inputs]
+    what, differs = "different programs", "What differs"
+    if all(one.keys() == first.keys() for one in inputs):
+        if any(words[2] != everyone[0][2] for words in everyone):
+            numbers = bool(names) and "(" not in first[names[0]]
+            what = "different numbers" if numbers else "inputs of different sizes"
+        elif all(words[1] == everyone[0][1] for words in everyone):
+            what = "different values"
+        elif lines:
+            differs = "What differs first"
+            rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
+    per_rank = [f"  rank {r}: {row or 'the same inputs as the others'}" for r, row in enumerate(rows)]
+    later = what == "different values" and any(words[3] != everyone[0][3] for words in everyone)
+    return (
+        f"the {len(inputs)} ranks of this group were given {what}; every rank has to call the same model, with the "
+        f"same weights, on the same arguments. {differs}:\n" + "\n".join(per_rank) + (LATER if later else "")
+    )
 
 
 def _size(a: Any) -> str:
@@ -197,18 +241,6 @@ def _size(a: Any) -> str:
     if isinstance(a, torch.Tensor) and a.ndim == 0 and a.device.type == "cpu":
         return str(a.item())
     return str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a)
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def checksum(a: Any) -> str:
-    """A checksum of a tensor's bits and of their order: integer arithmetic, so exact whatever the order of summing."""
-    if not isinstance(a, torch.Tensor) or a.numel() == 0 or a.ndim == 0:
-        return ""
-    plain = (torch.view_as_real(a.detach()) if a.is_complex() else a.detach()).contiguous().reshape(-1)
-    bits = plain.view(_BITS[plain.element_size()]).long()
-    return str((bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum().item())
 
 
 def _words(error: Exception | None) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 
 import torch
+import torch.distributed as dist
 
 from .errors import SpError
-from .lowering.communicator import current
+from .lowering.communicator import FunctionalCommunicator, current
 from .mesh import Ranks
 
 TEXT = 1024  # bytes of a rank's words in an error message
@@ -37,6 +38,20 @@ def agree(
         raise SpError("\n".join(f"rank {rank}: {told[rank]}" for rank in failed))
     each = "\n".join(f"  rank {rank}: {words}" for rank, words in enumerate(told))
     raise SpError(f"{name}: the ranks' calls differ; {alike}\n{each}")
+
+
+def place_of_words(ranks: Ranks) -> torch.device:
+    """Where the ranks of a group tell each other, the same on all of them: not on the device of a tensor of one's own.
+
+    The CPU if the group's backend is there too, so that no GPU is waited for.
+    """
+    group = ranks.process_group if isinstance(current(), FunctionalCommunicator) else None
+    kinds = (
+        []
+        if group is None
+        else [kind.partition(":")[0] for kind in dist.get_backend_config(group).split(",")]
+    )
+    return torch.device("cpu" if not kinds or "cpu" in kinds else kinds[0])
 
 
 def numbers(

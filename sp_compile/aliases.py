@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from ._compat import is_functorch_tensor, set_grad_enabled
+from ._compat import is_functorch_tensor, set_grad_enabled, storage_of
 
 aten = torch.ops.aten
 
@@ -129,7 +129,7 @@ def _any_float(value: Any) -> bool:
 
 def _storages(node: Node) -> set[int]:
     return {
-        t.untyped_storage()._cdata
+        storage_of(t)
         for t in _tensors(node.meta.get("val"))
         if t.layout is torch.strided and not is_functorch_tensor(t)
     }

@@ -6,7 +6,6 @@ numbers touch only when it lies beside the others'.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ._compat import pytree, real_tensors, size_hint
-from .agree import checksum
+from ._compat import namespace_of, pytree, real_tensors, size_hint
+from .checksums import checksum
+from .errors import trace_of
+from .programs import Line, Program, hashed
 
 WORDS = ("_c10d_functional", "c10d", "sp")  # ops whose strings name groups, which ranks call as they like
 
@@ -32,27 +33,47 @@ class Text:
 
 def text_of(gm: GraphModule) -> Text:
     """The text of a graph, without names of groups and numbers of devices."""
+    numbers = []
+    for node in gm.graph.nodes:
+        named = is_exchange(node)
+        written = [
+            _spelt(leaf)
+            for leaf in pytree.tree_leaves((node.args, node.kwargs))
+            if not (isinstance(leaf, Node) or (named and isinstance(leaf, str)))
+        ]
+        numbers.append(hashed(f"{written} {_constant(gm, node)}"))
+    joints = "\n".join(joint for joint, _ in _joints(gm))
+    return Text(hashed(joints), hashed(" ".join(_exchanges(gm))), tuple(numbers))
+
+
+def _joints(gm: GraphModule) -> Iterator[tuple[str, Node]]:
+    """Each op, and the numbers of the ops whose results it is given."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    joints, numbers = [], []
     for node in gm.graph.nodes:
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         edges = [order[leaf] if isinstance(leaf, Node) else None for leaf in leaves]
         if node.op != "output":
-            joints.append(f"{node.op} {_target(node)} {edges} {spec}")
-        named = is_exchange(node)
-        written = [
-            _spelt(leaf)
-            for leaf in leaves
-            if not (isinstance(leaf, Node) or (named and isinstance(leaf, str)))
-        ]
-        numbers.append(_hash(f"{written} {_constant(gm, node)}"))
-    return Text(_hash("\n".join(joints)), _hash(" ".join(_exchanges(gm))), tuple(numbers))
+            yield f"{node.op} {_target(node)} {edges} {spec}", node
 
 
-def exchanges_of(gm: GraphModule) -> int:
+def program_of(gm: GraphModule) -> Program:
     """What ranks have to have in common to wait for each other: the exchanges, or all ops where none are in sight."""
     text = text_of(gm)
-    return text.exchanges if any(_exchanges(gm)) else text.shape
+    return Program(text.exchanges if any(_exchanges(gm)) else text.shape, tuple(_lines(gm)))
+
+
+def _lines(gm: GraphModule) -> Iterator[Line]:
+    """Each op and which of the ops before it it follows on, whatever the inputs are; bodies of regions included."""
+    order: dict[Node, int] = {}
+    for node in gm.graph.nodes:
+        body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            yield from _lines(body)
+        elif node.op not in ("placeholder", "output"):
+            leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+            edges = [order.get(leaf, "input") for leaf in leaves if isinstance(leaf, Node)]
+            order[node] = len(order)
+            yield Line(f"{_target(node)} {edges} {spec}", _target(node) or node.name, trace_of(node))
 
 
 def _exchanges(gm: GraphModule) -> Iterator[str]:
@@ -92,10 +113,7 @@ def is_exchange(node: Node) -> bool:
     if node.op != "call_function":
         return False
     target: Any = node.target
-    space = (
-        getattr(target, "namespace", "") or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
-    )
-    return space in WORDS or "functional_collectives" in getattr(target, "__module__", "")
+    return namespace_of(target) in WORDS or "functional_collectives" in getattr(target, "__module__", "")
 
 
 def _target(node: Node) -> str:
@@ -119,7 +137,3 @@ def _constant(gm: GraphModule, node: Node) -> str:
     if isinstance(value, GraphModule):
         return str(text_of(value))
     return _digest(value) if isinstance(value, torch.Tensor) else ""
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,15 +13,13 @@ from torch.fx import GraphModule
 
 from . import _compat, measure
 from .agree import Agreed, fingerprint, input_names
-from .alike import exchanges_of
-from .capture import capture
+from .alike import program_of
 from .config import SPConfig
-from .errors import SpError, at
+from .dynamo_graph import global_view
+from .errors import SpError
 from .explain import Report
-from .gradients_of_results import SharedResults
 from .joint import QUESTIONS, JointPasses
 from .known_routes import declare_routes
-from .local_inputs import capture_shards
 from .lockstep import Lockstep
 from .lowering.version import digest
 from .machine import Machine
@@ -28,12 +27,18 @@ from .mesh import Ranks, resolve, splits_sequence
 from .passes.rewrite import Settings
 from .passes.tensor_parallel import Facts
 from .pipeline import run_pipeline
+from .programs import Program
 from .randomness import decorrelated, draws
+from .unsplit import note, runs_as_written
 from .weights import are_apart, facts_of, groups_of, has_dtensors, known, local_tensors
 
 log = logging.getLogger(__name__)
 
-Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+CHANGING_LENGTHS = (
+    "torch could not trace this program of DTensors (RecursionError), as it cannot, with backend='aot_eager' either, "
+    "where the length of a sequence changes from call to call and becomes a symbol. Compile one graph a length: "
+    "torch.compile(..., dynamic=False), or pad to one length"
+)
 
 
 def sp(
@@ -50,32 +55,72 @@ def sp(
     given = vars(options) if isinstance(options, SPConfig) else options or {}
     others = groups_of(gm, example_inputs)
     talk = Lockstep(questions(others))
-    talk.open()
+    splits = bool(others) and splits_sequence(given.get("mesh"), given.get("mesh_dim"), others)
+    talk.open(_sequence_ranks(given) if splits else [])
     error: Exception | None = None
     joint: JointPasses | None = None
     try:
         joint = joint_passes(gm, example_inputs, others, talk)
-        if joint is not None and not splits_sequence(given.get("mesh"), given.get("mesh_dim"), others):
+        if joint is not None and not splits:
+            _refuse_mode(mode)
             joint.place(())
             run: Any = compile_local(gm, example_inputs, SPConfig.of(options), Ranks(1, ""), joint)
+        elif runs_as_written(gm, example_inputs, given):
+            _refuse_mode(mode)
+            run = compile_local(gm, example_inputs, SPConfig.of(options), Ranks(1, ""))
+            log.info("%s", note())
         else:
             run = sequence_parallel(gm, example_inputs, options, mode, joint)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
     except Exception as failure:
-        run, error = None, failure
+        run, error = None, _taught(failure, gm, example_inputs)
     talk.finish(error)
+    if error is not None and not others:
+        return Agreed(None, Ranks(1, ""), Program(), [], error)
+    return _agreed(run, gm, example_inputs, others, joint, error)
+
+
+def _agreed(
+    run: Any,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    others: Sequence[Ranks],
+    joint: JointPasses | None,
+    error: Exception | None,
+) -> Any:
+    """The compiled program, called only where the ranks of each group agree on what it is and what it is given."""
     scattered = joint.scattered if joint else set()
     for ranks in reversed(others):  # the first group is asked first, as in Lockstep.open
         always: list[str] = []
         facts = joint.facts[ranks.group] if joint else Facts()
         if run is not None and ranks.group in scattered:
-            run = SharedResults(run, ranks, _result_names(gm))
             always = _arguments(gm, example_inputs, facts)
-        run = Agreed(
-            run, ranks, exchanges_of(gm), _comparable(gm, example_inputs, facts), error, always=always
-        )
+        run = Agreed(run, ranks, program_of(gm), _comparable(gm, example_inputs, facts), error, always=always)
     return run
+
+
+def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:
+    """What to do about an error that does not say it."""
+    if not isinstance(failure, RecursionError) or not has_dtensors(gm, example_inputs):
+        return failure
+    error = SpError(CHANGING_LENGTHS)
+    error.__cause__ = failure
+    return error
+
+
+def _refuse_mode(mode: str | None) -> None:
+    if mode is not None:
+        raise SpError(
+            f"mode={mode!r} is Inductor's; set torch._inductor.config instead, which backend='sp' compiles with"
+        )
+
+
+def _sequence_ranks(given: Mapping[str, Any]) -> list[Ranks]:
+    """The ranks of the sequence; none where the mesh is wrong, which is said later."""
+    with suppress(SpError):
+        return [resolve(given.get("mesh"), given.get("mesh_dim"))]
+    return []
 
 
 def _arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
@@ -106,10 +151,7 @@ def sequence_parallel(
             ranks, _device(example_inputs)
         )  # together, before anything can fail on one rank
         config = SPConfig.of(options)
-        if mode is not None:
-            raise SpError(
-                f"mode={mode!r} is Inductor's; set torch._inductor.config instead, which backend='sp' compiles with"
-            )
+        _refuse_mode(mode)
         if has_dtensors(gm, example_inputs):
             raise SpError(
                 "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
@@ -123,7 +165,7 @@ def sequence_parallel(
     except Exception as error:
         if joint is not None:
             joint.talk.finish(error)
-        return Agreed(None, ranks, 0, names, error)
+        return Agreed(None, ranks, Program(), names, error)
     equal = _equal_inputs(gm, example_inputs, config.inputs)
     return Agreed(run, ranks, fingerprint(local), names, equal=equal)
 
@@ -160,14 +202,7 @@ def lower(
         raise SpError(
             "inputs='local' and outputs='local' need a model without graph breaks: what crosses one is whole"
         )
-    _mark_inputs(gm, example_inputs)
-    seq_dims = None if isinstance(config.seq_dims, str) else _placeholder_names(gm, config.seq_dims, fragment)
-    if config.inputs == "local" and ranks.n > 1:
-        _compat.refuse_eager_fallback()
-        graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
-    else:
-        graph, inputs = capture(gm, example_inputs), {}
-    _mark_inputs(graph, example_inputs)
+    graph, inputs, seq_dims = global_view(gm, example_inputs, config, ranks.n, fragment)
     job = Settings(
         ranks,
         seq_dims=seq_dims,
@@ -204,12 +239,6 @@ def joint_passes(
             talk.skip(ranks, QUESTIONS)
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
     return JointPasses(groups, facts, shapes, talk, frozenset(apart))
-
-
-def _result_names(gm: GraphModule) -> list[str]:
-    """The results as the user's program has them: where each is made."""
-    results = gm.graph.output_node().args[0]
-    return [f"{i} ({at(r)})" if isinstance(r, torch.fx.Node) else str(i) for i, r in enumerate(results)]
 
 
 def _comparable(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
@@ -256,33 +285,3 @@ def compile_local(
             run = _compat.joint_compiler(config.compiler, joint, joint.key())(local, example_inputs)
             log.info("%s", joint.report)
     return decorrelated(run, ranks) if ranks.n > 1 and draws(local) else run
-
-
-def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """meta: sp_param, not one of the user's arguments; sp_grad, it may need a gradient."""
-    for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs):
-        if isinstance(example, torch.Tensor):
-            node.meta["sp_grad"] = example.requires_grad
-            node.meta["sp_param"] = isinstance(example, torch.nn.Parameter) or _compat.is_module_state(node)
-
-
-def _placeholder_names(
-    graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool
-) -> dict[str, int] | None:
-    """The user's argument names (or indices) as the names of the graph's placeholders.
-
-    A fragment of the model may lack some of them; one that has none finds its sequence by itself (None).
-    """
-    tensors = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta.get("sp_param") is False]
-    out = {}
-    for key, dim in seq_dims.items():
-        found = [n for n in tensors if _compat.argument_name(n) == key]
-        if isinstance(key, int) and key < len(tensors):
-            found = [tensors[key]]
-        if not found and fragment:
-            continue
-        if len(found) != 1:
-            known = [_compat.argument_name(n) for n in tensors]
-            raise SpError(f"seq_dims: no input is called {key!r}; the graph's tensor inputs are {known}")
-        out[found[0].name] = dim
-    return out or None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ._compat import pytree
+from ._compat import OpOverload, pytree, schema_of
 from .shapes import Size, sizes
 
 
@@ -23,8 +23,8 @@ def is_written(node: Node) -> bool:
 
     Inputs do not count: they are written back once, at the end of the program.
     """
-    users = [u.target for u in node.users if isinstance(u.target, torch._ops.OpOverload)]
-    return node.op == "call_function" and any(target._schema.is_mutable for target in users)
+    users = [u.target for u in node.users if isinstance(u.target, OpOverload)]
+    return node.op == "call_function" and any(schema_of(target).is_mutable for target in users)
 
 
 def result_number(getitem: Node) -> int:
@@ -38,7 +38,7 @@ def result_number(getitem: Node) -> int:
 def _signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
     return tuple(
         (a.name, a.kwarg_only, a.has_default_value(), a.default_value if a.has_default_value() else None)
-        for a in target._schema.arguments
+        for a in schema_of(target).arguments
     )
 
 

@@ -16,13 +16,14 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from ._compat import (
-    ConstantSource,
     FakeTensor,
     FakeTensorMode,
     TracingContext,
     detect_fake_mode,
     is_functorch_tensor,
     keep_source,
+    keep_state_sources,
+    storage_of,
 )
 from .errors import SpError, at
 from .functionalize import functionalize
@@ -40,10 +41,10 @@ def capture(
 
     Placeholders stay one to one with Dynamo's, in order, with its names and sources, so the result stands in for `gm`
     in compile_fx. An input that the program mutates is written back by one aten.copy_ at the end.
-    fakes: used in place of `fake_inputs(gm, example_inputs)`, to capture for other sizes.
+    fakes: used in place of `fake_inputs(example_inputs)`, to capture for other sizes.
     Raises SpError where the program can not be captured.
     """
-    fake_mode, own = fake_inputs(gm, example_inputs)
+    fake_mode, own = fake_inputs(example_inputs)
     captured = trace(gm, own if fakes is None else fakes, fake_mode)
     _drop_dead(captured)
     _lift_constants(captured, fake_mode)
@@ -55,7 +56,7 @@ def capture(
     return _finish(captured)
 
 
-def fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """The fake mode of the running compilation, and `example_inputs` in it with Dynamo's dynamic dims.
 
     The values in the graph's meta["example_value"] belong to Dynamo's own finished trace and must not be mixed in.
@@ -117,9 +118,7 @@ def _keep_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
         n.meta.update({k: o.meta[k] for k in _PLACEHOLDER_META if k in o.meta})
         keep_source(n, o)
     captured.meta.update(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        constants = {name: ConstantSource(name) for name, _ in captured.named_buffers()}
-        captured._param_name_to_source = {**gm._param_name_to_source, **constants}
+    keep_state_sources(captured, gm)
 
 
 def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -128,7 +127,7 @@ def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]
     owners: dict[int, list[Node]] = {}
     for node, value in zip(placeholders, example_inputs, strict=True):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            owners.setdefault(value.untyped_storage()._cdata, []).append(node)
+            owners.setdefault(storage_of(value), []).append(node)
     written = {
         n.args[0] for n in captured.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     }

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch.fx import Node
 
+from ._compat import ShortenTraceback
+
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in .*\n((?:(?!\s*File ").*\n?)?)', re.MULTILINE)
 
 
@@ -21,8 +23,14 @@ class Told(SpError):
     """What failed on another rank, as that one told it."""
 
 
-class Alone(SpError):
-    """This rank and others of its group are of two minds about what to do now; all of them hear of it at once."""
+class Alone(SpError, ShortenTraceback):
+    """This rank and others of its group are of two minds about what to do now; all of them hear of it at once.
+
+    Raised while Dynamo compiles, which lets it out as it is and tries again at the next call.
+    """
+
+    def __init__(self, words: str) -> None:
+        ShortenTraceback.__init__(self, words, first_useful_frame=None)
 
 
 def at(node: Node) -> str:
@@ -30,7 +38,16 @@ def at(node: Node) -> str:
 
     The innermost frame of the node's stack trace that lies neither in torch nor in this package.
     """
-    trace = node.meta.get("stack_trace") or ""
+    return source_line(trace_of(node))
+
+
+def trace_of(node: Node) -> str:
+    """The stack trace of the call that made the node; "" if nobody noted it."""
+    return node.meta.get("stack_trace") or ""
+
+
+def source_line(trace: str) -> str:
+    """As `at`, of a stack trace."""
     for file, line, code in reversed(_FRAME.findall(trace)):
         path = Path(file)
         if not any(path.is_relative_to(folder) for folder in _foreign_folders()):

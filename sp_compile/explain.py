@@ -16,7 +16,7 @@ from .traffic import Exchange
 
 @dataclass
 class Report:
-    """The report of one graph; `str(report)` is for people."""
+    """The report of one graph; `str(report)` is for people. parallel: how many ranks tensor-parallel groups have."""
 
     n: int
     notes: list = field(default_factory=list)
@@ -28,6 +28,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     errors: list = field(default_factory=list)
     layers: list = field(default_factory=list)
+    parallel: list[int] = field(default_factory=list)
 
     def add(self, notes: Iterable) -> None:
         """Append the notes that are not there yet; passes that run again repeat themselves."""
@@ -44,6 +45,7 @@ class Report:
         self.sharded_outputs += other.sharded_outputs
         self.errors += other.errors
         self.layers += other.layers
+        self.parallel = sorted({*self.parallel, *other.parallel})
 
     @property
     def worst(self) -> float:
@@ -63,8 +65,7 @@ class Report:
         return "\n\n".join(part for part in self._parts() if part)
 
     def _parts(self) -> Iterable[str]:
-        found = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
-        yield f"{self.n} ranks; the sequence is {found or 'not an input dim'}"
+        yield self._ranks()
         if self.constraints:
             yield "Constraints\n" + "\n".join(f"  {c}" for c in self.constraints)
         if self.notes:
@@ -98,6 +99,14 @@ class Report:
             yield tabulate(
                 self.errors, headers=("against one device", "largest relative error"), floatfmt=".2e"
             )
+
+    def _ranks(self) -> str:
+        found = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
+        whole = f"{self.n} ranks; the sequence is {found or 'not an input dim'}"
+        if not self.parallel:
+            return whole
+        groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
+        return f"{whole}; {groups}" if found else f"{groups}; no other ranks split the sequence"
 
 
 WIDTHS = 56  # characters of a column

@@ -15,11 +15,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node, map_arg
 
 from . import views
 from ._compat import (
+    OpOverload,
     detect_fake_mode,
     enter_autocast,
     exit_autocast,

@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node, map_arg
 
+from ._compat import OpOverload, schema_of
 from .errors import SpError, at
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ class Mutation:
 
 def is_mutation(node: Node) -> bool:
     """Does the schema of the node's op say that it changes an argument?"""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def is_view_change(node: Node) -> bool:
@@ -46,14 +46,14 @@ def is_pure(node: Node) -> bool:
     if not isinstance(target, OpOverload):
         return target is operator.getitem
     random = torch.Tag.nondeterministic_seeded in target.tags
-    return not target._schema.is_mutable and not random and not node.is_impure()
+    return not schema_of(target).is_mutable and not random and not node.is_impure()
 
 
 def positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """`args` with the leading ones of `kwargs` put in their places."""
     args = tuple(args)
     if isinstance(target, OpOverload):
-        for argument in target._schema.arguments[len(args) :]:
+        for argument in schema_of(target).arguments[len(args) :]:
             if argument.name not in kwargs:
                 break
             args += (kwargs[argument.name],)
@@ -65,7 +65,7 @@ def mutation_of(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mu
 
     Raises SpError where the op returns some of several changed tensors: which is which can not be told.
     """
-    schema = node.target._schema
+    schema = schema_of(node.target)
     targets: dict[Node, None] = {}
     for i, argument in enumerate(schema.arguments):
         if argument.is_write:
@@ -85,17 +85,17 @@ def functional_form(target: OpOverload) -> OpOverload | None:
     """aten.add_.Tensor -> aten.add.Tensor; None where there is none."""
     if target.namespace != "aten":
         return None
-    base = _base_name(target._schema.name.split("::")[1])
+    base = _base_name(schema_of(target).name.split("::")[1])
     packet = getattr(aten, _RENAMED.get(base, base), None) if base else None
     for overload in packet.overloads() if packet else ():
         found = getattr(packet, overload)
-        if not found._schema.is_mutable and _signature(found) == _signature(target):
+        if not schema_of(found).is_mutable and _signature(found) == _signature(target):
             return found
     return None
 
 
 def _signature(op: OpOverload) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in op._schema.arguments]
+    return [(a.name, str(a.type)) for a in schema_of(op).arguments]
 
 
 # Where the op without underscore is another one.

@@ -7,22 +7,25 @@ what the partitioner keeps for the backward is decided on the result.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from . import _compat
+from . import _compat, passes
 from .alike import text_of, unlike
 from .call import is_tensor
 from .config import SPConfig
 from .declare import declared
+from .errors import at
 from .explain import Report
 from .grid import grids
-from .lockstep import Lockstep
+from .lockstep import Lockstep, exchanges
 from .lowering.version import digest
 from .mesh import Ranks
 from .passes.edit import copied
@@ -30,6 +33,7 @@ from .passes.lower_exchanges import lower_exchanges
 from .passes.merge_reductions import merge_reductions
 from .passes.own_rows import mark_own_rows
 from .passes.permute_all_to_all import permute_all_to_all
+from .passes.reduction_chains import check_reductions
 from .passes.rewrite import Note
 from .passes.sequence_parallel_linear import SequenceParallelLinear
 from .passes.tensor_parallel import Facts
@@ -48,7 +52,8 @@ class JointPasses:
     groups: the tensor-parallel groups of the program, in the order of their appearance. facts: of each, by its name;
     inputs are called input_0, input_1, ..., the function's tensor arguments in order. shapes: theirs, on this rank.
     apart: the groups whose ranks have different programs, or may, and ask each other (`talk`) while they compile.
-    scatter: may layers run scattered? merge: the policy of `merge_reductions`.
+    scatter: may layers run scattered? shared: the gradients of results that a group's ranks must have alike, by name,
+    and where the result is made. merge: the policy of `merge_reductions`.
     """
 
     groups: Sequence[Ranks] = ()
@@ -61,6 +66,7 @@ class JointPasses:
     merge: str = "never"
     report: Report = field(default_factory=lambda: Report(1))
     scattered: set[str] = field(default_factory=set)
+    shared: list[tuple[Ranks, Mapping[str, str]]] = field(default_factory=list)
     unlike: bool = False
 
     def configure(self, config: SPConfig) -> None:
@@ -85,16 +91,22 @@ class JointPasses:
 
     def key(self) -> str | None:
         """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
-        return None if self.groups else f"sp_compile joint {digest()} {self.merge} {declared()}"
+        version = digest(*passes.__path__, str(Path(__file__).parent))
+        return None if self.groups else f"sp_compile joint {version} {self.merge} {declared()}"
 
     def __call__(self, gm: GraphModule) -> None:
         """Change the graph in place. Raises SpError as the passes do, on all ranks of a group that talk."""
+        self.report.parallel = sorted({ranks.n for ranks in self.groups})
+        check_reductions(gm.graph)
         for ranks in self.groups:
             if ranks.group in self.apart:
                 mark_own_rows(gm, ranks, partial(self._everyones_rows, ranks))
             self._scatter(gm, ranks)
             lower_exchanges(gm, _compat.inductor_decompositions() if self.decompose else None)
         self._join_exchanges(gm)
+        for ranks, tangents in self.shared:
+            if ranks.process_group is None or exchanges(ranks.process_group):
+                compare_gradients(gm, ranks, tangents)
 
     def _scatter(self, gm: GraphModule, ranks: Ranks) -> None:
         """Layers over one group, if every rank of it would exchange the same."""
@@ -103,11 +115,16 @@ class JointPasses:
         facts = joint_facts(local, self.facts[ranks.group], self.shapes)
         why = OTHER_OPS if numbers is None else REGROUPED if facts is None else "" if self.scatter else NEVER
         one: SequenceParallelLinear | None = None
+        made = {} if facts is None else {name: _sources(nodes) for name, nodes in facts.tangents.items()}
         if facts is not None and numbers is not None and not why:
             one = SequenceParallelLinear(ranks, replace(facts, numbers=numbers))
             result = one(local)
             local = result.graph_module if result.modified else gm
-        if not self._alike(local, ranks):
+        assumed = one.assumed if one is not None else []
+        tangents = {
+            name: made.get(name) or "of this program" for name in assumed if name.startswith("tangents")
+        }
+        if not self._alike(local, ranks, list(tangents)):
             one, why = None, OTHER_EXCHANGES
         if one is None:
             self.report.add([Note("not sequence_parallel_linear", "graph", f"group {ranks.group}", why)])
@@ -117,6 +134,7 @@ class JointPasses:
         if local is not gm:
             adopt(gm, local)
             self.scattered.add(ranks.group)
+            self.shared.append((ranks, tangents))
 
     def _join_exchanges(self, gm: GraphModule) -> None:
         """Permutes into all-to-alls, and reductions over several axes into one; not where ranks could do otherwise.
@@ -149,11 +167,11 @@ class JointPasses:
         everyone = self.talk.ask(ranks, "text", text_of(gm))
         return None if None in everyone else unlike(gm, everyone)
 
-    def _alike(self, local: GraphModule, ranks: Ranks) -> bool:
-        """Would every rank exchange the same with the others?"""
+    def _alike(self, local: GraphModule, ranks: Ranks, tangents: list[str]) -> bool:
+        """Would every rank exchange the same with the others, and compare the same gradients?"""
         if ranks.group not in self.apart:
             return True
-        mine = text_of(local).exchanges
+        mine = (text_of(local).exchanges, tangents)
         return all(theirs == mine for theirs in self.talk.ask(ranks, "exchanges", mine))
 
 
@@ -193,6 +211,30 @@ def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]
     blank = frozenset(names[name] for name in facts.blank)
     equal = None if facts.equal is None else frozenset(names[name] for name in facts.equal)
     return replace(facts, differ=differ, equal=equal, blank=blank, gradients=gradients, tangents=tangents)
+
+
+def _sources(results: Sequence[Node]) -> str:
+    return " or ".join(dict.fromkeys(f"made at {at(result)}" for result in results))
+
+
+def compare_gradients(gm: GraphModule, ranks: Ranks, tangents: Mapping[str, str]) -> None:
+    """Let every backward begin with a look whether the ranks were given these gradients alike."""
+    found = [node for node in gm.graph.find_nodes(op="placeholder") if node.name in tangents and node.users]
+    if not found:
+        return
+    readers = {node: list(node.users) for node in found}
+    mode = _compat.detect_fake_mode([node.meta["val"] for node in found])
+    with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
+        args = (found, [tangents[node.name] for node in found], ranks.n, ranks.group)
+        both = gm.graph.call_function(torch.ops.sp.shared.default, args)
+        with mode:
+            both.meta["val"] = [torch.empty_like(node.meta["val"]) for node in found]
+        for i, node in enumerate(found):
+            one = gm.graph.call_function(operator.getitem, (both, i))
+            one.meta["val"] = both.meta["val"][i]
+            for reader in readers[node]:
+                reader.replace_input_with(node, one)
+    gm.recompile()
 
 
 def _same_kind(result: Node, tangent: Node) -> bool:

@@ -29,7 +29,7 @@ def capture_shards(
     """
     local = capture(gm, example_inputs)
     dims = _sequence_dims(local, seq_dims)
-    mode, fakes = fake_inputs(gm, example_inputs)
+    mode, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
     symbols = _symbols(nodes, dims)
     whole = [_enlarge(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]

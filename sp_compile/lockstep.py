@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ._compat import real_tensors
-from .agree import COMPILES, compiling_alone, exchange_words
+from .agree import COMPILES, exchange_words, of_two_minds, stop
 from .errors import Alone, Told
 from .mesh import Ranks
 
@@ -27,16 +27,25 @@ class Lockstep:
     def __init__(self, questions: Sequence[tuple[Ranks, str]]) -> None:
         self.left = list(questions)
 
-    def open(self) -> None:
-        """Begin: are the others compiling as well? Raises SpError on every rank of a group that is of two minds."""
-        for ranks in dict.fromkeys(ranks for ranks, _ in self.left):
-            group = ranks.process_group
-            if group is not None and ranks.n > 1 and exchanges(group):
-                with real_tensors():
-                    everyone = exchange_words(ranks, [COMPILES, 0, 0, 0, 0])
+    def open(self, also: Sequence[Ranks] = ()) -> None:
+        """Begin: are the others compiling as well? also: groups that are not asked here, but wait for each other.
+
+        Raises SpError on every rank of a group that is of two minds, and of the groups that they are in.
+        """
+        groups = dict.fromkeys([*(ranks for ranks, _ in self.left), *also])
+        found = [r for r in groups if r.process_group is not None and r.n > 1 and exchanges(r.process_group)]
+        error: Alone | None = None
+        with real_tensors():
+            for ranks in found:
+                if error is not None:
+                    stop(ranks)
+                    continue
+                everyone = exchange_words(ranks, [COMPILES, 0, 0, 0, 0])
                 if any(words[0] != COMPILES for words in everyone):
-                    self.left = []
-                    raise Alone(compiling_alone(everyone))
+                    error = Alone(of_two_minds(everyone))
+        if error is not None:
+            self.left = []
+            raise error
 
     def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
         """Ask these no more; for reasons that all ranks of the group know."""
@@ -53,8 +62,9 @@ class Lockstep:
             raise AssertionError(f"nobody else asks {question!r} over {ranks} now")
         self.left.pop(0)
         everyone = self._exchange(ranks, mine, None)
+        numbers = range(ranks.n) if ranks.process_group is None else members(ranks.process_group)
         failed = {
-            error: [r for r, (_, e) in enumerate(everyone) if e == error] for _, error in everyone if error
+            error: [r for r, (_, e) in zip(numbers, everyone) if e == error] for _, error in everyone if error
         }
         if failed:
             each = "\n".join(f"rank {', '.join(map(str, who))}: {error}" for error, who in failed.items())
@@ -75,6 +85,11 @@ class Lockstep:
         with real_tensors():
             dist.all_gather_object(everyone, (mine, error), group=group)
         return everyone
+
+
+def members(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a group, as the whole program numbers them."""
+    return dist.get_process_group_ranks(group)
 
 
 def exchanges(group: dist.ProcessGroup) -> bool:

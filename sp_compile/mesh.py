@@ -77,36 +77,49 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     Raises SpError: a mesh of several axes without `mesh_dim`, an axis that the mesh lacks, this rank outside the mesh.
     """
     if mesh is None:
-        if mesh_dim is not None:
-            raise SpError(
-                f"mesh_dim={mesh_dim!r} names an axis of a mesh, and no mesh is given: pass mesh=..."
-            )
-        if not dist.is_available() or not dist.is_initialized():
-            return Ranks(1, "")
-        group = dist.group.WORLD
-        return Ranks(dist.get_world_size(group), group.group_name)
+        return _default_group(mesh_dim)
     if not isinstance(mesh, DeviceMesh):
         raise SpError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
-    names = mesh.mesh_dim_names
     ulysses = None
-    if mesh_dim is None and names and {"ring", "ulysses"} <= set(names):
+    if mesh_dim is None and {"ring", "ulysses"} <= set(mesh.mesh_dim_names or ()):
         ulysses = mesh["ulysses"].size()
-        if names.index("ring") > names.index("ulysses"):
-            raise SpError(
-                f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours"
-            )
-        mesh = flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
-        names = mesh.mesh_dim_names
+        mesh = _ring_by_ulysses(mesh)
+    mesh = _axis(mesh, mesh_dim)
+    if mesh.get_coordinate() is None:
+        raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
+    group = mesh.get_group()
+    return Ranks(dist.get_world_size(group), group.group_name, ulysses)
+
+
+def _default_group(mesh_dim: str | None) -> Ranks:
+    if mesh_dim is not None:
+        raise SpError(f"mesh_dim={mesh_dim!r} names an axis of a mesh, and no mesh is given: pass mesh=...")
+    if not dist.is_available() or not dist.is_initialized():
+        return Ranks(1, "")
+    group = dist.group.WORLD
+    return Ranks(dist.get_world_size(group), group.group_name)
+
+
+def _ring_by_ulysses(mesh: DeviceMesh) -> DeviceMesh:
+    """Both axes as one."""
+    names = mesh.mesh_dim_names
+    if names.index("ring") > names.index("ulysses"):
+        raise SpError(
+            f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours"
+        )
+    return flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
+
+
+def _axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
+    """The axis that splits the sequence, as a mesh of its own."""
+    names = mesh.mesh_dim_names
     if mesh.ndim > 1:
         if not names or (mesh_dim or "sp") not in names:
             raise SpError(
                 f"mesh: it has {mesh.ndim} axes {names} and no axis {mesh_dim or 'sp'!r}; "
                 "pass mesh_dim='<name of the axis that splits the sequence>' or slice the mesh: mesh['sp']"
             )
-        mesh = mesh[mesh_dim or "sp"]
-    elif mesh_dim is not None and mesh_dim not in (names or ()):
+        return mesh[mesh_dim or "sp"]
+    if mesh_dim is not None and mesh_dim not in (names or ()):
         raise SpError(f"mesh: it has no axis {mesh_dim!r}, only {names}")
-    if mesh.get_coordinate() is None:
-        raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
-    group = mesh.get_group()
-    return Ranks(dist.get_world_size(group), group.group_name, ulysses)
+    return mesh

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from .agreement import agree
+from ._compat import FakeTensor
+from .agreement import agree, place_of_words
 from .errors import SpError
+from .lowering.all_to_all_permute import Problem, choose
+from .lowering.all_to_all_permute import all_to_all_permute as body
 from .mesh import Mesh, Ranks, ranks_of
-from .scan_call import device_of, needs_gradient, wrong_tensors
+from .scan_call import needs_gradient, wrong_tensors
+from .scan_values import transformed
 
 sp = torch.ops.sp
 NAME = "all_to_all_permute"
@@ -32,20 +37,25 @@ def all_to_all_permute(
         result  (..., n * g, ..., A / n, ...)   torch.cat([x of rank r .chunk(n, scatter_dim)[this rank] for all r],
                                                 gather_dim)
 
-    x           of any rank from 2 on, any dtype and strides; the two dims differ, negative ones count from the last
+    x           of any rank from 2 on, any dtype and strides; the two dims differ, negative ones count from the last.
+                On "meta", ranks compare their calls, and nothing is sent
     group       None: the default process group; a ProcessGroup; a DeviceMesh of one axis or with an axis "sp"
-    out         a tensor like the result, of any strides, that is written and returned. Not differentiable
-    check       compare the call over the ranks first (one all-gather of 16 bytes, for which a GPU is waited for), so
-                that calls which do not fit raise on every rank instead of hanging. Not done inside torch.compile
+    out         a tensor like the result, of any strides that give each element a place of its own; it is written and
+                returned. Not differentiable
+    check       compare the call over the ranks first (one all-gather of 16 bytes, for which a GPU is waited for if
+                the group's backend has no CPU), so that calls which do not fit raise on every rank instead of hanging.
+                Not done inside torch.compile
 
     On one rank it is x itself. Bytes: (n - 1) / n of x sent, in one collective. The gradient is the exchange along the
-    way back, one collective as well, and differentiable again. x is copied once, inside torch.compile by the kernel
-    that makes x, and the result is a strided view of what arrived, in which rows of gather_dim lie one after the other.
-    Where scatter_dim leads (all dims before it are of size 1), x is sent as it lies, and the copy follows the
-    collective.
+    way back, one collective as well, and differentiable again; torch.func's grad, jvp and vmap know it too. x is copied
+    once, inside torch.compile by the kernel that makes x, and the result is a strided view of what arrived, in which
+    rows of gather_dim lie one after the other. Where scatter_dim leads (all dims before it are of size 1), x is sent as
+    it lies, and the copy follows the collective. Dims behind gather_dim that are to be flattened with it (heads, for a
+    projection) are best flattened in x: then a matmul reads the result without a copy.
 
     Raises SpError for dims that are equal or out of range, a scatter_dim that n does not divide, an out that is unlike
-    the result or part of a differentiation, this rank outside the group, and calls that differ between the ranks.
+    the result or part of a differentiation, a DTensor, this rank outside the group, and calls that differ between the
+    ranks.
     """
     call = PermuteCall(x, scatter_dim, gather_dim, ranks_of(group), out)
     call.require(check)
@@ -65,33 +75,41 @@ class PermuteCall:
     def run(self) -> Tensor:
         """The exchange."""
         ranks = self.ranks
+        exchange = body if transformed(self.x) else sp.all_to_all_permute
         if self.out is None:
-            return sp.all_to_all_permute(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
+            return exchange(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
         with torch.no_grad():
-            result = sp.all_to_all_permute(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
-            return self.out.copy_(result)
+            result = exchange(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
+            return self.out.copy_(
+                result.clone() if ranks.n == 1 else result
+            )  # x itself; out may lie across it
 
     def require(self, check: bool) -> None:
         """Raise SpError on every rank if any has a problem, or if their calls differ."""
         problem = next(self._problems(), None)
-        if check and self.ranks.n > 1 and not torch.compiler.is_compiling():
-            device = device_of(self.x)
+        traced = torch.compiler.is_compiling() or isinstance(self.x, FakeTensor)
+        if check and self.ranks.n > 1 and not traced:
             described = "" if problem else self._description()
-            agree(
-                NAME, problem, described, self.ranks, device, "all ranks pass shards of one shape and dtype"
-            )
+            alike = "all ranks pass shards of one shape and dtype, on one kind of device"
+            agree(NAME, problem, described, self.ranks, place_of_words(self.ranks), alike)
         if problem is not None:
             raise SpError(problem)
 
     def _description(self) -> str:
         """What must be the same on every rank, or exchanges would not meet."""
-        x, ndim = self.x, self.x.ndim
-        dims = f"scatter_dim={self.scatter_dim % ndim}, gather_dim={self.gather_dim % ndim}"
-        return f"{NAME} of x {list(x.shape)} {x.dtype}, {dims}, gradient: {needs_gradient(x)}"
+        x, ranks = self.x, self.ranks
+        scatter, gather = self.scatter_dim % x.ndim, self.gather_dim % x.ndim
+        way = choose(Problem(x, scatter, gather, ranks.n, ranks.group)).name
+        return (
+            f"{NAME} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={scatter}, gather_dim={gather}, "
+            f"gradient: {needs_gradient(x)}, {way}"
+        )
 
     def _problems(self) -> Iterator[str]:
         for problem in (*wrong_tensors(x=self.x), *self._wrong_dims()):
             yield f"{NAME}: {problem}"
+        if isinstance(self.x, DTensor):
+            yield f"{NAME}: x is a DTensor, whose shards DTensor moves: x.redistribute(...), or pass x.to_local()"
         yield from (f"{NAME}: {problem}" for problem in self._wrong_sizes())
         yield from (f"{NAME}: {problem}" for problem in self._wrong_out())
 
@@ -138,5 +156,17 @@ class PermuteCall:
             yield (
                 f"out is {list(out.shape)} {out.dtype} on {out.device}, expected {shape} {x.dtype} on {x.device}"
             )
+        if _may_overlap(out):
+            yield f"out {shape} has strides {list(out.stride())}, by which elements may lie in one place"
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             yield "out= is not differentiable; leave it out, detach x and out, or call under torch.no_grad()"
+
+
+def _may_overlap(x: Tensor) -> bool:
+    """Could two elements be in one place? Not if every stride passes over all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+        if stride <= reach:
+            return x.numel() > 0
+        reach += stride * (size - 1)
+    return False

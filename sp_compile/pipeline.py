@@ -78,6 +78,33 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         job = replace(job, attention="auto", layout="auto")
     report = Report(job.ranks.n)
     clock = _Clock(gm, report)
+    axes, plan = _begin(gm, job, fragment, report, clock)
+    chosen = choose_attention(gm, plan, job)
+    report.attention = merged(chosen.decisions)
+    if chosen.folds != job.folds:
+        job = replace(job, folds=chosen.folds)
+        axes, plan = analyse(gm, job)
+    clock.lap("choose")
+    axes, plan = _discharge(gm, job, axes, plan, clock)
+    for last in (SlowScans(job), ExpandHeads(job)):
+        if last.discharge(gm, plan):
+            axes, plan = analyse(gm, job)
+        report.add(last.notes)
+    if not job.gather_outputs:
+        _check_local_outputs(gm, plan, job.ranks.n)
+    report.constraints = _constraints(gm, axes, plan, job.ranks.n)
+    local = _localized(gm, plan, job, clock)
+    report.exchanges = exchanges_of(local, job.ranks.n)
+    report.sharded_outputs = [
+        node.name for node in gm.graph.output_node().all_input_nodes if isinstance(plan.of(node), Shard)
+    ]
+    return local, report
+
+
+def _begin(
+    gm: GraphModule, job: Settings, fragment: bool, report: Report, clock: _Clock
+) -> tuple[Axes, Plan]:
+    """Canonicalize the graph, find its sequences and say of each input where it has them; refuse if there are none."""
     Canonicalize()(gm)
     if job.aligned is not None:
         mark_across(gm, job.aligned)
@@ -93,22 +120,13 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     if not axes.sequences and job.ranks.n > 1:
         _no_sequence(gm, report, fragment)
     elif job.ranks.n > 1 and not any(isinstance(p, Shard) for ps in plan.placements.values() for p in ps):
-        _nothing_sharded(gm, job, report)
+        _nothing_sharded(job, report)
     clock.lap("propagate")
-    chosen = choose_attention(gm, plan, job)
-    report.attention = merged(chosen.decisions)
-    if chosen.folds != job.folds:
-        job = replace(job, folds=chosen.folds)
-        axes, plan = analyse(gm, job)
-    clock.lap("choose")
-    axes, plan = _discharge(gm, job, axes, plan, clock)
-    for last in (SlowScans(job), ExpandHeads(job)):
-        if last.discharge(gm, plan):
-            axes, plan = analyse(gm, job)
-        report.add(last.notes)
-    if not job.gather_outputs:
-        _check_local_outputs(gm, plan, job.ranks.n)
-    report.constraints = _constraints(gm, axes, plan, job.ranks.n)
+    return axes, plan
+
+
+def _localized(gm: GraphModule, plan: Plan, job: Settings, clock: _Clock) -> GraphModule:
+    """The checked graph of one rank."""
     local = localize(gm, plan, job)
     Trees(local).run()
     clock.lap("localize")
@@ -116,11 +134,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     restore_strides(local)
     local.graph.lint()
     clock.lap("validate")
-    report.exchanges = exchanges_of(local, job.ranks.n)
-    report.sharded_outputs = [
-        node.name for node in gm.graph.output_node().all_input_nodes if isinstance(plan.of(node), Shard)
-    ]
-    return local, report
+    return local
 
 
 def _discharge(gm: GraphModule, job: Settings, axes: Axes, plan: Plan, clock: _Clock) -> tuple[Axes, Plan]:
@@ -218,7 +232,7 @@ def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
     return list(out)
 
 
-def _nothing_sharded(gm: GraphModule, job: Settings, report: Report) -> None:
+def _nothing_sharded(job: Settings, report: Report) -> None:
     why = "no value has the sequence in exactly one dim of more than one position; every rank runs the whole"
     if job.fallback == "error":
         raise SpError(f"{why}. fallback='error' forbids that; name the sequence with seq_dims")

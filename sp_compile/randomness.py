@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from ._compat import OpOverload, schema_of
 from .call import Call
 from .mesh import Ranks
 
@@ -29,12 +30,12 @@ def is_random(node: torch.fx.Node) -> bool:
     """Does the node draw random numbers? Attention and dropout only if their probability is not zero."""
     if node.op != "call_function":
         return False
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         bodies = [a for a in node.all_input_nodes if a.op == "get_attr"]
         modules = [getattr(node.graph.owning_module, b.target, None) for b in bodies]
         return any(isinstance(m, GraphModule) and draws(m) for m in modules)
     if torch.Tag.nondeterministic_seeded not in node.target.tags and "dropout" not in str(node.target):
-        arguments = node.target._schema.arguments
+        arguments = schema_of(node.target).arguments
         if not any(a.name == "dropout_p" for a in arguments):
             return False
     call = Call(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -82,28 +83,36 @@ def seconds(kind: str, nbytes: float, line: Line) -> float:
     return line.seconds(nbytes) / (1 if kind == "all_reduce" else 2)
 
 
+_measured: weakref.WeakKeyDictionary[Any, dict[Any, Line]] = weakref.WeakKeyDictionary()
+
 Named: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
 """What this rank calls its communicator (None if it has none), and the ranks of all communicators of that kind."""
 
 
 def measured(
-    groups: Named, turns: Sequence[Sequence[int]], device: torch.device
+    groups: Named, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device
 ) -> tuple[dict[str, Line], dict[frozenset[str], Line]]:
     """The lines of this rank's communicators, and of reductions over several in turn; equal on all ranks.
 
     turns: which of the groups, by number, one behind the other: what a merged one is compared with, measured as a whole
-    because the second of two does not find its ranks as the first one did. All ranks have to ask together. What rank 0
-    finds on its disk counts; if that is nothing, all measure, and the slowest rank decides.
+    because the second of two does not find its ranks as the first one did. where: the device whose tensors they reduce.
+    All ranks have to ask together. Of what this process has not measured yet, what rank 0 finds on its disk counts; if
+    that is nothing, all measure, and the slowest rank decides.
     """
-    where = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    names = [name for name, _ in groups]
-    jobs = [[name] for name in names] + [[names[i] for i in turn] for turn in turns]
-    path = cache_path("reductions", device, dist.group.WORLD, [*(ranks for _, ranks in groups), turns])
-    found = _shared(load(path) if dist.get_rank() == 0 else None, len(jobs), where)
-    if found is None:
-        found = _fit(jobs, where)
-        if dist.get_rank() == 0:
-            save(path, {"lines": [[line.latency, line.bandwidth] for line in found]})
+    numbers = [[i] for i in range(len(groups))] + [list(turn) for turn in turns]
+    jobs = [[groups[i][0] for i in job] for job in numbers]
+    keys = [(where.type, *(groups[i][1] for i in job)) for job in numbers]
+    done = _measured.setdefault(dist.group.WORLD, {})
+    new = {key: job for key, job in zip(keys, jobs) if key not in done}
+    if new:
+        path = cache_path("reductions", device, dist.group.WORLD, list(new))
+        lines = _shared(load(path) if dist.get_rank() == 0 else None, len(new), where)
+        if lines is None:
+            lines = _fit(list(new.values()), where)
+            if dist.get_rank() == 0:
+                save(path, {"lines": [[line.latency, line.bandwidth] for line in lines]})
+        done.update(zip(new, lines))
+    found = [done[key] for key in keys]
     known = [(job, line) for job, line in zip(jobs, found) if None not in job]
     alone = {str(job[0]): line for job, line in known if len(job) == 1}
     return alone, {frozenset(map(str, job)): line for job, line in known if len(job) > 1}

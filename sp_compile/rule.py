@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Node
 
+from ._compat import OpOverload
 from .call import Call
 from .errors import SpError
 from .layout import Placement
@@ -106,7 +107,7 @@ _TRANSFERS: dict[Any, TransferFunction] = {}
 
 def lookup(node: Node) -> tuple[Call, Rule | None] | None:
     """The call and its rule; None when the node is not an ATen-like op; rule None when nothing is known of it."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     call = Call(node)
     function = _REGISTRY.get(node.target)

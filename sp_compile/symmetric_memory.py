@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from . import _compat
-from .agreement import agree, numbers
+from .agreement import agree, numbers, place_of_words
 from .errors import SpError
 from .lowering import symmetric
 from .mesh import Mesh, Ranks, ranks_of
@@ -26,8 +25,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     problem = (
         None if isinstance(size, int) and size > 0 else f"size={size!r}: expected a positive number of bytes"
     )
-    gloo = ranks.n > 1 and "gloo" in str(dist.get_backend(ranks.process_group))
-    told = torch.device("cpu") if gloo else device  # where ranks tell each other
+    told = place_of_words(ranks)
     if ranks.n > 1:
         agree("declare_symmetric_memory", problem, f"size={size}", ranks, told, "the size is the same")
     if problem is not None:

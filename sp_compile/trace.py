@@ -24,6 +24,7 @@ from ._compat import (
     make_fx,
     pytree,
     register_hook_op,
+    rename,
     reset_functorch,
     suspended_trace,
     track_tensor_tree,
@@ -53,7 +54,7 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
     for new, old in zip(
         traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True
     ):
-        new._rename(old.name)
+        rename(new, old.name)
         new.target = new.name
     return traced
 

@@ -18,6 +18,7 @@ from .explain import Report
 from .lockstep import Lockstep
 from .mesh import Ranks, splits_sequence
 from .simulate import GROUP, run_ranks
+from .unsplit import note, runs_as_written
 from .weights import groups_of
 
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
@@ -67,6 +68,9 @@ def _each_graph(
             if others and not splits_sequence(options.mesh, options.mesh_dim, others):
                 total.merge(_scattered(gm, example_inputs, options, others))
                 return gm.forward
+            if runs_as_written(gm, example_inputs, vars(options)):
+                total.add([note()])
+                return gm.forward
             local, report = lower(gm, example_inputs, options, Ranks(sp, GROUP))
         except SpError as error:
             failure.append(error)
@@ -98,7 +102,6 @@ def _scattered(
     joint.configure(options)
     joint.decompose = False
     _compat.joint_compiler("aot_eager", joint, None)(gm, example_inputs)
-    joint.report.n = max(ranks.n for ranks in groups)
     return joint.report
 
 
@@ -125,7 +128,7 @@ def _run(gm: GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor
     grads: list[Tensor | None] = [None] * len(wanted)
     if outs and wanted:
         grads = list(torch.autograd.grad(outs, wanted, [_cotangent(y) for y in outs], allow_unused=True))
-    written = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x._version}
+    written = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and _compat.version_of(x)}
     return [y.detach() if isinstance(y, Tensor) else y for y in results], grads, written
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from ._compat import group_names, known_process_group, process_group, pytree
+from ._compat import group_names, known_process_group, process_group, pytree, real_tensors
 from .alike import Text, digests, is_exchange, text_of
+from .checksums import is_one_number
 from .declare import declared
 from .mesh import Ranks
 from .passes.tensor_parallel import Facts
@@ -65,17 +66,10 @@ def known(gm: GraphModule, inputs: Sequence[Any]) -> Known:
         **{f"input_{i}": digest for i, digest in enumerate(digests(tensors))},
         **{f"size_{i}": digest for i, digest in enumerate(digests(symbols))},
     }
-    blank = [
-        f"input_{i}"
-        for i, x in enumerate(tensors)
-        if x.ndim > 1 and x.numel() and bool((x == x.flatten()[0]).all())
-    ]
+    with real_tensors():
+        blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and is_one_number(x)]
     shapes = str([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors] + [torch.is_grad_enabled()])
     return Known(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs))
-
-
-def _is_one_number(x: torch.Tensor) -> bool:
-    return bool((x == x.flatten()[0]).all())
 
 
 @dataclass(frozen=True)

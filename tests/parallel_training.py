@@ -72,8 +72,12 @@ def step(
 
 
 def part_of(whole: Tensor | None, parameter: nn.Parameter, tp: Split) -> Tensor | None:
-    cut = getattr(parameter, "cut", None)
-    return whole if whole is None or cut is None else whole.chunk(tp.n, cut)[tp.rank]
+    """What this rank has of the whole. over: the axis that cuts it, if not `tp`; outside: one that does so before."""
+    cut, tp = getattr(parameter, "cut", None), getattr(parameter, "over", tp)
+    if whole is None or cut is None:
+        return whole
+    outside = getattr(parameter, "outside", Split())
+    return whole.chunk(outside.n, 0)[outside.rank].chunk(tp.n, cut)[tp.rank]
 
 
 def trained(

@@ -43,6 +43,11 @@ def identity(op: str, dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min
 
 
+def ids_of(length: int) -> Tensor:
+    """Segments of one to four positions."""
+    return torch.repeat_interleave(torch.arange(length), torch.arange(length) % 4 + 1)[:length]
+
+
 def by_hand(
     x: Tensor,
     dim: int,

@@ -1,11 +1,14 @@
 """What ranks compare before they run, and options that must not be ignored; no processes needed."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile import checksums
 from sp_compile.agree import fingerprint
 from sp_compile.mesh import resolve
 
@@ -27,7 +30,7 @@ class Scaled(Attention):
 
 def printed(model: nn.Module, dtype: torch.dtype) -> int:
     x = torch.randn(1, 8, 8, dtype=dtype)
-    return fingerprint(sp_compile.parallelize(torch.export.export(model, (x,)), sp=2))
+    return fingerprint(sp_compile.parallelize(torch.export.export(model, (x,)), sp=2)).digest
 
 
 def test_fingerprint_sees_dtypes_and_constants() -> None:
@@ -89,3 +92,41 @@ def test_running_a_model_to_explain_it_leaves_its_buffers_alone() -> None:
     x = torch.randn(4, 8, 5)
     sp_compile.explain(model, x, sp=1)
     assert norm.num_batches_tracked == 0
+
+
+def summed(x: Tensor) -> str:
+    """The checksum in one piece."""
+    plain = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    words = plain.resolve_neg().contiguous().reshape(-1).view(bits).long()
+    return str((words * torch.arange(1, words.numel() + 1)).sum().item())
+
+
+LAYOUTS = [
+    lambda x: x,
+    lambda x: x.transpose(0, 2),
+    lambda x: x[1:, ::2],
+    lambda x: x[:1].expand(4, 5, 6),
+    lambda x: x.flatten(),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int8, torch.complex64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checksums_are_made_of_small_pieces(
+    monkeypatch: pytest.MonkeyPatch, layout: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = layout((torch.randn(4, 5, 6) * 3).round().to(dtype))
+    monkeypatch.setattr(checksums, "PIECE", 7)
+    assert checksums.checksum(x) == summed(x)
+    assert max(piece.numel() for piece in checksums.pieces(x)) <= 7
+    assert torch.equal(torch.cat(list(checksums.pieces(x))), x.reshape(-1))
+    assert not checksums.is_one_number(x)
+    assert checksums.is_one_number(x[..., :1].expand(x.shape).flatten()[:1].expand(3, 9))
+
+
+def test_checksums_of_lazy_signs() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    for lazy in (x.conj(), x.conj().imag):
+        assert checksums.checksum(lazy) == summed(lazy.clone())

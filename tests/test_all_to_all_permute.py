@@ -17,11 +17,17 @@ from sp_compile.mesh import Ranks
 from sp_compile.simulate import GROUP, SimulationError, run_ranks
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int64, torch.complex64]
+ODD_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.complex128]
 
 
 def shards(n: int, shape: list[int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(n)
     return [(torch.randn(shape, generator=generator, dtype=torch.float64) * 3).to(dtype) for _ in range(n)]
+
+
+def bits(x: Tensor) -> Tensor:
+    """torch.equal does not know every dtype."""
+    return x.contiguous().view(torch.uint8) if x.dtype in ODD_DTYPES else x
 
 
 def expected(xs: list[Tensor], rank: int, scatter: int, gather: int) -> Tensor:
@@ -46,7 +52,7 @@ def test_every_pair_of_dims(n: int, ndim: int) -> None:
                 assert torch.equal(y, expected(xs, rank, scatter, gather))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES + ODD_DTYPES)
 @pytest.mark.parametrize(("scatter", "gather"), [(2, 1), (1, 2), (1, 0), (0, 1)])
 def test_dtypes_and_strides(dtype: torch.dtype, scatter: int, gather: int) -> None:
     for xs in (shards(2, [4, 6, 4], dtype), shards(2, [2, 4, 4, 3], dtype)):
@@ -60,7 +66,7 @@ def test_dtypes_and_strides(dtype: torch.dtype, scatter: int, gather: int) -> No
             given = [kind(x) for x in xs]
             for rank, y in enumerate(exchanged(given, scatter, gather)):
                 assert y.dtype is dtype
-                assert torch.equal(y, expected(given, rank, scatter, gather))
+                assert torch.equal(bits(y), bits(expected(given, rank, scatter, gather)))
 
 
 @pytest.mark.parametrize("empty", [0, 2])
@@ -117,6 +123,58 @@ def test_there_and_back(scatter: int, gather: int) -> None:
     assert all(torch.equal(x, y) for x, y in zip(xs, run_ranks(4, live)))
 
 
+def test_conjugates_and_negatives_that_are_not_written_out() -> None:
+    xs = shards(2, [4, 2, 4], torch.complex64)
+    for kind in (lambda x: x.conj(), lambda x: x.conj().imag, lambda x: torch._neg_view(x)):
+        given = [kind(x) for x in xs]
+        for rank, y in enumerate(exchanged(given, 2, 0)):
+            assert not y.is_conj()
+            assert not y.is_neg()
+            assert torch.equal(y, expected(given, rank, 2, 0))
+
+
+@pytest.mark.parametrize(("scatter", "gather"), [(2, 1), (0, 1)])
+def test_torch_func(scatter: int, gather: int) -> None:
+    """The gradient is the way back, a batch goes at once. (jvp is for ranks of their own: threads share its levels.)"""
+    n = 2
+    xs = shards(n, [2, 4, 4])
+
+    def live(rank: int) -> list[Any]:
+        def swap(x: Tensor, scatter: int = scatter, gather: int = gather) -> Tensor:
+            return all_to_all_permute(x, scatter, gather, Ranks(n, GROUP))
+
+        grad = torch.func.grad(lambda x: swap(x).pow(3).sum())(xs[rank])
+        second = torch.func.grad(lambda x: torch.func.grad(lambda x: swap(x).pow(3).sum())(x).sum())(xs[rank])
+        batch = torch.vmap(lambda x: swap(x.sin()), in_dims=3, out_dims=3)(xs[rank][..., None])
+        return [grad, second, batch]
+
+    for rank, (grad, second, batch) in enumerate(run_ranks(n, live)):
+        torch.testing.assert_close(grad, 3 * xs[rank].square())
+        torch.testing.assert_close(second, 6 * xs[rank])
+        assert torch.equal(batch[..., 0], expected([x.sin() for x in xs], rank, scatter, gather))
+
+
+def test_the_result_may_be_changed_in_place() -> None:
+    xs = shards(2, [2, 4])
+
+    def live(rank: int) -> Tensor:
+        x = xs[rank].clone().requires_grad_()
+        y = all_to_all_permute(x * 1, 1, 0, Ranks(2, GROUP))
+        y.mul_(y.detach().clone())
+        y.sum().backward()
+        return x.grad
+
+    assert all(torch.equal(grad, x) for grad, x in zip(run_ranks(2, live), xs))
+
+
+def test_meta() -> None:
+    x = torch.empty(2, 4, 6, device="meta")
+    y = run_ranks(2, lambda r: all_to_all_permute(x, 2, 0, Ranks(2, GROUP)))[1]
+    assert (y.shape, y.device.type) == ((4, 4, 3), "meta")
+    with pytest.raises(SpError, match=r"differ.*\n.*on meta.*\n.*on cpu"):
+        run_ranks(2, lambda r: all_to_all_permute((x, torch.zeros(2, 4, 6))[r], 2, 0, Ranks(2, GROUP)))
+
+
 def test_one_collective_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     real = sp_compile.simulate._World.exchange
@@ -146,6 +204,12 @@ def test_out(n: int) -> None:
         assert all(y is out and torch.equal(y, w) for y, out, w in zip(found, outs, wanted))
 
 
+def test_out_may_lie_across_x() -> None:
+    x = torch.arange(9.0).view(3, 3)
+    wanted = x.clone()
+    assert torch.equal(all_to_all_permute(x, 0, 1, out=x.mT), wanted)
+
+
 def test_out_is_for_no_gradient() -> None:
     x, out = torch.randn(2, 4, requires_grad=True), torch.empty(2, 4)
     with pytest.raises(SpError, match="out= is not differentiable"):
@@ -170,6 +234,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     ),
     "out is [3, 6, 4] torch.float32": (X, 1, 0, torch.zeros(3, 6, 4)),
     "out is a tensor, got str": (X, 1, 0, "somewhere"),
+    "out [6, 3, 4] has strides [0, 4, 1], by which elements may lie": (X, 1, 0, torch.zeros(1, 3, 4).expand(6, 3, 4)),
+    "out [6, 3, 4] has strides [1, 1, 1], by which": (X, 1, 0, torch.zeros(20).as_strided((6, 3, 4), (1, 1, 1))),
 }  # fmt: skip
 
 

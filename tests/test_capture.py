@@ -159,7 +159,7 @@ def test_capture_for_another_size() -> None:
     shapes = []
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
-        mode, fakes = fake_inputs(gm, example_inputs)
+        mode, fakes = fake_inputs(example_inputs)
         with mode:
             fakes = [torch.empty(2, 6, D) if isinstance(f, torch.Tensor) else f for f in fakes]
         wider = capture(gm, example_inputs, fakes=fakes)
@@ -172,7 +172,7 @@ def test_capture_for_another_size() -> None:
 
 def test_what_can_not_run_names_the_line() -> None:
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
-        mode, fakes = fake_inputs(gm, example_inputs)
+        mode, fakes = fake_inputs(example_inputs)
         with (
             mode,
             pytest.raises(

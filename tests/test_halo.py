@@ -1,69 +1,19 @@
-"""Windows on shards, on simulated ranks: every op against torch's on the whole, values and gradients."""
+"""Windows on shards, on simulated ranks: every op against torch's on the whole."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from halos import RANKS, SIZES, check, frame, operand
 
 from sp_compile.lowering.halo import Part, parts_of
 from sp_compile.lowering.windowed import roll_shifts, window_shifts
-from sp_compile.simulate import GROUP, run_ranks
+from sp_compile.simulate import GROUP
 
 sp = torch.ops.sp
-RANKS = (1, 2, 3, 4, 7)
-SIZES = [(8, 0), (12, 0), (13, 0), (13, 2), (5, 1), (3, 0)]
-"""(size of the frame, where the operand begins): even, ragged, a window, shards of one row, fewer rows than ranks."""
-
-Op = Callable[..., Tensor]
-Frame = Sequence[int]
-
-
-def on_ranks(
-    op: Op, x: Tensor, args: Sequence[Any], frames: Sequence[Frame], dim: int, cotangent: Tensor, n: int
-) -> list[tuple[Tensor, Tensor | None]]:
-    """What every rank finds for the whole result and for the whole gradient of x."""
-
-    def live(rank: int) -> tuple[Tensor, Tensor | None]:
-        whole = x.clone().requires_grad_(x.is_floating_point())
-        shard = sp.shard(whole, dim, frames[0], n, GROUP)
-        y = sp.unshard(op(shard, *args, *frames, n, GROUP), dim, frames[-1], n, GROUP)
-        if y.requires_grad:
-            y.backward(cotangent)
-        return y.detach(), whole.grad
-
-    return run_ranks(n, live)
-
-
-def check(
-    op: Op, torch_op: Callable[[Tensor], Tensor], x: Tensor, args: Any, frames: Any, dim: int, n: int
-) -> None:
-    whole = x.clone().requires_grad_(x.is_floating_point())
-    expected = torch_op(whole)
-    cotangent = torch.randn(expected.shape, dtype=torch.float64).to(expected.dtype)
-    if expected.requires_grad:
-        expected.backward(cotangent)
-    torch.testing.assert_close(op(x, *args), expected.detach())  # without a frame: the whole
-    for value, grad in on_ranks(op, x, args, frames, dim, cotangent, n):
-        torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
-        if whole.grad is not None:
-            grad = torch.zeros_like(x) if grad is None else grad  # a rank of nothing but constants
-            torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-12)
-
-
-def operand(size: int, start: int, dim: int = 2) -> Tensor:
-    shape = [2, 3, 4]
-    shape[dim] = size - start
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
-
-
-def frame(size: int, start: int = 0, length: int | None = None) -> list[int]:
-    return [1, size, start, size - start if length is None else length]
 
 
 WEIGHT = torch.randn(4, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -196,73 +146,6 @@ def test_roll(n: int, size: int, start: int, by: int) -> None:
     if abs(by) < size - start:
         x = operand(size, start, 1)
         check(sp.roll, lambda x: x.roll(by, 1), x, (1, by), [frame(size, start)], 1, n)
-
-
-@pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize(
-    ("op", "args", "length"),
-    [
-        (sp.shift, (0, 3, -3, 0), 11),
-        (sp.roll, (0, 4), 11),
-        (sp.unfold, (0, 1, 0, 0, 2, 1), 11),
-    ],
-    ids=["shift", "roll", "unfold"],
-)
-def test_adjoints(n: int, op: Op, args: Any, length: int) -> None:
-    """<A x, g> = <x, A* g>, summed over the ranks, for any shards and any cotangent of the window's rows."""
-    frames = [frame(13, 1, length)] * (1 if op is sp.roll else 2)
-    generator = torch.Generator().manual_seed(n)
-    s = -(-13 // n)
-    xs = [torch.randn(s, 2, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(n)]
-
-    def live(rank: int) -> tuple[float, float]:
-        y = op(xs[rank], *args, *frames, n, GROUP)
-        g = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-        g = sp.mask(g, 0, frames[0], 0, n, GROUP)
-        (back,) = torch.autograd.grad(y, xs[rank], g)
-        ones = op(torch.zeros_like(xs[rank]), *args, *frames, n, GROUP)  # constants: the map is affine
-        return ((y - ones) * g).sum().item(), (back * xs[rank]).sum().item()
-
-    there, back = (sum(side) for side in zip(*run_ranks(n, live), strict=True))
-    assert there == pytest.approx(back, rel=1e-12)
-
-
-@pytest.mark.parametrize("n", [2, 3, 7])
-def test_cotangents_outside_the_window_are_zeros(n: int) -> None:
-    """Whatever stands there, NaN too; and what stands there is never read."""
-    where = frame(13, 2, 8)
-    s = -(-13 // n)
-
-    def live(rank: int) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(rank * s, (rank + 1) * s)
-        outside = (positions < 2) | (positions >= 10)
-        x = torch.ones(1, 3, s, dtype=torch.float64).masked_fill(outside, torch.nan).requires_grad_()
-        y = sp.conv1d(x, WEIGHT, None, 2, 0, 1, 1, 1, where, where, n, GROUP)
-        (grad,) = torch.autograd.grad(y, x, torch.ones_like(y).masked_fill(outside, torch.nan))
-        return y, grad[0, 0][outside]
-
-    for y, outside in run_ranks(n, live):
-        assert y.isfinite().all()
-        assert not outside.any()
-
-
-def test_second_derivatives() -> None:
-    x = torch.randn(1, 2, 6, dtype=torch.float64)
-    weight = torch.randn(2, 2, 3, dtype=torch.float64)
-
-    def twice(y_of: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        (first,) = torch.autograd.grad((y_of(x) ** 3).sum(), x, create_graph=True)
-        return torch.autograd.grad((first**2).sum(), x)[0]
-
-    def sharded(x: Tensor) -> Tensor:
-        args = (frame(6), frame(6), 3, GROUP)
-        shard = sp.conv1d(sp.shard(x, 2, frame(6), 3, GROUP), weight, None, 2, 0, 1, 1, 1, *args)
-        return sp.unshard(shard, 2, frame(6), 3, GROUP)
-
-    expected = twice(lambda x: F.conv1d(F.pad(x, (2, 0)), weight), x)
-    for found in run_ranks(3, lambda rank: twice(sharded, x)):
-        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

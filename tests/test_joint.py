@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks as worker
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compile
 from sp_compile import joint
+from sp_compile.lowering.version import digest
 
 EXCHANGES = re.compile(r"_c10d_functional\.(\w+)\.default")
 
@@ -78,3 +82,89 @@ def test_a_permute_around_an_exchange(ranks: Ranks) -> None:
     for loss, gradient, before, after in ranks.run(4, summed, "never", True):
         assert max(loss, gradient) < 1e-12
         assert before.count("all_to_all_single") == after.count("all_to_all_single") == 2
+
+
+class Ulysses(nn.Module):
+    """Attention on each rank's own rows, all heads' rows exchanged by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(8, 24).double(), nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = worker.group()
+        q, k, v = (
+            sp_compile.all_to_all_permute(t.unflatten(-1, (4, 2)).transpose(1, 2), 1, 2, group)
+            for t in self.qkv(x).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(sp_compile.all_to_all_permute(y, 2, 1, group).transpose(1, 2).flatten(2))
+
+
+def exchanged_by_hand() -> float:
+    mine, plain = Ulysses(), Ulysses()
+    run = torch.compile(mine, backend="sp", options={"compiler": "aot_eager"})
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):  # each rank's own values in each call
+        x = torch.randn(2, 6, 8, dtype=torch.float64)
+        found, expected = run(x), plain(x)
+        (found.square().sum() + expected.square().sum()).backward()
+        worst = (found - expected).abs().max().item()
+    pairs = zip(mine.parameters(), plain.parameters())
+    return max([worst, *((a.grad - b.grad).abs().max().item() for a, b in pairs)])
+
+
+def test_a_program_that_only_exchanges(ranks: Ranks) -> None:
+    assert max(ranks.run(2, exchanged_by_hand)) < 1e-12
+
+
+def logged_loss() -> tuple[list[float], str]:
+    """Data parallelism: batches of any size, and the loss summed over the ranks."""
+    group = worker.group()
+    weight = torch.ones(8, 8, dtype=torch.float64, requires_grad=True)
+
+    def loss(x: Tensor) -> tuple[Tensor, Tensor]:
+        mine = F.silu(x @ weight).square().mean()
+        return mine, funcol.all_reduce(mine.detach(), "sum", group)
+
+    run = torch.compile(loss, backend="sp", options={"compiler": "aot_eager"})
+    errors = []
+    for rows in ((4, 4), (4, 3), (3, 4)):  # one rank compiles anew, and needs nobody for it
+        x = torch.randn(rows[dist.get_rank()], 8, dtype=torch.float64)
+        found, expected = run(x), loss(x)
+        found[0].backward()
+        errors += [abs(a.item() - b.item()) for a, b in zip(found, expected)]
+    return errors, str(sp_compile.explain(loss, x))
+
+
+def test_a_program_that_only_sums_its_loss(ranks: Ranks) -> None:
+    for errors, text in ranks.run(2, logged_loss):
+        assert max(errors) < 1e-12
+        assert "exchanges of its own and no sequence" in " ".join(text.split())
+
+
+def no_exchanges() -> str:
+    try:
+        torch.compile(lambda x: x.relu(), backend="sp", options={"compiler": "aot_eager"})(torch.randn(3, 4))
+    except sp_compile.SpError as error:
+        return str(error)
+    return ""
+
+
+def test_a_program_without_exchanges_and_without_a_sequence(ranks: Ranks) -> None:
+    for error in ranks.run(4, no_exchanges):
+        assert "no sequence found" in error
+
+
+def test_cached_code_is_forgotten_when_a_pass_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one.py").write_text("a = 1")
+    monkeypatch.setattr(sp_compile.passes, "__path__", [str(tmp_path)])
+    before = joint.JointPasses().key()
+    digest.cache_clear()
+    assert joint.JointPasses().key() == before
+    (tmp_path / "one.py").write_text("a = 2")
+    digest.cache_clear()
+    assert joint.JointPasses().key() != before

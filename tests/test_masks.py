@@ -9,8 +9,8 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
+from golden import show
 from models import Decoder, check, floats, seeded, tokens
-from test_passes import show
 from torch import Tensor, nn
 
 import sp_compile

@@ -14,7 +14,7 @@ from sp_compile.passes.canonicalize import Canonicalize
 
 transformers = pytest.importorskip("transformers")
 
-BATCH, LENGTH, LONGER, WINDOW = 2, 19, 23, 6
+BATCH, LENGTH, WINDOW = 2, 19, 6
 SIZES = {
     "vocab_size": 48,
     "hidden_size": 32,

@@ -1,11 +1,10 @@
 """Golden graphs: what each pass, run by hand on an exported graph, does to it. EXPECTTEST_ACCEPT=1 rewrites them."""
 
 import expecttest
-import pytest
 import torch
 import torch.nn.functional as F
+from decoders import Decoder, decode
 from golden import captured, show
-from torch import nn
 
 import sp_compile
 from sp_compile.mesh import Ranks
@@ -19,7 +18,7 @@ from sp_compile.passes.reduce import Means, Reduce
 from sp_compile.passes.rewrite import analyse, settings
 from sp_compile.passes.ulysses import Ulysses
 from sp_compile.passes.validate import validate
-from sp_compile.simulate import GROUP, run_ranks
+from sp_compile.simulate import GROUP
 
 TWO = Ranks(2, GROUP)
 SEQUENCE = {"seq_dims": {"x": 1}}
@@ -298,60 +297,3 @@ all_reduce_default: [] = sp.all_reduce(sum_dim_int_list, 2, sim)
 div_tensor: [] = aten.div.Tensor(all_reduce_default, 128)
 return (div_tensor,)""",
         )
-
-
-def decode(x):
-    q = k = v = (x * 2).unflatten(-1, (4, 4)).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
-
-class Decoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return (
-            self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-            .pow(2)
-            .mean()
-        )
-
-
-class GlobalView(torch.fx.Interpreter):
-    """Runs a rewritten graph that is not local yet: there, every exchange is the identity."""
-
-    def call_function(self, target, args, kwargs):
-        if getattr(target, "namespace", "") == "sp":
-            return args[0]
-        return super().call_function(target, args, kwargs)
-
-
-def test_rewrites_are_identities_in_the_global_view():
-    model, x = Decoder(), torch.randn(1, 8, 16)
-    gm = sp_compile.capture_export(torch.export.export(model, (x,)))
-    for rewrite in (Canonicalize(), Means(TWO), Ulysses(TWO), Reduce(TWO), Gather(TWO)):
-        rewrite(gm)
-        torch.testing.assert_close(GlobalView(gm).run(x), model(x))
-
-
-def test_passes_by_hand_make_the_same_program_as_the_pipeline():
-    model, x = Decoder().double(), torch.randn(1, 9, 16).double()
-    gm = sp_compile.capture_export(torch.export.export(model, (x,)))
-    for rewrite in (Canonicalize(), Means(TWO), Ulysses(TWO), Reduce(TWO), Gather(TWO)):
-        rewrite(gm)
-    local = Localize(TWO)(gm).graph_module
-    whole = sp_compile.parallelize(torch.export.export(model, (x,)), sp=2)
-    assert [n.target for n in local.graph.nodes if n.op == "call_function"] == [
-        n.target for n in whole.graph.nodes if n.op == "call_function"
-    ]
-    for found in run_ranks(2, lambda rank: local(x)):
-        torch.testing.assert_close(found, model(x))
-
-
-def test_localize_refuses_open_demands():
-    gm = captured(lambda x: (x * 2).cumsum(1) + 1, torch.randn(1, 8, 4))
-    with pytest.raises(sp_compile.SpError, match=r"cumsum.*Gather"):
-        Localize(TWO, **SEQUENCE)(gm)

@@ -14,6 +14,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from ranks import Ranks
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from sp_compile import SpError, all_to_all_permute, declare_symmetric_memory
@@ -49,9 +50,15 @@ def _values() -> None:
         out = torch.empty_like(expected)
         assert all_to_all_permute(xs[rank], scatter, gather, in_rank.mesh(), out) is out
         assert torch.equal(out, expected)
-    for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.int32):
+    for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.int32, torch.int16, torch.float8_e4m3fn):
         xs = inputs((2, 3, 8), group.size(), dtype)
-        assert torch.equal(all_to_all_permute(xs[rank], -1, 0, group), true(xs, rank, 2, 0))
+        for fn in (all_to_all_permute, compiled) if dtype is torch.float8_e4m3fn else (all_to_all_permute,):
+            y = fn(xs[rank], -1, 0, group)
+            assert torch.equal(y.view(torch.uint8), true(xs, rank, 2, 0).view(torch.uint8))
+    xs = inputs((2, 8), group.size(), torch.complex128)
+    assert torch.equal(all_to_all_permute(xs[rank].conj(), 1, 0, group), true(xs, rank, 1, 0).conj())
+    for pair in torch.func.jvp(lambda x: all_to_all_permute(x, 1, 0, group), (xs[rank],), (xs[rank],)):
+        assert torch.equal(pair, true(xs, rank, 1, 0))
     assert declare_symmetric_memory(1 << 16, group) is False  # these ranks have no GPU
 
 
@@ -181,6 +188,15 @@ def _wrong_on_one_rank(rank: int, group: Any) -> Tensor:
     return all_to_all_permute(torch.zeros(2, 4), (1, 2)[rank], 0, group)
 
 
+def _on_meta(rank: int, group: Any) -> Tensor:
+    return all_to_all_permute(torch.zeros(2, 2, device=("meta", "cpu")[rank]), 1, 0, group)
+
+
+def _dtensor(rank: int, group: Any) -> Tensor:
+    whole = DTensor.from_local(torch.zeros(2, 2), in_rank.mesh())
+    return all_to_all_permute(whole if rank else whole.to_local(), 1, 0, group)
+
+
 def _other_sizes_declared(rank: int, group: Any) -> bool:
     return declare_symmetric_memory(64 + rank, group)
 
@@ -190,6 +206,8 @@ WRONG = {
     _other_dims: "scatter_dim=1, gather_dim=0",
     _indivisible: "2 ranks do not divide the 5 of dim 1; x has shape [2, 5] on each rank, [4, 5] in all",
     _wrong_on_one_rank: "rank 1: all_to_all_permute: scatter_dim=2 is out of range",
+    _on_meta: "rank 0: all_to_all_permute of x [2, 2] torch.float32 on meta",
+    _dtensor: "rank 1: all_to_all_permute: x is a DTensor",
     _other_sizes_declared: "rank 1: size=65",
 }
 

@@ -9,7 +9,7 @@ from test_scan_triton import python
 from sp_compile.lowering import all_to_all_permute as lowering
 from sp_compile.lowering import symmetric
 from sp_compile.lowering.strided import TILE, tiling
-from sp_compile.lowering.triton import usable
+from sp_compile.lowering.triton import MOST_DIMS, usable
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -64,6 +64,23 @@ def test_rows_without_a_gpu() -> None:
         symmetric.forget("declared")
     assert symmetric.buffer_of("declared") is None
     assert not usable(x)
+
+
+def test_what_decides_for_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are memory as well, on whichever ranks; complex numbers have one dim more."""
+    monkeypatch.setattr(lowering.triton, "reads_peers", lambda x: True)
+    symmetric.keep(
+        "declared", symmetric.Buffer(torch.zeros(4096, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
+    )
+    x, many = torch.zeros(2, 4), torch.zeros((2,) * MOST_DIMS)
+    try:
+        ways = [
+            lowering.choose(lowering.Problem(x, 1, 0, 2, "declared")).name
+            for x in (x, torch.nn.Parameter(x), many, many[0].to(torch.complex64), many.to(torch.complex64))
+        ]
+    finally:
+        symmetric.forget("declared")
+    assert ways == ["symmetric"] * 4 + ["packed"]
 
 
 def test_torchs_own_row(monkeypatch: pytest.MonkeyPatch) -> None:

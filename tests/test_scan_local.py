@@ -3,12 +3,10 @@
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from local_scans import check, exact, scan
 from scanning import (
     DTYPES,
     FLOATS,
@@ -24,7 +22,7 @@ from scanning import (
 from torch import Tensor
 
 from sp_compile.lowering.scan import native, table
-from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
+from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import using
 
 sp = torch.ops.sp
@@ -36,33 +34,6 @@ cases = pytest.mark.parametrize(
 )
 WAYS = list(itertools.product((False, True), repeat=3))  # exclusive, reverse, segmented
 SHAPES = [((5,), 0), ((2, 5), 1), ((5, 3), 0), ((2, 5, 3), 1), ((2, 3, 5, 2), -2)]
-
-
-def scan(
-    x: Tensor,
-    dim: int,
-    op: str,
-    exclusive: bool = False,
-    reverse: bool = False,
-    starts: Tensor | None = None,
-    total: bool = True,
-) -> tuple[Tensor, Tensor]:
-    result = result_dtype(op, x.dtype)
-    wide = accumulate_dtype(op, result, x.device)
-    return sp.local_scan(x, starts, dim, op, exclusive, reverse, result, wide, total)
-
-
-def exact(
-    x: Tensor,
-    dim: int,
-    op: str,
-    exclusive: bool = False,
-    reverse: bool = False,
-    starts: Tensor | None = None,
-) -> Tensor:
-    """By hand, in float64 or the integers of the result."""
-    wide = torch.float64 if x.is_floating_point() else result_dtype(op, x.dtype)
-    return by_hand(x.to(wide), dim, op, exclusive, reverse, starts)
 
 
 def operands(dtype: torch.dtype, op: str = "sum") -> Iterator[tuple[Tensor, int]]:
@@ -87,34 +58,6 @@ def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
                 ran += 1
                 check(x, dim, op, exclusive, reverse, starts, results[0], results[1] if total else None)
     assert ran >= (5 if row == "aten" else 3 * 35)
-
-
-def check(
-    x: Tensor,
-    dim: int,
-    op: str,
-    exclusive: bool,
-    reverse: bool,
-    starts: Tensor | None,
-    out: Tensor,
-    total: Tensor | None,
-) -> None:
-    expected = exact(x, dim, op, exclusive, reverse, starts)
-    assert (out.dtype, out.shape) == (result_dtype(op, x.dtype), x.shape)
-    assert out.is_contiguous()
-    assert as_exact_as(out, expected.to(out.dtype), expected)
-    if total is None:
-        return
-    wide = accumulate_dtype(op, out.dtype, x.device)
-    last = exact(x, dim, op, False, reverse, starts)
-    size = x.shape[dim]
-    if size:
-        last = last.select(dim, 0 if reverse else size - 1)
-    else:
-        last = torch.full(total.shape, MONOIDS[op].identity(last.dtype), dtype=last.dtype)
-    assert (total.dtype, total.shape) == (wide, last.shape)
-    assert total.is_contiguous()
-    torch.testing.assert_close(total, last.to(wide))
 
 
 @rows
@@ -226,88 +169,3 @@ def test_infinities_and_nan(row: str, op: str) -> None:
         x = torch.tensor(values)
         out, _ = run(row, scan, x, 0, op, False, False, None, False)
         torch.testing.assert_close(out, TORCH[op](x, 0), equal_nan=True)
-
-
-@given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_any_shape_strides_and_starts(data: st.DataObject) -> None:
-    """Whatever the table chooses, of views too."""
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
-    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
-    op = data.draw(st.sampled_from(OPS))
-    dtype = data.draw(st.sampled_from(FLOATS if op == "logsumexp" else DTYPES))
-    x = sample(tuple(2 * size for size in shape), dtype, op, data.draw(st.integers(0, 9)))
-    x = x[tuple(slice(random.Random(d).randint(0, 1), None, 2) for d in range(len(shape)))]
-    order = data.draw(st.permutations(range(len(shape))))
-    x = x.permute(order)
-    exclusive, reverse = data.draw(st.booleans()), data.draw(st.booleans())
-    kind = data.draw(st.sampled_from(("none", "vector", "whole", "narrow")))
-    starts = given_starts(kind, x, dim)
-    out, last = scan(x, dim, op, exclusive, reverse, starts)
-    check(x, dim, op, exclusive, reverse, None if starts is None else like(starts, x, dim), out, last)
-
-
-def given_starts(kind: str, x: Tensor, dim: int) -> Tensor | None:
-    if kind == "none":
-        return None
-    whole = starts_like(x)
-    if kind == "vector":
-        return whole.movedim(dim, -1).reshape(-1, x.shape[dim])[0]
-    narrow = tuple(slice(None) if d in (0, dim % x.ndim) else slice(0, 1) for d in range(x.ndim))
-    return whole[narrow] if kind == "narrow" else whole
-
-
-def like(starts: Tensor, x: Tensor, dim: int) -> Tensor:
-    if starts.ndim == 1:
-        starts = starts.view([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)])
-    return starts.expand_as(x)
-
-
-@rows_of_all
-@pytest.mark.parametrize("length", [0, 1, 5])
-def test_results_share_no_memory(row: str, length: int) -> None:
-    x = torch.rand(2, length, 1, dtype=torch.float64)
-    with using(row):
-        out, total = scan(x, 1, "sum")
-        h = sp.local_linear_scan(x, x, None, 1, False, False, x.dtype, x.dtype)
-        factor, state = sp.local_linear_total(x, x, 1, False, False, x.dtype)
-        values, _ = sp.local_extremes(x, None, 1, "max", False)
-    results = [out, total, h, factor, state, values, x]
-    pointers = [result.untyped_storage().data_ptr() for result in results if result.numel()]
-    assert len(set(pointers)) == len(pointers)
-
-
-def test_numbers_are_rounded_before_they_are_added() -> None:
-    x = torch.tensor([0.6, 0.6, 0.6, 300.0])
-    for dtype in (torch.int64, torch.bfloat16):
-        wide = accumulate_dtype("sum", dtype, "cpu")
-        out, _ = sp.local_scan(x, None, 0, "sum", False, False, dtype, wide)
-        assert torch.equal(out, x.cumsum(0, dtype=dtype))
-
-
-ARGUMENTS: list[tuple[Any, tuple[Any, ...]]] = [
-    (sp.local_scan, (torch.rand(3, 4), None, 1, "sum", True, False, torch.float32, torch.float64)),
-    (sp.local_scan, (torch.ones(3, 4), None, 0, "sum", False, False, torch.float64, torch.float64, False)),
-    (sp.local_scan, (torch.rand(()), None, 0, "max", False, False, torch.float32, torch.float32)),
-    (sp.local_extremes, (torch.rand(4, 3).t(), torch.tensor([True, False, True, False]), -1, "min", True)),
-    (sp.local_linear_scan, (*torch.rand(2, 3, 4), None, 1, False, True, torch.float32, torch.float64)),
-    (sp.local_linear_total, (*torch.rand(2, 3, 4, 2), 1, True, False, torch.float64)),
-]
-
-
-@pytest.mark.parametrize(("op", "arguments"), ARGUMENTS)
-def test_are_good_operators(op: Any, arguments: tuple[Any, ...]) -> None:
-    """Schemas and fakes say what the kernels do."""
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(op.default, arguments, test_utils=checks)
-
-
-def test_fakes_take_symbolic_sizes() -> None:
-    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-    def totals(x: Tensor) -> Tensor:
-        out, total = sp.local_scan(x, None, 1, "sum", False, False, torch.float32, torch.float64)
-        return out.sum((0, 1)) + total.sum(0)
-
-    for length in (7, 12):
-        x = torch.rand(3, length, 2)
-        torch.testing.assert_close(totals(x).float(), x.cumsum(1).sum((0, 1)) + x.sum((0, 1)))

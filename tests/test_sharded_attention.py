@@ -12,7 +12,7 @@ from torch import Tensor
 from sp_compile.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
-BATCH, DIM, VALUES = 2, 4, 4
+BATCH, DIM = 2, 4
 Mask = tuple[Tensor | None, list[Tensor], list[Tensor], list[int], str]
 MASKS = {
     "full": lambda s, t: (None, [], [], [], ""),

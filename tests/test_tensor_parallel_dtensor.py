@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import ranks as worker
 import torch
+import torch.distributed as dist
 from parallel_training import STEPS, Trained, step, watched
 from parity import Decoder, text
 from ranks import Ranks
+from test_merge_ranks import spawned
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -58,11 +60,11 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-def decoder(dropout: float = 0.0) -> Decoder:
+def decoder(dropout: float = 0.0, dim: int = 16, heads: int = 4) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(layers=0)
-    model.blocks = nn.ModuleList(Block(16, 4, dropout) for _ in range(2))
-    model.embed, model.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+    model = Decoder(dim, layers=0)
+    model.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(2))
+    model.embed, model.head = nn.Embedding(32, dim), nn.Linear(dim, 32, bias=False)
     return model.double()
 
 
@@ -164,5 +166,45 @@ def test_plans(ranks: Ranks, plan: Callable[[nn.Module, Any], None], n: int) -> 
 @pytest.mark.slow
 def test_dropout(ranks: Ranks) -> None:
     for one in ranks.run(2, trained, linears, (2, 7), 0.3):
+        assert not one.where, one.where[:5]
+        assert one.modes == [ALL]
+
+
+def with_data(shape: tuple[int, int]) -> Trained:
+    """Each row of the mesh has a batch of its own; gradients are the mean over the rows."""
+    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")), Trained()
+    rows, row, data = shape[0], mesh.get_local_rank("dp"), mesh.get_group("dp")
+    mine, alone = (decoder(dim=12, heads=6) for _ in range(2))
+    linears(mine, mesh["tp"])
+    run = torch.compile(mine, backend="sp", options={"compiler": "aot_eager"})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.0, foreach=False) for m in (mine, alone)]
+    with watched(found):
+        for number in range(STEPS):
+            every = [text(7, seed=10 * number + i) for i in range(rows)]
+            _, grads = step(run, mine, every[row], optimizers[0])
+            _, right = step(
+                lambda *each: sum(alone(*one) for one in each) / rows, alone, every, optimizers[1]
+            )
+            for name, grad in grads.items():
+                mean = whole(grad)
+                dist.all_reduce(mean, group=data)
+                found.take("alone", name, mean / rows, right[name], 1e-6)
+    return found
+
+
+@pytest.mark.slow
+def test_beside_data_parallelism(ranks: Ranks) -> None:
+    for one in ranks.run(4, with_data, (2, 2)):
+        assert not one.where, one.where[:5]
+        assert one.modes == [ALL]
+
+
+def on_six() -> Trained:
+    return with_data((2, 3))
+
+
+@pytest.mark.slow
+def test_two_by_three() -> None:
+    for one in spawned(6, on_six):
         assert not one.where, one.where[:5]
         assert one.modes == [ALL]

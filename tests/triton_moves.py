@@ -44,6 +44,9 @@ def check_copies() -> None:
         check(x[0, 0], torch.empty(30, dtype=dtype)[::3])
         check(x.flatten()[:0])
         check(x.mT, torch.empty(8, 12, 6, dtype=dtype)[1:7, 1:11, 1:5])
+    check(x.conj().movedim(2, 0))
+    check(x.conj().imag)
+    assert not move.copy(torch.empty_like(x).conj(), x)
 
 
 def check_narrow_runs() -> None:

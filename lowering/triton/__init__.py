@@ -6,13 +6,19 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 AVAILABLE = find_spec("triton") is not None
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether ``x`` is memory and nothing else: a parameter is, a subclass with a mind of its own is not."""
+    return type(x) in (Tensor, Parameter)
+
+
 def usable(x: Tensor) -> bool:
     """Whether a Triton kernel may read ``x`` now: a compiler at work writes its own kernels."""
-    return AVAILABLE and x.is_cuda and type(x) is Tensor and not torch.compiler.is_compiling()
+    return AVAILABLE and x.is_cuda and is_plain(x) and not torch.compiler.is_compiling()
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +44,7 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 def reads_peers(x: Tensor) -> bool:
     """Whether `from_peers` can run now; in Triton's interpreter on a CPU too."""
-    interpreted = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1" and type(x) is Tensor
+    interpreted = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1" and is_plain(x)
     return usable(x) or interpreted
 
 

@@ -27,9 +27,12 @@ def _move(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One tile. Addresses are integers; with PEERS ``source`` is added to that of each of ``count`` peers in turn."""
-    words = run * VECTOR
     at = tl.program_id(0).to(tl.int64)
-    run_tiles, column_tiles, row_tiles = tl.cdiv(words, RUN), tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
+    run_tiles, column_tiles, row_tiles = (
+        tl.cdiv(run * VECTOR, RUN),
+        tl.cdiv(columns, COLUMNS),
+        tl.cdiv(rows, ROWS),
+    )
     word_0 = at % run_tiles * RUN
     at = at // run_tiles
     column_0 = at % column_tiles * COLUMNS
@@ -48,28 +51,36 @@ def _move(  # type: ignore[no-untyped-def]
         table = peers.to(tl.int64).to(tl.pointer_type(tl.int64))
         source = tl.load(table + peer) + source
         written += peer.to(tl.int64) * per_peer
-    given = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(WORD)), ALIGNED)
-    made = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGNED)
-
     # The last dims of a tile are neighbours in memory: columns where it is read, rows where it is written.
-    word = (word_0 + tl.arange(0, RUN))[None, None, :]
     row, column = row_0 + tl.arange(0, ROWS)[:, None, None], column_0 + tl.arange(0, COLUMNS)[None, :, None]
-    inside = (row < rows) & (column < columns)
-    if not WHOLE:
-        inside = inside & (word < words)
-    values = tl.load(given + (read + row * read_row + column * read_column) * VECTOR + word, mask=inside)
-    values = tl.permute(values, (1, 0, 2))
+    given, inside = _words(source, read, word_0, row, column, run, rows, columns, read_row, read_column,
+                           WORD, VECTOR, ALIGNED, RUN, WHOLE)  # fmt: skip
+    values = tl.permute(tl.load(given, mask=inside), (1, 0, 2))
     row, column = row_0 + tl.arange(0, ROWS)[None, :, None], column_0 + tl.arange(0, COLUMNS)[:, None, None]
+    made, inside = _words(target, written, word_0, row, column, run, rows, columns, written_row, written_column,
+                          WORD, VECTOR, ALIGNED, RUN, WHOLE)  # fmt: skip
+    tl.store(made, values, mask=inside)
+
+
+@triton.jit
+def _words(  # type: ignore[no-untyped-def]
+    base, start, word_0, row, column, run, rows, columns, of_row, of_column,
+    WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Where one side of a tile is in memory, and which of it is inside."""
+    word = (word_0 + tl.arange(0, RUN))[None, None, :]
     inside = (row < rows) & (column < columns)
     if not WHOLE:
-        inside = inside & (word < words)
-    tl.store(
-        made + (written + row * written_row + column * written_column) * VECTOR + word, values, mask=inside
-    )
+        inside = inside & (word < run * VECTOR)
+    memory = tl.multiple_of(base.to(tl.int64).to(tl.pointer_type(WORD)), ALIGNED)
+    return memory + (start + row * of_row + column * of_column) * VECTOR + word, inside
 
 
 def copy(target: Tensor, source: Tensor) -> bool:
     """target.copy_(source) of equal shape and dtype. False, and nothing done, where the kernel has no tiles for it."""
+    source = source.resolve_conj().resolve_neg()
+    if target.is_conj() or target.is_neg():
+        return False
     if target.is_complex():
         return copy(torch.view_as_real(target), torch.view_as_real(source))
     aligned = _alignment(target.data_ptr(), source.data_ptr())

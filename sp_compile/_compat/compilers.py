@@ -1,0 +1,133 @@
+"""What compiles a graph: torch.compile's backends, a place for passes in them, and C++ through Inductor's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy  # tried on 2.13
+
+__all__ = [
+    "JOINT_COMPILERS",
+    "CheckpointPolicy",
+    "JointTransform",
+    "compile_cpp",
+    "compiler",
+    "has_cpp_compiler",
+    "inductor_decompositions",
+    "joint_compiler",
+    "memory_budget",
+]
+
+JointTransform = Callable[[torch.fx.GraphModule], None]
+JOINT_COMPILERS = ("inductor", "aot_eager")
+
+
+def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any]:
+    """AOTAutograd's partitioner keeps at most this share of the activations (tried on 2.13)."""
+    if budget is None:
+        return contextlib.nullcontext()
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(activation_memory_budget=budget)
+
+
+def compiler(name: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A torch.compile backend as a function of (graph, example inputs) (tried on 2.13)."""
+    if name == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)
+
+
+def has_cpp_compiler() -> bool:
+    """Does Inductor find a C++ compiler? (tried on 2.13)"""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return False
+
+
+def compile_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """The shared library of C++ source, from Inductor's cache on disk if it is there (tried on 2.13).
+
+    Of processes that want the same one, the first compiles and the others wait.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source, extra_flags=tuple(flags))
+
+
+def joint_compiler(
+    name: str | Callable[..., Any], transform: JointTransform, key: str | None
+) -> Callable[..., Any]:
+    """As `compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is partitioned.
+
+    Forward and backward in one graph; of an inference, the forward. key: what `transform` will do, for caches of
+    compiled code; None if it asks other ranks, since one that found its code in a cache would not answer them. Of
+    backends, only JOINT_COMPILERS have a place for it (tried on 2.13).
+    """
+    if name == "inductor":
+        return _joint_inductor(transform, key)
+    if name != "aot_eager":
+        raise NotImplementedError(f"compiler={name!r}: no place for passes on AOTAutograd's joint graph")
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(gm: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        transform(gm)
+        return min_cut_rematerialization_partition(gm, inputs, **options)
+
+    def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        transform(gm)
+        return boxed_nop(gm, inputs)
+
+    return aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        inference_compiler=infer,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[..., Any]:
+    """Inductor with one more pass on the joint graph, after those of the user's own (tried on 2.13)."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            transform(graph.owning_module)
+
+        def uuid(self) -> str | None:
+            return key
+
+    def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        theirs = config.joint_custom_pre_pass
+        if theirs is None:
+            both: Any = Pass()
+        else:
+            both = [*(theirs if isinstance(theirs, list | tuple) else [theirs]), Pass()]
+        with config.patch(joint_custom_pre_pass=both):
+            return compile_fx(gm, list(inputs))
+
+    return run
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor wants of the ATen ops that it is given (tried on 2.13)."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
