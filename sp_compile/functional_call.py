@@ -104,7 +104,7 @@ class Attending:
         # A traced program cannot stop for what other ranks say.
         if self.options.check and self.ranks.n > 1 and not torch.compiler.is_compiling():
             alike = "shards are of equal length, options the same"
-            agree("attention", problem, self._description(), self.ranks, self.q.device, alike)
+            agree("attention", problem, self._description(), self.ranks, alike)
         if problem is not None:
             raise SpError(problem)
 

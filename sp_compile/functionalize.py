@@ -220,6 +220,9 @@ class _Renaming:
             value = emit(aten.to.dtype, value, expected.dtype)
         if value.meta["val"].shape != expected.shape:
             value = emit(aten.expand.default, value, views.sizes(args[0], emit))
+        # A later view may need the strides of what was written to.
+        if expected.is_contiguous() and not value.meta["val"].is_contiguous():
+            value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
         return value
 
     @contextmanager

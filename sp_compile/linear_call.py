@@ -12,7 +12,7 @@ from torch import Tensor
 from .errors import SpError
 from .lowering.scan import operators
 from .lowering.scan.monoids import accumulate_dtype
-from .scan_call import device_of, wrong_dim, wrong_tensors
+from .scan_call import wrong_dim, wrong_tensors
 from .scan_shards import Shards
 from .scan_values import transformed
 
@@ -63,7 +63,7 @@ class LinearCall:
         problem = None if problem is None else f"linear_scan: {problem}"
         shards = self.shards
         if shards is not None and self.check and shards.ranks.n > 1 and not torch.compiler.is_compiling():
-            shards.agree("linear_scan", problem, "" if problem else self._description(), device_of(self.b))
+            shards.agree("linear_scan", problem, "" if problem else self._description())
         if problem is not None:
             raise SpError(problem)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ._compat import FakeTensor
-from .agreement import agree, place_of_words
+from .agreement import agree
 from .errors import SpError
 from .lowering.all_to_all_permute import Problem, choose
 from .lowering.all_to_all_permute import all_to_all_permute as body
@@ -91,7 +91,7 @@ class PermuteCall:
         if check and self.ranks.n > 1 and not traced:
             described = "" if problem else self._description()
             alike = "all ranks pass shards of one shape and dtype, on one kind of device"
-            agree(NAME, problem, described, self.ranks, place_of_words(self.ranks), alike)
+            agree(NAME, problem, described, self.ranks, alike)
         if problem is not None:
             raise SpError(problem)
 

@@ -87,7 +87,7 @@ class ScanCall:
         problem = None if problem is None else f"{self.name}: {problem}"
         shards, ids = self.among_ranks, self.segments
         if shards is not None:
-            shards.agree(self.name, problem, "" if problem else self._description(indices), device_of(self.x))
+            shards.agree(self.name, problem, "" if problem else self._description(indices))
             if ids is not None and not self.runs and observable(ids) and self.length:
                 # All ranks see the same ids, so all of them raise.
                 again = shards.ungrouped(ids, self._dim_of(ids))
@@ -149,12 +149,12 @@ class ScanCall:
         if never_overflows(x, self.op, length, dtype):
             return
         risk = may_overflow(x, self.op, length, dtype)
-        if shards.any(risk, x.device) if shards else risk:
+        if shards.any(risk) if shards else risk:
             exact = self._scan(x.double(), None, None)
             places = wrapped(out, exact, dtype).nonzero().tolist()
             problem = f"{self.name}: {self._overflow(exact, places[0], dtype)}" if places else None
             if shards is not None:
-                shards.raise_together(self.name, problem, x.device)
+                shards.raise_together(self.name, problem)
             elif problem is not None:
                 raise SpError(problem)
 
@@ -266,13 +266,6 @@ class ScanCall:
 def needs_gradient(x: Tensor) -> bool:
     """Will anybody ask for the gradient of x?"""
     return x.requires_grad and torch.is_grad_enabled()
-
-
-def device_of(x: object) -> torch.device:
-    """Where ranks can tell each other what is wrong with x, be it a tensor or not."""
-    if isinstance(x, Tensor):
-        return x.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def wrong_tensors(**given: object) -> Iterator[str]:

@@ -71,20 +71,20 @@ class Shards:
             _prepare(self.ranks.group, n if exchange == "steps" else 1)
         return [*frame, 2] if self.folds == 2 else frame, exchange, n, self.ranks.group
 
-    def agree(self, name: str, problem: str | None, description: str, device: torch.device) -> None:
+    def agree(self, name: str, problem: str | None, description: str) -> None:
         """Raise SpError on every rank if any has a problem, or if their calls differ."""
         given = f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
         alike = "shards are of equal length, options the same"
-        agree(name, problem, f"{description}, {given}", self.ranks, device, alike)
+        agree(name, problem, f"{description}, {given}", self.ranks, alike)
 
-    def any(self, mine: bool, device: torch.device) -> bool:
+    def any(self, mine: bool) -> bool:
         """Is it so on some rank?"""
-        return any(flag for (flag,) in numbers([mine], self.ranks, device))
+        return any(flag for (flag,) in numbers([mine], self.ranks))
 
-    def raise_together(self, name: str, problem: str | None, device: torch.device) -> None:
+    def raise_together(self, name: str, problem: str | None) -> None:
         """Raise SpError on every rank if any has a problem."""
-        if self.any(problem is not None, device):
-            agree(name, problem, "no problem", self.ranks, device, "")
+        if self.any(problem is not None):
+            agree(name, problem, "no problem", self.ranks, "")
 
     def ungrouped(self, ids: Tensor, dim: int) -> bool:
         """Does an id come again, on whichever rank, after another one? Gathers ids that are not in order."""
@@ -93,7 +93,7 @@ class Shards:
         rows = ids.unflatten(0, (self.folds, ids.shape[0] // self.folds))
         ends = self._in_order(current().all_gather(rows[:, [0, -1]], n, group)).flatten(0, 1)
         ascends, descends = (bool(beats(rows[:, 1:], rows[:, :-1]).all()) for beats in (torch.ge, torch.le))
-        local = numbers([ascends, descends], self.ranks, ids.device)
+        local = numbers([ascends, descends], self.ranks)
         for sorted_, beats in zip(zip(*local), (torch.ge, torch.le)):
             if all(sorted_) and bool(beats(ends[1:], ends[:-1]).all()):
                 return False

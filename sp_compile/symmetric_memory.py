@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _compat
-from .agreement import agree, numbers, place_of_words
+from .agreement import agree, numbers
 from .errors import SpError
 from .lowering import symmetric
 from .mesh import Mesh, Ranks, ranks_of
@@ -25,13 +25,12 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     problem = (
         None if isinstance(size, int) and size > 0 else f"size={size!r}: expected a positive number of bytes"
     )
-    told = place_of_words(ranks)
     if ranks.n > 1:
-        agree("declare_symmetric_memory", problem, f"size={size}", ranks, told, "the size is the same")
+        agree("declare_symmetric_memory", problem, f"size={size}", ranks, "the size is the same")
     if problem is not None:
         raise SpError(f"declare_symmetric_memory: {problem}")
     buffer = _buffer(size, ranks, device) if ranks.n > 1 and device.type == "cuda" else None
-    able = ranks.n > 1 and all(flag for (flag,) in numbers([buffer is not None], ranks, told))
+    able = ranks.n > 1 and all(flag for (flag,) in numbers([buffer is not None], ranks))
     if buffer is not None and able:
         symmetric.keep(ranks.group, buffer)
     return able

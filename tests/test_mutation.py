@@ -63,3 +63,20 @@ class Frequencies(nn.Module):
 def test_gradients_scaled_by_frequency_count_over_all_ranks():
     for n in (2, 3):
         assert sp_compile.verify(Frequencies().double(), torch.randint(0, 5, (2, 9)), sp=n).worst < 1e-12
+
+
+class Filled(nn.Module):
+    """A buffer of one layout is given values of another, and is then viewed as its own layout allows."""
+
+    def forward(self, x):
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        heads = F.scaled_dot_product_attention(q, q, q)
+        out = x.new_empty(x.shape[0], x.shape[1], 4, 2)
+        out.copy_(heads.transpose(1, 2))
+        return out.view(x.shape).pow(2).sum()
+
+
+def test_a_buffer_keeps_its_layout_when_it_is_written():
+    for n in (1, 2, 3):
+        report = sp_compile.verify(Filled(), torch.randn(2, 9, 8).double(), sp=n)
+        assert report.worst < 1e-12, str(report)
