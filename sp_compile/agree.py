@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
+from ._compat import known_process_group
 from .checksums import checksum
 from .errors import SpError, Told, trace_of
 from .mesh import Ranks
@@ -43,7 +44,7 @@ def fingerprint(gm: GraphModule) -> Program:
 def _without_names(node: Node) -> tuple[Any, ...]:
     """The arguments; of a user's collective without the names of groups, which ranks call as they like."""
     if getattr(node.target, "namespace", "") == "_c10d_functional":
-        return tuple(a for a in node.args if not isinstance(a, str))
+        return tuple(a for a in node.args if not (isinstance(a, str) and known_process_group(a)))
     if node.target is torch.ops.sp.reduce_pair.default:
         return node.args[0], *([one.partition(" ")[0] for one in way] for way in node.args[1:])
     return node.args

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ._compat import namespace_of, pytree, real_tensors, size_hint
+from ._compat import known_process_group, namespace_of, pytree, real_tensors, size_hint
 from .checksums import checksum
 from .errors import trace_of
 from .programs import Line, Program, hashed
@@ -39,7 +39,7 @@ def text_of(gm: GraphModule) -> Text:
         written = [
             _spelt(leaf)
             for leaf in pytree.tree_leaves((node.args, node.kwargs))
-            if not (isinstance(leaf, Node) or (named and isinstance(leaf, str)))
+            if not (isinstance(leaf, Node) or (named and _names_group(leaf)))
         ]
         numbers.append(hashed(f"{written} {_constant(gm, node)}"))
     joints = "\n".join(joint for joint, _ in _joints(gm))
@@ -73,7 +73,7 @@ def _lines(gm: GraphModule) -> Iterator[Line]:
             leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
             edges = [order.get(leaf, "input") for leaf in leaves if isinstance(leaf, Node)]
             order[node] = len(order)
-            yield Line(f"{_target(node)} {edges} {spec}", _target(node) or node.name, trace_of(node))
+            yield Line(f"{_call(node)} {edges} {spec}", _call(node) or node.name, trace_of(node))
 
 
 def _exchanges(gm: GraphModule) -> Iterator[str]:
@@ -83,7 +83,19 @@ def _exchanges(gm: GraphModule) -> Iterator[str]:
         if isinstance(body, GraphModule):
             yield from _exchanges(body)
         elif is_exchange(node):
-            yield _target(node)
+            yield _call(node)
+
+
+def _call(node: Node) -> str:
+    """An op; of an exchange what it does with the values as well: sum, max."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs)) if is_exchange(node) else ()
+    words = [leaf for leaf in leaves if isinstance(leaf, str) and not _names_group(leaf)]
+    return " ".join([_target(node), *words])
+
+
+def _names_group(leaf: Any) -> bool:
+    """Is this what the rank calls a process group of its own?"""
+    return isinstance(leaf, str) and known_process_group(leaf)
 
 
 def unlike(gm: GraphModule, everyone: Sequence[Text]) -> frozenset[str] | None:
@@ -119,7 +131,8 @@ def is_exchange(node: Node) -> bool:
 def _target(node: Node) -> str:
     if node.op in ("placeholder", "get_attr", "output"):
         return ""
-    return getattr(node.target, "__qualname__", str(node.target))
+    target: Any = node.target
+    return str(target) if namespace_of(target) else getattr(target, "__qualname__", str(target))
 
 
 def _spelt(leaf: Any) -> str:

@@ -7,15 +7,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import ranks as worker
 import torch
+import torch.distributed as dist
 from parallel_models import Split
 from parity import difference
 from torch import Tensor, nn
 
+from sp_compile.errors import SpError
 from sp_compile.joint import JointPasses
 
 STEPS = 3
 Make = Callable[[Split], nn.Module]
+
+
+def split(spelling: str = "pair") -> Split:
+    """Over the ranks of the running test."""
+    group = worker.group()
+    return Split(group.size(), dist.get_rank(group), group, spelling)
+
+
+def message(call: Callable[[], Any]) -> str:
+    """What an SpError says; "" if none is raised."""
+    try:
+        call()
+    except SpError as error:
+        return str(error)
+    return ""
 
 
 @dataclass

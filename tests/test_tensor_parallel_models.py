@@ -7,10 +7,9 @@ from typing import Any
 
 import parallel_variants as variants
 import pytest
-import ranks as worker
 import torch
 from parallel_models import Split, build, tokens
-from parallel_training import Trained, inferred, trained
+from parallel_training import Trained, inferred, split, trained
 from ranks import Ranks
 from torch import nn
 
@@ -31,11 +30,6 @@ SCATTERED = {
     name: "fffssssfssss" if "head" in how and "cut" in name else "s" * 8 for name, how in DECODERS.items()
 }
 SCATTERED["attention beside mlp"] = "s" * 6  # forward two a layer, backward one: it reads one norm
-
-
-def split(spelling: str = "pair") -> Split:
-    group = worker.group()
-    return Split(group.size(), torch.distributed.get_rank(group), group, spelling)
 
 
 def ids(batch: int, length: int, longer: int = 0) -> Callable[[int], Sequence[Any]]:
