@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from merging import count
 from ranks import Ranks
-from test_merge_ranks import count
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 

@@ -1,8 +1,6 @@
 """merge_reductions and declare_groups on real ranks: right values, no communicator too many, errors on every rank."""
 
 import functools
-import os
-import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,8 +10,9 @@ import pytest
 import ranks as worker
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from merging import count
 from ranks import Ranks
+from spawning import spawned
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,7 +24,6 @@ import sp_compile
 from sp_compile._compat import process_groups
 from sp_compile.groups import Groups
 from sp_compile.passes.merge_reductions import MergeReductions, merge_reductions
-from sp_compile.passes.reduction_chains import KINDS
 
 c10d = torch.ops._c10d_functional
 
@@ -33,10 +31,6 @@ c10d = torch.ops._c10d_functional
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SP_COMPILE_CACHE_DIR", str(tmp_path))
-
-
-def count(gm: GraphModule) -> int:
-    return sum(node.target in KINDS for node in gm.graph.nodes)
 
 
 def names(mesh: DeviceMesh) -> list[str]:
@@ -243,23 +237,6 @@ def compiled_partials() -> tuple[list[int], list[int]]:
 
 
 # More ranks than the pool has.
-
-
-def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    init = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", rank=rank, world_size=world, **init)
-    torch.save(fn(), f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def spawned(world: int, fn: Callable[[], Any]) -> list[Any]:
-    """What the function returns on so many ranks of their own."""
-    with tempfile.TemporaryDirectory(prefix="merge-") as folder:
-        mp.spawn(_spawned, (world, f"{folder}/store", fn, folder), nprocs=world)
-        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
 
 
 def on_six() -> dict[str, Any]:

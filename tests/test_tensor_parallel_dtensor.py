@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parallel_training import STEPS, Trained, step, watched
 from parity import Decoder, text
 from ranks import Ranks
-from test_merge_ranks import spawned
+from spawning import spawned
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel_models import Split, build, tokens
 from parallel_training import STEPS, Trained, part_of, step, trained, watched
 from ranks import Ranks
-from test_merge_ranks import spawned
+from spawning import spawned
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -11,7 +11,7 @@ from parallel_held_out import Flat, Mixture, Model, OneSum, PostNorm, TwoAxes
 from parallel_models import Split, tokens
 from parallel_training import Trained, trained
 from ranks import Ranks
-from test_merge_ranks import spawned
+from spawning import spawned
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sp_compile

@@ -1,0 +1,28 @@
+"""Ranks of their own, for what needs more of them than the pool has."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    init = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", rank=rank, world_size=world, **init)
+    torch.save(fn(), f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spawned(world: int, fn: Callable[[], Any]) -> list[Any]:
+    """What the function returns on so many ranks of their own."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        mp.spawn(_spawned, (world, f"{folder}/store", fn, folder), nprocs=world)
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
