@@ -7,31 +7,42 @@ from typing import Any
 
 import torch
 
-PIECE = 1 << 19  # elements; their bits, positions and products are 12 MiB of int64
+PIECE = 1 << 19  # elements; their bits, positions and what is made of them are 12 MiB of int64
+_GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
+_ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # logical shift, then factor
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(a: Any) -> str:
-    """A checksum of a tensor's bits and of their order; "" for anything else, for no elements and for no dims."""
-    if not isinstance(a, torch.Tensor) or a.numel() == 0 or a.ndim == 0:
+    """A checksum of a tensor's bits and of their order; "" for anything else, no elements, and a number of the CPU."""
+    if not isinstance(a, torch.Tensor) or a.numel() == 0 or (a.ndim == 0 and a.device.type == "cpu"):
         return ""
     return str(total(a).item())
 
 
 def total(x: torch.Tensor) -> torch.Tensor:
-    """The sum of an element's bits times its position, from 1: () int64 on x's device, modulo 2**64.
+    """A checksum of any tensor: () int64 on x's device.
 
-    Integer arithmetic, so exact whatever the order of summing.
+    The sum of a hash of each element's bits and place, modulo 2**64: integer arithmetic, so exact whatever the order of
+    summing. A sum of the bits themselves would not do: masks and one-hots are few bits, and cancel.
     """
     x = x.detach()
     plain = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     out = torch.zeros((), dtype=torch.int64, device=x.device)
-    done = 1
+    done = 0
     for piece in pieces(plain):
         bits = piece.resolve_neg().view(_BITS[piece.element_size()]).long()
-        out += (bits * torch.arange(done, done + bits.numel(), device=x.device)).sum()
+        out += _mixed(bits, done).sum()
         done += bits.numel()
     return out
+
+
+def _mixed(bits: torch.Tensor, first: int) -> torch.Tensor:
+    """A hash of each word and its place. Source: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    z = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device).mul_(_GOLDEN).bitwise_xor_(bits)
+    for shift, factor in _ROUNDS:
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+    return z
 
 
 def is_one_number(x: torch.Tensor) -> bool:

@@ -95,11 +95,31 @@ def test_running_a_model_to_explain_it_leaves_its_buffers_alone() -> None:
 
 
 def summed(x: Tensor) -> str:
-    """The checksum in one piece."""
+    """The checksum element by element, in Python's integers."""
     plain = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
-    words = plain.resolve_neg().contiguous().reshape(-1).view(bits).long()
-    return str((words * torch.arange(1, words.numel() + 1)).sum().item())
+    words = plain.resolve_neg().contiguous().reshape(-1).view(bits).tolist()
+    total = 0
+    for place, word in enumerate(words, 1):
+        z = (word ^ (place * 0x9E3779B97F4A7C15)) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        total += z ^ (z >> 31)
+    return str((total + 2**63) % 2**64 - 2**63)
+
+
+def one_hot(place: int) -> Tensor:
+    return torch.zeros(5000, dtype=torch.float64).index_fill(0, torch.tensor([place]), 1)
+
+
+def test_checksums_of_masks() -> None:
+    """Few bits, in many places: what a plain sum of bits times their places confuses."""
+    ends, middle = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 1, 1, 0])
+    for dtype in (torch.bool, torch.int64, torch.float64):
+        assert checksums.checksum(ends.to(dtype)) != checksums.checksum(middle.to(dtype))
+    assert checksums.checksum(one_hot(10)) != checksums.checksum(one_hot(10 + 4096))
+    masks = ((torch.arange(1 << 12)[:, None] >> torch.arange(12)) % 2).bool()
+    assert len({checksums.checksum(mask) for mask in masks}) == len(masks)
 
 
 LAYOUTS = [
