@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
+from .._compat import known_process_group, process_group
 from ..axes import name_axes
 from ..errors import SpError, at
 from ..layout import VARYING, Placement, Plan, Shard
@@ -28,6 +30,7 @@ from .bucket_reductions import bucket_reductions
 from .edit import copied
 from .gather_once import GatherOnce
 from .localize import localize
+from .memory_order import keep_order
 from .overwrites import drop_overwrites
 from .propagate import propagate
 from .reduce import Means, Reduce
@@ -75,7 +78,7 @@ class SequenceParallelLinear(PassBase):
     After the call: `layers`, a Layer for every all_reduce over the group; `notes`; `assumed`, the inputs that have to
     be equal on every rank of the group for the result to be right.
     What cannot be proved to be right is left as it was, and `notes` say why. The given graph is not changed, unless
-    `facts` name nodes of it.
+    `facts` name nodes of it. Raises SpError if the group has another number of ranks.
     """
 
     name = "sequence_parallel_linear"
@@ -89,6 +92,7 @@ class SequenceParallelLinear(PassBase):
         self.assumed: list[str] = []
 
     def call(self, graph_module: GraphModule) -> PassResult:
+        self._check_ranks()
         named = self.facts.gradients or self.facts.tangents  # which are nodes of this very graph
         try:
             local = self.scatter(graph_module if named else copied(graph_module))
@@ -99,6 +103,18 @@ class SequenceParallelLinear(PassBase):
             ]
             self.notes = [Note(f"not {self.name}", "graph", f"group {self.ranks.group}", str(error))]
         return PassResult(graph_module if local is None else local, local is not None)
+
+    def _check_ranks(self) -> None:
+        group = self.ranks.group
+        if (
+            dist.is_initialized()
+            and known_process_group(group)
+            and process_group(group).size() != self.ranks.n
+        ):
+            found = process_group(group).size()
+            raise SpError(
+                f"{self.name}: group {group!r} has {found} ranks, and not {self.ranks.n}: {self.ranks}"
+            )
 
     def scatter(self, gm: GraphModule) -> GraphModule | None:
         """The graph that runs on shards between the linears; None if nothing of it would."""
@@ -128,6 +144,7 @@ class SequenceParallelLinear(PassBase):
         local = localize(gm, plan, self.job)
         bucket_reductions(local, plan)
         validate(local, plan, self.ranks.n)
+        keep_order(local)
         local.graph.lint()
         return local
 

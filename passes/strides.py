@@ -27,7 +27,7 @@ def restore_strides(local: GraphModule) -> None:
     for node in list(local.graph.nodes):
         source = node.meta.get("sp_global")
         if node.target in WHOLE and source is not None and _differ(node.meta["val"], source.meta["val"]):
-            _restore(local, node, source.meta["val"])
+            restore(local.graph, node, source.meta["val"])
     local.recompile()
 
 
@@ -36,32 +36,36 @@ def _differ(here: Tensor, there: Tensor) -> bool:
     return any(not same(a, b) for extent, a, b in pairs if extent != 1)
 
 
-def _restore(local: GraphModule, node: Node, value: Tensor) -> None:
+def restore(graph: Graph, node: Node, value: Tensor) -> Node:
+    """Give the users of the node what `restored` makes of it, and return that."""
     users = list(node.users)
-    last = restored(local.graph, node, value)
+    last = restored(graph, node, value)
     for user in users:
         user.replace_input_with(node, last)
+    return last
 
 
 def restored(graph: Graph, node: Node, value: Tensor) -> Node:
     """Right behind the node: its values, contiguous in the order of the strides of `value`."""
-    order = _order(sizes(value.stride()))
-    last = node
-    for target, *args in (
-        (aten.permute.default, order),
-        (aten.contiguous.default,),
-        (aten.permute.default, [order.index(d) for d in range(len(order))]),
+    order = order_of(sizes(value.stride()))
+    back = [order.index(d) for d in range(len(order))]
+    dense = {"memory_format": torch.contiguous_format}
+    last, value = node, node.meta["val"]
+    for target, args, kwargs in (
+        (aten.permute.default, (order,), {}),
+        (aten.clone.default, (), dense),
+        (aten.permute.default, (back,), {}),
     ):
         if args and order == sorted(order):
             continue
         with graph.inserting_after(last):
-            last = graph.call_function(target, (last, *args))
-        last.meta.update({k: v for k, v in node.meta.items() if k != "sp_global"}, val=target(value, *args))
-        value = last.meta["val"]
+            last = graph.call_function(target, (last, *args), kwargs)
+        value = target(value, *args, **kwargs)
+        last.meta.update({k: v for k, v in node.meta.items() if k != "sp_global"}, val=value)
     return last
 
 
-def _order(strides: Sequence[Size]) -> list[int]:
+def order_of(strides: Sequence[Size]) -> list[int]:
     """The dims from the largest stride to the smallest; as they are where a dim is broadcast."""
     values = [s if isinstance(s, int) else s.subs({x: LARGE for x in s.free_symbols}) for s in strides]
     return sorted(range(len(values)), key=lambda d: -values[d]) if all(values) else list(range(len(values)))

@@ -50,7 +50,8 @@ class SPConfig:
         predicts that this is faster; "always": wherever it is exact; "intra_node": over ranks of one machine; "never".
         The axes have to be declared: `sp_compile.declare_groups(mesh)`.
     activation_memory_budget: 0..1, handed to AOTAutograd's partitioner; None leaves it alone.
-    compiler: "inductor", "aot_eager", or any torch.compile backend (a name or a callable), which gets the local graph.
+    compiler: "inductor", "aot_eager", or any torch.compile backend (a name or a callable), which gets the local graph;
+        only the two named have a place for passes on collectives, so with others those stay as the program has them.
 
     Raises SpError for an unknown field or value.
     """

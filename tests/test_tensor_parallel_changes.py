@@ -6,6 +6,7 @@ import pytest
 import ranks as worker
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from parallel_models import Split
 from parallel_training import message, split
 from parallel_variants import DIM, Hidden
@@ -23,6 +24,15 @@ class Crossing(Hidden):
     def forward(self, x: Tensor) -> Tensor:
         tokens = super().forward(x).flatten(0, 1)
         return super().forward((tokens @ tokens.T @ tokens).view(x.shape) / 50)
+
+
+class Turned(Hidden):
+    """Kernels of the backward read the channels of a transposed value as they lie in memory, and views rely on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x = F.group_norm(x.transpose(1, 2), 2).transpose(1, 2)
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
 
 
 class Remembering(Hidden):
@@ -62,8 +72,13 @@ def against_eager(kind: type[Hidden], shape: tuple[int, ...], freeze: bool) -> f
 
 @pytest.mark.parametrize(
     ("kind", "shape", "freeze"),
-    [(Crossing, (2, 6, DIM), False), (Hidden, (0, 6, DIM), False), (Hidden, (2, 6, DIM), True)],
-    ids=["tokens with tokens", "no tokens", "frozen on one rank"],
+    [
+        (Crossing, (2, 6, DIM), False),
+        (Turned, (3, 7, DIM), False),
+        (Hidden, (0, 6, DIM), False),
+        (Hidden, (2, 6, DIM), True),
+    ],
+    ids=["tokens with tokens", "transposed", "no tokens", "frozen on one rank"],
 )
 def test_what_eager_mode_does(ranks: Ranks, kind: type[Hidden], shape: tuple[int, ...], freeze: bool) -> None:
     assert max(ranks.run(2, against_eager, kind, shape, freeze)) < 1e-11
