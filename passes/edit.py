@@ -90,7 +90,13 @@ def _fake_mode_of(node: Node) -> Any:
 
 def copied(gm: GraphModule) -> GraphModule:
     """The same graph over the same attributes, to be changed."""
+    return GraphModule(gm, copy_of(gm.graph))
+
+
+def copy_of(old: Graph) -> Graph:
+    """The same graph, of other nodes."""
     graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {})).meta.update(gm.graph.output_node().meta)
-    keep_calling_convention(graph, gm.graph)
-    return GraphModule(gm, graph)
+    results = graph.graph_copy(old, {})
+    graph.output(results, old.output_node().type).meta.update(old.output_node().meta)
+    keep_calling_convention(graph, old)
+    return graph

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..shapes import sizes
+from .exchanges import is_exchange
 from .moves import name_of, value_of
 from .writes import is_write
 
@@ -19,22 +20,19 @@ _MAKERS = frozenset(
 
 
 def settle(graph: Graph) -> bool:
-    """Edit the graph in place where a collective's result fills a buffer; whether there was one.
+    """Edit the graph in place where an exchange's result fills a buffer; whether there was one.
 
-    A buffer that is used before it is filled stays.
+    A buffer that is used before it is filled stays, and one that is not the only reader of what came: either may be
+    written later.
     """
     changed = False
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if node.op not in ("call_function", "call_method") or name_of(node) not in ("copy_", "copy"):
+        if not is_filling(node):
             continue
         buffer, source = node.args[:2]
-        if not _is_received(source) or not isinstance(buffer, Node) or not _alike(buffer, source):
-            continue
         if name_of(node) == "copy_":
-            if not _is_fresh(buffer) or any(
-                place[user] < place[node] or _changes(user, node) for user in buffer.users
-            ):
+            if not _is_fresh(buffer) or any(place[user] < place[node] for user in buffer.users):
                 continue
             buffer.replace_all_uses_with(source, delete_user_cb=lambda user, copy=node: user is not copy)
         node.replace_all_uses_with(source)
@@ -45,12 +43,31 @@ def settle(graph: Graph) -> bool:
     return changed
 
 
-def _is_received(source: object) -> bool:
-    return isinstance(source, Node) and name_of(source) == "wait_tensor"
+def is_filling(node: Node) -> bool:
+    """Does it copy all that an exchange brought, and nothing else reads, to a tensor like it?"""
+    if node.op not in ("call_function", "call_method") or name_of(node) not in ("copy_", "copy"):
+        return False
+    if len(node.args) < 2 or not all(isinstance(x, Node) for x in node.args[:2]):
+        return False
+    buffer, source = node.args[:2]
+    # Of what came, a buffer that is made like it reads the shape only.
+    return _is_received(source) and set(source.users) <= {node, *_only(buffer)} and _alike(buffer, source)
+
+
+def _is_received(source: Node) -> bool:
+    if name_of(source) != "wait_tensor" or not source.args:
+        return False
+    return is_exchange(source.args[0]) and len(source.args[0].users) == 1
+
+
+def _only(buffer: Node) -> list[Node]:
+    return [buffer] if _is_fresh(buffer) else []
 
 
 def _is_fresh(buffer: Node) -> bool:
-    return buffer.op in ("call_function", "call_method") and name_of(buffer) in _MAKERS
+    return (
+        buffer.op in ("call_function", "call_method") and name_of(buffer) in _MAKERS and not is_write(buffer)
+    )
 
 
 def _alike(a: Node, b: Node) -> bool:
@@ -59,8 +76,3 @@ def _alike(a: Node, b: Node) -> bool:
         return False
     shaped = sizes(x.shape) == sizes(y.shape) and sizes(x.stride()) == sizes(y.stride())
     return shaped and (x.dtype, x.device) == (y.dtype, y.device)
-
-
-def _changes(user: Node, copy: Node) -> bool:
-    """Is this user another one that writes?"""
-    return user is not copy and is_write(user)

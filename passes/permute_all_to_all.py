@@ -29,7 +29,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from ..errors import at
 from ..shapes import quotient, same, size, sizes
-from .edit import Editor
+from .edit import Editor, copy_of
 from .exchanges import Exchange, Match, is_exchange, is_unused, match, read, sources_of, undone
 from .fresh import settle
 from .functional_exchanges import make_functional
@@ -37,7 +37,7 @@ from .lower_exchanges import lower_exchanges
 from .merged_dims import merge_first
 from .moves import name_of, value_of
 from .padded_pieces import join_padded
-from .restride import Restride, infer
+from .restride import Restride, infer, one_mode
 from .rewrite import Note
 from .together import gather_exchanges
 from .writes import between, writes_of
@@ -70,14 +70,16 @@ class PermuteAllToAll(PassBase, Editor):
 
     def call(self, graph_module: GraphModule) -> PassResult:
         self.notes = []
+        before = copy_of(graph_module.graph) if any(map(_may_be_one, graph_module.graph.nodes)) else None
         lent = [n for n in graph_module.graph.nodes if "example_value" in n.meta and "val" not in n.meta]
         for node in lent:
             node.meta["val"] = node.meta["example_value"]
+        one_mode(graph_module.graph)
         self.edit(graph_module.graph)
         restride = Restride(graph_module.graph)
-        changed = make_functional(graph_module) | settle(graph_module.graph)
+        prepared = make_functional(graph_module) | settle(graph_module.graph)
         self.writes = writes_of(graph_module.graph)
-        changed |= join_padded(self, self.writes)
+        prepared |= join_padded(self, self.writes)
         made = [node for node in list(self.graph.nodes) if self._rewritten(node)]
         gone = [
             node for node in self.graph.find_nodes(op="call_function", target=PERMUTE) if self._undone(node)
@@ -85,7 +87,10 @@ class PermuteAllToAll(PassBase, Editor):
         together = gather_exchanges(self, self.writes) if self.packed else []
         apart = self.graph.find_nodes(op="call_function", target=PERMUTE)
         merged = [node for node in apart if not self.writes and merge_first(self, node)]
-        changed = bool(changed or made or gone or together or merged)
+        changed = bool(made or gone or together or merged)
+        if prepared and not changed and before is not None:  # for nothing
+            graph_module.graph = before
+            return PassResult(graph_module, False)
         if changed and self.decomposed:
             lower_exchanges(graph_module)
         if changed:
@@ -190,3 +195,7 @@ class PermuteAllToAll(PassBase, Editor):
         for member, piece in zip(members, fresh):
             member.replace_all_uses_with(piece)
             self.graph.erase_node(member)
+
+
+def _may_be_one(node: Node) -> bool:
+    return is_exchange(node) or "alltoall_base_" in str(node.target)

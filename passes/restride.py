@@ -106,6 +106,30 @@ def infer(target: Any, args: Any, kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
 
+def one_mode(graph: Graph) -> None:
+    """make_fx in its default mode gives every node a value of a mode of its own: bring them into one."""
+    held = [
+        x for n in graph.nodes for x in pytree.tree_leaves(n.meta.get("val")) if isinstance(x, FakeTensor)
+    ]
+    if len({id(x.fake_mode) for x in held}) < 2 or not all(_is_static(x) for x in held):
+        return
+    with held[0].fake_mode:
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = pytree.tree_map(_like, node.meta["val"])
+
+
+def _is_static(x: Tensor) -> bool:
+    return x.layout == torch.strided and all(isinstance(i, int) for i in (*x.shape, *x.stride()))
+
+
+def _like(x: Any) -> Any:
+    """A new one in the mode that is on."""
+    if not isinstance(x, FakeTensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
 def _differ(old: Any, new: Any) -> bool:
     if isinstance(old, list | tuple):
         return any(_differ(a, b) for a, b in zip(old, new))

@@ -24,13 +24,14 @@ from .lockstep import Lockstep
 from .lowering.version import digest
 from .machine import Machine
 from .mesh import Ranks, resolve, splits_sequence
+from .neighbours import rounds
 from .passes.rewrite import Settings
 from .passes.tensor_parallel import Facts
 from .pipeline import run_pipeline
 from .programs import Program
 from .randomness import decorrelated, draws
 from .unsplit import note, runs_as_written
-from .weights import are_apart, facts_of, groups_of, has_dtensors, known, local_tensors
+from .weights import are_apart, check_groups, facts_of, groups_of, has_dtensors, known, local_tensors
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,14 @@ def sp(
     """
     given = vars(options) if isinstance(options, SPConfig) else options or {}
     others = groups_of(gm, example_inputs)
-    talk = Lockstep(questions(others))
     splits = bool(others) and splits_sequence(given.get("mesh"), given.get("mesh_dim"), others)
-    talk.open(_sequence_ranks(given) if splits else [])
+    sequence = _sequence_ranks(given) if splits else []
+    talk = Lockstep(questions(others, sequence))
+    talk.open(sequence)
     error: Exception | None = None
     joint: JointPasses | None = None
     try:
+        check_groups(gm)
         joint = joint_passes(gm, example_inputs, others, talk)
         if joint is not None and not splits:
             _refuse_mode(mode)
@@ -258,11 +261,17 @@ def _comparable(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) ->
     return names
 
 
-def questions(groups: Sequence[Ranks]) -> list[tuple[Ranks, str]]:
-    """All that the ranks of a program's groups may ask each other while they compile, in order."""
-    first = [(ranks, question) for question in ("inputs", "place") for ranks in groups]
-    last = [(ranks, f"round {i}") for i in range(len(groups)) for ranks in groups]
-    return first + [(ranks, question) for ranks in groups for question in QUESTIONS] + last
+def questions(groups: Sequence[Ranks], sequence: Sequence[Ranks] = ()) -> list[tuple[Ranks, str]]:
+    """All that the ranks of a program's groups may ask each other while they compile, in order.
+
+    sequence: the ranks that its sequence is split over. What one group decides, its neighbours over all others hear.
+    """
+    everyone = [*groups, *(ranks for ranks in sequence if ranks not in groups)]
+    out = [(ranks, question) for question in ("inputs", "place") for ranks in groups]
+    for number, group in enumerate(groups):
+        out += [(group, question) for question in QUESTIONS]
+        out += rounds(everyone, f"layers {number}")
+    return out + [(ranks, f"round {i}") for i in range(len(everyone)) for ranks in everyone]
 
 
 def compile_local(
@@ -278,7 +287,9 @@ def compile_local(
         _compat.memory_budget(config.activation_memory_budget),
         torch.compiler.config.patch(cache_key_tag=tag),
     ):
-        if joint is None or config.compiler not in _compat.JOINT_COMPILERS:  # others have no place for passes
+        if joint is None or config.compiler not in _compat.JOINT_COMPILERS:
+            if joint is not None:
+                log.warning("compiler=%r has no place for passes on collectives: they stay", config.compiler)
             run = _compat.compiler(config.compiler)(local, example_inputs)
         else:
             joint.configure(config)

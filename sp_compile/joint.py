@@ -28,6 +28,7 @@ from .grid import grids
 from .lockstep import Lockstep, exchanges
 from .lowering.version import digest
 from .mesh import Ranks
+from .neighbours import connected, cut_exchanges
 from .passes.edit import copied
 from .passes.lower_exchanges import lower_exchanges
 from .passes.merge_reductions import merge_reductions
@@ -35,7 +36,7 @@ from .passes.own_rows import mark_own_rows
 from .passes.permute_all_to_all import permute_all_to_all
 from .passes.reduction_chains import check_reductions
 from .passes.rewrite import Note
-from .passes.sequence_parallel_linear import SequenceParallelLinear
+from .passes.sequence_parallel_linear import Layer, SequenceParallelLinear
 from .passes.tensor_parallel import Facts
 from .shapes import same, sizes
 
@@ -52,6 +53,7 @@ class JointPasses:
     groups: the tensor-parallel groups of the program, in the order of their appearance. facts: of each, by its name;
     inputs are called input_0, input_1, ..., the function's tensor arguments in order. shapes: theirs, on this rank.
     apart: the groups whose ranks have different programs, or may, and ask each other (`talk`) while they compile.
+    sequence: the group that shares the program's sequence, if it is another one; it is asked what all are asked.
     scatter: may layers run scattered? shared: the gradients of results that a group's ranks must have alike, by name,
     and where the result is made. merge: the policy of `merge_reductions`.
     """
@@ -61,6 +63,7 @@ class JointPasses:
     shapes: Sequence[tuple[Any, ...]] = ()
     talk: Lockstep = field(default_factory=lambda: Lockstep([]))
     apart: frozenset[str] = frozenset()
+    sequence: Sequence[Ranks] = ()
     decompose: bool = False
     scatter: bool = True
     merge: str = "never"
@@ -86,6 +89,7 @@ class JointPasses:
 
         found = grids([*self.groups, *sequence], ask)
         self.facts = {name: replace(facts, grid=found[name]) for name, facts in self.facts.items()}
+        self.sequence = [ranks for ranks in sequence if ranks not in self.groups]
         names = {ranks.group for ranks in sequence}
         return frozenset(name for name in self.facts if names <= found[name].level)
 
@@ -125,7 +129,12 @@ class JointPasses:
             name: made.get(name) or "of this program" for name in assumed if name.startswith("tangents")
         }
         if not self._alike(local, ranks, list(tangents)):
-            one, why = None, OTHER_EXCHANGES
+            one, local, why = None, gm, OTHER_EXCHANGES
+        if (
+            not self._alike_around(gm, local, ranks, one.layers if one is not None else [])
+            and local is not gm
+        ):
+            one, why = None, OTHER_LAYERS
         if one is None:
             self.report.add([Note("not sequence_parallel_linear", "graph", f"group {ranks.group}", why)])
             return
@@ -141,8 +150,9 @@ class JointPasses:
 
         What a rank's neighbour over one group sees, its neighbours over others have to know as well: hence the rounds.
         """
-        for i in range(len(self.groups)):
-            for ranks in self.groups:
+        everyone = [*self.groups, *self.sequence]
+        for i in range(len(everyone)):
+            for ranks in everyone:
                 answers = self.talk.ask(ranks, f"round {i}", self.unlike)
                 self.unlike = any(answer is not False for answer in answers)
         if self.unlike:
@@ -156,6 +166,17 @@ class JointPasses:
         if self.merge != "never" and declared().members:
             self.report.add(merge_reductions(gm, self.merge))
         gm.recompile()
+
+    def _alike_around(
+        self, gm: GraphModule, local: GraphModule, ranks: Ranks, layers: Sequence[Layer]
+    ) -> bool:
+        """Would the neighbours over the program's other groups scatter the same layers over theirs?"""
+        everyone = [*self.groups, *self.sequence]
+        said = str((text_of(local).exchanges, ranks.n, [(layer.mode, layer.dim) for layer in layers]))
+        cut = ["" if one == ranks else cut_exchanges(gm, local, one.group) for one in everyone]
+        return connected(
+            self.talk, everyone, f"layers {self.groups.index(ranks)}", [said + one for one in cut]
+        )
 
     def _everyones_rows(self, ranks: Ranks, starts: list[int]) -> list[list[int]]:
         return [answer or [] for answer in self.talk.ask(ranks, "rows", starts)]
@@ -179,6 +200,10 @@ NEVER = "the option sequence_parallel_linear is 'never'"
 REGROUPED = "AOTAutograd has regrouped the inputs, so nothing says which of them are equal on all ranks"
 OTHER_OPS = "the ranks run different ops, so nothing says which values are equal on all of them"
 OTHER_EXCHANGES = "parts of different sizes: the ranks would not exchange the same"
+OTHER_LAYERS = (
+    "ranks of another group would scatter other layers over theirs (other values are equal there), and the program "
+    "exchanges over both"
+)
 
 
 def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]) -> Facts | None:

@@ -51,8 +51,8 @@ def all_to_all_permute(
     once, inside torch.compile by the kernel that makes x, and the result is a strided view of what arrived, in which
     rows of gather_dim lie one after the other. Where scatter_dim leads (all dims before it are of size 1), x is sent as
     it lies, and the copy follows the collective. Dims behind gather_dim that are to be flattened with it (heads, for a
-    projection) are best flattened in x: then a matmul reads the result without a copy. Inside torch.compile with autograd
-    Dynamo refuses to change the result in place: change a clone of it.
+    projection) are best flattened in x: then a matmul reads the result without a copy. Inside torch.compile, Dynamo
+    refuses to change a result in place that needs a gradient: change a clone of it.
 
     Raises SpError for dims that are equal or out of range, a scatter_dim that n does not divide, an out that is unlike
     the result or part of a differentiation, a DTensor, this rank outside the group, and calls that differ between the

@@ -15,8 +15,9 @@ from .backend import joint_passes, lower, questions
 from .config import SPConfig
 from .errors import SpError
 from .explain import Report
+from .joint import JointPasses
 from .lockstep import Lockstep
-from .mesh import Ranks, splits_sequence
+from .mesh import Ranks, resolve, splits_sequence
 from .simulate import GROUP, run_ranks
 from .unsplit import note, runs_as_written
 from .weights import groups_of
@@ -65,13 +66,18 @@ def _each_graph(
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             others = groups_of(gm, example_inputs)
-            if others and not splits_sequence(options.mesh, options.mesh_dim, others):
-                total.merge(_scattered(gm, example_inputs, options, others))
+            joint = _joint(gm, example_inputs, options, others)
+            if joint is not None and not splits_sequence(options.mesh, options.mesh_dim, others):
+                joint.place(())
+                total.merge(_scattered(gm, example_inputs, joint))
                 return gm.forward
             if runs_as_written(gm, example_inputs, vars(options)):
                 total.add([note()])
                 return gm.forward
-            local, report = lower(gm, example_inputs, options, Ranks(sp, GROUP))
+            aligned = None if joint is None else joint.place([resolve(options.mesh, options.mesh_dim)])
+            local, report = lower(gm, example_inputs, options, Ranks(sp, GROUP), None, aligned)
+            if joint is not None:
+                report.merge(_scattered(local, example_inputs, joint))
         except SpError as error:
             failure.append(error)
             return gm.forward
@@ -92,15 +98,19 @@ def _each_graph(
     return total
 
 
-def _scattered(
+def _joint(
     gm: GraphModule, example_inputs: Sequence[Any], options: SPConfig, groups: Sequence[Ranks]
-) -> Report:
-    """What becomes of a tensor-parallel program, compiled and not run; its ranks, if there are any, ask together."""
+) -> JointPasses | None:
+    """The passes over a tensor-parallel program's joint graph; its ranks, if there are any, ask together."""
     joint = joint_passes(gm, example_inputs, groups, Lockstep(questions(groups)))
-    assert joint is not None
-    joint.place(())
-    joint.configure(options)
-    joint.decompose = False
+    if joint is not None:
+        joint.configure(options)
+        joint.decompose = False
+    return joint
+
+
+def _scattered(gm: GraphModule, example_inputs: Sequence[Any], joint: JointPasses) -> Report:
+    """What becomes of a tensor-parallel program, compiled and not run."""
     _compat.joint_compiler("aot_eager", joint, None)(gm, example_inputs)
     return joint.report
 

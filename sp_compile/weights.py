@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from ._compat import group_names, known_process_group, process_group, pytree, real_tensors
+from ._compat import group_names, known_process_group, namespace_of, process_group, pytree, real_tensors
 from .alike import Text, digests, is_exchange, text_of
 from .checksums import is_one_number
 from .declare import declared
+from .errors import SpError, at
 from .mesh import Ranks
 from .passes.tensor_parallel import Facts
 
@@ -26,6 +27,18 @@ def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     found = [name for name in names if dist.is_initialized() and known_process_group(name)]
     ranks = [Ranks(process_group(name).size(), name) for name in found]
     return [r for r in ranks if r.n > 1]
+
+
+def check_groups(gm: GraphModule) -> None:
+    """Does every collective name a process group that there is? Raises SpError where one does not."""
+    for node in gm.graph.nodes:
+        functional = str(namespace_of(node.target)).startswith("_c10d_functional")
+        words = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]  # the group comes last
+        if functional and words and dist.is_initialized() and not known_process_group(words[-1]):
+            raise SpError(
+                f"this rank has no process group {words[-1]!r}, which {node.target} names: pass the group_name of a "
+                f"group that all its ranks have made. At {at(node)}"
+            )
 
 
 def _named(gm: GraphModule) -> Iterator[str]:
@@ -40,7 +53,10 @@ def _named(gm: GraphModule) -> Iterator[str]:
 
 
 def _exchanges_rows(node: Node) -> bool:
-    """Sums of numbers and vectors, as those of losses over data-parallel ranks, leave no layer to scatter."""
+    """Reductions of numbers and vectors, as of losses over data-parallel ranks, leave no layer to scatter.
+
+    Whatever the reduction: ranks that disagree on it must meet to find out.
+    """
     if "c10d" not in str(node.target):
         return "sp.all_to_all_permute" in str(node.target)
     if "all_reduce" not in str(node.target) or declared().members.keys() & {
@@ -49,7 +65,7 @@ def _exchanges_rows(node: Node) -> bool:
         return True
     operands = [n.meta.get("example_value") for n in node.all_input_nodes]
     ranks_of = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
-    return "sum" in node.args and (not ranks_of or max(ranks_of) > 1)
+    return not ranks_of or max(ranks_of) > 1
 
 
 def _of_tensors(inputs: Iterable[Any]) -> Iterator[str]:
@@ -102,16 +118,15 @@ def are_apart(everyone: Sequence[Known | None]) -> bool:
 def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
     """Say of every exchange over another group than these, whose members hold the same rows, that it has no rule."""
     for node in gm.graph.nodes:
-        named = set(_strings(node)) if node.op == "call_function" and is_exchange(node) else set()
+        named = named_groups(node) if is_exchange(node) else set()
         if any(known_process_group(name) and name not in aligned for name in named):
             node.meta["sp_no_rule"] = "it exchanges with ranks that hold other rows of the sequence"
 
 
-def _strings(node: Node) -> Iterator[str]:
-    """Strings among the arguments; of "sum 3", as sp::reduce_pair has it, the group."""
-    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
-        if isinstance(leaf, str):
-            yield leaf.rpartition(" ")[2]
+def named_groups(node: Node) -> set[str]:
+    """The strings among an exchange's arguments; of "sum 3", as sp::reduce_pair has it, the group."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return {leaf.rpartition(" ")[2] for leaf in leaves if isinstance(leaf, str)}
 
 
 def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:

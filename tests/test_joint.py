@@ -144,6 +144,46 @@ def test_a_program_that_only_sums_its_loss(ranks: Ranks) -> None:
         assert "exchanges of its own and no sequence" in " ".join(text.split())
 
 
+def reduced_otherwise() -> str:
+    op = "max" if dist.get_rank() else "sum"
+    run = torch.compile(
+        lambda x: funcol.all_reduce(x @ x.t(), op, worker.group()),
+        backend="sp",
+        options={"compiler": "aot_eager"},
+    )
+    try:
+        run(torch.ones(4, 6))
+    except sp_compile.SpError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_reduce_otherwise_meet(ranks: Ranks) -> None:
+    for error in ranks.run(2, reduced_otherwise):
+        assert "rank 0: _c10d_functional.all_reduce sum at tests/test_joint.py:" in error
+        assert "rank 1: _c10d_functional.all_reduce max at tests/test_joint.py:" in error
+
+
+def over_a_group_of_no_such_name() -> str:
+    c10d = torch.ops._c10d_functional
+    run = torch.compile(
+        lambda x: c10d.wait_tensor(c10d.all_reduce(x @ x.t(), "sum", "nobody")),
+        backend="sp",
+        options={"compiler": "aot_eager"},
+    )
+    try:
+        run(torch.ones(4, 6))
+    except sp_compile.SpError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_of_no_such_name(ranks: Ranks) -> None:
+    for error in ranks.run(2, over_a_group_of_no_such_name):
+        assert "this rank has no process group 'nobody', which _c10d_functional.all_reduce names" in error
+        assert "tests/test_joint.py:" in error
+
+
 def no_exchanges() -> str:
     try:
         torch.compile(lambda x: x.relu(), backend="sp", options={"compiler": "aot_eager"})(torch.randn(3, 4))

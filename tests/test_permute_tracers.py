@@ -41,12 +41,19 @@ def by_make_fx(fn: Fn, x: Tensor) -> GraphModule:
     return make_fx(fn, tracing_mode="fake")(x)
 
 
+def by_make_fx_really(fn: Fn, x: Tensor) -> GraphModule:
+    """As it is by default: every node's value is of a fake mode of its own."""
+    return make_fx(fn)(x)
+
+
 TRACERS: dict[str, Callable[[Fn, Tensor], GraphModule]] = {
     "dynamo": lambda fn, x: traced(fn, x, tracer="dynamo"),
     "capture": lambda fn, x: traced(fn, x),
     "export": exported,
     "make_fx": by_make_fx,
+    "real": by_make_fx_really,
 }
+SAMPLE = [*list(SPELLINGS)[::3], *list(MORE)[::3]]
 
 
 def definition(xs: list[Tensor], rank: int, scatter: int, gather: int) -> Tensor:
@@ -61,8 +68,15 @@ def check(spelling: Spelling, gm: GraphModule) -> None:
         assert torch.equal(y, true.reshape(spelling.result or true.shape))
 
 
-@pytest.mark.parametrize("tracer", ["export", "make_fx"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "tracer"),
+    [
+        (name, tracer)
+        for name in ALL
+        for tracer in ("export", "make_fx", "real")
+        if tracer != "real" or name in SAMPLE
+    ],
+)
 def test_spelling(group: Any, name: str, tracer: str) -> None:
     spelling = ALL[name]
     gm = TRACERS[tracer](lambda x: spelling.fn(x, N, group), torch.randn(spelling.shape))
@@ -170,7 +184,7 @@ def expected(fn: Any, xs: list[Tensor], rank: int) -> tuple[Tensor, Tensor]:
     return exchanged, definition(changed, rank, 2, 1)
 
 
-@pytest.mark.parametrize("tracer", ["dynamo", "make_fx"])
+@pytest.mark.parametrize("tracer", ["dynamo", "make_fx", "real"])
 @pytest.mark.parametrize("fn", [written_between, written_after, written_before_the_second])
 def test_nothing_is_read_across_a_write(group: Any, fn: Any, tracer: str) -> None:
     gm = TRACERS[tracer](lambda x: fn(x, group), torch.randn(2, 3, 8, 5))
@@ -181,6 +195,26 @@ def test_nothing_is_read_across_a_write(group: Any, fn: Any, tracer: str) -> Non
     xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
     for rank, found in enumerate(run_ranks(N, lambda r: gm(xs[r].clone()))):
         assert all(map(torch.equal, found, expected(fn, xs, rank)))
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_several_exchanges_of_values_of_several_modes(group: Any, decomposed: bool) -> None:
+    """make_fx in its default mode; exchanges that are packed, and what is made of their results."""
+
+    def fn(x: Tensor) -> Tensor:
+        return there(x.sin(), group) + there(x.cos(), group) * there(x.exp(), group)
+
+    gm = make_fx(fn)(torch.randn(2, 3, 8, 5))
+    assert permute_all_to_all(gm, decomposed)[-1].done == "packed"
+    if decomposed:
+        assert count(gm, "all_to_all_single") == 1
+        return
+    xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
+    for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
+        sin, cos, exp = (
+            definition([f(x) for x in xs], rank, 2, 1) for f in (torch.sin, torch.cos, torch.exp)
+        )
+        torch.testing.assert_close(y, sin + cos * exp)
 
 
 # Dims that are merged behind an exchange.

@@ -13,11 +13,13 @@ import torch.distributed._functional_collectives as funcol
 from parallel_models import Split, build, tokens
 from parallel_training import message, split
 from parallel_variants import DIM, Hidden
-from ranks import Ranks
+from ranks import Ranks as Pool
 from torch import Tensor
 
 import sp_compile
 from sp_compile import joint
+from sp_compile.mesh import Ranks
+from sp_compile.passes.sequence_parallel_linear import SequenceParallelLinear
 
 OPTIONS = {"compiler": "aot_eager"}
 
@@ -31,11 +33,33 @@ def gradients_of_their_own() -> tuple[str, bool]:
     return error, x.grad is None
 
 
-def test_gradients_of_a_shared_result(ranks: Ranks) -> None:
+def test_gradients_of_a_shared_result(ranks: Pool) -> None:
     for error, untouched in ranks.run(2, gradients_of_their_own):
         assert "share the result made at tests/parallel_variants.py:" in error
         assert "different gradients" in error
+        assert "sequence_parallel_linear='never'" in error
         assert untouched
+
+
+def compared() -> list[str]:
+    """The errors for bfloat16 gradients of 128 rows: other last bits on rank 1, or other small rows."""
+    group, rank = worker.group(), dist.get_rank()
+    torch.manual_seed(0)
+    x = torch.randn(128, 32, dtype=torch.float64) * torch.linspace(0.01, 1, 128, dtype=torch.float64)[:, None]
+    rounding = x * (1 + rank * 1e-3)
+    noise = x + rank * 2e-4 * torch.randn_like(x)  # as sums over terms of 1 leave it
+    other = torch.cat([x[:64], x[64:] + rank * 1e-2 * torch.randn_like(x[64:])])
+    given = [y.bfloat16() for y in (rounding, noise, other)]
+    return [
+        message(lambda y=y: torch.ops.sp.shared([y], ["r"], group.size(), group.group_name)) for y in given
+    ]
+
+
+def test_gradients_of_16_bits_are_compared_row_by_row(ranks: Pool) -> None:
+    for rounding, noise, other in ranks.run(2, compared):
+        assert not rounding
+        assert not noise
+        assert "different gradients" in other
 
 
 def shared_gradients() -> tuple[float, float, str, bool]:
@@ -56,7 +80,7 @@ def shared_gradients() -> tuple[float, float, str, bool]:
     return *errors, error, all(p.grad is None for p in mine.parameters())
 
 
-def test_gradients_are_compared_in_every_backward(ranks: Ranks) -> None:
+def test_gradients_are_compared_in_every_backward(ranks: Pool) -> None:
     for first, second, error, untouched in ranks.run(2, shared_gradients):
         assert max(first, second) < 1e-12
         assert "different gradients" in error
@@ -80,7 +104,7 @@ def a_result_of_each_rank() -> float:
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-def test_gradients_of_results_that_differ(ranks: Ranks) -> None:
+def test_gradients_of_results_that_differ(ranks: Pool) -> None:
     assert max(ranks.run(2, a_result_of_each_rank)) < 1e-12
 
 
@@ -102,7 +126,7 @@ def failing(where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["facts", "passes"])
-def test_a_rank_that_fails_to_compile(ranks: Ranks, where: str) -> None:
+def test_a_rank_that_fails_to_compile(ranks: Pool, where: str) -> None:
     for error in ranks.run(2, failing, where):
         assert "rank 1" in error
         assert "out of luck" in error
@@ -123,7 +147,7 @@ def other_sizes() -> str:
 @pytest.mark.parametrize(
     ("program", "expected"), [(other_layers, "different programs"), (other_sizes, "different sizes")]
 )
-def test_ranks_that_do_not_do_the_same(ranks: Ranks, program: Callable[[], str], expected: str) -> None:
+def test_ranks_that_do_not_do_the_same(ranks: Pool, program: Callable[[], str], expected: str) -> None:
     for error in ranks.run(2, program):
         assert expected in error
 
@@ -144,7 +168,7 @@ def own_number_first() -> str:
     return numbers(3.5 + dist.get_rank(), 4.5)
 
 
-def test_a_number_that_differs_and_then_does_not(ranks: Ranks) -> None:
+def test_a_number_that_differs_and_then_does_not(ranks: Pool) -> None:
     """The rank that has seen it runs what it has, the other compiles."""
     for error in ranks.run(2, own_number_first):
         assert "rank 0 of 2 compiles the program anew for this call and the others do not" in error
@@ -159,7 +183,7 @@ def own_number_later() -> str:
     return message(lambda: run(x, torch.tensor(3.5 + dist.get_rank())))
 
 
-def test_numbers_that_differ_later(ranks: Ranks) -> None:
+def test_numbers_that_differ_later(ranks: Pool) -> None:
     for error in ranks.run(2, own_number_later):
         assert "different numbers" in error
         assert "rank 1: l_k_ 4.5" in error
@@ -175,7 +199,7 @@ def other_ops() -> str:
     )
 
 
-def test_programs_that_differ_say_where(ranks: Ranks) -> None:
+def test_programs_that_differ_say_where(ranks: Pool) -> None:
     for error in ranks.run(2, other_ops):
         assert "different programs" in error
         assert "What differs first:" in error
@@ -191,10 +215,22 @@ def other_reductions() -> str:
     return message(lambda: run(x))
 
 
-def test_reductions_that_differ_say_where(ranks: Ranks) -> None:
+def test_reductions_that_differ_say_where(ranks: Pool) -> None:
     for error in ranks.run(2, other_reductions):
         assert "rank 0: _c10d_functional.all_reduce sum at tests/test_tensor_parallel_errors.py:" in error
         assert "rank 1: _c10d_functional.all_reduce max at tests/test_tensor_parallel_errors.py:" in error
+
+
+def ranks_that_the_group_lacks() -> str:
+    model = Hidden(split()).requires_grad_(False)
+    gm = torch.export.export(model, (torch.randn(2, 6, DIM, dtype=torch.float64),)).module()
+    wrong = Ranks(3, worker.group().group_name)
+    return message(lambda: SequenceParallelLinear(wrong)(gm))
+
+
+def test_ranks_that_the_group_lacks(ranks: Pool) -> None:
+    for error in ranks.run(2, ranks_that_the_group_lacks):
+        assert "has 2 ranks, and not 3" in error
 
 
 def on_two_axes(how: str) -> str:
@@ -218,7 +254,7 @@ def on_two_axes(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["recompiles", "fails"])
-def test_ranks_of_other_groups_hear_of_it(ranks: Ranks, how: str) -> None:
+def test_ranks_of_other_groups_hear_of_it(ranks: Pool, how: str) -> None:
     errors = ranks.run(4, on_two_axes, how)
     expected = {"recompiles": "compiles the program anew", "fails": "no room for the code"}[how]
     assert expected in errors[0]

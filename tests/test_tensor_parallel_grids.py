@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from parallel_models import Split, build, tokens
 from parallel_training import STEPS, Trained, part_of, step, trained, watched
 from ranks import Ranks
@@ -16,7 +17,7 @@ from spawning import spawned
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from sp_compile import Report, backend
+from sp_compile import Report, backend, explain
 
 
 def split(mesh: DeviceMesh) -> Split:
@@ -161,3 +162,57 @@ def test_a_sum_across_the_sequence_is_of_whole_values(ranks: Ranks) -> None:
     for error, fallbacks in ranks.run(4, over_all_ranks, (2, 2)):
         assert error < 1e-12
         assert any("hold other rows" in why for why in fallbacks)
+
+
+def equal_in_one_row() -> tuple[float, str]:
+    """Rows of two tensor-parallel groups are added up; in one of these the ranks' biases are not the same."""
+    mesh = grid((2, 2), ("dp", "tp"))
+    tp, data = split(mesh), mesh.get_group("dp")
+    torch.manual_seed(0)
+    up, down = (torch.randn(8, 8, dtype=torch.float64) * (1 + tp.rank) for _ in range(2))
+    bias = torch.ones(8, dtype=torch.float64) * max(dist.get_rank(), 1)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        h = torch.nn.functional.rms_norm(
+            x + funcol.all_reduce((x @ up).relu() @ down, "sum", tp.group) + bias, (8,)
+        )
+        h = h / funcol.all_reduce(h.square(), "sum", data).sqrt()
+        return h + funcol.all_reduce((h @ up).relu() @ down, "sum", tp.group)
+
+    x = torch.randn(4, 8, dtype=torch.float64)
+    run = torch.compile(program, backend="sp", options={"compiler": "aot_eager"})
+    return (run(x) - program(x)).abs().max().item(), str(explain(program, x))
+
+
+def test_groups_of_a_grid_scatter_the_same_layers(ranks: Ranks) -> None:
+    for error, text in ranks.run(4, equal_in_one_row):
+        assert error < 1e-12
+        assert "other values are equal there" in " ".join(text.split())
+
+
+def rows_of_one_half_differ() -> float:
+    """Each rank passes its rows of the sequence; those of the second half are not the same on tensor-parallel ranks."""
+    mesh = grid((2, 2), ("sp", "tp"))
+    tp, half = split(mesh), mesh.get_local_rank("sp")
+    torch.manual_seed(0)
+    up, down = (torch.randn(8, 8, dtype=torch.float64) * (1 + tp.rank) for _ in range(2))
+
+    def program(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        h = x + torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        h = torch.nn.functional.rms_norm(
+            h + funcol.all_reduce((h @ up).relu() @ down, "sum", tp.group) + noise, (8,)
+        )
+        h = torch.nn.functional.rms_norm(h - h.square().mean(2, keepdim=True), (8,))
+        return h + funcol.all_reduce((h @ up).relu() @ down, "sum", tp.group)
+
+    x, noise = torch.randn(2, 2, 1, 8, 8, dtype=torch.float64)
+    noise[:, :, 4:] *= 1 + tp.rank
+    own = slice(4 * half, 4 * half + 4)
+    options = {"compiler": "aot_eager", "mesh": mesh, "inputs": "local", "outputs": "local"}
+    run = torch.compile(program, backend="sp", options=options, dynamic=True)
+    with torch.no_grad():
+        return (run(x[:, :, own], noise[:, :, own]) - program(x, noise)[:, :, own]).abs().max().item()
+
+
+def test_groups_beside_a_sequence_scatter_the_same_layers(ranks: Ranks) -> None:
+    assert max(ranks.run(4, rows_of_one_half_differ)) < 1e-12

@@ -17,7 +17,7 @@ from torch._higher_order_ops.wrap import (  # tried on 2.13
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
-from torch._ops import HigherOrderOperator, OpOverload  # tried on 2.13
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # tried on 2.13
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # tried on 2.13
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast  # tried on 2.13
 from torch.utils._sympy.functions import FloorDiv  # tried on 2.13
@@ -27,6 +27,7 @@ __all__ = [
     "FloorDiv",
     "HigherOrderOperator",
     "OpOverload",
+    "OpOverloadPacket",
     "associative_scan_op",
     "autograd_function_apply",
     "enter_autocast",
