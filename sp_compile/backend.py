@@ -31,9 +31,20 @@ from .pipeline import run_pipeline
 from .programs import Program
 from .randomness import decorrelated, draws
 from .unsplit import note, runs_as_written
-from .weights import are_apart, check_groups, facts_of, groups_of, has_dtensors, known, local_tensors
+from .weights import (
+    are_apart,
+    check_groups,
+    check_options,
+    facts_of,
+    groups_of,
+    has_dtensors,
+    known,
+    local_tensors,
+)
 
 log = logging.getLogger(__name__)
+
+JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
 
 CHANGING_LENGTHS = (
     "torch could not trace this program of DTensors (RecursionError), as it cannot, with backend='aot_eager' either, "
@@ -63,7 +74,8 @@ def sp(
     joint: JointPasses | None = None
     try:
         check_groups(gm)
-        joint = joint_passes(gm, example_inputs, others, talk)
+        _check_axis(sequence, others)
+        joint = joint_passes(gm, example_inputs, others, talk, given)
         if joint is not None and not splits:
             _refuse_mode(mode)
             joint.place(())
@@ -124,6 +136,16 @@ def _sequence_ranks(given: Mapping[str, Any]) -> list[Ranks]:
     with suppress(SpError):
         return [resolve(given.get("mesh"), given.get("mesh_dim"))]
     return []
+
+
+def _check_axis(sequence: Sequence[Ranks], others: Sequence[Ranks]) -> None:
+    """A sequence cannot be split over ranks between which the program exchanges by itself."""
+    taken = [ranks for ranks in sequence if ranks in others]
+    if taken:
+        raise SpError(
+            f"mesh_dim: the program's own collectives go over this axis (group {taken[0].group!r}), so its "
+            f"{taken[0].n} ranks cannot share the sequence as well: name another axis of the mesh"
+        )
 
 
 def _arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
@@ -226,15 +248,20 @@ def lower(
 
 
 def joint_passes(
-    gm: GraphModule, example_inputs: Sequence[Any], groups: Sequence[Ranks], talk: Lockstep
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    groups: Sequence[Ranks],
+    talk: Lockstep,
+    options: Mapping[str, Any],
 ) -> JointPasses | None:
     """The passes over the joint graph; None if there is nothing for them. The ranks of the groups ask together."""
     if not groups:
         return None
-    mine = known(gm, example_inputs)
+    mine = known(gm, example_inputs, str({name: options[name] for name in JOINT_OPTIONS if name in options}))
     facts, apart = {}, set()
     for ranks in groups:
         everyone = talk.ask(ranks, "inputs", mine)
+        check_options(everyone)
         facts[ranks.group] = facts_of(mine, everyone)
         if are_apart(everyone):
             apart.add(ranks.group)

@@ -29,10 +29,11 @@ def explain(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -
     """What `backend="sp"` would do to `model(*args)` on `sp` ranks: rewrites, collectives with bytes, fallbacks.
 
     Needs no processes; the model runs once, on one device. A program that is tensor-parallel already needs its groups:
-    of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers. config:
+    of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers. With a
+    `mesh` that has an axis for its sequence too, the ranks of that axis count, and not `sp`. config:
     the fields of SPConfig, and `kwargs`, a dict of keyword arguments of the model. Raises SpError as the backend would.
     """
-    return _each_graph(model, args, sp, config, lambda gm, local, report, inputs: None)
+    return _each_graph(model, args, sp, config, None)
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -> Report:
@@ -55,9 +56,13 @@ def verify(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) ->
 
 
 def _each_graph(
-    model: Callable[..., Any], args: Any, sp: int, config: dict[str, Any], visit: Callable[..., None]
+    model: Callable[..., Any], args: Any, sp: int, config: dict[str, Any], visit: Callable[..., None] | None
 ) -> Report:
-    """Lower every graph that Dynamo finds in the model for `sp` simulated ranks, visit it, and merge the reports."""
+    """Lower every graph that Dynamo finds in the model, and merge the reports.
+
+    visit: what to do with each, lowered for `sp` simulated ranks; if nothing, tensor-parallel programs are lowered for
+    the ranks of their mesh.
+    """
     kwargs = config.pop("kwargs", {})
     options = SPConfig.of(config)
     total = Report(sp)
@@ -66,24 +71,29 @@ def _each_graph(
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             others = groups_of(gm, example_inputs)
-            joint = _joint(gm, example_inputs, options, others)
-            if joint is not None and not splits_sequence(options.mesh, options.mesh_dim, others):
+            splits = bool(others) and splits_sequence(options.mesh, options.mesh_dim, others)
+            sequence = [resolve(options.mesh, options.mesh_dim)] if splits else []
+            joint = _joint(gm, example_inputs, options, others, sequence)
+            if joint is not None and not splits:
                 joint.place(())
                 total.merge(_scattered(gm, example_inputs, joint))
                 return gm.forward
             if runs_as_written(gm, example_inputs, vars(options)):
                 total.add([note()])
                 return gm.forward
-            aligned = None if joint is None else joint.place([resolve(options.mesh, options.mesh_dim)])
-            local, report = lower(gm, example_inputs, options, Ranks(sp, GROUP), None, aligned)
-            if joint is not None:
+            if joint is not None and visit is None:
+                local, report = lower(gm, example_inputs, options, sequence[0], None, joint.place(sequence))
+                total.n = sequence[0].n
                 report.merge(_scattered(local, example_inputs, joint))
+            else:
+                local, report = lower(gm, example_inputs, options, Ranks(sp, GROUP))
         except SpError as error:
             failure.append(error)
             return gm.forward
 
         def call(*inputs: Any) -> Any:
-            visit(gm, local, report, inputs)
+            if visit is not None:
+                visit(gm, local, report, inputs)
             total.merge(report)
             return gm.forward(*inputs)
 
@@ -99,10 +109,15 @@ def _each_graph(
 
 
 def _joint(
-    gm: GraphModule, example_inputs: Sequence[Any], options: SPConfig, groups: Sequence[Ranks]
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: SPConfig,
+    groups: Sequence[Ranks],
+    sequence: Sequence[Ranks],
 ) -> JointPasses | None:
     """The passes over a tensor-parallel program's joint graph; its ranks, if there are any, ask together."""
-    joint = joint_passes(gm, example_inputs, groups, Lockstep(questions(groups)))
+    talk = Lockstep(questions(groups, sequence))
+    joint = joint_passes(gm, example_inputs, groups, talk, vars(options))
     if joint is not None:
         joint.configure(options)
         joint.decompose = False

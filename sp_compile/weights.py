@@ -74,8 +74,8 @@ def _of_tensors(inputs: Iterable[Any]) -> Iterator[str]:
             yield from group_names(x.device_mesh)
 
 
-def known(gm: GraphModule, inputs: Sequence[Any]) -> Known:
-    """What this rank can say of a Dynamo graph and its inputs; sums over their bits, and nothing is exchanged."""
+def known(gm: GraphModule, inputs: Sequence[Any], options: str) -> Known:
+    """What this rank can say of a Dynamo graph, its inputs and options; nothing is exchanged."""
     tensors = local_tensors(inputs)
     symbols = [x for x in inputs if isinstance(x, torch.SymInt)]
     values = {
@@ -85,7 +85,7 @@ def known(gm: GraphModule, inputs: Sequence[Any]) -> Known:
     with real_tensors():
         blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and is_one_number(x)]
     shapes = str([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors] + [torch.is_grad_enabled()])
-    return Known(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs))
+    return Known(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs), options)
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Known:
     shapes: str
     text: Text
     dtensors: bool
+    options: str
 
 
 def facts_of(mine: Known, everyone: Sequence[Known | None]) -> Facts:
@@ -104,6 +105,16 @@ def facts_of(mine: Known, everyone: Sequence[Known | None]) -> Facts:
     others = [one.values if one is not None else {} for one in everyone]
     differ = frozenset(name for name in mine.values if len({one.get(name) for one in others}) > 1)
     return Facts(differ=differ, equal=frozenset(mine.values) - differ, blank=mine.blank - differ)
+
+
+def check_options(everyone: Sequence[Known | None]) -> None:
+    """Raise SpError, on every rank that asked, if their options differ: they would not exchange the same."""
+    options = [one.options for one in everyone if one is not None]
+    if len(set(options)) > 1:
+        each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
+        raise SpError(
+            f"the ranks of this group were given different options; every rank passes the same\n{each}"
+        )
 
 
 def are_apart(everyone: Sequence[Known | None]) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from parallel_models import Split, build, tokens
-from parallel_training import STEPS, Trained, part_of, step, trained, watched
+from parallel_training import STEPS, Trained, message, part_of, step, trained, watched
 from ranks import Ranks
 from spawning import spawned
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -84,6 +84,25 @@ MODES = {"cut embedding and loss": "fff" + "s" * 9, "one layer": "fff" + "s" * 5
 )
 def test_under_the_sequence_passes(ranks: Ranks, case: str) -> None:
     check(ranks.run(4, with_sequence, *CASES[case]), MODES.get(case, "s" * 8))
+
+
+def explained() -> tuple[str, list[tuple[Any, ...]], int, str]:
+    """Report, layers, its all-to-alls; what is said of a sequence on the axis that the program itself exchanges over."""
+    mesh = grid((2, 2), ("sp", "tp"))
+    model, ids = build(split(mesh), layers=1), tokens(2, 8, 0)
+    report = explain(model, ids, mesh=mesh)
+    options = {"compiler": "aot_eager", "mesh": mesh, "mesh_dim": "tp"}
+    error = message(lambda: torch.compile(model, backend="sp", options=options)(ids))
+    layers = [(layer.mode, layer.shape[1]) for layer in report.layers]
+    return str(report), layers, report.count("all_to_all"), error
+
+
+def test_explain_shows_the_sequence_and_the_layers(ranks: Ranks) -> None:
+    for report, layers, exchanges, error in ranks.run(4, explained):
+        assert report.startswith("2 ranks; the sequence is ids dim 1; tensor-parallel groups of 2 ranks")
+        assert layers == [("scattered", 4)] * 4
+        assert exchanges == 2
+        assert "go over this axis" in error
 
 
 @pytest.mark.slow
