@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from . import _compat, measure
 from .agree import Agreed, fingerprint, input_names
 from .alike import program_of
+from .compared_inputs import equal_arguments, equal_inputs, sized_inputs
 from .config import SPConfig
 from .dynamo_graph import global_view
 from .errors import SpError
@@ -110,8 +110,10 @@ def _agreed(
         always: list[str] = []
         facts = joint.facts[ranks.group] if joint else Facts()
         if run is not None and ranks.group in scattered:
-            always = _arguments(gm, example_inputs, facts)
-        run = Agreed(run, ranks, program_of(gm), _comparable(gm, example_inputs, facts), error, always=always)
+            always = equal_arguments(gm, example_inputs, facts)
+        run = Agreed(
+            run, ranks, program_of(gm), sized_inputs(gm, example_inputs, facts), error, always=always
+        )
     return run
 
 
@@ -146,14 +148,6 @@ def _check_axis(sequence: Sequence[Ranks], others: Sequence[Ranks]) -> None:
             f"mesh_dim: the program's own collectives go over this axis (group {taken[0].group!r}), so its "
             f"{taken[0].n} ranks cannot share the sequence as well: name another axis of the mesh"
         )
-
-
-def _arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
-    """Names of the arguments and buffers that were equal on all ranks at compilation, and must stay so."""
-    nodes = gm.graph.find_nodes(op="placeholder")
-    tensors = [(n, x) for n, x in zip(nodes, example_inputs) if isinstance(x, torch.Tensor)]
-    equal = [pair for i, pair in enumerate(tensors) if f"input_{i}" in (facts.equal or ())]
-    return [n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor))]
 
 
 def sequence_parallel(
@@ -191,18 +185,8 @@ def sequence_parallel(
         if joint is not None:
             joint.talk.finish(error)
         return Agreed(None, ranks, Program(), names, error)
-    equal = _equal_inputs(gm, example_inputs, config.inputs)
+    equal = equal_inputs(gm, example_inputs, config.inputs)
     return Agreed(run, ranks, fingerprint(local), names, equal=equal)
-
-
-def _equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -> list[str]:
-    """Inputs whose values the ranks compare: parameters, and global arguments. A buffer may hold what nobody reads."""
-    out = []
-    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
-        argument = inputs == "global" and not node.meta.get("sp_param", False)
-        if isinstance(example, torch.nn.Parameter) or argument:
-            out.append(node.name)
-    return out
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:
@@ -269,23 +253,6 @@ def joint_passes(
             talk.skip(ranks, QUESTIONS)
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
     return JointPasses(groups, facts, shapes, talk, frozenset(apart))
-
-
-def _comparable(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
-    """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly."""
-    names = input_names(gm)
-    tensors = symbols = 0
-    for i, (node, x) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        if isinstance(x, torch.Tensor):
-            part = isinstance(x, torch.nn.Parameter) or _compat.is_module_state(node) or x.ndim == 0
-            if part and f"input_{tensors}" in facts.differ:
-                names[i] = ""
-            tensors += 1
-        elif isinstance(x, torch.SymInt):
-            if f"size_{symbols}" in facts.differ:
-                names[i] = ""
-            symbols += 1
-    return names
 
 
 def questions(groups: Sequence[Ranks], sequence: Sequence[Ranks] = ()) -> list[tuple[Ranks, str]]:

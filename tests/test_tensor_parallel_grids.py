@@ -87,7 +87,7 @@ def test_under_the_sequence_passes(ranks: Ranks, case: str) -> None:
 
 
 def explained() -> tuple[str, list[tuple[Any, ...]], int, str]:
-    """Report, layers, its all-to-alls; what is said of a sequence on the axis that the program itself exchanges over."""
+    """Report, layers, its all-to-alls; what is said of a sequence on the axis that the program exchanges over."""
     mesh = grid((2, 2), ("sp", "tp"))
     model, ids = build(split(mesh), layers=1), tokens(2, 8, 0)
     report = explain(model, ids, mesh=mesh)
