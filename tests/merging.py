@@ -1,11 +1,13 @@
 """What the tests of merge_reductions share: chains of collectives as graphs, and the pass with its values checked."""
 
+import functools
 from collections.abc import Callable
 
 import on_mesh
 import torch
 from golden import show
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -86,3 +88,9 @@ X = torch.ones(4, 6, dtype=torch.float64)
 def count(gm: GraphModule) -> int:
     """Collectives of the graph."""
     return sum(node.target in KINDS for node in gm.graph.nodes)
+
+
+@functools.cache
+def unflattened() -> DeviceMesh:
+    """A mesh that no other test has flattened: over one that was, DTensor merges by itself."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))

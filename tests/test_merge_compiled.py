@@ -7,12 +7,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import ranks as worker
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from merging import count
+from merging import count, unflattened
 from ranks import Ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -49,7 +48,7 @@ def compiled(fn: Callable[[Tensor], Tensor]) -> tuple[float, list[int], list[str
 
 
 def axes() -> list[dist.ProcessGroup]:
-    mesh = worker.mesh2d(2, 2)
+    mesh = unflattened()
     sp_compile.declare_groups(mesh, measure=False)
     return mesh.get_all_groups()
 
@@ -66,7 +65,7 @@ def in_turn(op: str, groups: list[Any], factor: float = 0.5) -> Callable[[Tensor
 
 def redistributed() -> tuple[float, list[int], list[str]]:
     axes()
-    mesh = worker.mesh2d(2, 2)
+    mesh = unflattened()
 
     def fn(x: Tensor) -> Tensor:
         partial = DTensor.from_local(x.sin(), mesh, [Partial()] * 2, run_check=False)

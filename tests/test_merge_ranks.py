@@ -1,6 +1,5 @@
 """merge_reductions and declare_groups on real ranks: right values, no communicator too many, errors on every rank."""
 
-import functools
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import ranks as worker
 import torch
 import torch.distributed as dist
-from merging import count
+from merging import count, unflattened
 from ranks import Ranks
 from spawning import spawned
 from torch import Tensor, nn
@@ -138,12 +137,6 @@ def redistributed(
             results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
     return before, after
-
-
-@functools.cache
-def unflattened() -> DeviceMesh:
-    """A mesh that no other test has flattened: over one that was, DTensor merges by itself."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
 
 
 def two_partials(op: str) -> tuple[list[int], list[int]]:
