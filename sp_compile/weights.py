@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,18 @@ from .passes.tensor_parallel import Facts
 
 
 def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
-    """The groups of more than one rank that the program's collectives and DTensors name, in order of appearance."""
+    """The groups of more than one rank that the program's collectives and DTensors name, in order of appearance.
+
+    Those over which it only reduces numbers and vectors count where another group is named too: they may be merged.
+    """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
-    names = dict.fromkeys([*_named(gm), *_of_tensors(inputs), *_of_tensors(values)])
+    tensors = [*_of_tensors(inputs), *_of_tensors(values)]
+    names = dict.fromkeys([*_named(gm, _may_merge), *tensors])
+    rows = {*_named(gm, _exchanges_rows), *tensors}
     found = [name for name in names if dist.is_initialized() and known_process_group(name)]
     ranks = [Ranks(process_group(name).size(), name) for name in found]
-    return [r for r in ranks if r.n > 1]
+    several = [r for r in ranks if r.n > 1]
+    return several if len(several) > 1 or not rows.isdisjoint(r.group for r in several) else []
 
 
 def check_groups(gm: GraphModule) -> None:
@@ -41,15 +47,23 @@ def check_groups(gm: GraphModule) -> None:
             )
 
 
-def _named(gm: GraphModule) -> Iterator[str]:
-    """Every string and process group among the arguments of functional collectives, in bodies of regions too."""
+def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
+    """Every string among the arguments of the exchanges that count, in bodies of regions too."""
     for node in gm.graph.nodes:
-        if node.op == "call_function" and _exchanges_rows(node):
+        if node.op == "call_function" and counts(node):
             yield from (a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str))
         elif node.op == "get_attr":
             value = getattr(gm, str(node.target), None)
             if isinstance(value, GraphModule):
-                yield from _named(value)
+                yield from _named(value, counts)
+
+
+def _may_merge(node: Node) -> bool:
+    """Also: is it a reduction over a declared group?"""
+    names = {a for a in node.args if isinstance(a, str)}
+    return _exchanges_rows(node) or (
+        "all_reduce" in str(node.target) and bool(declared().members.keys() & names)
+    )
 
 
 def _exchanges_rows(node: Node) -> bool:
@@ -59,9 +73,7 @@ def _exchanges_rows(node: Node) -> bool:
     """
     if "c10d" not in str(node.target):
         return "sp.all_to_all_permute" in str(node.target)
-    if "all_reduce" not in str(node.target) or declared().members.keys() & {
-        a for a in node.args if isinstance(a, str)
-    }:
+    if "all_reduce" not in str(node.target):
         return True
     operands = [n.meta.get("example_value") for n in node.all_input_nodes]
     ranks_of = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
