@@ -20,6 +20,7 @@ CUTS = {"contiguous": 1, "zigzag": 2}
 each_predicate = pytest.mark.parametrize("name", PREDICATES)
 
 
+@pytest.mark.sampled(every=3)
 @each_predicate
 @pytest.mark.parametrize(("key_heads", "v_width"), [(4, 8), (2, 8), (1, 8), (4, 5), (2, 11)])
 @pytest.mark.parametrize(("q_len", "k_len"), [(13, 13), (7, 12)])
@@ -37,6 +38,7 @@ def test_whole(name: str, key_heads: int, v_width: int, q_len: int, k_len: int) 
         torch.testing.assert_close(got, x.grad)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @each_predicate

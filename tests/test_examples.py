@@ -119,6 +119,7 @@ def test_demo(tmp_path):
     assert (tmp_path / "chart.png").exists()
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("processes", [4, 2])
 def test_expert_parallel(processes):
     assert "largest relative error against one device" in torchrun(processes, "examples/expert_parallel.py")

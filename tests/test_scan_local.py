@@ -45,6 +45,7 @@ def operands(dtype: torch.dtype, op: str = "sum") -> Iterator[tuple[Tensor, int]
             yield sample(tuple(sizes), dtype, op, seed), dim
 
 
+@pytest.mark.sampled(every=3)
 @rows
 @cases
 def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
@@ -71,6 +72,7 @@ def test_is_as_exact_as_torch_over_a_thousand(row: str, op: str, dtype: torch.dt
         assert results is None or as_exact_as(results[0], TORCH[op](x, dim), exact(x, dim, op))
 
 
+@pytest.mark.sampled(every=3)
 @rows
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("dtype", DTYPES)
