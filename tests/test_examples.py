@@ -72,6 +72,7 @@ SCANS = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", SCANS)
 def test_scans_alone(name):
     out = run(f"examples/{name}.py")

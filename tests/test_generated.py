@@ -115,6 +115,7 @@ def test_rounds_of_a_hybrid(ranks: Ranks) -> None:
     assert sorted(backward) == ["among"] * 2 + ["shift"] * 3
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
 def test_memory_falls_with_the_ranks(ranks: Ranks, attention: str) -> None:
     """No rank keeps the keys that came from others; what does not shrink is views of the weights."""
@@ -122,6 +123,7 @@ def test_memory_falls_with_the_ranks(ranks: Ranks, attention: str) -> None:
     assert four <= 0.52 * two
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_gathered_keys_are_gathered_again(ranks: Ranks, layout: str) -> None:
     first, *others = ranks.run(3, strategy, "gather", layout, 13)

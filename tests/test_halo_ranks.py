@@ -89,6 +89,7 @@ def test_training_step(ranks: Ranks, block: str, n: int, seq: int) -> None:
     check(ranks.run(n, step, block, seq, {}))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_shards_shorter_than_a_window(ranks: Ranks, block: str) -> None:
     """9 positions on 4 ranks: 3, 3, 3 and none; the convolution reaches three rows back."""
@@ -96,6 +97,7 @@ def test_shards_shorter_than_a_window(ranks: Ranks, block: str) -> None:
     check(ranks.run(4, step, block, 8, {}))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_inductor(ranks: Ranks, block: str) -> None:
     check(ranks.run(2, step, block, 12, {"compiler": "inductor"}))

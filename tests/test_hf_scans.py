@@ -184,12 +184,14 @@ def test_recurrent_models_are_sharded_whole(name: str) -> None:
     assert report.count("unshard") == 1  # the logits
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", [name for name in MODELS if "batched" in name])
 def test_experts_of_each_token_stay_where_the_token_is(name: str) -> None:
     report = verified(name, 14, sp=4)
     assert not report.fallbacks, report
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in RECURRENT and "batched" not in name])
 def test_the_rest(name: str) -> None:
     assert verified(name, 14, sp=4).exchanges

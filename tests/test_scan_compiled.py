@@ -123,6 +123,7 @@ def check_all(found: list[list[Outcome]]) -> None:
         check(outcomes)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("names", [list(SCANS)[i::5] for i in range(5)], ids=", ".join)
 def test_every_scan(ranks: Ranks, names: list[str]) -> None:
     check_all(ranks.run(3, one_step, names))
