@@ -265,7 +265,7 @@ def questions(groups: Sequence[Ranks], sequence: Sequence[Ranks] = ()) -> list[t
     for number, group in enumerate(groups):
         out += [(group, question) for question in QUESTIONS]
         out += rounds(everyone, f"layers {number}")
-    return out + [(ranks, f"round {i}") for i in range(len(everyone)) for ranks in everyone]
+    return out + rounds(everyone, "unlike")
 
 
 def compile_local(

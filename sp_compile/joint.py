@@ -151,10 +151,7 @@ class JointPasses:
         What a rank's neighbour over one group sees, its neighbours over others have to know as well: hence the rounds.
         """
         everyone = [*self.groups, *self.sequence]
-        for i in range(len(everyone)):
-            for ranks in everyone:
-                answers = self.talk.ask(ranks, f"round {i}", self.unlike)
-                self.unlike = any(answer is not False for answer in answers)
+        self.unlike |= not connected(self.talk, everyone, "unlike", [str(self.unlike)] * len(everyone))
         if self.unlike:
             why = "the ranks' programs differ, so they might not all rewrite the same exchanges"
             self.report.add(

@@ -27,12 +27,20 @@ def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     tensors = [*_of_tensors(inputs), *_of_tensors(values)]
-    names = dict.fromkeys([*_named(gm, _may_merge), *tensors])
+    several = _of_several([*_named(gm, _may_merge), *tensors])
     rows = {*_named(gm, _exchanges_rows), *tensors}
-    found = [name for name in names if dist.is_initialized() and known_process_group(name)]
-    ranks = [Ranks(process_group(name).size(), name) for name in found]
-    several = [r for r in ranks if r.n > 1]
     return several if len(several) > 1 or not rows.isdisjoint(r.group for r in several) else []
+
+
+def exchanges_by_itself(gm: GraphModule) -> bool:
+    """Does the program name a group of more than one rank in any exchange?"""
+    return bool(_of_several(_named(gm, is_exchange)))
+
+
+def _of_several(names: Iterable[str]) -> list[Ranks]:
+    """The names that are those of groups of more than one rank, once each."""
+    found = [n for n in dict.fromkeys(names) if dist.is_initialized() and known_process_group(n)]
+    return [ranks for ranks in (Ranks(process_group(n).size(), n) for n in found) if ranks.n > 1]
 
 
 def check_groups(gm: GraphModule) -> None:
@@ -51,7 +59,7 @@ def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
     """Every string among the arguments of the exchanges that count, in bodies of regions too."""
     for node in gm.graph.nodes:
         if node.op == "call_function" and counts(node):
-            yield from (a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str))
+            yield from sorted(named_groups(node))
         elif node.op == "get_attr":
             value = getattr(gm, str(node.target), None)
             if isinstance(value, GraphModule):

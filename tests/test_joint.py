@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from parallel_training import message
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -151,11 +152,7 @@ def reduced_otherwise() -> str:
         backend="sp",
         options={"compiler": "aot_eager"},
     )
-    try:
-        run(torch.ones(4, 6))
-    except sp_compile.SpError as error:
-        return str(error)
-    return ""
+    return message(lambda: run(torch.ones(4, 6)))
 
 
 def test_ranks_that_reduce_otherwise_meet(ranks: Ranks) -> None:
@@ -171,11 +168,7 @@ def over_a_group_of_no_such_name() -> str:
         backend="sp",
         options={"compiler": "aot_eager"},
     )
-    try:
-        run(torch.ones(4, 6))
-    except sp_compile.SpError as error:
-        return str(error)
-    return ""
+    return message(lambda: run(torch.ones(4, 6)))
 
 
 def test_a_group_of_no_such_name(ranks: Ranks) -> None:
@@ -185,11 +178,11 @@ def test_a_group_of_no_such_name(ranks: Ranks) -> None:
 
 
 def no_exchanges() -> str:
-    try:
-        torch.compile(lambda x: x.relu(), backend="sp", options={"compiler": "aot_eager"})(torch.randn(3, 4))
-    except sp_compile.SpError as error:
-        return str(error)
-    return ""
+    return message(
+        lambda: torch.compile(lambda x: x.relu(), backend="sp", options={"compiler": "aot_eager"})(
+            torch.randn(3, 4)
+        )
+    )
 
 
 def test_a_program_without_exchanges_and_without_a_sequence(ranks: Ranks) -> None:
