@@ -20,13 +20,10 @@ bench: $(VENV)/.examples
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/compile_time.py
 
-# Type checkers do not follow the package-dir mapping of an editable install, so they get the installed shape as links.
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/typecheck && mkdir -p build/typecheck/sp_compile
-	ln -s $(CURDIR)/sp_compile/* $(CURDIR)/passes $(CURDIR)/lowering build/typecheck/sp_compile/
-	$(BIN)/mypy build/typecheck/sp_compile
+	$(BIN)/mypy sp_compile
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

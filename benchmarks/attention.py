@@ -25,9 +25,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from attention_ranks import Case, cases, work
-from counting import Counts
-from tables import markdown, processor
+from measuring.attention_ranks import Case, cases, work
+from measuring.counting import Counts
+from measuring.tables import markdown, processor
 
 RESULTS = Path(__file__).parent / "results" / "attention_cpu.md"
 TARGETS = {"ulysses": 1.05, "ring": 1.15, "gather": 1.10}

@@ -33,15 +33,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from clock import Clock, Job
-from handwritten import zigzag
-from tables import markdown, processor
+from measuring.clock import Clock, Job
+from measuring.handwritten import zigzag
+from measuring.tables import markdown, processor
 
-from sp_compile import functional
+from sp_compile.config import Ranks
+from sp_compile.functional import attention as functional
 from sp_compile.lowering import triton as triton_kernels
-from sp_compile.lowering.merge import merge_pointwise
-from sp_compile.mesh import Ranks
-from sp_compile.simulate import GROUP, run_ranks
+from sp_compile.lowering.attention.merge import merge_pointwise
+from sp_compile.lowering.simulate import GROUP, run_ranks
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}

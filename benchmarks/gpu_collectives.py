@@ -39,9 +39,9 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from clock import Clock, Job
-from gpu_ranks import draw, same, shared
-from tables import markdown, processor
+from measuring.clock import Clock, Job
+from measuring.gpu_ranks import draw, same, shared
+from measuring.tables import markdown, processor
 
 from sp_compile.lowering.triton import move
 

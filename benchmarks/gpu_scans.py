@@ -7,7 +7,7 @@
 values  every way against float64 by other code, exactly for integers
 races   look-back again and again, whose sums of integers must always be the same
 times   every way beside torch and cupy, as a share of a copy_ in the same process that moves as many bytes as the scan
-        must; "default" is what the table in `lowering/triton/scan_ways.py` takes. A way whose share is best on a shape
+        must; "default" is what the table in `kernels/triton/ways.py` takes. A way whose share is best on a shape
         is the one for which that table should have a row
 
 Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/scans_gpu.md. Without a GPU the
@@ -37,14 +37,14 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from clock import Clock, Job
-from scan_values import CHECKED, F32, FEW, I64, Shape, draw, draw_starts, races, values
-from tables import markdown, processor
+from measuring.clock import Clock, Job
+from measuring.scan_values import CHECKED, F32, FEW, I64, Shape, draw, draw_starts, races, values
+from measuring.tables import markdown, processor
 
 from sp_compile import linear_scan
 from sp_compile.lowering.scan import table
-from sp_compile.lowering.triton import scan as row
-from sp_compile.lowering.triton.scan_ways import WAYS, Sizes, using_way
+from sp_compile.lowering.scan.kernels.triton import scan as row
+from sp_compile.lowering.scan.kernels.triton.ways import WAYS, Sizes, using_way
 
 PARTS = ["values", "races", "times"]
 RESULTS = Path(__file__).parent / "results" / "scans_gpu.md"

@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tables import markdown
+from measuring.tables import markdown
 
 RESULTS = Path(__file__).parent / "results" / "merge_reductions_cpu.md"
 TARGET = 0.10
@@ -71,7 +71,7 @@ def program(nbytes: int, names: list[str]) -> GraphModule:
 def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     """What a rank does."""
     from sp_compile import declare_groups
-    from sp_compile.passes.merge_reductions import merge_reductions
+    from sp_compile.passes.collectives.merge.merge import merge_reductions
 
     torch.set_num_threads(1)
     world = args.mesh[0] * args.mesh[1]
@@ -100,7 +100,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 def in_turn(jobs: list[GraphModule], x: Tensor, rounds: int) -> list[float]:
     """The slowest rank's seconds, the mean of the middle half of the rounds; the first one does not count."""
-    from sp_compile.reduction_cost import typical
+    from sp_compile.cost.reductions import typical
 
     found = torch.zeros(rounds + 1, len(jobs), dtype=torch.float64)
     for times in found:

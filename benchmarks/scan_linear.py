@@ -19,8 +19,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from measuring.scan_cases import associative, milliseconds
 from peak_memory import peak_activation_bytes
-from scan_cases import associative, milliseconds
 
 from sp_compile import linear_scan
 

@@ -25,9 +25,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from scan_cases import Times, cases, time_of
+from measuring.scan_cases import Times, cases, time_of
+from measuring.tables import markdown, processor
 from scan_linear import WIDTH, extra_bytes, fresh, slope
-from tables import markdown, processor
 
 RESULTS = Path(__file__).parent / "results" / "scans_cpu.md"
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}

@@ -3,7 +3,7 @@
     python examples/attention_strategies.py
 
 One process, no GPU. The times are the cost model's for the hardware that `COST` describes; without `cost`, they are
-those of the device at hand, or what was measured on it (`sp_compile.machine`).
+those of the device at hand, or what was measured on it (`sp_compile.cost.machine`).
 """
 
 import torch

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat import process_group
+from sp_compile._compat import process_group
+
 from . import routes
 
 # What every backend moves; bool is sent as one of these.

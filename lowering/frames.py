@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._compat import statically_known_true
+from sp_compile._compat import statically_known_true
 
 Frame = Sequence[int]
 

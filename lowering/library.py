@@ -1,11 +1,19 @@
-"""The ``sp`` operator namespace, and the one way an operator with a traceable body enters it."""
+"""The ``sp`` operator namespace, and the one way an operator with a traceable body enters it.
 
+What the bodies of the ``sp::`` operators are: a digest of this package's source.
+"""
+
+from __future__ import annotations
+
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from .._compat import OpOverload
+from sp_compile._compat import OpOverload
 
 LIBRARY = torch.library.Library("sp", "DEF")
 
@@ -49,3 +57,21 @@ def opaque(schema: str, fake: Callable[..., object], waits: bool = False) -> Cal
         return body
 
     return register
+
+
+@cache
+def digest(*folders: str) -> str:
+    """Changes with every edit of an operator, and of what else lies in these folders.
+
+    A compiler's caches see the operators' names only, and would bring back code made from an older body.
+    """
+    places = [Path(__file__).parent, *map(Path, folders)]
+    files = sorted(file for place in places for file in place.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
+
+
+def tag_programs() -> None:
+    """Programs compiled from now on are found in caches only by a process with the same operators."""
+    config, tag = torch.compiler.config, f"sp_compile {digest()}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()

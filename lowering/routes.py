@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat import known_process_group, process_group, register_process_group
+from sp_compile._compat import known_process_group, process_group, register_process_group
 
 Ends = tuple[
     list[int], list[int]

@@ -10,13 +10,14 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from ..axes import Axes, find_sequences, name_axes
-from ..errors import SpError, at
-from ..layout import Demand, Placement, Plan, Shard
-from ..machine import Machine
-from ..mesh import Ranks
-from ..shapes import Size, sizes
-from .edit import Editor
+from sp_compile.config import Ranks
+from sp_compile.cost.machine import Machine
+from sp_compile.errors import SpError, at
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import Size, sizes
+from sp_compile.sharding.axes import Axes, find_sequences, name_axes
+from sp_compile.sharding.placement import Demand, Placement, Plan, Shard
+
 from .propagate import propagate
 
 aten = torch.ops.aten

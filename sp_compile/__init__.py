@@ -1,17 +1,14 @@
 """Sequence parallelism for unmodified PyTorch models: `torch.compile(model, backend="sp")`."""
 
-from . import lowering as _lowering  # noqa: F401  (registers the sp:: ops)
-from . import rules as _rules  # noqa: F401  (registers the sharding rules)
-from .capture import capture_export
-from .config import SPConfig
-from .declare import declare_groups
-from .errors import SpError
-from .explain import Report
-from .functional import gathered_attention, hybrid_attention, ring_attention, ulysses_attention
-from .permute_call import all_to_all_permute
-from .pipeline import parallelize
-from .rule import rule as sharding_rule
-from .scans import (
+from sp_compile.capture.capture import capture_export
+from sp_compile.functional.attention import (
+    gathered_attention,
+    hybrid_attention,
+    ring_attention,
+    ulysses_attention,
+)
+from sp_compile.functional.permute import all_to_all_permute, declare_symmetric_memory
+from sp_compile.functional.scans import (
     exclusive_scan,
     inclusive_scan,
     linear_scan,
@@ -19,13 +16,27 @@ from .scans import (
     parallel_inclusive_scan,
     segmented_scan,
 )
-from .symmetric_memory import declare_symmetric_memory
+from sp_compile.lowering import attention as _attention  # noqa: F401  (the rooms of lowering register the sp:: ops)
+from sp_compile.lowering import collectives as _collectives  # noqa: F401
+from sp_compile.lowering import scan as _scan  # noqa: F401
+from sp_compile.lowering import windows as _windows  # noqa: F401
+from sp_compile.sharding import rules as _rules  # noqa: F401  (registers the sharding rules)
+from sp_compile.sharding.rule import rule as sharding_rule
+from sp_compile.spmd.declare import declare_groups
+
+from .config import SPConfig
+from .errors import SpError
+from .explain import Report
+from .pipeline import parallelize
 from .verify import explain, verify
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Report",
     "SPConfig",
     "SpError",
+    "__version__",
     "all_to_all_permute",
     "capture_export",
     "declare_groups",

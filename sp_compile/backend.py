@@ -1,4 +1,7 @@
-"""The torch.compile backend "sp": capture -> pipeline -> Inductor, for every graph that Dynamo hands over."""
+"""The torch.compile backend "sp": capture -> pipeline -> Inductor, for every graph that Dynamo hands over.
+
+Programs that exchange over groups of their own and have no sequence: they run as they are written.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +13,70 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import _compat, measure
-from .agree import Agreed, fingerprint, input_names
-from .alike import program_of
-from .compared_inputs import equal_arguments, equal_inputs, sized_inputs
-from .config import SPConfig
-from .dynamo_graph import global_view
-from .errors import SpError
-from .explain import Report
-from .joint import QUESTIONS, JointPasses
-from .known_routes import declare_routes
-from .lockstep import Lockstep
-from .lowering.version import digest
-from .machine import Machine
-from .mesh import Ranks, resolve, splits_sequence
-from .neighbours import rounds
-from .passes.rewrite import Settings
-from .passes.tensor_parallel import Facts
-from .pipeline import run_pipeline
-from .programs import Program
-from .randomness import decorrelated, draws
-from .unsplit import note, runs_as_written
-from .weights import (
+from sp_compile.capture.capture import capture
+from sp_compile.capture.inputs import global_view
+from sp_compile.cost import measure
+from sp_compile.cost.exchanges import declare_routes
+from sp_compile.cost.machine import Machine
+from sp_compile.graph.random import decorrelated, draws
+from sp_compile.lowering.library import digest
+from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.rewrite import Note, Settings
+from sp_compile.sharding.axes import find_sequences, name_axes
+from sp_compile.spmd.check_compile import Lockstep, rounds
+from sp_compile.spmd.check_run import Agreed, fingerprint, input_names
+from sp_compile.spmd.fingerprint import Program, program_of
+from sp_compile.spmd.inputs import (
+    Facts,
     are_apart,
     check_groups,
     check_options,
+    equal_arguments,
+    equal_inputs,
+    exchanges_by_itself,
     facts_of,
     groups_of,
     has_dtensors,
     known,
     local_tensors,
+    sized_inputs,
 )
+
+from . import _compat
+from .config import Ranks, SPConfig, resolve, splits_sequence
+from .errors import SpError
+from .explain import Report
+from .joint import QUESTIONS, JointPasses
+from .pipeline import run_pipeline
+
+WHY = "the program has exchanges of its own and no sequence, so nothing of it is split"
+
+
+def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Is a Dynamo graph a program of its own groups alone? Not where options name the sequence or its ranks.
+
+    What the program holds decides, and nobody is asked: all ranks with one program find the same.
+    """
+    if (
+        options.get("mesh") is not None
+        or options.get("seq_dims", "auto") != "auto"
+        or not exchanges_by_itself(gm)
+    ):
+        return False
+    try:
+        graph = capture(gm, example_inputs)
+        Canonicalize()(graph)
+        axes = name_axes(graph)
+        find_sequences(graph, axes)
+    except SpError:  # whoever compiles it says so
+        return False
+    return not axes.sequences
+
+
+def note() -> Note:
+    """What the report says of such a program."""
+    return Note("replicated", "graph", "the whole graph", WHY)
+
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -62,8 +61,4 @@ def _short(path: Path) -> Path:
 
 @cache
 def _foreign_folders() -> tuple[Path, ...]:
-    folders = [Path(torch.__file__).parent, Path(__file__).parent]
-    for name in ("sp_compile.passes", "sp_compile.lowering"):
-        spec = find_spec(name)
-        folders += [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    return tuple(folders)
+    return Path(torch.__file__).parent, Path(__file__).parent

@@ -9,9 +9,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .decision import Decision, merged
-from .shapes import Size
-from .traffic import Exchange
+from sp_compile.cost.decision import Decision, merged
+from sp_compile.cost.exchanges import Exchange
+from sp_compile.graph.sizes import Size
 
 
 @dataclass

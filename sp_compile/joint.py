@@ -17,28 +17,27 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile.graph.call import is_tensor
+from sp_compile.graph.edit import copied
+from sp_compile.graph.inline import lower_exchanges
+from sp_compile.graph.sizes import same, sizes
+from sp_compile.lowering.library import digest
+from sp_compile.passes.collectives.merge.chains import check_reductions
+from sp_compile.passes.collectives.merge.merge import merge_reductions
+from sp_compile.passes.collectives.permute.permute import permute_all_to_all
+from sp_compile.passes.rewrite import Note
+from sp_compile.passes.tensor_parallel.own_rows import mark_own_rows
+from sp_compile.passes.tensor_parallel.scatter import Layer, SequenceParallelLinear
+from sp_compile.spmd.check_compile import Lockstep, connected, cut_exchanges, exchanges
+from sp_compile.spmd.declare import declared
+from sp_compile.spmd.fingerprint import text_of, unlike
+from sp_compile.spmd.grid import grids
+from sp_compile.spmd.inputs import Facts
+
 from . import _compat, passes
-from .alike import text_of, unlike
-from .call import is_tensor
-from .config import SPConfig
-from .declare import declared
+from .config import Ranks, SPConfig
 from .errors import at
 from .explain import Report
-from .grid import grids
-from .lockstep import Lockstep, exchanges
-from .lowering.version import digest
-from .mesh import Ranks
-from .neighbours import connected, cut_exchanges
-from .passes.edit import copied
-from .passes.lower_exchanges import lower_exchanges
-from .passes.merge_reductions import merge_reductions
-from .passes.own_rows import mark_own_rows
-from .passes.permute_all_to_all import permute_all_to_all
-from .passes.reduction_chains import check_reductions
-from .passes.rewrite import Note
-from .passes.sequence_parallel_linear import Layer, SequenceParallelLinear
-from .passes.tensor_parallel import Facts
-from .shapes import same, sizes
 
 log = logging.getLogger(__name__)
 

@@ -11,41 +11,39 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from sp_compile.capture.capture import capture_export
+from sp_compile.cost.decision import merged
+from sp_compile.cost.exchanges import exchanges_of
+from sp_compile.cost.machine import Machine
+from sp_compile.graph.sizes import divides, same
+from sp_compile.graph.strides import restore_strides
+from sp_compile.lowering.simulate import GROUP
+from sp_compile.passes.canonical.associative_scan import Trees
+from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.localize.localize import localize
+from sp_compile.passes.localize.prove import validate
+from sp_compile.passes.rewrite import Note, Rewrite, Settings, analyse
+from sp_compile.passes.strategies.attention.choose import choose_attention
+from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
+from sp_compile.passes.strategies.attention.gathered import Gathered
+from sp_compile.passes.strategies.attention.hybrid import Hybrid
+from sp_compile.passes.strategies.attention.ring import Ring
+from sp_compile.passes.strategies.attention.ulysses import Ulysses
+from sp_compile.passes.strategies.draws import Draws
+from sp_compile.passes.strategies.gather import Gather, Undo
+from sp_compile.passes.strategies.local_scan import SlowScans
+from sp_compile.passes.strategies.pick import Pick
+from sp_compile.passes.strategies.reduce import Means, Reduce
+from sp_compile.passes.strategies.scan import NestedScan, Scan
+from sp_compile.passes.strategies.windows import Halo
+from sp_compile.sharding.axes import Axes
+from sp_compile.sharding.placement import Plan, Shard
+from sp_compile.spmd.inputs import mark_across
+
 from ._compat import argument_name, size_hint, trace_structured
-from .axes import Axes
-from .capture import capture_export
-from .config import SPConfig
-from .decision import merged
+from .config import Ranks, SPConfig, resolve
 from .errors import SpError, at
 from .explain import Report
-from .layout import Plan, Shard
-from .machine import Machine
-from .mesh import Ranks, resolve
-from .passes.associative_scan import Trees
-from .passes.canonicalize import Canonicalize
-from .passes.choose import choose_attention
-from .passes.draws import Draws
-from .passes.expand_heads import ExpandHeads
-from .passes.gather import Gather
-from .passes.gathered import Gathered
-from .passes.halo import Halo
-from .passes.hybrid import Hybrid
-from .passes.localize import localize
-from .passes.nested_scan import NestedScan
-from .passes.pick import Pick
-from .passes.reduce import Means, Reduce
-from .passes.rewrite import Note, Rewrite, Settings, analyse
-from .passes.ring import Ring
-from .passes.scan import Scan
-from .passes.slow_scans import SlowScans
-from .passes.strides import restore_strides
-from .passes.ulysses import Ulysses
-from .passes.undo import Undo
-from .passes.validate import validate
-from .shapes import divides, same
-from .simulate import GROUP
-from .traffic import exchanges_of
-from .weights import mark_across
 
 log = logging.getLogger(__name__)
 

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.spmd.check_compile import Lockstep
+from sp_compile.spmd.inputs import groups_of
+
 from . import _compat
-from .backend import joint_passes, lower, questions
-from .config import SPConfig
+from .backend import joint_passes, lower, note, questions, runs_as_written
+from .config import Ranks, SPConfig, resolve, splits_sequence
 from .errors import SpError
 from .explain import Report
 from .joint import JointPasses
-from .lockstep import Lockstep
-from .mesh import Ranks, resolve, splits_sequence
-from .simulate import GROUP, run_ranks
-from .unsplit import note, runs_as_written
-from .weights import groups_of
 
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from ranks import Ranks
+from support.ranks import Ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,5 @@
 """Prefix scans: one table of implementations, and the ``sp::`` operators over it."""
 
-from . import local, message, operators
+from . import local, ops
 
-__all__ = ["local", "message", "operators"]
+__all__ = ["local", "ops"]

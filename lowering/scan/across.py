@@ -8,20 +8,27 @@ it in scan order.
     exchange="steps"    ceil(log2 n) shifts, step k to the rank 2^k further on: at most ceil(log2 n) * C bytes
 
 Summaries are (folds, ...), in the order of the chunks that this rank holds. Nothing here is differentiable.
+
+``sp::to_bytes`` and ``sp::from_bytes``: values of several dtypes in one buffer, so that one collective carries them.
+
+Opaque, because what a compiler makes of reading bytes as numbers depends on their alignment. Not differentiable.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._compat import pytree
-from .. import routes
-from ..communicator import current
-from ..frames import in_order
+from sp_compile._compat import pytree
+from sp_compile.lowering import routes
+from sp_compile.lowering.communicator import current
+from sp_compile.lowering.frames import in_order
+from sp_compile.lowering.library import opaque
+
 from .monoids import MONOIDS, Combine, Pair, compose, segmented, selecting
 
 sp = torch.ops.sp
@@ -199,3 +206,44 @@ def _from_behind(state: Any, step: int, way: Way) -> Any:
     shift: Callable[[Tensor, str], Tensor] = current().start_shift
     came = current().wait(shift(sent, routes.shift(way.group, -step if way.reverse else step)))
     return pytree.tree_unflatten([came] if len(leaves) == 1 else sp.from_bytes(came, leaves), tree)
+
+
+def _width(part: Tensor) -> int:
+    return math.prod(part.shape[1:]) * part.element_size()  # Size.numel would make symbolic sizes constants
+
+
+def _fake_to_bytes(parts: list[Tensor]) -> Tensor:
+    width = sum(_width(part) for part in parts)
+    return parts[0].new_empty((parts[0].shape[0], width), dtype=torch.uint8)
+
+
+@opaque("to_bytes(Tensor[] parts) -> Tensor", _fake_to_bytes)
+def to_bytes(parts: list[Tensor]) -> Tensor:
+    """Rows of several tensors side by side: (k, ...) of any dtypes -> (k, bytes) uint8. Source: views and one copy."""
+    rows = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
+    return torch.cat([_aligned(row).view(torch.uint8) for row in rows if row.numel()] or [_none(parts[0])], 1)
+
+
+def _fake_from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    return [part.new_empty((message.shape[0], *part.shape[1:])) for part in parts]
+
+
+@opaque("from_bytes(Tensor message, Tensor[] parts) -> Tensor[]", _fake_from_bytes)
+def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    """Undo `to_bytes`: (m, bytes) -> tensors (m, ...) with the further sizes and the dtypes of `parts`."""
+    rows = message.split([_width(part) for part in parts], 1)
+    shapes = [(message.shape[0], *part.shape[1:]) for part in parts]
+    return [
+        _aligned(row).view(p.dtype).view(shape) if row.numel() else p.new_empty(shape)
+        for row, p, shape in zip(rows, parts, shapes, strict=True)
+    ]
+
+
+def _none(part: Tensor) -> Tensor:
+    """As many rows of no bytes."""
+    return part.new_empty((part.shape[0], 0), dtype=torch.uint8)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """A copy that starts where numbers may start, with the strides that reading other numbers needs even of one row."""
+    return rows.clone(memory_format=torch.contiguous_format)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..library import opaque
+from sp_compile.lowering.library import opaque
+
 from .monoids import Pair
-from .problem import Problem
-from .table import kernel
+from .table import Problem, kernel
 
 
 def _fake_scan(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import pytree
+from sp_compile._compat import pytree
 
 Combine = Callable[[Any, Any], Any]
 Number = int | float | bool

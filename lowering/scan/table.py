@@ -2,6 +2,8 @@
 
 The first row that fits a problem runs it. A row names a module with `fits(problem) -> bool` and the functions scan,
 extremes, linear and linear_total, as `kernels.Kernels` describes them; it needs only those for which it fits.
+
+One call of a kernel, as the lowering table sees it.
 """
 
 from __future__ import annotations
@@ -13,15 +15,39 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ...errors import SpError
-from .problem import Problem
+import torch
+
+from sp_compile.errors import SpError
+
+
+class Problem(NamedTuple):
+    """What a row of the table decides by. kind: "scan", "extremes", "linear" or "linear_total".
+
+    x is (outer, length, inner) of dtype, the result of result's. total: is a scan asked for its total?
+    """
+
+    kind: str
+    device: str
+    outer: int
+    length: int
+    inner: int
+    dtype: torch.dtype
+    result: torch.dtype
+    accumulate: torch.dtype
+    op: str = ""
+    segmented: bool = False
+    exclusive: bool = False
+    reverse: bool = False
+    lagged: bool = False
+    total: bool = True
+
 
 MODULES = {
-    "aten": "sp_compile.lowering.scan.aten",
-    "native": "sp_compile.lowering.scan.native",
-    "triton": "sp_compile.lowering.triton.scan",
-    "blocked": "sp_compile.lowering.scan.blocked",
-    "tree": "sp_compile.lowering.scan.tree",
+    "aten": "sp_compile.lowering.scan.kernels.generic.aten",
+    "native": "sp_compile.lowering.scan.kernels.generic.native",
+    "triton": "sp_compile.lowering.scan.kernels.generic.triton.scan",
+    "blocked": "sp_compile.lowering.scan.kernels.generic.blocked",
+    "tree": "sp_compile.lowering.scan.kernels.generic.tree",
 }
 SMALL = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
 SHORT = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up

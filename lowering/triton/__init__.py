@@ -2,27 +2,16 @@
 
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-AVAILABLE = find_spec("triton") is not None
+from .device import AVAILABLE, is_plain, on_device, usable
 
-
-def is_plain(x: Tensor) -> bool:
-    """Whether ``x`` is memory and nothing else: a parameter is, a subclass with a mind of its own is not."""
-    return type(x) in (Tensor, Parameter)
-
-
-def usable(x: Tensor) -> bool:
-    """Whether a Triton kernel may read ``x`` now: a compiler at work writes its own kernels."""
-    return AVAILABLE and x.is_cuda and is_plain(x) and not torch.compiler.is_compiling()
+__all__ = ["AVAILABLE", "copy", "from_peers", "is_plain", "merge", "on_device", "reads_peers", "usable"]
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """``sp_compile.lowering.merge.merge`` as one kernel: reads each operand once, writes each result once."""
+    """``sp_compile.lowering.attention.merge.merge`` as one kernel: reads each operand once, writes each result once."""
     from .merge import launch
 
     return launch(out_a, lse_a, out_b, lse_b)

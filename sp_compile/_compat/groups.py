@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives
 
 # Registers the meta kernels of torch.ops._c10d_functional, which need no process group; tried on 2.13.
-import torch.distributed._functional_collectives
+
 
 __all__ = [
     "default_timeout",

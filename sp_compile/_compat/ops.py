@@ -10,7 +10,7 @@ from torch._functorch.autograd_function import autograd_function_apply  # tried 
 from torch._higher_order_ops.associative_scan import associative_scan_op  # tried on 2.13
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph  # tried on 2.13
 from torch._higher_order_ops.register_hook import register_hook_op  # tried on 2.13
-from torch._higher_order_ops.wrap import (  # tried on 2.13
+from torch._higher_order_ops.wrap import (
     tag_activation_checkpoint,
     wrap,
     wrap_activation_checkpoint,

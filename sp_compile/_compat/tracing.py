@@ -13,7 +13,7 @@ from torch._logging import trace_structured  # tried on 2.13
 from torch._ops import _get_dispatch_mode_pre_dispatch  # tried on 2.13
 from torch._subclasses.fake_tensor import FakeTensorMode  # tried on 2.13
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import (  # tried on 2.13
+from torch.fx.experimental.proxy_tensor import (
     _temp_remove_metadata_torch_function_mode,
     _temp_remove_pre_dispatch_torch_function_mode,
     make_fx,

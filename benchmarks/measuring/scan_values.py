@@ -1,0 +1,105 @@
+"""Right values of the Triton row of the scans' lowering table: against float64 by other code, and for races."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.scan.kernels import tree
+from sp_compile.lowering.scan.kernels.triton import scan as row
+from sp_compile.lowering.scan.kernels.triton.ways import WAYS, using_way
+
+F32, F64, I64 = torch.float32, torch.float64, torch.int64
+Shape = tuple[int, int, int]
+CHECKED: list[Shape] = [(1, 2**20 + 13, 1), (1, 100003, 3), (7, 999, 33), (4096, 17, 1)]
+FEW = 512
+"""Lines below which one program for each would take longer than anyone wants to wait."""
+ALLOWED = 2e-5
+"""Of float32, relative to the greatest value."""
+
+
+def draw(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """Values around 0, integers from -4 to 4."""
+    generator = torch.Generator(device).manual_seed(seed)
+    if not dtype.is_floating_point:
+        return torch.randint(-4, 5, shape, generator=generator, device=device, dtype=dtype)
+    return torch.randn(shape, generator=generator, device=device, dtype=F32).to(dtype)
+
+
+def draw_starts(shape: Shape, device: torch.device, every: int = 500) -> Tensor:
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.rand(shape, generator=generator, device=device) < 1 / every
+
+
+def values(shapes: list[Shape], device: torch.device) -> list[str]:
+    """What is wrong, a line each."""
+    wrong = []
+    for i, (shape, way) in enumerate(itertools.product(shapes, WAYS)):
+        if way == "one" and shape[0] * shape[2] < FEW and shape[1] > 10**5:
+            continue
+        with using_way(way):
+            for name, error in _errors(shape, device, i):
+                if not error <= 1:
+                    wrong.append(f"{name} {list(shape)} {way}: {error:.1f} times what is allowed")
+    return wrong
+
+
+def _errors(shape: Shape, device: torch.device, seed: int) -> Iterator[tuple[str, float]]:
+    """Name and error, as a multiple of what is allowed, of some problems of a shape: more with other seeds."""
+    x, starts = draw(shape, F32, device, seed), draw_starts(shape, device, 50)
+    ops = ["sum", "prod", "max", "logsumexp"]
+    op, exclusive, reverse = ops[seed % 4], bool(seed % 2), bool(seed // 2 % 2)
+    given = 1 + x.abs() / shape[1] if op == "prod" else x
+    for begin in (None, starts, starts[:1, :, :1].contiguous()):
+        kind = "scan" if begin is None else "segmented scan"
+        found = row.scan(given, begin, op, exclusive, reverse, F32, F32)
+        expected = tree.scan(given.double(), begin, op, exclusive, reverse, F64, F64)
+        yield f"{kind} {op}", max(_error(a, b) for a, b in zip(found, expected))
+    counts = draw(shape, torch.int32, device, seed)
+    found = row.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
+    expected = tree.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
+    yield "integer scan", _differ(found, expected)
+    peaks = torch.cummax(x.bfloat16(), 1) if not reverse else torch.cummin(x.bfloat16(), 1)
+    ties = row.extremes(x.bfloat16(), None, "min" if reverse else "max", False)
+    yield "extremes", _differ(ties, peaks)
+    a, initial = draw(shape, F32, device, seed + 1).sigmoid(), x[:, 0].contiguous()
+    h = row.linear(a, x, initial, reverse, exclusive, F32, F32)
+    yield "linear scan", _error(h, tree.linear(a.double(), x.double(), initial, reverse, exclusive, F64, F64))
+    factor, state = row.linear_total(a, x, reverse, exclusive, F32)
+    exact = tree.linear_total(a.double(), x.double(), reverse, exclusive, F64)
+    yield "linear total", max(_error(factor, exact[0]), _error(state, exact[1]))
+
+
+def _differ(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
+    return 0.0 if all(torch.equal(a, b) for a, b in zip(found, exact)) else torch.inf
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """Relative to the greatest true value; 0 where both are the same infinity."""
+    finite = exact.isfinite()
+    if not torch.equal(found[~finite].double(), exact[~finite]):
+        return torch.inf
+    if not finite.any():
+        return 0.0
+    scale = exact[finite].abs().max().clamp_min(1)
+    return ((found[finite].double() - exact[finite]).abs().max() / scale).item() / ALLOWED
+
+
+def races(device: torch.device, rounds: int = 20) -> list[str]:
+    """Look-back's order of events is never the same: sums of integers must be, whatever is published how."""
+    wrong = []
+    for shape, dtype in itertools.product(
+        [(1, 2**26, 1), (1, 2**20, 64), (8, 2**20 + 7, 3)], (torch.int32, I64)
+    ):
+        x, starts = draw(shape, torch.int32, device), draw_starts(shape, device)
+        with using_way("parts"):
+            expected = [row.scan(x, s, "sum", False, False, dtype, dtype)[0] for s in (None, starts)]
+        if shape[2] == 1 and not torch.equal(expected[0], x.cumsum(1, dtype=dtype)):
+            wrong.append(f"parts of {list(shape)} in {dtype} are not torch.cumsum's")
+        with using_way("look-back"):
+            for turn, (s, true) in itertools.product(range(rounds), zip((None, starts), expected)):
+                if not torch.equal(row.scan(x, s, "sum", False, False, dtype, dtype)[0], true):
+                    wrong.append(f"look-back over {list(shape)} in {dtype}, round {turn}: a race")
+                    break
+    return wrong

@@ -1,0 +1,5 @@
+"""Attention over shards: blocks, masks, and the ways round the ranks."""
+
+from . import attend, masked, ops
+
+__all__ = ["attend", "masked", "ops"]

@@ -1,0 +1,291 @@
+"""Attention of local queries to local keys, forward and backward: two operators that stay opaque in a graph.
+
+They read the rank and their vectors when they run, so that their Python bodies may skip blocks; a graph that
+holds them is the same on every rank.
+
+Attention block by block: the kernel calls of one operator call, and their results put together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.library import LIBRARY
+
+from .blocks import Block, Kind
+from .kernels import Kernel, Need, accumulation_dtype, kernel_for
+from .masking import Masking
+from .merge import merge
+
+CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
+"""The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is
+fastest while they stay in its cache."""
+
+Step = list[tuple[Block, Kernel]]
+"""Blocks with the same queries, and what runs them."""
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, masking: Masking, scale: float) -> tuple[Tensor, Tensor]:
+    """(B, Hq, Sq, E) in q's dtype and (B, Hq, Sq): see ``sp::attend``."""
+    shape = (*q.shape[:3], v.shape[3])
+    out, lse = None, None
+    for step in _steps(q, v, masking, mask_grad=False):
+        parts = [
+            kernel.forward(*_operands(q, k, v, block), masking.case(block, scale, kernel.dense))
+            for block, kernel in step
+        ]
+        part = reduce(lambda a, b: merge(*a, *b), parts)
+        rows = _queries(step[0][0])
+        if rows == (0, q.shape[2]):
+            return part[0].to(q.dtype).contiguous(), part[1].contiguous()
+        if out is None or lse is None:
+            out, lse = _nothing(q, shape)
+        out.narrow(2, *rows).copy_(part[0])
+        lse.narrow(2, *rows).copy_(part[1])
+    return _nothing(q, shape) if out is None or lse is None else (out, lse)
+
+
+def _nothing(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The result of queries without keys."""
+    lse = q.new_full(shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
+    return q.new_zeros(shape), lse
+
+
+def attend_blocks_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    masking: Masking,
+    scale: float,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dmask: see ``sp::attend_backward``."""
+    dtype = accumulation_dtype(q.dtype)
+    grad, out = grad.to(q.dtype), out.to(q.dtype)
+    dq, dk, dv = (_Sum(x, dtype) for x in (q, k, v))
+    wanted = masking.mask is not None and mask_grad
+    dmask = q.new_zeros(masking.mask.shape if masking.mask is not None and mask_grad else (0,), dtype=dtype)
+    for block, kernel in (pair for step in _steps(q, v, masking, wanted) for pair in step):
+        queries, keys = _queries(block), _keys(block)
+        given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
+        case = replace(masking.case(block, scale, kernel.dense), bias_grad=wanted)
+        dq_part, dk_part, dv_part, dbias = kernel.backward(given, *_operands(q, k, v, block), *of_rows, case)
+        dq.add(dq_part, queries)
+        dk.add(dk_part, keys)
+        dv.add(dv_part, keys)
+        if dbias is not None:
+            masking.add_grad(dmask, dbias, block)
+    return dq.total(), dk.total(), dv.total(), dmask
+
+
+class _Sum:
+    """A gradient that is given in parts, along dim 2. A first part that is all of it is not added but kept."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._total: Tensor | None = None
+
+    def add(self, part: Tensor, rows: tuple[int, int]) -> None:
+        """Add ``part`` to the rows (offset, length)."""
+        if self._total is None and rows == (0, self._like.shape[2]):
+            self._total = part.to(self._dtype)
+        else:
+            self.total().narrow(2, *rows).add_(part)
+
+    def total(self) -> Tensor:
+        """What was added so far, contiguous."""
+        if self._total is None:
+            self._total = self._like.new_zeros(self._like.shape, dtype=self._dtype)
+        self._total = self._total.contiguous()
+        return self._total
+
+
+def _steps(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Step]:
+    """The blocks in groups of the same queries, cut where a kernel would make too large tensors."""
+    for _, blocks in groupby(masking.blocks, key=lambda block: block.q_off):
+        step = [(block, kernel_for(_need(q, v, masking, block, mask_grad))) for block in blocks]
+        rows = min(_most_rows(q, masking, *pair) for pair in step)
+        first = step[0][0]
+        for low in range(0, first.q_len, rows):
+            yield [(_strip(block, low, rows), kernel) for block, kernel in step]
+
+
+def _need(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Need:
+    masked = masking.mask is not None or block.kind is Kind.MASKED
+    by_element = masking.dropout is not None or mask_grad
+    return Need(q.device.type, q.dtype, masked, by_element, max(q.shape[3], v.shape[3]))
+
+
+def _most_rows(q: Tensor, masking: Masking, block: Block, kernel: Kernel) -> int:
+    """The most query rows of one call."""
+    if kernel.dense:
+        tensors = q.shape[0] * q.shape[1]
+    elif masking.mask is not None:
+        tensors = masking.mask.shape[0] * masking.mask.shape[1]
+    else:
+        return block.q_len
+    scores = CPU_SCORES if q.device.type == "cpu" else GPU_SCORES
+    return max(1, min(block.q_len, scores // (tensors * block.k_len)))
+
+
+def _strip(block: Block, low: int, rows: int) -> Block:
+    """The block's rows [low, low + rows), as far as there are any."""
+    if rows >= block.q_len:
+        return block
+    rows = min(rows, block.q_len - low)
+    cut = block._replace(q_off=block.q_off + low, q_len=rows)
+    return cut._replace(kind=Kind.MASKED, k_len=low + rows) if block.kind is Kind.CAUSAL else cut
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    keys = _keys(block)
+    return q.narrow(2, *_queries(block)), k.narrow(2, *keys), v.narrow(2, *keys)
+
+
+def _queries(block: Block) -> tuple[int, int]:
+    return block.q_off, block.q_len
+
+
+def _keys(block: Block) -> tuple[int, int]:
+    return block.k_off, block.k_len
+
+
+_MASK = (
+    "Tensor? mask, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, Tensor? seed, float dropout_p"
+)
+_WHERE = "float scale, SymInt[] q_span, SymInt[] k_span, int split_heads, str group"
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    rows: list[Tensor],
+    cols: list[Tensor],
+    sizes: list[int],
+    predicate: str,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    q_span: list[int],
+    k_span: list[int],
+    split_heads: int,
+    group: str,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Shard(queries), Shard(keys) -> Shard(queries): the softmax average over this rank's keys.
+
+    Shapes: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, E), any strides, Hkv divides Hq -> out
+    (B, Hq, Sq, E) in q's dtype and lse (B, Hq, Sq), the log-sum-exp of the scaled masked scores in float32 or
+    float64, both contiguous; 0 and -inf where a query attends to nothing. Bytes: none; ``after`` only orders.
+
+    Who may attend to whom: ``predicate`` with the whole-length ``rows`` and ``cols`` (B | 1, S) and ``sizes``,
+    and ``mask``, bool or additive float (B | 1, Hq | 1, Sq | 1, whole key length | 1). Which rows are here:
+    ``q_span`` and ``k_span`` (see ``spans.py``). Dropout keeps weights by a hash of ``seed``, batch, head,
+    query and key; the heads here are every ``split_heads``-th rank's share.
+    """
+    masking = Masking.of(
+        q, k, mask, rows, cols, sizes, predicate, seed, dropout_p, q_span, k_span, split_heads, group
+    )
+    sign, scale = _positive(scale)
+    return attend_blocks(q if sign == 1 else q * sign, k, v, masking, scale)
+
+
+def _positive(scale: float) -> tuple[int, float]:
+    """(what to multiply queries by, a scale above 0): PyTorch's causal kernel returns NaN for any other."""
+    return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    rows: list[Tensor],
+    cols: list[Tensor],
+    sizes: list[int],
+    predicate: str,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    q_span: list[int],
+    k_span: list[int],
+    split_heads: int,
+    group: str,
+    mask_grad: bool,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of ``attend`` over some of the keys, given ``out`` and ``lse`` over all of them.
+
+    Shapes: grad and out (B, Hq, Sq, E), lse (B, Hq, Sq) -> dq, dk, dv as q, k, v and dmask as mask (empty (0,)
+    without ``mask_grad``), contiguous, in float32 for half types. The results of disjoint sets of keys add up
+    exactly. Bytes: none.
+    """
+    masking = Masking.of(
+        q, k, mask, rows, cols, sizes, predicate, seed, dropout_p, q_span, k_span, split_heads, group
+    )
+    sign, scale = _positive(scale)
+    if sign == 1:
+        return attend_blocks_backward(grad, q, k, v, out, lse, masking, scale, mask_grad)
+    dq, *others = attend_blocks_backward(grad, q * sign, k, v, out, lse, masking, scale, mask_grad)
+    return dq * sign, *others
+
+
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+LIBRARY.define(
+    f"attend(Tensor q, Tensor k, Tensor v, {_MASK}, {_WHERE}, Tensor? after=None) -> (Tensor out, Tensor lse)",
+    tags=_TAGS,
+)
+LIBRARY.define(
+    f"attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, {_WHERE}, "
+    "bool mask_grad, Tensor? after=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    tags=_TAGS,
+)
+LIBRARY.impl("attend", attend, "CompositeExplicitAutograd")
+LIBRARY.impl("attend_backward", attend_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sp::attend", lib=LIBRARY)
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty([*q.shape[:3], v.shape[3]])
+    return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.register_fake("sp::attend_backward", lib=LIBRARY)
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    rows: list[Tensor],
+    cols: list[Tensor],
+    sizes: list[int],
+    predicate: str,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    q_span: list[int],
+    k_span: list[int],
+    split_heads: int,
+    group: str,
+    mask_grad: bool,
+    after: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    dtype = accumulation_dtype(q.dtype)
+    shape = mask.shape if mask is not None and mask_grad else (0,)
+    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), q.new_empty(shape, dtype=dtype)

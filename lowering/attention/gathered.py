@@ -1,0 +1,94 @@
+"""Attention of local queries over gathered keys and values: one all-gather forward, nothing of it kept.
+
+    k, v  (B, Hkv, s, D)  ->  rows first, side by side, one all_gather  ->  views (B, Hkv, S, D)
+    backward: the same all-gather again, then one reduce-scatter of dK and dV in float32
+
+Llama 3's choice (arXiv:2407.21783, section 3.3.2): cheap where there are few key heads, and every block is large. The
+causal part of a contiguous or zigzag shard is cut into full blocks and diagonals by ``blocks.py``, never into a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.communicator import current
+from sp_compile.lowering.frames import Frame, by_rank, in_order, pad, trim
+
+from .autograd import Scores, Span, attention, span
+from .blocks import whole
+
+SEQUENCE = -2
+Cat = Callable[[list[Tensor], int], Tensor]
+
+
+class Gathering(NamedTuple):
+    """Where queries and keys lie. `k_frame` None: the keys are whole on every rank already."""
+
+    q_frame: Frame
+    k_frame: Frame | None
+    n: int
+    group: str
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, scores: Scores, where: Gathering) -> Tensor:
+    """Attention of q (B, H, s, D) over all keys: (B, H, s, E). Differentiable."""
+    return attention(q, k, v, scores, partial(_forward, where=where), partial(_backward, where=where))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, where: Gathering) -> tuple[Tensor, Tensor]:
+    keys, values = _gather(k, v, where, torch.cat)
+    return scores.attend(q, keys, values, *_spans(keys, where))
+
+
+def _backward(
+    given: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    mask_grad: bool,
+    where: Gathering,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keys, values = _gather(k, v, where, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0]))
+    dq, dk, dv, dmask = scores.grads(given, q, keys, values, *_spans(keys, where), mask_grad=mask_grad)
+    return dq, *_scatter(dk, dv, where), dmask
+
+
+def _spans(keys: Tensor, where: Gathering) -> tuple[Span, Span]:
+    return span(where.q_frame, where.n), whole(keys.shape[SEQUENCE])
+
+
+def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
+    """(B, Hkv, s, D) and (B, Hkv, s, E) -> (s, B, Hkv, D + E), copied once."""
+    return cat([x.movedim(SEQUENCE, 0) for x in (k, v)], 3)
+
+
+def _apart(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `_side_by_side` for any number of rows; views."""
+    keys, values = (piece.movedim(0, SEQUENCE) for piece in rows.split([k.shape[3], v.shape[3]], 3))
+    return keys, values
+
+
+def _gather(k: Tensor, v: Tensor, where: Gathering, cat: Cat) -> tuple[Tensor, Tensor]:
+    frame, n = where.k_frame, where.n
+    if frame is None:
+        return k, v
+    if n == 1:
+        return trim(k, 2, frame, 1, 1), trim(v, 2, frame, 1, 1)
+    rows = in_order(current().all_gather(_side_by_side(k, v, cat), n, where.group), frame, n)
+    return _apart(trim(rows, 0, frame, n, 1), k, v)
+
+
+def _scatter(dk: Tensor, dv: Tensor, where: Gathering) -> tuple[Tensor, Tensor]:
+    frame, n = where.k_frame, where.n
+    if frame is None:
+        return dk, dv
+    if n == 1:
+        return pad(dk, 2, frame, 1, edge=False), pad(dv, 2, frame, 1, edge=False)
+    rows = pad(_side_by_side(dk, dv, torch.cat), 0, frame, n, edge=False)
+    return _apart(current().reduce_scatter(by_rank(rows, frame, n), n, where.group), dk, dv)

@@ -1,0 +1,68 @@
+"""Attention of whole sequences whose mask is a predicate: one node in a rewritten graph."""
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.library import composite
+
+from .autograd import Scores
+from .gathered import Gathering, gathered
+
+
+@composite(
+    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, "
+    "float dropout_p, float? scale, bool enable_gqa) -> Tensor"
+)
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: list[Tensor],
+    cols: list[Tensor],
+    sizes: list[int],
+    predicate: str,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``predicate``.
+
+    Shapes: q (..., Sq, D), k (..., Sk, D), v (..., Sk, E) -> (..., Sq, E) in q's dtype. The dims in front, batches
+    and then heads, broadcast; with ``enable_gqa`` k and v may have fewer heads. ``rows`` (B | 1, Sq) and ``cols``
+    (B | 1, Sk) have all batch dims as one. A query that attends to nothing gives 0. Bytes: none. Backward: all of
+    q, k and v. SpError for text that is no predicate.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    seed = None
+    if dropout_p > 0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
+    scores = Scores(None, rows, cols, sizes, predicate, seed, dropout_p, scale, 1, "")
+    headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
+    q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    frame = [1, q.shape[-2], 0, q.shape[-2]]
+    out = gathered(*_four_dims(q, k, v, batch, enable_gqa), scores, Gathering(frame, None, 1, ""))
+    out = out.reshape(*batch, *out.shape[1:])
+    return out.squeeze(-3) if headless else out
+
+
+def autocast(*xs: Tensor) -> list[Tensor]:
+    """What autocast does to the operands of scaled_dot_product_attention."""
+    device = xs[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return list(xs)
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs]
+
+
+def _four_dims(
+    q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, heads, S, width) each. One key head for all query heads stays one: the kernels group heads."""
+    key_heads = torch.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
+    heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)
+    wanted = zip((q, k, v), (heads, key_heads, key_heads))
+    query, key, value = (
+        x.expand(*batch, *h, *x.shape[-2:]).reshape(batch.numel(), *h, *x.shape[-2:]) for x, h in wanted
+    )
+    return query, key, value

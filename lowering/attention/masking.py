@@ -1,0 +1,178 @@
+"""Who attends to whom, of the queries and keys that are here: from an operator's arguments to masks of blocks.
+
+Which attention weights dropout keeps: a hash of where a weight stands, never a stream of random numbers.
+
+So backward computes the mask again instead of keeping it, and every way of cutting a sequence or its heads
+over ranks and blocks drops the same weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile.errors import SpError
+from sp_compile.lowering.communicator import current
+
+from . import predicate as language
+from .blocks import Block, Kind, Rows, indices, plan, runs_of, take, valid_rows
+from .kernels import Case
+from .predicate import is_of_query
+
+# Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
+_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)
+
+
+class Dropout(NamedTuple):
+    """Attention dropout of some batch entries and heads."""
+
+    seed: Tensor
+    """int64 ()."""
+    p: float
+    batch: Tensor
+    """int64 (B,)."""
+    heads: Tensor
+    """int64 (H,): the heads' numbers among those of all ranks."""
+
+    def kept(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool (B, H, Q, K), True with probability 1 - p, of int64 indices (Q,) and (K,)."""
+        state = _mixed(self.seed + self.batch * _FACTORS[0])[:, None]
+        state = _mixed(state + self.heads * _FACTORS[1])[:, :, None]
+        state = _mixed(state + queries * _FACTORS[2])[:, :, :, None]
+        first, second = _halves(state)
+        # What is done for each weight is kept small: 32-bit arithmetic in one buffer.
+        numbers = first ^ _halves(_mixed(keys * _FACTORS[0] + _FACTORS[1]))[0]
+        numbers.mul_(_HALF_FACTORS[0])
+        numbers ^= numbers >> 15
+        numbers.add_(second).mul_(_HALF_FACTORS[1])
+        return numbers >= min(int(self.p * 2**32) - 2**31, 2**31 - 1)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The 64 bits of x as two int32."""
+    return x.to(torch.int32), (x >> 32).to(torch.int32)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Every bit of the result depends on every bit of x."""
+    x = (x ^ _shifted(x, 30)) * _FACTORS[1]
+    x = (x ^ _shifted(x, 27)) * _FACTORS[2]
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits with zeros moving in, where int64 moves in the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """The mask of one call, from which each block takes its part."""
+
+    blocks: tuple[Block, ...]
+    q_rows: Rows
+    k_rows: Rows
+    mask: Tensor | None
+    """Data: bool or additive float (B | 1, Hq | 1, Sq | 1, whole key length | 1)."""
+    vectors: dict[str, Tensor]
+    """row<i> and col<i>, whole: int or bool (B | 1, S)."""
+    sizes: dict[str, int]
+    dropout: Dropout | None
+    device: torch.device
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        rows: Sequence[Tensor],
+        cols: Sequence[Tensor],
+        sizes: Sequence[int],
+        predicate: str,
+        seed: Tensor | None,
+        dropout_p: float,
+        q_span: Sequence[int],
+        k_span: Sequence[int],
+        split_heads: int,
+        group: str,
+    ) -> "Masking":
+        """From the arguments of ``sp::attend``. SpError for dropout without a seed."""
+        q_rows, k_rows = valid_rows(q_span, q.shape[2], group), valid_rows(k_span, k.shape[2], group)
+        numbers = tuple(int(size) for size in sizes)
+        blocks: tuple[Block, ...] = ()
+        if q.shape[0] * q.shape[1] and q_rows and k_rows:
+            blocks = plan(
+                predicate, q_rows, k_rows, numbers, *(tuple(map(runs_of, xs)) for xs in (rows, cols))
+            )
+        dropout = None
+        if dropout_p > 0:
+            if seed is None:
+                raise SpError("sp::attend: dropout_p > 0 needs a seed, an int64 tensor of shape ()")
+            rank = current().rank(group) if split_heads > 1 else 0
+            heads = torch.arange(q.shape[1], device=q.device) + rank % split_heads * q.shape[1]
+            dropout = Dropout(seed, dropout_p, torch.arange(q.shape[0], device=q.device), heads)
+        vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
+        named = {f"n{i}": size for i, size in enumerate(numbers)}
+        return Masking(blocks, q_rows, k_rows, mask, vectors, named, dropout, q.device)
+
+    def case(self, block: Block, scale: float, dense: bool) -> Case:
+        """A block's masks: all of them as tensors for a ``dense`` kernel, which needs no other."""
+        causal = block.kind is Kind.CAUSAL and self.mask is None and not dense
+        allowed = None if causal else self._allowed(block)
+        bias = self._data(block)
+        if bias is not None and bias.dtype == torch.bool:
+            allowed, bias = bias if allowed is None else allowed & bias, None
+        kept = None
+        if self.dropout is not None:
+            kept = self.dropout.kept(
+                *(indices(*rows, self.device) for rows in (self._queries(block), self._keys(block)))
+            )
+        return Case(scale, causal, allowed, bias, kept, 1 if self.dropout is None else 1 - self.dropout.p)
+
+    def _allowed(self, block: Block) -> Tensor | None:
+        """What the predicate leaves to be asked pair by pair: bool (B | 1, 1, Q | 1, K | 1)."""
+        if not block.conditions:
+            return None
+        names = {name for condition in block.conditions for name in language.symbols(condition)}
+        values = {name: self._value(name, block) for name in names}
+        allowed = reduce(
+            torch.logical_and, (torch.as_tensor(language.evaluate(c, values)) for c in block.conditions)
+        )
+        return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
+
+    def _value(self, name: str, block: Block) -> Tensor | int:
+        """A symbol's values, shaped to broadcast to (B, 1, Q, K)."""
+        if name in self.sizes:
+            return self.sizes[name]
+        of_query = is_of_query(name)
+        where = self._queries(block) if of_query else self._keys(block)
+        if name not in self.vectors:
+            x = indices(*where, self.device)
+            return x[:, None] if of_query else x[None, :]
+        x = take(self.vectors[name], 1, *where)[:, None, :].unsqueeze(-1 if of_query else -2)
+        return x.to(torch.int64) if x.dtype == torch.bool else x
+
+    def _data(self, block: Block) -> Tensor | None:
+        """The block's part of the mask that is data."""
+        if self.mask is None:
+            return None
+        part = self.mask.narrow(2, block.q_off, block.q_len) if self.mask.shape[2] > 1 else self.mask
+        return take(part, 3, *self._keys(block)) if part.shape[3] > 1 else part
+
+    def _queries(self, block: Block) -> tuple[Rows, int, int]:
+        return self.q_rows, block.q_off, block.q_off + block.q_len
+
+    def _keys(self, block: Block) -> tuple[Rows, int, int]:
+        return self.k_rows, block.k_off, block.k_off + block.k_len
+
+    def add_grad(self, total: Tensor, part: Tensor, block: Block) -> None:
+        """Add the gradient of the block's part of the mask to that of the mask."""
+        rows = total.narrow(2, block.q_off, block.q_len) if total.shape[2] > 1 else total
+        if total.shape[3] == 1:
+            rows += part
+        else:
+            rows.index_add_(3, indices(*self._keys(block), total.device), part)

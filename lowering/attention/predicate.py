@@ -1,0 +1,305 @@
+"""The language of masks: which query attends to which key, as text that is never a tensor of S x S.
+
+A predicate is the ``str`` of a sympy Boolean over integer symbols: ``q`` and ``k``, the indices of the query
+and the key; ``row0, row1, ...``, a vector's value at this query; ``col0, col1, ...``, a vector's value at
+this key; ``n0, n1, ...``, sizes. True: may attend. ``""`` forbids nothing. Bool vectors count as 0 and 1.
+
+>>> over("(k <= q) & (q - k < 4)", {"q": (8, 11), "k": (0, 3)})  # inclusive bounds: no pair
+False
+
+What a mask predicate means: one walk over its expression, and two kinds of values to walk with.
+
+With *intervals* a symbol has inclusive bounds and a condition holds for all values (True), for none (False)
+or perhaps for some (None). With *tensors* a condition is a bool tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache, partial, reduce
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from sympy.core.relational import Relational
+from torch import Tensor
+
+from sp_compile.errors import SpError
+
+Bounds = tuple[Any, Any]
+"""The least and the greatest value, both inclusive."""
+Verdict = bool | None
+Meaning = Callable[[Mapping[str, Any]], Any]
+"""From the symbols' values to the expression's."""
+
+
+class Algebra(NamedTuple):
+    """How the values of one kind are combined, by sympy class. Functions of one operand ignore the second."""
+
+    number: Callable[[int], Any]
+    functions: dict[type, Callable[[Any, Any], Any]]
+    relations: dict[type, Callable[[Any, Any], Any]]
+    both: Callable[[Any, Any], Any]
+    either: Callable[[Any, Any], Any]
+    negated: Callable[[Any], Any]
+
+
+def condition(expr: Any, algebra: Algebra) -> Meaning:
+    """The meaning of a sympy Boolean. SpError for what the algebra does not know."""
+    if expr in (sympy.true, sympy.false):
+        constant = bool(expr)
+        return lambda values: constant
+    if isinstance(expr, sympy.And | sympy.Or):
+        join = algebra.both if isinstance(expr, sympy.And) else algebra.either
+        return _folded(join, [condition(arg, algebra) for arg in expr.args])
+    if isinstance(expr, sympy.Not):
+        inner = condition(expr.args[0], algebra)
+        return lambda values: algebra.negated(inner(values))
+    if not isinstance(expr, Relational):
+        raise _unknown(expr)
+    return _folded(algebra.relations[type(expr)], [_number(side, algebra) for side in _sides(expr)])
+
+
+def _sides(expr: Any) -> tuple[Any, Any]:
+    """The terms of the query on the left, all others on the right, without fractions.
+
+    So every symbol of a linear condition stands once, which makes intervals exact, and the only tensor
+    operation of the size of a block is the comparison of a column with a row.
+    """
+    terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
+    denominator = sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms))
+    of_query = [term for term in terms if any(is_of_query(str(s)) for s in term.free_symbols)]
+    others = [-term for term in terms if term not in of_query]
+    return tuple(sympy.expand(denominator * sympy.Add(*side)) for side in (of_query, others))
+
+
+def is_of_query(name: str) -> bool:
+    """Whether a symbol has a value for each query."""
+    return name == "q" or name.startswith("row")
+
+
+def _number(expr: Any, algebra: Algebra) -> Meaning:
+    """The meaning of an integer expression."""
+    if expr.is_Symbol:
+        return operator.itemgetter(str(expr))
+    if expr.is_Integer:
+        constant = algebra.number(int(expr))
+        return lambda values: constant
+    kind = next((kind for kind in algebra.functions if isinstance(expr, kind)), None)
+    if kind is None:
+        raise _unknown(expr)
+    args = sympy.together(expr.args[0]).as_numer_denom() if kind is sympy.floor else expr.args
+    return _folded(algebra.functions[kind], [_number(arg, algebra) for arg in args])
+
+
+def _folded(join: Callable[[Any, Any], Any], parts: list[Meaning]) -> Meaning:
+    first, *others = parts
+    if not others:
+        return lambda values: join(first(values), None)
+    if len(others) == 1:
+        second = others[0]
+        return lambda values: join(first(values), second(values))
+    return lambda values: reduce(join, [part(values) for part in parts])
+
+
+def _unknown(expr: Any) -> SpError:
+    return SpError(f"a mask predicate can not use {type(expr).__name__}: {expr}")
+
+
+# Intervals.
+
+_FAR = 1 << 62
+"""Beyond every index, size and value."""
+
+
+def _extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds:
+    """Of an operation that is monotone in each operand."""
+    ends = [operation(x, y) for x in a for y in b]
+    return min(ends), max(ends)
+
+
+def _quotient(a: Bounds, b: Bounds) -> Bounds:
+    if b[0] <= 0 <= b[1]:
+        return -_FAR, _FAR
+    return _extremes(operator.floordiv, a, b)
+
+
+def _remainder(a: Bounds, b: Bounds) -> Bounds:
+    if b[0] != b[1] or b[0] <= 0:
+        most = max(abs(b[0]), abs(b[1]))
+        return -most, most
+    return (a[0] % b[0], a[1] % b[0]) if a[0] // b[0] == a[1] // b[0] else (0, b[0] - 1)
+
+
+def _less(a: Bounds, b: Bounds) -> Verdict:
+    return True if a[1] < b[0] else False if a[0] >= b[1] else None
+
+
+def _equal(a: Bounds, b: Bounds) -> Verdict:
+    if a[1] < b[0] or b[1] < a[0]:
+        return False
+    return True if a[0] == a[1] == b[0] == b[1] else None
+
+
+def _not(verdict: Verdict) -> Verdict:
+    return None if verdict is None else not verdict
+
+
+INTERVALS = Algebra(
+    number=lambda value: (value, value),
+    functions={
+        sympy.Add: lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        sympy.Mul: partial(_extremes, operator.mul),
+        sympy.Min: lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+        sympy.Max: lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+        sympy.Mod: _remainder,
+        sympy.Abs: lambda a, _: (max(a[0], -a[1], 0), max(-a[0], a[1])),
+        sympy.floor: _quotient,
+    },
+    relations={
+        sympy.StrictLessThan: _less,
+        sympy.LessThan: lambda a, b: _not(_less(b, a)),
+        sympy.StrictGreaterThan: lambda a, b: _less(b, a),
+        sympy.GreaterThan: lambda a, b: _not(_less(a, b)),
+        sympy.Eq: _equal,
+        sympy.Ne: lambda a, b: _not(_equal(a, b)),
+    },
+    both=lambda a, b: False if a is False or b is False else a and b,
+    either=lambda a, b: True if a or b else None if a is None or b is None else False,
+    negated=_not,
+)
+
+
+# Tensors, and ints for sizes.
+
+
+def _negated(mask: Any) -> Any:
+    return not mask if isinstance(mask, bool) else ~mask
+
+
+def _choice(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    return lambda a, b: choose(torch.as_tensor(a), torch.as_tensor(b))
+
+
+TENSORS = Algebra(
+    number=lambda value: value,
+    functions={
+        sympy.Add: operator.add,
+        sympy.Mul: operator.mul,
+        sympy.Min: _choice(torch.minimum),
+        sympy.Max: _choice(torch.maximum),
+        sympy.Mod: operator.mod,
+        sympy.Abs: lambda a, _: abs(a),
+        sympy.floor: operator.floordiv,
+    },
+    relations={
+        sympy.StrictLessThan: operator.lt,
+        sympy.LessThan: operator.le,
+        sympy.StrictGreaterThan: operator.gt,
+        sympy.GreaterThan: operator.ge,
+        sympy.Eq: operator.eq,
+        sympy.Ne: operator.ne,
+    },
+    both=operator.and_,
+    either=operator.or_,
+    negated=_negated,
+)
+
+
+_SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_STRICT = (sympy.StrictLessThan, sympy.StrictGreaterThan)
+_WEAK = (sympy.LessThan, sympy.GreaterThan)
+_FUNCTIONS = {"PythonMod": sympy.Mod, "FloorDiv": lambda a, b: sympy.floor(a / b)}
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Any:
+    """The sympy Boolean of ``text``. SpError when it is not a predicate or names an unknown symbol."""
+    names = {
+        name: sympy.Symbol(name, integer=True) for name in _NAME.findall(text) if _SYMBOL.fullmatch(name)
+    }
+    try:
+        expr = sympy.sympify(text, locals={**_FUNCTIONS, **names}) if text else sympy.true
+        boolean = isinstance(expr, sympy.logic.boolalg.Boolean) and not expr.is_Symbol
+    except (sympy.SympifyError, SyntaxError, TypeError, AttributeError) as error:
+        raise SpError(f"not a mask predicate: {text!r} ({error})") from error
+    unknown = sorted(str(s) for s in expr.free_symbols if not _SYMBOL.fullmatch(str(s))) if boolean else []
+    if not boolean or unknown:
+        why = f"unknown symbols {', '.join(unknown)}" if unknown else "it is not a condition"
+        raise SpError(f"not a mask predicate: {text!r}: {why}; known are q, k, row<i>, col<i> and n<i>")
+    return expr
+
+
+@lru_cache(maxsize=1024)
+def conjuncts(text: str) -> tuple[str, ...]:
+    """The conditions that must all hold, as predicates."""
+    expr = parse(text)
+    parts = expr.args if isinstance(expr, sympy.And) else (expr,)
+    return tuple(sorted(str(part) for part in parts if part != sympy.true))
+
+
+@lru_cache(maxsize=1024)
+def symbols(text: str) -> frozenset[str]:
+    """The names of the symbols that the predicate reads."""
+    return frozenset(str(symbol) for symbol in parse(text).free_symbols)
+
+
+def check_known(text: str, known: Collection[str]) -> None:
+    """SpError when the predicate reads a symbol that has no value."""
+    if missing := sorted(symbols(text) - set(known)):
+        raise SpError(f"mask predicate {text!r}: no vector or size is given for {', '.join(missing)}")
+
+
+def is_causal(text: str) -> bool:
+    """Whether the predicate is exactly ``k <= q``."""
+    return causal_shift(text, ()) == 0
+
+
+@lru_cache(maxsize=1024)
+def causal_shift(text: str, sizes: tuple[int, ...]) -> int | None:
+    """The c of a predicate that says ``k <= q + c``; None for every other one."""
+    expr = parse(text)
+    if not isinstance(expr, _STRICT + _WEAK):
+        return None
+    least = expr.gts - expr.lts - (1 if isinstance(expr, _STRICT) else 0)
+    q, k = sympy.symbols("q k", integer=True)
+    known = {sympy.Symbol(f"n{i}", integer=True): size for i, size in enumerate(sizes)}
+    rest = sympy.expand((least - q + k).subs(known))
+    return int(rest) if rest.is_Integer else None
+
+
+def always_attends(text: str, same: Collection[tuple[int, int]] = ()) -> bool:
+    """Whether every query provably may attend to the key of its own index (which must exist).
+
+    ``same`` holds the pairs (i, j) for which row<i> and col<j> are one and the same vector.
+    """
+    names = {f"col{j}": f"row{i}" for i, j in same} | {"k": "q"}
+    swaps = {sympy.Symbol(a, integer=True): sympy.Symbol(b, integer=True) for a, b in names.items()}
+    return parse(text).subs(swaps, simultaneous=True) == sympy.true
+
+
+def over(text: str, box: Mapping[str, Bounds]) -> Verdict:
+    """Three-valued: True when all pairs of the box may attend, False when none may, None when unsure.
+
+    ``box`` gives every symbol of the predicate its inclusive bounds. Exact for a condition in which every symbol
+    stands once, as linear ones, and for a conjunction of bounds on q - k; elsewhere None may stand for either.
+    """
+    return _verdict(text)(box)
+
+
+def evaluate(text: str, values: Mapping[str, Tensor | int]) -> Tensor | bool:
+    """The mask of one block: bool, of the shape to which the values broadcast; a bool if it reads no tensor."""
+    return _mask(text)(values)
+
+
+@lru_cache(maxsize=1024)
+def _verdict(text: str) -> Meaning:
+    return condition(parse(text), INTERVALS)
+
+
+@lru_cache(maxsize=1024)
+def _mask(text: str) -> Meaning:
+    return condition(parse(text), TENSORS)

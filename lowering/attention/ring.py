@@ -1,0 +1,158 @@
+"""Ring attention: keys and values go round, queries stay (Liu et al. 2023, arXiv:2310.01889).
+
+    step i of R     local queries x the keys that started i ranks back; the next keys are already on their way
+    merge           by log-sum-exp, accumulators in float32
+    backward        keys go round again (see ``pack.py``); their gradients behind them, or home in one exchange
+
+Forward: R - 1 shifts of packed K and V. Backward: R - 1 of K and V, and R of dK and dV ("travel", overlapped with the
+blocks) or one all-to-all that carries as many bytes ("scatter", which keeps all R parts). Which blocks of a step are
+needed at all (causal, zigzag, windows, documents) is decided when the step runs, so every rank has the same graph.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering import routes
+from sp_compile.lowering.communicator import current
+from sp_compile.lowering.frames import Frame
+
+from .autograd import Scores, Span, attention, span
+from .merge import merge
+
+
+class Ring(NamedTuple):
+    """Where the sequences lie and how keys go round.
+
+    n: ranks; stride: neighbours that share heads (the ring links every stride-th rank); steps: blocks of keys that
+    anybody needs, counted from one's own backwards; grads: "travel" or "scatter" (which takes the whole ring).
+    """
+
+    q_frame: Frame
+    k_frame: Frame
+    n: int
+    stride: int
+    steps: int
+    grads: str
+    group: str
+
+    @property
+    def size(self) -> int:
+        return self.n // self.stride
+
+    def shift(self, offset: int) -> str:
+        return routes.shift(self.group, offset, self.stride)
+
+    def q_span(self) -> Span:
+        return span(self.q_frame, self.n, self.stride)
+
+    def k_span(self, step: int) -> Span:
+        return span(self.k_frame, self.n, self.stride, step)
+
+
+def ring(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> Tensor:
+    """Attention of q (B, H, s, D) over the keys of the whole ring: (B, H, s, E). Differentiable."""
+    return attention(q, k, v, scores, partial(_forward, ring=ring), partial(_backward, ring=ring))
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """(B, Hkv, s, D) and (B, Hkv, s, E) -> (B, Hkv, s, D + E): one copy, whatever the strides are."""
+    return torch.cat([k, v], 3)
+
+
+def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `_pack`; views."""
+    keys, values = both.split([k.shape[3], v.shape[3]], 3)
+    return keys, values
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> tuple[Tensor, Tensor]:
+    out = lse = None
+    both, keys, values = (_pack(k, v) if ring.steps > 1 else None), k, v
+    for step in range(ring.steps):
+        coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
+        block = scores.attend(q, keys, values, ring.q_span(), ring.k_span(step), coming)
+        out, lse = block if out is None else merge(out, lse, *block)
+        if coming is not None:
+            both = current().wait(coming)
+            keys, values = _unpack(both, k, v)
+    return out, lse
+
+
+def _backward(
+    given: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    mask_grad: bool,
+    ring: Ring,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dq: Tensor | None = None
+    dmask: Tensor | None = None
+    carried = _WAYS_HOME["travel" if ring.steps < ring.size else ring.grads](ring)
+    both, keys, values = (torch.ops.sp.pack([k, v], 3, given[0]) if ring.steps > 1 else None), k, v
+    for step in range(ring.steps):
+        coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
+        spans = ring.q_span(), ring.k_span(step)
+        sent_first = coming if coming is not None else carried.coming
+        dq_, dk_, dv_, dmask_ = scores.grads(given, q, keys, values, *spans, sent_first, mask_grad)
+        dq = dq_ if dq is None else dq + dq_
+        dmask = dmask_ if dmask is None else dmask + dmask_
+        if ring.steps > 1:
+            carried.add(dk_, dv_)
+        if coming is not None:
+            both = current().wait(coming)
+            keys, values = _unpack(both, k, v)
+    if ring.steps > 1:
+        dk_, dv_ = _unpack(carried.home(), k, v)
+    assert dq is not None
+    return dq, dk_, dv_, dmask
+
+
+class _Travelling:
+    """Gradients of keys that go round with the keys, one step behind, and home at the end."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring, self.added, self.coming = ring, 0, None
+
+    def add(self, dk: Tensor, dv: Tensor) -> None:
+        """The gradients of the next step's keys, which are one rank further from home."""
+        self.added += 1
+        part = _pack(dk, dv)
+        if self.coming is not None:
+            part = part + current().wait(self.coming)
+        last = self.added == self.ring.steps
+        self.coming = current().start_shift(part, self.ring.shift(1 - self.ring.steps if last else 1))
+
+    def home(self) -> Tensor:
+        """The sum over all ranks for one's own keys."""
+        assert self.coming is not None
+        return current().wait(self.coming)
+
+
+class _Scattered:
+    """Gradients of keys that are kept until the end and then sent home in one exchange."""
+
+    coming = None
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.parts: list[Tensor] = []
+
+    def add(self, dk: Tensor, dv: Tensor) -> None:
+        """The gradients of the next step's keys."""
+        self.parts += [dk, dv]
+
+    def home(self) -> Tensor:
+        """The sum over all ranks for one's own keys."""
+        ring = self.ring
+        parts = torch.ops.sp.pack_by_owner(self.parts, ring.stride, ring.group)
+        return current().all_to_all(parts, ring.size, routes.across(ring.group, ring.stride)).sum(0)
+
+
+_WAYS_HOME: dict[str, type[_Travelling] | type[_Scattered]] = {"travel": _Travelling, "scatter": _Scattered}

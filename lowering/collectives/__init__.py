@@ -1,0 +1,5 @@
+"""Exchanges between ranks, each with the right backward."""
+
+from . import all_to_all, all_to_all_permute, collectives, pack, tensor_parallel
+
+__all__ = ["all_to_all", "all_to_all_permute", "collectives", "pack", "tensor_parallel"]

@@ -1,0 +1,154 @@
+"""``sp::all_to_all``: move the split from one dim to another, for several tensors in one exchange.
+
+x       (..., g, ..., H, ...)      gather dim split, scatter dim whole
+pack    (n, g, cols)               H cut into n blocks, the block's rank in front, the rows next
+cat     (n, g, total)              the tensors side by side
+recv    (n * g, total)             rows of all ranks, in order
+unpack  (..., G, ..., h, ...)      split of the columns and a permute: views, never a copy
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering import triton
+from sp_compile.lowering.communicator import current
+from sp_compile.lowering.frames import Frame, by_rank, folds_of, in_order, known, pad, rows_held, trim
+from sp_compile.lowering.library import composite
+
+
+class _Route(NamedTuple):
+    """From where to where: the arguments that all tensors of one exchange share."""
+
+    scatter_dim: int
+    scatter_frame: Frame
+    gather_dim: int
+    gather_frame: Frame
+    n: int
+    group: str
+
+    def back(self) -> "_Route":
+        return _Route(
+            self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group
+        )
+
+
+class _AllToAll(torch.autograd.Function):
+    """The exchange; its adjoint is the exchange along the way back, with zeros for padding."""
+
+    @staticmethod
+    def forward(ctx: Any, route: _Route, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.route = route
+        padded = [pad(x, route.scatter_dim, route.scatter_frame, route.n, edge) for x in xs]
+        results: list[Tensor] = list(xs)
+        for members in _alike(xs, route.gather_dim):
+            for i, y in zip(members, exchange([padded[i] for i in members], route), strict=True):
+                results[i] = y
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        moved = iter(_AllToAll.apply(ctx.route.back(), False, *_kept(grads, needed)))
+        return None, None, *(next(moved) if need else None for need in needed)
+
+
+def _kept(xs: Sequence[Tensor], keep: Sequence[bool]) -> list[Tensor]:
+    return [x for x, wanted in zip(xs, keep, strict=True) if wanted]
+
+
+def _alike(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
+    """Indices of the tensors that can share an exchange: same dtype, device and local gather length."""
+    groups: list[list[int]] = []
+    for i, x in enumerate(xs):
+        for members in groups:
+            y = xs[members[0]]
+            same_rows = known(x.shape[gather_dim] == y.shape[gather_dim])
+            if same_rows and (x.dtype, x.device) == (y.dtype, y.device):
+                members.append(i)
+                break
+        else:
+            groups.append([i])
+    return groups
+
+
+def equal_route(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Route:
+    """The route of equal shares: the frame of n positions, one a rank, whatever the sizes are."""
+    return _Route(scatter_dim, (1, n, 0, n), gather_dim, (1, n, 0, n), n, group)
+
+
+def exchange(xs: list[Tensor], route: _Route) -> list[Tensor]:
+    """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks. Not differentiable."""
+    rows = xs[0].shape[route.gather_dim]
+    inner = rows // rows_held(route.gather_frame, route.n)
+    if route.n == 1:
+        return [trim(x, route.gather_dim, route.gather_frame, 1, inner) for x in xs]
+    blocks = [_blocks(x, route) for x in xs]
+    sent = _packed(blocks)
+    received = current().all_to_all(sent, route.n, route.group).flatten(0, 1)
+    received = trim(in_order(received, route.gather_frame, route.n), 0, route.gather_frame, route.n, inner)
+    pieces = received.split([math.prod(b.shape[2:]) for b in blocks], 1)
+    return [_unpack(piece, x, route) for piece, x in zip(pieces, xs, strict=True)]
+
+
+def _blocks(x: Tensor, route: _Route) -> Tensor:
+    """(..., g, ..., n * h, ...) -> (n, g, ...), the other dims with h in place of the scatter dim; mostly a view."""
+    n, scatter, gather = route.n, route.scatter_dim, route.gather_dim
+    if folds_of(route.scatter_frame) == 2:
+        x = by_rank(x.movedim(scatter, 0), route.scatter_frame, n).movedim(0, scatter)
+    return x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0).movedim(gather + 1, 1)
+
+
+def _packed(blocks: list[Tensor]) -> Tensor:
+    """(n, g, ...) of several tensors -> (n, g, cols), side by side; one copy of each."""
+    first = blocks[0]
+    columns = [math.prod(b.shape[2:]) for b in blocks]
+    if not all(map(triton.usable, blocks)):
+        packed = [b.reshape(*b.shape[:2], width) for b, width in zip(blocks, columns, strict=True)]
+        return packed[0] if len(packed) == 1 else torch.cat(packed, -1)
+    sent = first.new_empty((*first.shape[:2], sum(columns)))
+    for part, b in zip(sent.split(columns, 2), blocks, strict=True):
+        triton.copy(part.unflatten(2, b.shape[2:]), b)
+    return sent
+
+
+def _unpack(piece: Tensor, x: Tensor, route: _Route) -> Tensor:
+    """(G, cols) -> (..., G, ..., h, ...), a view."""
+    others = list(x.shape)
+    others[route.scatter_dim] = others[route.scatter_dim] // route.n
+    del others[route.gather_dim]
+    return piece.unflatten(1, others).movedim(0, route.gather_dim)
+
+
+@composite(
+    "all_to_all(Tensor[] xs, int scatter_dim, SymInt[] scatter_frame, int gather_dim, SymInt[] gather_frame,"
+    " int n, str group) -> Tensor[]"
+)
+def all_to_all(
+    xs: list[Tensor],
+    scatter_dim: int,
+    scatter_frame: Frame,
+    gather_dim: int,
+    gather_frame: Frame,
+    n: int,
+    group: str,
+) -> list[Tensor]:
+    """Shard(gather_dim) -> Shard(scatter_dim), for every x.
+
+    Shapes: gather dim s_g * inner -> length_g * inner; scatter dim length_s * inner -> s_s * inner. Tensors
+    with more rows a position, such as the query heads of one key head, have a larger inner and share the
+    frames. Bytes: (n - 1) / n of the operands', in one all_to_all_single for all that agree in dtype and
+    local gather length. Backward: the same exchange the other way, as many bytes.
+    Source: one copy into the send buffer, all_to_all_single, views.
+    Errors: ValueError when the dims are equal or a frame's outer is not 1.
+    """
+    ndim = xs[0].ndim
+    route = _Route(scatter_dim % ndim, scatter_frame, gather_dim % ndim, gather_frame, n, group)
+    if route.scatter_dim == route.gather_dim:
+        raise ValueError(f"sp::all_to_all: scatter and gather dim are both {route.scatter_dim}")
+    if not (known(scatter_frame[0] == 1) and known(gather_frame[0] == 1)):
+        raise ValueError("sp::all_to_all: both frames need outer == 1")
+    return list(_AllToAll.apply(route, True, *xs))

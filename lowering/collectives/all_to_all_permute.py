@@ -1,0 +1,246 @@
+"""``sp::all_to_all_permute``: move the split of one tensor from a dim to another, the permutes within the exchange.
+
+x       (..., g, ..., A, ...)      gather dim split in equal shares, scatter dim whole
+result  (..., n * g, ..., A / n, ...)    rank r's rows from r * g on; this rank's block of the scatter dim
+
+The first row of the lowering table that fits runs it:
+
+symmetric   eager CUDA, declared symmetric memory: one kernel reads the peers' blocks where they lie and writes the
+            result
+torch       the same by torch's all_to_all_nd, in torch releases that have it and where Triton is missing
+packed      ``all_to_all.py``: one copy into the send buffer, all_to_all_single, a view. Where the scatter dim leads,
+            the copy is behind the collective instead. Inside torch.compile the compiler writes it, from the kernel
+            that makes x or in the one that reads the result
+
+Memory of this rank that the other ranks of a group read and write: declared once, together, never while running.
+
+One buffer a group. An exchange puts its operand there, unless it lies there already, and the peers read it from where
+it lies; see ``all_to_all_permute.py``. ``sp_compile.declare_symmetric_memory`` is the collective that makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile._compat import symmetric_all_to_all
+from sp_compile.lowering import triton
+from sp_compile.lowering.communicator import FunctionalCommunicator, current
+from sp_compile.lowering.frames import known
+from sp_compile.lowering.library import composite
+
+from .all_to_all import equal_route, exchange
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """memory: uint8 (bytes,), this rank's; peers: int64 (n,) on its device, the addresses of all ranks' memory.
+
+    barrier: waits, on the current stream, until all ranks have come to it.
+    """
+
+    memory: Tensor
+    peers: Tensor
+    rank: int
+    barrier: Callable[[], None]
+
+    def view(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The beginning of the memory as a contiguous tensor."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self.memory[:size].view(dtype).view(shape)
+
+    def holds(self, x: Tensor) -> bool:
+        """Is x what `view` gives for its shape and dtype?"""
+        return x.data_ptr() == self.memory.data_ptr() and x.is_contiguous()
+
+    def fits(self, x: Tensor) -> bool:
+        """Is there room for it?"""
+        same = x.device == self.memory.device
+        return same and x.numel() * x.element_size() <= self.memory.numel()
+
+
+_buffers: dict[str, Buffer] = {}
+
+
+def keep(group: str, buffer: Buffer) -> None:
+    """From now on the group's exchanges may use the buffer: on all of its ranks, or on none."""
+    _buffers[group] = buffer
+
+
+def buffer_of(group: str) -> Buffer | None:
+    """What was declared for the group."""
+    return _buffers.get(group)
+
+
+def forget(group: str) -> None:
+    """Give the group's buffer up, on all of its ranks."""
+    _buffers.pop(group, None)
+
+
+class Problem(NamedTuple):
+    """One exchange of x; dims are not negative and not equal."""
+
+    x: Tensor
+    scatter_dim: int
+    gather_dim: int
+    n: int
+    group: str
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the result."""
+        shape = list(self.x.shape)
+        shape[self.scatter_dim] //= self.n
+        shape[self.gather_dim] *= self.n
+        return shape
+
+    @property
+    def words(self) -> int:
+        """How many dims x has as real numbers."""
+        return self.x.ndim + self.x.is_complex()
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """Symmetric memory that this exchange may use: the same answer on every rank."""
+        eager = triton.is_plain(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
+        real = isinstance(current(), FunctionalCommunicator)
+        buffer = buffer_of(self.group) if eager and real else None
+        return buffer if buffer is not None and buffer.fits(self.x) else None
+
+
+def _staged(problem: Problem) -> tuple[Buffer, Tensor]:
+    """x in symmetric memory; peers may read it after the barrier."""
+    buffer, x = problem.buffer, problem.x
+    assert buffer is not None
+    staged = buffer.view(x.shape, x.dtype)
+    if not buffer.holds(x):
+        triton.copy(staged, x)
+    buffer.barrier()
+    return buffer, staged
+
+
+def _symmetric(problem: Problem) -> Tensor:
+    buffer, staged = _staged(problem)
+    out = problem.x.new_empty(problem.shape)
+    block = staged.narrow(problem.scatter_dim, 0, problem.shape[problem.scatter_dim])
+    offset = buffer.rank * block.shape[problem.scatter_dim] * block.stride(problem.scatter_dim)
+    triton.from_peers(out, buffer.peers, offset, block.stride(), problem.gather_dim, buffer.rank)
+    buffer.barrier()
+    return out
+
+
+def _torchs(problem: Problem) -> Tensor:
+    buffer, staged = _staged(problem)
+    out = problem.x.new_empty(problem.shape)
+    run = symmetric_all_to_all()
+    assert run is not None
+    run(staged, out, problem.scatter_dim, problem.gather_dim, group=problem.group)
+    buffer.barrier()
+    return out
+
+
+def _packed(problem: Problem) -> Tensor:
+    x, scatter, gather, n, group = problem
+    if not all(known(size == 1) for size in x.shape[:scatter]):
+        return exchange([x], equal_route(*problem[1:]))[0]
+    # The scatter dim leads: its blocks can be sent as they lie, and only what arrives is permuted.
+    received = current().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
+    blocks = received.movedim(0, gather)
+    if not triton.usable(blocks):
+        return blocks.flatten(gather, gather + 1)
+    out = blocks.new_empty(problem.shape)
+    triton.copy(out.unflatten(gather, (n, -1)), blocks)
+    return out
+
+
+class Row(NamedTuple):
+    """An implementation, for the problems that it fits."""
+
+    name: str
+    fits: Callable[[Problem], bool]
+    run: Callable[[Problem], Tensor]
+
+
+ROWS = (
+    Row(
+        "symmetric",
+        lambda p: triton.reads_peers(p.x) and p.words <= triton.MOST_DIMS and p.buffer is not None,
+        _symmetric,
+    ),
+    Row(
+        "torch",
+        lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None,
+        _torchs,
+    ),
+    Row("packed", lambda p: True, _packed),
+)
+_forced: list[str] = []
+
+
+def choose(problem: Problem) -> Row:
+    """The row that runs the problem."""
+    rows = [row for row in ROWS if not _forced or row.name == _forced[-1]]
+    return next(row for row in rows if row.fits(problem))
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Every exchange inside, on any thread, runs by the named row: for tests and measurements."""
+    if name not in {row.name for row in ROWS}:
+        raise ValueError(f"all_to_all_permute: no row {name!r}")
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+class _Permute(torch.autograd.Function):
+    """The exchange; its adjoint, and that one's, is the exchange along the way back."""
+
+    @staticmethod
+    def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
+        problem = Problem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
+        result = choose(problem).run(problem)
+        # As a view of what arrived it could not be changed in place.
+        return result.data if triton.is_plain(result) else result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Permute.apply(grad, ctx.gather_dim, ctx.scatter_dim, *ctx.ranks), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+        return _Permute.apply(tangent, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, scatter: int, gather: int, *ranks: Any
+    ) -> tuple[Tensor, int]:
+        return _Permute.apply(x.movedim(in_dims[0], 0), scatter + 1, gather + 1, *ranks), 0
+
+
+@composite("all_to_all_permute(Tensor x, int scatter_dim, int gather_dim, int n, str group) -> Tensor")
+def all_to_all_permute(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
+    """Shard(gather_dim) -> Shard(scatter_dim), on local shards of equal length.
+
+    Bytes: (n - 1) / n of x, in one collective; backward: as many, in one. n divides the scatter dim.
+    Errors: ValueError when the dims are equal, or n is known not to divide.
+    """
+    scatter_dim, gather_dim = scatter_dim % x.ndim, gather_dim % x.ndim
+    if scatter_dim == gather_dim:
+        raise ValueError(f"sp::all_to_all_permute: scatter and gather dim are both {scatter_dim}")
+    if known(x.shape[scatter_dim] % n != 0):
+        raise ValueError(
+            f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of {list(x.shape)}"
+        )
+    return x if n == 1 else _Permute.apply(x, scatter_dim, gather_dim, n, group)

@@ -1,0 +1,283 @@
+"""The ``sp::`` collectives: one node an exchange, with the pair of gradients its type asks for.
+
+Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); positions outside the
+window hold copies of valid rows and have zero cotangents. *Partial*: the true value is the sum over the
+ranks. A value that is whole on every rank is *invariant* when its cotangent is too, and *replicated* when
+each rank's cotangent is a term of a sum.
+
+Every operator takes the number of ranks ``n`` and a process group's name; none has an edge that knows the
+rank. Bytes are what one rank sends with the usual ring algorithms; x is the local operand.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.communicator import current
+from sp_compile.lowering.frames import (
+    Frame,
+    by_rank,
+    in_order,
+    is_padded,
+    nearest_rows,
+    outside_window,
+    own_positions,
+    pad,
+    rows_back,
+    rows_first,
+    rows_held,
+    rows_within,
+    trim,
+)
+from sp_compile.lowering.library import LIBRARY, composite
+
+Map = Callable[..., Tensor]
+
+
+class Pair(torch.autograd.Function):
+    """A linear map and its adjoint, both called as ``map(x, *where)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map, *where: Any) -> Tensor:
+        ctx.there, ctx.back, ctx.where = there, back, where
+        return there(x, *where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (Pair.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
+
+
+# The maps. Each pair below names two of them.
+
+
+def _take(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """This rank's rows of a whole x; positions outside the window get the nearest row inside."""
+    if n == 1 and not is_padded(frame, n):
+        return x
+    inner = rows_within(x.shape[dim], frame[0] * frame[3])
+    positions = own_positions(frame, n, group, x.device)
+    return x.index_select(dim, nearest_rows(positions, frame, inner))
+
+
+def _take_zeroed(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """This rank's rows of a whole cotangent; zeros at positions outside the window."""
+    return mask(_take(x, dim, frame, n, group), dim, frame, 0, n, group)
+
+
+def _whole(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """All ranks' rows of the window. Rows travel in front, so that the result is a view (outer 1)."""
+    outer = frame[0]
+    inner = rows_within(x.shape[dim], outer * rows_held(frame, n))
+    rows = in_order(current().all_gather(rows_first(x, dim, outer), n, group), frame, n)
+    return rows_back(trim(rows, 0, frame, n, inner), dim, outer)
+
+
+def _reduce_rows(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Sum whole cotangents over the ranks; this rank's rows, zeros at positions outside the window."""
+    rows = pad(rows_first(grad, dim, frame[0]), 0, _without_outer(frame), n, edge=False)
+    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group), dim, frame[0])
+
+
+def _reduce_and_scatter(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Sum whole values over the ranks; this rank's rows, the nearest valid row at positions outside the window."""
+    rows = pad(rows_first(x, dim, frame[0]), 0, _without_outer(frame), n, edge=True)
+    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group, plain=True), dim, frame[0])
+
+
+def _without_outer(frame: Frame) -> Frame:
+    return [1, *frame[1:]]
+
+
+def _sum(x: Tensor, n: int, group: str) -> Tensor:
+    return current().all_reduce(x, n, group)
+
+
+def _first(x: Tensor, group: str) -> Tensor:
+    return current().broadcast(x, group)
+
+
+def _same(x: Tensor, *where: Any) -> Tensor:
+    return x.view_as(x)
+
+
+# The operators.
+
+LIBRARY.define("rank(str group, Device device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def rank(group: str, device: torch.device) -> Tensor:
+    """() -> varying: this rank's index in the group, read when the program runs.
+
+    Shapes: -> () int64 on ``device``. Bytes: none. Backward: none, an integer. Opaque on purpose: a graph
+    that holds this node instead of a number is the same on every rank.
+    Source: ``dist.get_rank(group)``.
+    """
+    return torch.full((), current().rank(group), dtype=torch.int64, device=device)
+
+
+LIBRARY.impl("rank", rank, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sp::rank", lib=LIBRARY)
+def _(group: str, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+@composite("shard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+def shard(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Invariant -> Shard(dim).
+
+    Shapes: dim of outer * length * inner -> outer * s * inner, s = ceil(size / n). Bytes: none.
+    Backward: all_gather of the shards, (n - 1) * bytes(result): the window's rows, invariant.
+    Source: one index_select, which a compiler fuses into the reader.
+    """
+    return Pair.apply(x, _take, _whole, dim % x.ndim, frame, n, group)
+
+
+@composite("unshard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+def unshard(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Shard(dim) -> invariant: for values that every rank goes on to use alike.
+
+    Shapes: dim of outer * s * inner -> outer * length * inner. Bytes: (n - 1) * bytes(x).
+    Backward: this rank's rows of the cotangent, zeros at padding; no bytes.
+    Source: all_gather_into_tensor, then views (outer 1).
+    """
+    return Pair.apply(x, _whole, _take_zeroed, dim % x.ndim, frame, n, group)
+
+
+@composite("all_gather(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+def all_gather(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Shard(dim) -> replicated: for values that each rank uses in its own way, as K and V.
+
+    Shapes: dim of outer * s * inner -> outer * length * inner. Bytes: (n - 1) * bytes(x).
+    Backward: reduce_scatter of the cotangents, as many bytes.
+    Source: all_gather_into_tensor, then views (outer 1).
+    """
+    return Pair.apply(x, _whole, _reduce_rows, dim % x.ndim, frame, n, group)
+
+
+@composite("reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+def reduce_scatter(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Partial(sum) -> Shard(dim): each rank gets its rows of the sum, and copies of valid rows as padding.
+
+    Shapes: dim of outer * length * inner -> outer * s * inner. Bytes: (n - 1) / n * bytes(x).
+    Backward: all_gather of the shards, as many bytes. Source: reduce_scatter_tensor.
+    """
+    return Pair.apply(x, _reduce_and_scatter, _whole, dim % x.ndim, frame, n, group)
+
+
+@composite("all_reduce(Tensor x, int n, str group) -> Tensor")
+def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
+    """Partial(sum) -> invariant.
+
+    Shapes: any -> same. Bytes: 2 * (n - 1) / n * bytes(x). Backward: identity, no bytes; the derivative of
+    ``_c10d_functional.all_reduce`` is another all_reduce and belongs to another pair of types.
+    Source: all_reduce(sum).
+    """
+    return x if n == 1 else Pair.apply(x, _sum, _same, n, group)
+
+
+@composite("broadcast(Tensor x, str group) -> Tensor")
+def broadcast(x: Tensor, group: str) -> Tensor:
+    """Varying -> invariant: every rank gets rank 0's values, as random draws that must agree need.
+
+    Shapes: any -> same. Bytes: bytes(x) from rank 0. Backward: identity, no bytes: the values were meant to
+    be equal, so each rank's own computation of them takes the invariant cotangent.
+    Source: broadcast from the group's rank 0.
+    """
+    return Pair.apply(x, _first, _same, group)
+
+
+@composite("broadcast_grad(Tensor x, str group) -> Tensor")
+def broadcast_grad(x: Tensor, group: str) -> Tensor:
+    """Invariant -> invariant: the identity; every rank gets rank 0's cotangent.
+
+    Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0. With ``broadcast``
+    behind a random op it makes value and gradient those of rank 0's draw.
+    """
+    return Pair.apply(x, _same, _first, group)
+
+
+@composite("mask(Tensor x, int dim, SymInt[] frame, Scalar value, int n, str group) -> Tensor")
+def mask(x: Tensor, dim: int, frame: Frame, value: float, n: int, group: str) -> Tensor:
+    """Shard(dim) -> Shard(dim): ``value`` at the positions outside the window.
+
+    Shapes: any -> same; dtype kept. Bytes: none. Backward: the cotangent, zero where masked.
+    Source: masked_fill; nothing when no position can be outside.
+    """
+    if not is_padded(frame, n):
+        return x
+    return x.masked_fill(outside_window(x, dim % x.ndim, frame, n, group), value)
+
+
+def _inside(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    start, length = frame[2:4]
+    positions = own_positions(frame, n, group, x.device)
+    kept = (positions >= start) & (positions < start + length)
+    kept_row = kept.to(torch.uint8).argmax()
+    rows = x.index_select(dim, torch.where(kept, torch.arange(positions.shape[0], device=x.device), kept_row))
+    return rows.masked_fill(~kept.any(), 1)
+
+
+def _zero_outside(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    return grad.masked_fill(outside_window(grad, dim, frame, n, group), 0)
+
+
+@composite("window(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+def window(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+    """Shard(dim) -> Shard(dim) of a shorter window: the rows that it cuts off repeat one that it keeps.
+
+    Shapes: any -> same; outer and inner must be 1. A rank that keeps no row gets ones. Bytes: none. Backward: the
+    cotangent, with exact zeros (whatever stands there, NaN too) outside the window.
+    Source: index_select and masked_fill.
+    """
+    return Pair.apply(x, _inside, _zero_outside, dim % x.ndim, frame, n, group)
+
+
+class _ReduceGrad(torch.autograd.Function):
+    """Identity whose cotangents are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, how: str, n: int, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.where = how, n, group
+        return tuple(_same(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        how, n, group = ctx.where
+        if how == "partial":
+            return None, None, None, *(None if g is None else g * n for g in grads)
+        return None, None, None, *_sum_flat(grads, n, group)
+
+
+def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor | None]:
+    """Sum over the ranks: one all_reduce for all tensors of a dtype and device; None stays None."""
+    sums = list(grads)
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            kinds.setdefault((grad.dtype, grad.device), []).append((i, grad))
+    for members in kinds.values():
+        rows = [grad.reshape(-1) for _, grad in members]
+        flat = _sum(rows[0] if len(rows) == 1 else torch.cat(rows), n, group)
+        pieces = flat.split([row.numel() for row in rows])
+        for (i, grad), piece in zip(members, pieces, strict=True):
+            sums[i] = piece.view(grad.shape)
+    return sums
+
+
+@composite("reduce_grad(Tensor[] xs, str how, int n, str group) -> Tensor[]")
+def reduce_grad(xs: list[Tensor], how: str, n: int, group: str) -> list[Tensor]:
+    """Invariant -> replicated: parameters and other whole values entering sharded computation.
+
+    Shapes: any -> same, views. Bytes: none. Backward: ``how="reduce"`` sums the cotangents in one
+    all_reduce a dtype, 2 * (n - 1) / n of their bytes; ``how="partial"`` multiplies them by n and leaves
+    the mean over the ranks to data parallelism. A cotangent that is nowhere needed stays None.
+    Source: views; ValueError for any other ``how``.
+    """
+    if how not in ("reduce", "partial"):
+        raise ValueError(f"sp::reduce_grad: how must be 'reduce' or 'partial', got {how!r}")
+    return list(xs) if n == 1 else list(_ReduceGrad.apply(how, n, group, *xs))

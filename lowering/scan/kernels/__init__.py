@@ -1,0 +1,1 @@
+"""Scans on one device: the algorithm to read, and those that run."""

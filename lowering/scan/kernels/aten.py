@@ -1,0 +1,72 @@
+"""torch's own scans, along the last dim: forwards in one pass, in reverse with two more to turn the rows round."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.scan.monoids import MONOIDS, Monoid, Pair, accumulate_dtype
+from sp_compile.lowering.scan.table import Problem
+
+DIM = 1
+
+
+def fits(problem: Problem) -> bool:
+    """Contiguous rows, no segments, and no total that torch has rounded already."""
+    if problem.inner != 1 or problem.segmented:
+        return False
+    return problem.kind == "extremes" or (problem.kind == "scan" and _exact(problem))
+
+
+def _exact(problem: Problem) -> bool:
+    """Does torch combine in the wanted dtype or a wider one, and return what the total must not lose?"""
+    result, wanted = problem.result, problem.accumulate
+    own = accumulate_dtype(problem.op, result, "cpu") if problem.device == "cpu" else result
+    return torch.promote_types(own, wanted) == own and (not problem.total or result == wanted)
+
+
+def scan(
+    x: Tensor,
+    starts: Tensor | None,
+    op: str,
+    exclusive: bool,
+    reverse: bool,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+) -> Pair:
+    """torch.cumsum or its like; an exclusive one is written one row further. No total if torch has rounded it.
+
+    The total may be a view of the result.
+    """
+    monoid = MONOIDS[op]
+    out = torch.empty_like(x, dtype=dtype)
+    if not out.shape[DIM]:
+        return out, x.new_full((x.shape[0], x.shape[2]), monoid.identity(accumulate), dtype=accumulate)
+    x = x.flip(DIM) if reverse else x
+    if exclusive:
+        out[:, :1] = monoid.identity(dtype)
+        _write(monoid, x[:, :-1], out[:, 1:])
+    else:
+        _write(monoid, x, out)
+    if dtype != accumulate:
+        total = out.new_empty(0, dtype=accumulate)
+    else:
+        total = monoid.combine(out[:, -1], x[:, -1]) if exclusive else out[:, -1]
+    return out.flip(DIM) if reverse else out, total
+
+
+def _write(monoid: Monoid, x: Tensor, out: Tensor) -> None:
+    x = x.to(out.dtype)
+    if monoid.selects:
+        monoid.cumulative(x, DIM, out=(out, torch.empty_like(x, dtype=torch.int64)))
+    else:
+        monoid.cumulative(x, DIM, out=out)
+
+
+def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
+    """torch.cummax or torch.cummin."""
+    if not reverse:
+        values, indices = MONOIDS[op].cumulative(x, DIM)
+        return values, indices
+    values, indices = MONOIDS[op].cumulative(x.flip(DIM), DIM)
+    return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)

@@ -1,0 +1,167 @@
+"""The four kernels of the lowering table, made of any inclusive scan of states.
+
+x is (outer, length, inner), starts None or bool (outer|1, length, inner|1), all contiguous; every size may be 0.
+Results are contiguous, and no views of operands or of each other.
+
+Rows of states: pytrees of tensors that have one size in a common dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compile._compat import pytree
+from sp_compile.lowering.scan.monoids import MONOIDS, Combine, Pair, compose, segmented, selecting
+
+DIM = 1
+Map = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """inclusive(combine, states, dim, lift, lower) -> results and the last state; total(combine, states, dim, lift).
+
+    lift makes of rows of states what is combined, and lower of that what is returned, so that an algorithm which goes
+    over its rows in parts never holds all of them in the wider dtype.
+    """
+
+    inclusive: Callable[[Combine, Any, int, Map, Map], tuple[Any, Any]]
+    total: Callable[[Combine, Any, int, Map], Any]
+
+    def scan(
+        self,
+        x: Tensor,
+        starts: Tensor | None,
+        op: str,
+        exclusive: bool,
+        reverse: bool,
+        dtype: torch.dtype,
+        accumulate: torch.dtype,
+    ) -> Pair:
+        """-> out, like x in dtype, and total (outer, inner) in accumulate: of the last segment in scan order."""
+        monoid = MONOIDS[op]
+        if not x.shape[DIM]:
+            return x.new_empty(x.shape, dtype=dtype), _row(x, monoid.identity(accumulate), accumulate)[:, 0]
+        x, starts = _in_scan_order(reverse, x, starts)
+        out, total = self._scan(monoid.combine, x, starts, _to(accumulate), _to(dtype))
+        if exclusive:
+            out = torch.cat((_row(out, monoid.identity(dtype), dtype), out[:, :-1]), DIM)
+            out = out if starts is None else out.masked_fill_(starts, monoid.identity(dtype))
+        (out,) = _in_scan_order(reverse, out)
+        return _own(out, x), total[:, 0].clone()
+
+    def extremes(self, x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
+        """-> the running max or min, like x, and its index, int64."""
+        index = torch.arange(x.shape[DIM], device=x.device)[:, None].expand_as(x)
+        x, index, starts = _in_scan_order(reverse, x, index, starts)
+        (values, index), _ = self._scan(selecting(op), (x, index), starts, same, same)
+        values, index = _in_scan_order(reverse, values, index)
+        return _own(values, x), index.contiguous()
+
+    def linear(
+        self,
+        a: Tensor,
+        b: Tensor,
+        initial: Tensor | None,
+        reverse: bool,
+        lagged: bool,
+        dtype: torch.dtype,
+        accumulate: torch.dtype,
+    ) -> Tensor:
+        """-> h like b in dtype: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
+        a, b = _in_scan_order(reverse, a, b)
+        if lagged:
+            # s_(i-1) is a_(i-1) * h_(i-1): the same recurrence, of the a before.
+            a = torch.cat((_row(a, 1, a.dtype), a), DIM)[:, :-1]
+        if initial is not None:
+            # Added here rather than to the result, where it would be times a product that may overflow.
+            first = a[:, :1].to(accumulate) * initial.to(accumulate).unsqueeze(DIM) + b[:, :1]
+            b = torch.cat((first, b[:, 1:]), DIM)[:, : b.shape[DIM]]
+        h, _ = self.inclusive(compose, (a, b), DIM, _to(accumulate), lambda state: state[1].to(dtype))
+        (h,) = _in_scan_order(reverse, h)
+        return _own(h, b)
+
+    def linear_total(
+        self, a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype
+    ) -> Pair:
+        """-> factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
+        if not a.shape[DIM]:
+            return _row(a, 1, accumulate)[:, 0], _row(b, 0, accumulate)[:, 0]
+
+        def lift(states: Pair) -> Pair:
+            a, b = _to(accumulate)(states)
+            return a, a * b if lagged else b
+
+        factor, state = self.total(compose, _in_scan_order(reverse, a, b), DIM, lift)
+        return factor[:, 0].clone(), state[:, 0].clone()
+
+    def _scan(
+        self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map
+    ) -> tuple[Any, Any]:
+        if starts is None:
+            return self.inclusive(combine, values, DIM, lift, lower)
+        out, last = self.inclusive(
+            segmented(combine),
+            (starts, values),
+            DIM,
+            lambda state: (state[0], lift(state[1])),
+            lambda state: lower(state[1]),
+        )
+        return out, last[1]
+
+
+def _to(dtype: torch.dtype) -> Map:
+    return lambda states: pytree.tree_map(lambda leaf: leaf.to(dtype), states)
+
+
+def same(states: Any) -> Any:
+    return states
+
+
+def _in_scan_order(reverse: bool, *tensors: Any) -> tuple[Any, ...]:
+    """The same tensors, or if reverse all turned round, which also undoes it."""
+    return tuple(x if x is None or not reverse else x.flip(DIM) for x in tensors)
+
+
+def _own(result: Tensor, operand: Tensor) -> Tensor:
+    """A copy if the result is the operand, as the scan of one row may be."""
+    return result.clone() if result.data_ptr() == operand.data_ptr() else result
+
+
+def _row(x: Tensor, value: float, dtype: torch.dtype) -> Tensor:
+    return x.new_full((x.shape[0], 1, x.shape[2]), value, dtype=dtype)
+
+
+def length(states: Any, dim: int) -> int:
+    """The number of rows."""
+    return pytree.tree_leaves(states)[0].shape[dim]
+
+
+def rows(states: Any, dim: int, *which: int | None) -> Any:
+    """The rows of slice(*which): views."""
+    return pytree.tree_map(lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*which),)], states)
+
+
+def joined(first: Any, second: Any, dim: int) -> Any:
+    """The rows of the one before those of the other; the first itself if the second has none."""
+    if not length(second, dim):
+        return first
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim), first, second)
+
+
+def interleaved(lefts: Any, rights: Any, dim: int) -> Any:
+    """left, right, left, right ...; there may be one left more."""
+    pairs = length(rights, dim)
+    woven = pytree.tree_map(partial(_woven, dim=dim), rows(lefts, dim, pairs), rights)
+    return joined(woven, rows(lefts, dim, pairs, None), dim)
+
+
+def _woven(left: Tensor, right: Tensor, dim: int) -> Tensor:
+    dim %= left.ndim
+    return torch.stack((left, right), dim + 1).flatten(dim, dim + 1)

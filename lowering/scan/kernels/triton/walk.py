@@ -1,0 +1,131 @@
+"""A scan whose programs each walk down a part of the length, carrying their state in registers.
+
+One part: every element is read once and written once. More parts: first the totals of the parts, then their scan,
+then the parts again, each from its carry: three passes over memory instead of two. Importing this needs triton.
+"""
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+
+from sp_compile.lowering.triton.device import on_device
+
+from .operators import combine_where, scan_segments, scan_states
+from .tiles import (
+    State,
+    Sweep,
+    Tile,
+    last,
+    lines_of,
+    load_state,
+    load_tile,
+    neutral,
+    store_tile,
+    value_of,
+    with_last,
+)
+
+
+@triton.jit
+def _walk(  # type: ignore[no-untyped-def]
+    x, second, starts, carry, carry_index, out, out_index, total, total_second, total_flag,
+    lines, length, inner, part, per_outer, per_time, per_inner,
+    OP: tl.constexpr, LEAF: tl.constexpr, PAIR: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, GIVEN: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr,
+    SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
+    CARRY: tl.constexpr, STORE: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Places [k * part, (k + 1) * part) of LINES lines; carry and totals are (parts, lines), in scan order."""
+    k = tl.program_id(1).to(tl.int64)
+    inner = inner // UNIT * UNIT
+    line, exists, base = lines_of(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
+    row = tl.arange(0, STEPS)[:, None]
+    p, q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
+    if CARRY:
+        p, q = load_state(carry, carry_index, k * lines + line, exists, p, q, LEAF)
+    started = tl.zeros((1, LINES), tl.int32)
+    begin = k * part
+    end = tl.minimum(begin + part, length)
+    at = begin
+    while at < end:
+        # A part is a multiple of STEPS, so that only the length, not its end, falls within a tile. Triton knows so much
+        # of the counter of a `for`, but its interpreter cannot count from a tensor.
+        place = tl.multiple_of(at, STEPS) + row
+        where, inside, flag, own, own_q = load_tile(
+            x, second, starts, line, exists, base, place, begin, length, inner, per_outer, per_time, per_inner,
+            LEAF, NEUTRAL, ACC, INDEX, GIVEN, SHARED, SEGMENTED, SHIFT, REVERSE, STEPS, LINES,
+        )  # fmt: skip
+        own, own_q = combine_where((row == 0) & (flag == 0), p, q, own, own_q, OP, PAIR)
+        if SEGMENTED:
+            flag, own, own_q = scan_segments(flag, own, own_q, OP)
+            started = started | last(flag, row, STEPS)
+        else:
+            own, own_q = scan_states(own, own_q, OP)
+        if STORE:
+            store_tile(out, out_index, where, inside, own, own_q, LEAF)
+        p = last(own, row, STEPS)
+        if PAIR:
+            q = last(own_q, row, STEPS)
+        at += STEPS
+    if TOTAL:
+        if SHIFT:
+            p, q = with_last(
+                p, q, x, second, exists, base, end, length, inner, OP, LEAF, NEUTRAL, ACC, INDEX, GIVEN, REVERSE
+            )  # fmt: skip
+        sums = k * lines + line
+        tl.store(total + sums, value_of(p, q, LEAF), mask=exists)
+        if LEAF == "linear" or LEAF == "indexed":
+            tl.store(total_second + sums, q, mask=exists)
+        if SEGMENTED:
+            tl.store(total_flag + sums, started.to(tl.int8), mask=exists)
+
+
+def _run(
+    sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | None, total: bool
+) -> State | None:
+    """Scan parts of so many places, a multiple of the tile's. Returns their totals (parts, lines) if asked for.
+
+    carry: what goes into every part, (parts, lines). out: where results go, like x; None if only totals are wanted.
+    """
+    parts = triton.cdiv(sweep.length, part)
+    totals = sweep.states(parts) if total else None
+    unused = State(sweep.x, sweep.x, sweep.x)
+    into, to, sums = carry or unused, out or unused, totals or unused
+    with on_device(sweep.x):
+        _walk[(triton.cdiv(sweep.lines, tile.lines), parts)](
+            *sweep.tensors(),
+            *sweep.pointers(into.value, into.second, to.value, to.second, sums.value, sums.second, sums.flag),
+            *sweep.sizes(), part, *sweep.strides(), **sweep.options(tile),
+            CARRY=carry is not None, STORE=out is not None, TOTAL=total,
+        )  # fmt: skip
+    return totals
+
+
+def in_one(sweep: Sweep, tile: Tile, initial: State | None, out: State | None, total: bool) -> State | None:
+    """Each line by one program: reads x once, writes results once. Without out, only the total is wanted."""
+    whole = triton.cdiv(sweep.length, tile.steps) * tile.steps
+    return _run(sweep if out else sweep.totals(), tile, whole, initial, out, total)
+
+
+def in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: State | None) -> State | None:
+    """Each line by several programs: reads x twice, writes results once. Without out: reads x once. -> total."""
+    sums = _run(sweep.totals(), tile, part, None, None, True)
+    assert sums is not None
+    over = sweep.over(sums)
+    small = over.tile(tile.steps * tile.lines, tile.warps)
+    if out is None:
+        return in_one(over, small, initial, None, True)
+    carry = _carry(sweep, over.length, initial)
+    in_one(over, small, initial, carry.rows(1), False)
+    _run(sweep, tile, part, carry, out, False)
+    return carry.rows(over.length)
+
+
+def _carry(sweep: Sweep, parts: int, initial: State | None) -> State:
+    """Memory for what goes into every part and what comes out of the last: the first row is what there is before."""
+    carry = replace(sweep, starts=None).states(parts + 1)
+    carry.value[0] = sweep.start if initial is None else initial.value[0]
+    if carry.second is not None:
+        carry.second[0] = 0
+    return carry

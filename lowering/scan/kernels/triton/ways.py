@@ -1,0 +1,103 @@
+"""Which way a scan goes on a GPU. Importing this needs triton.
+
+None of the thresholds here has been measured: `benchmarks/gpu_scans.py` times every way on every shape. Until then
+the table prefers what is simplest: look-back only runs if `using_way` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+from sp_compile.errors import SpError
+
+from .lookback import in_one_pass
+from .tiles import State, Sweep, Tile
+from .walk import in_one, in_parts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """walk and look_back: bytes of states that a program holds at once, and its warps.
+
+    window: tiles that look-back reads at a time. programs: for each multiprocessor when a length is divided.
+    enough: for each to leave it whole.
+    """
+
+    walk: tuple[int, int] = (8192, 4)
+    look_back: tuple[int, int] = (16384, 8)
+    window: int = 256
+    programs: int = 16
+    enough: int = 4
+
+
+INTERPRETED = Sizes((128, 1), (128, 1), 4, programs=2, enough=2)
+"""In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a sweep: its tiles of a walk across the lines and along them, and the device's multiprocessors."""
+
+    across: int
+    along: int
+    multiprocessors: int
+    sizes: Sizes
+
+
+WAYS: dict[str, Callable[[Shape], bool]] = {
+    "one": lambda s: s.across >= s.sizes.enough * s.multiprocessors or s.along <= 2,
+    "parts": lambda s: True,
+    "look-back": lambda s: True,
+}
+"""The first that fits is taken."""
+
+_forced: list[tuple[str, Sizes | None]] = []
+
+
+@contextmanager
+def using_way(name: str, sizes: Sizes | None = None) -> Iterator[None]:
+    """Every scan inside, on any thread, goes this way, except totals without results, for which none looks back."""
+    if name not in WAYS:
+        raise SpError(f"scan: there is no way {name!r}, but {', '.join(WAYS)}")
+    _forced.append((name, sizes))
+    try:
+        yield
+    finally:
+        _forced.remove((name, sizes))
+
+
+def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
+    """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
+    way, sizes = _forced[-1] if _forced else ("", None)
+    sizes = sizes or (INTERPRETED if triton.knobs.runtime.interpret else Sizes())
+    if way == "look-back" and out is not None:
+        return in_one_pass(sweep, _tile(sweep, sizes.look_back), sizes.window, initial, out, total)
+    tile = _tile(sweep, sizes.walk)
+    shape = _shape(sweep, tile, sizes)
+    way = way or next(name for name, fits in WAYS.items() if fits(shape))
+    if way == "one":
+        return in_one(sweep, tile, initial, out, total)
+    wanted = triton.cdiv(sizes.programs * shape.multiprocessors, shape.across)
+    part = tile.steps * triton.cdiv(shape.along, min(wanted, shape.along))
+    return in_parts(sweep, tile, part, initial, out)
+
+
+def _tile(sweep: Sweep, size: tuple[int, int]) -> Tile:
+    held, warps = size
+    return sweep.tile(1 << (held // sweep.state_bytes).bit_length() - 1, warps)
+
+
+def _shape(sweep: Sweep, tile: Tile, sizes: Sizes) -> Shape:
+    across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
+    return Shape(across, along, _multiprocessors(sweep.x.device), sizes)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

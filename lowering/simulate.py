@@ -1,0 +1,193 @@
+"""Ranks of a group as threads of this process: the same operators, no process group, no waiting in vain.
+
+The ranks take turns: each runs until its next collective, then the next rank does. A run is therefore
+deterministic, every rank has a random number generator of its own that starts from the caller's state, as
+processes with one seed do, and a rank that does not come to a collective is noticed instead of waited for.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from . import routes
+from .communicator import Communicator, use
+
+GROUP = "sim"
+"""A group name for programs that are only simulated. Any other name works as well."""
+
+T = TypeVar("T")
+Combine = Callable[[list[Tensor]], list[Tensor]]
+
+
+class SimulationError(RuntimeError):
+    """The simulated ranks do not make the same collective calls."""
+
+
+class _Stopped(BaseException):
+    """Ends a rank's thread after another rank failed; no ``except Exception`` may swallow it."""
+
+
+def run_ranks(n: int, fn: Callable[[int], T]) -> list[T]:
+    """Run ``fn(rank)`` on ``n`` simulated ranks and return their results in rank order.
+
+    Inside, every ``sp::`` operator talks to the other simulated ranks, forward and backward. Tensors that
+    ``fn`` closes over are shared: give each rank its own leaves, or ``backward`` adds all ranks' gradients.
+
+    Raises what a rank raised, with a note that names the rank, or SimulationError when the ranks' calls
+    differ.
+    """
+    world = _World(n)
+    results: dict[int, T] = {}
+    grad_enabled = torch.is_grad_enabled()
+
+    def live(rank: int) -> None:
+        with (
+            torch.set_grad_enabled(grad_enabled),
+            torch.autograd.set_multithreading_enabled(False),
+            use(_SimulatedRank(world, rank)),
+        ):
+            results[rank] = fn(rank)
+
+    threads = [threading.Thread(target=world.run, args=(rank, live), daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    world.begin()
+    for thread in threads:
+        thread.join()
+    world.end()
+    return [results[rank] for rank in range(n)]
+
+
+class _World:
+    """Whose turn it is, what each rank has handed in, and what went wrong."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._turns = [threading.Semaphore(0) for _ in range(n)]
+        self._random_states = [torch.get_rng_state()] * n
+        self._calls: list[tuple[str, Tensor] | None] = [None] * n
+        self._answers: list[Tensor] = []
+        self._error: BaseException | None = None
+
+    def begin(self) -> None:
+        """Give rank 0 the first turn."""
+        self._turns[0].release()
+
+    def end(self) -> None:
+        """Raise what a rank raised. The caller's random state moves on as rank 0's did."""
+        torch.set_rng_state(self._random_states[0])
+        if self._error is not None:
+            raise self._error
+
+    def run(self, rank: int, live: Callable[[int], None]) -> None:
+        """A thread's life: wait for the first turn, run, and leave the turn to the next."""
+        try:
+            self._wait(rank)
+            live(rank)
+            self._calls[rank] = None
+            if rank == self.n - 1:
+                self._check_calls()
+            self._pass_on(rank)
+        except (_Stopped, SimulationError) as error:
+            self._stop(error)
+        except BaseException as error:
+            error.add_note(f"raised on simulated rank {rank} of {self.n}")
+            self._stop(error)
+
+    def exchange(self, rank: int, name: str, x: Tensor, combine: Combine) -> Tensor:
+        """Hand in ``x`` for the collective ``name``; this rank's entry of ``combine(all ranks' tensors)``."""
+        self._calls[rank] = name, x
+        if rank == self.n - 1:
+            self._check_calls()
+            with torch.no_grad():
+                self._answers = combine([call[1] for call in self._calls if call is not None])
+        self._pass_on(rank)
+        self._wait(rank)
+        return self._answers[rank]
+
+    def _check_calls(self) -> None:
+        """The last rank has made its call or finished: the others must have done the same."""
+        made = [_describe(call) for call in self._calls]
+        if len(set(made)) > 1:
+            lines = "\n".join(f"  rank {r}: {call}" for r, call in enumerate(made))
+            raise SimulationError(f"the ranks' next collectives differ:\n{lines}")
+
+    def _pass_on(self, rank: int) -> None:
+        self._random_states[rank] = torch.get_rng_state()
+        self._turns[(rank + 1) % self.n].release()
+
+    def _wait(self, rank: int) -> None:
+        self._turns[rank].acquire()
+        if self._error is not None:
+            # Whatever this rank still tries on its way out must not wait either.
+            self._turns[rank].release()
+            raise _Stopped
+        torch.set_rng_state(self._random_states[rank])
+
+    def _stop(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        for turn in self._turns:
+            turn.release()
+
+
+def _describe(call: tuple[str, Tensor] | None) -> str:
+    if call is None:
+        return "finished"
+    name, x = call
+    return f"{name} of {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+class _SimulatedRank(Communicator):
+    """One rank's end of the exchange."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self._world = world
+        self._rank = rank
+
+    def rank(self, group: str) -> int:
+        return self._rank
+
+    def broadcast(self, x: Tensor, group: str) -> Tensor:
+        return self._meet("broadcast", x, lambda xs: [xs[0].clone() for _ in xs])
+
+    def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
+        return self._meet("all_reduce", x, lambda xs: [_total(xs) for _ in xs])
+
+    def _all_gather(self, x: Tensor, n: int, group: str) -> Tensor:
+        return self._meet("all_gather", x, lambda xs: [torch.cat(xs) for _ in xs])
+
+    def _reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool) -> Tensor:
+        return self._meet("reduce_scatter", x, lambda xs: [part.clone() for part in _total(xs).chunk(n)])
+
+    def start_shift(self, x: Tensor, route: str) -> Tensor:
+        sources = [routes.ends(route, rank, self._world.n)[1][0] for rank in range(self._world.n)]
+        return self._meet("shift", x, lambda xs: [xs[source].clone() for source in sources])
+
+    def wait(self, x: Tensor) -> Tensor:
+        return x
+
+    def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
+        if routes.parent(group) == group:
+            return self._meet("all_to_all", x, lambda xs: list(torch.stack(xs, 1).unbind(0)))
+        ends = [routes.ends(group, rank, self._world.n) for rank in range(self._world.n)]
+        return self._meet(group, x, lambda xs: _routed(xs, ends))
+
+    def _meet(self, name: str, x: Tensor, combine: Combine) -> Tensor:
+        return self._world.exchange(self._rank, name, x.contiguous(), combine)
+
+
+def _routed(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
+    """Block i of a rank's tensor goes to the i-th of its ends; what comes is ordered by rank."""
+    arriving: list[list[Tensor]] = [[] for _ in xs]
+    for x, (to, _) in zip(xs, ends, strict=True):
+        for block, rank in zip(x, to, strict=True):
+            arriving[rank].append(block)
+    return [torch.stack(blocks) for blocks in arriving]
+
+
+def _total(xs: list[Tensor]) -> Tensor:
+    return torch.stack(xs).sum(0).to(xs[0].dtype)

@@ -1,0 +1,5 @@
+"""Convolutions, shifts and pools over shards: rows of the neighbours, and what runs on them."""
+
+from . import ops
+
+__all__ = ["ops"]

@@ -1,0 +1,290 @@
+"""Ops that slide along a sharded sequence: rows from the neighbours, then one op of torch.
+
+    row j of the result reads rows j * stride - before + [0, width) of x, of which those outside x hold ``fill``
+
+Without ``frame`` x is whole and torch's own padding serves. With it, x is a shard that lies as ``frame`` says and the
+result is one that lies as ``result`` says: on rank r positions [r * s / stride, (r + 1) * s / stride) of an axis of
+size / stride positions. ``stride`` must divide s. The outer and inner factors of both are 1, and neither is zigzag.
+
+Bytes: those of the rows that other ranks hold, forward and backward: one shift for each rank that holds some (see
+``halo.py``), so one for each direction as long as a window reaches no further than the next rank. Cotangents of rows
+outside the window are exact zeros. The dim of the sequence is the last one of x unless there is an argument ``dim``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.collectives.collectives import window
+from sp_compile.lowering.frames import Frame, folds_of, is_padded, own_positions, rows_held
+from sp_compile.lowering.library import composite
+
+from .halo import around, around_ring, shifts_of
+
+AS_SHARDS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
+
+
+class Reach(NamedTuple):
+    """The rows that the results of one rank read: [low, high) counted from its first, with s rows a rank."""
+
+    low: int
+    high: int
+    s: int
+
+
+def reach_of(before: int, width: int, stride: int, frame: Frame, result: Frame, n: int) -> Reach:
+    """Of a window on shards. Raises ValueError for the zigzag layout."""
+    if folds_of(frame) != 1 or folds_of(result) != 1:
+        raise ValueError("a window needs neighbours, which the zigzag layout parts")
+    s, low = rows_held(frame, n), frame[2] - before - stride * result[2]
+    return Reach(low, low + s + width - stride, s)
+
+
+def window_shifts(
+    before: int, width: int, stride: int, frame: Frame, result: Frame, n: int
+) -> list[tuple[int, int]]:
+    """(ranks further on, rows) of every shift in the forward of a window on shards."""
+    return shifts_of(*reach_of(before, width, stride, frame, result, n), n)
+
+
+class Shards(NamedTuple):
+    """Where the operand and the result lie, and how a window reads the one for the other."""
+
+    frame: Frame
+    result: Frame
+    n: int
+    group: str
+
+    def around(self, x: Tensor, dim: int, before: int, width: int, stride: int, fill: float) -> Tensor:
+        """This rank's rows and those of its neighbours that its results read."""
+        reach = reach_of(before, width, stride, self.frame, self.result, self.n)
+        return around(x, dim, reach.low, reach.high, self.frame, fill, self.n, self.group)
+
+    def finish(self, y: Tensor, dim: int) -> Tensor:
+        """Rows outside the result's window repeat one inside, and have exact zeros as cotangents."""
+        if not is_padded(self.result, self.n):
+            return y
+        return window(y, dim, self.result, self.n, self.group)
+
+
+def _shards(frame: Frame | None, result: Frame | None, n: int, group: str) -> Shards | None:
+    if frame is None:
+        return None
+    return Shards(frame, frame if result is None else result, n, group)
+
+
+def _padded(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor:
+    if before == 0 and after == 0:
+        return x
+    length = x.shape[dim]
+    if (before < 0 and length <= -before) or (after < 0 and length <= -after):  # nothing of x is left
+        x, before, after = x.narrow(dim, 0, 0), length + before + after, 0
+    return torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [before, after], fill)
+
+
+@composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {AS_SHARDS}")
+def shift(
+    x: Tensor,
+    dim: int,
+    before: int,
+    after: int,
+    fill: float,
+    frame: Frame | None = None,
+    result: Frame | None = None,
+    n: int = 1,
+    group: str = "",
+) -> Tensor:
+    """Row i of the result is row i - before of x, or ``fill`` where x has none.
+
+    Shapes: dim of length -> length + before + after, either of which may be negative. Any dtype.
+    Source: constant_pad_nd.
+    """
+    dim, shards = dim % x.ndim, _shards(frame, result, n, group)
+    if shards is None:
+        return _padded(x, dim, before, after, fill)
+    return shards.finish(shards.around(x, dim, before, 1, 1, fill), dim)
+
+
+@composite(
+    "conv1d(Tensor x, Tensor weight, Tensor? bias, int before, int after, int stride=1, int dilation=1, "
+    f"int groups=1, {AS_SHARDS}"
+)
+def conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: int,
+    after: int,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
+    frame: Frame | None = None,
+    result: Frame | None = None,
+    n: int = 1,
+    group: str = "",
+) -> Tensor:
+    """Convolution with ``before`` and ``after`` rows of zeros at the two ends.
+
+    Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where
+    width = dilation * (K - 1) + 1.
+    Source: aten.conv1d.
+    """
+    shards, width = _shards(frame, result, n, group), dilation * (weight.shape[-1] - 1) + 1
+    if shards is not None:
+        rows = shards.around(x, x.ndim - 1, before, width, stride, 0)
+        return shards.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
+    if before < 0 or after > before:
+        return torch.conv1d(
+            _padded(x, x.ndim - 1, before, after, 0), weight, bias, stride, 0, dilation, groups
+        )
+    y = torch.conv1d(x, weight, bias, stride, before, dilation, groups)
+    return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
+
+
+@composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {AS_SHARDS}")
+def avg_pool1d(
+    x: Tensor,
+    before: int,
+    after: int,
+    width: int,
+    stride: int,
+    frame: Frame | None = None,
+    result: Frame | None = None,
+    n: int = 1,
+    group: str = "",
+) -> Tensor:
+    """Means of ``width`` rows, zeros at the ends included.
+
+    Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
+    """
+    shards = _shards(frame, result, n, group)
+    if shards is None:
+        return torch.avg_pool1d(_padded(x, x.ndim - 1, before, after, 0), [width], [stride])
+    rows = shards.around(x, x.ndim - 1, before, width, stride, 0)
+    return shards.finish(torch.avg_pool1d(rows, [width], [stride]), x.ndim - 1)
+
+
+@composite(
+    "max_pool1d(Tensor x, int before, int after, Scalar fill, int width, int stride, int dilation=1, "
+    f"{AS_SHARDS}"
+)
+def max_pool1d(
+    x: Tensor,
+    before: int,
+    after: int,
+    fill: float,
+    width: int,
+    stride: int,
+    dilation: int = 1,
+    frame: Frame | None = None,
+    result: Frame | None = None,
+    n: int = 1,
+    group: str = "",
+) -> Tensor:
+    """Maxima of every ``dilation``-th of ``width`` rows; ``fill`` is usually -inf, torch's own padding.
+
+    Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.max_pool1d.
+    """
+    shards, size = _shards(frame, result, n, group), [(width - 1) // dilation + 1]
+    if shards is None:
+        rows = _padded(x, x.ndim - 1, before, after, fill)
+        return torch.max_pool1d(rows, size, [stride], [0], [dilation])
+    rows = shards.around(x, x.ndim - 1, before, width, stride, fill)
+    return shards.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
+
+
+@composite(
+    f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {AS_SHARDS}"
+)
+def unfold(
+    x: Tensor,
+    dim: int,
+    before: int,
+    after: int,
+    fill: float,
+    width: int,
+    stride: int,
+    frame: Frame | None = None,
+    result: Frame | None = None,
+    n: int = 1,
+    group: str = "",
+) -> Tensor:
+    """Every window of ``width`` rows, as a last dim.
+
+    Shapes: dim of length -> (length + before + after - width) // stride + 1, and a last dim of width. Any dtype.
+    Source: aten.unfold.
+    """
+    dim, shards = dim % x.ndim, _shards(frame, result, n, group)
+    if shards is None:
+        return _padded(x, dim, before, after, fill).unfold(dim, width, stride)
+    return shards.finish(shards.around(x, dim, before, width, stride, fill).unfold(dim, width, stride), dim)
+
+
+class Turn(NamedTuple):
+    """Rows that come round the end in a roll: to result positions [first, last) from `delta` positions further on."""
+
+    first: int
+    last: int
+    delta: int
+
+
+def turn_of(shift: int, frame: Frame) -> Turn:
+    """Of a roll by 0 < abs(shift) < length along the window."""
+    _, _, start, length = frame[:4]
+    if shift > 0:
+        return Turn(start, start + shift, length - shift)
+    return Turn(start + length + shift, start + length, -(length + shift))
+
+
+def turned_rows(turn: Turn, s: int) -> tuple[int, int]:
+    """Local rows [first, last) of the result that hold turned ones on some rank."""
+    first = turn.first % s
+    rows = turn.last - turn.first
+    return (first, first + rows) if first + rows <= s else (0, s)
+
+
+def is_ring(frame: Frame, n: int) -> bool:
+    """Does the first rank's first row follow the last rank's last? False unless proved."""
+    return not is_padded(frame, n)
+
+
+def roll_shifts(shift: int, frame: Frame, n: int) -> list[tuple[int, int]]:
+    """(ranks further on, rows) of every shift in the forward of a roll on shards."""
+    s = rows_held(frame, n)
+    if shift == 0:
+        return []
+    if is_ring(frame, n):
+        return shifts_of(-shift, s - shift, s, n, wraps=True)
+    turn = turn_of(shift, frame)
+    first, last = turned_rows(turn, s)
+    return shifts_of(-shift, s - shift, s, n) + shifts_of(first + turn.delta, last + turn.delta, s, n)
+
+
+@composite("roll(Tensor x, int dim, int shift, SymInt[]? frame=None, int n=1, str group='') -> Tensor")
+def roll(x: Tensor, dim: int, shift: int, frame: Frame | None = None, n: int = 1, group: str = "") -> Tensor:
+    """Row i of the result is row i - shift of x, counted round the end. Any dtype.
+
+    Shapes: any -> same; abs(shift) < the length, and sizes must be numbers if the ranks do not divide the length.
+    Bytes: one shift forward and backward if they do; the rows that come round the end are sent apart if not.
+    Source: narrow, cat, where.
+    """
+    dim = dim % x.ndim
+    if frame is None:
+        return x.roll(shift, dim)
+    s = rows_held(frame, n)
+    if shift == 0:
+        return x
+    if is_ring(frame, n):
+        return around_ring(x, dim, -shift, s - shift, s, n, group)
+    turn = turn_of(shift, frame)
+    first, last = turned_rows(turn, s)
+    rows = around(x, dim, -shift, s - shift, frame, 0, n, group)
+    turned = around(x, dim, first + turn.delta, last + turn.delta, frame, 0, n, group)
+    turned = _padded(turned, dim, first, s - last, 0)
+    positions = own_positions(frame, n, group, x.device)
+    here = (positions >= turn.first) & (positions < turn.last)
+    here = here.view([-1 if d == dim else 1 for d in range(x.ndim)])
+    return window(torch.where(here, turned, rows), dim, frame, n, group)

@@ -1,0 +1,1 @@
+"""Attention in any spelling becomes one node, and its mask a predicate over positions."""

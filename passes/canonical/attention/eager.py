@@ -1,0 +1,203 @@
+"""Attention that is spelled out becomes scaled_dot_product_attention, where that says exactly the same.
+
+    s = matmul(q, k.mT) * scale + bias            also einsum, bmm, baddbmm; scale as mul or div; leading dims regrouped
+    s = s.masked_fill(~allowed, -inf)             also where
+    p = dropout(softmax(s.float(), -1).to(bf16))
+    o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
+
+A scale on q or k stays there, with scale=1; a tensor that scales the scores scales q instead. Dropout draws other
+numbers than the eager spelling. Bytes moved: none.
+Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
+(float64 models with a float32 softmax), fills with a finite number unless every query provably attends to some key
+(a row of nothing but fills attends to all keys alike), and operands that broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import OpOverload
+from sp_compile.graph.call import Call
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.matchers import Factor, Product, product_of, transposed
+from sp_compile.graph.sizes import Size, product, same, sizes
+from sp_compile.sharding.attention import filling_nodes
+
+from .masks import always_attends, recognise
+from .scores import CASTS, SAME, Scores, keeps_matrices, scores_of
+
+aten = torch.ops.aten
+SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.default)
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Weights:
+    """What becomes of the probabilities, up to the product with the values."""
+
+    chain: list[Node] = field(default_factory=list)
+    dropout: float = 0.0
+    product: Product | None = None
+    last: Node | None = None
+
+
+class EagerAttention(Editor):
+    """Rewrites every attention of one graph that is spelled out around a softmax."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self.edit(gm.graph)
+        self._filling = filling_nodes(gm)
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        found = [n for n in self.graph.nodes if n.op == "call_function" and n.target in SOFTMAX]
+        changed = [self._rewrite(n) for n in found]
+        return any(changed)
+
+    def _rewrite(self, softmax: Node) -> bool:
+        call = Call(softmax)
+        if call.ndim() < 3 or call.dim() != call.ndim() - 1 or len(softmax.users) != 1:
+            return False
+        scores, weights = scores_of(call.operands[0], softmax), _weights(softmax)
+        if scores is None or weights.product is None or weights.last is None:
+            return False
+        chain = [*scores.chain, softmax, *weights.chain]
+        operands = _operands(scores.product, weights.product, chain)
+        if operands is None or not _keep_dtype(scores, operands[0]):
+            return False
+        with self.graph.inserting_before(weights.last):
+            out = self._attention(scores, weights, operands, weights.last)
+        if out is None:
+            return False
+        weights.last.replace_all_uses_with(out)
+        self.erase([*chain, weights.last])
+        return True
+
+    def _attention(self, scores: Scores, weights: Weights, operands: list[Factor], last: Node) -> Node | None:
+        assert weights.product is not None
+        front, order = operands[2].shape[:-2], weights.product.order
+        lead = front if scores.masked is None else scores.masked[:-2]
+        shape = (*lead, operands[0].shape[-2], operands[1].shape[-2])
+        mask, fits = self._mask(scores, shape, operands[0].node.meta["val"].dtype, last)
+        if not fits:
+            self.drop(mask)
+            return None
+        q, k, v = (self._led(f, lead, last) for f in operands)
+        for factor, dividing in scores.factors:
+            q = self.compute(aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor), last)
+        args = (q, k, v, mask, weights.dropout)
+        out = self.compute(aten.scaled_dot_product_attention.default, args, last, {"scale": scores.scale})
+        if front != lead:
+            wanted = self.sizes.list((*front, *sizes(out.meta["val"].shape)[-2:]))
+            out = self.compute(aten.reshape.default, (out, wanted), last)
+        back = [order.index(d) for d in range(len(order))]
+        return out if back == sorted(back) else self.compute(aten.permute.default, (out, back), last)
+
+    def _led(self, factor: Factor, lead: tuple[Size, ...], like: Node) -> Node:
+        node = factor.made(self, like)
+        if sizes(node.meta["val"].shape)[:-2] == lead:
+            return node
+        wanted = self.sizes.list((*lead, *factor.shape[-2:]))
+        return self.compute(aten.reshape.default, (node, wanted), like)
+
+    def _mask(
+        self, scores: Scores, shape: tuple[Size, ...], dtype: torch.dtype, like: Node
+    ) -> tuple[Node | None, bool]:
+        """(the mask of biases and fills, whether it says the same as they do)"""
+        bias, allowed, fits = None, None, True
+        for node, negative in scores.biases:
+            if node.meta["val"].dtype != dtype:  # a bias of zeros and fills needs no dtype
+                fits = fits and recognise(node, shape) is not None
+                allowed = self._both(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
+                continue
+            term = self.compute(aten.neg.default, (node,), like) if negative else node
+            fits = fits and (node not in self._filling or recognise(term, shape) is not None)
+            bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
+        for condition, filled, _ in scores.fills:
+            allowed = self._both(allowed, self._allows(condition, filled, like), like)
+        if allowed is not None and any(math.isfinite(number) for *_, number in scores.fills):
+            known = recognise(allowed, shape)
+            fits = fits and known is not None and always_attends(known)
+        mask = bias if allowed is None else allowed
+        if bias is not None and allowed is not None:
+            mask = self.compute(aten.where.ScalarOther, (allowed, bias, -math.inf), like)
+        while mask is not None and mask.meta["val"].ndim < 2:
+            mask = self.compute(aten.unsqueeze.default, (mask, 0), like)
+        return mask, fits
+
+    def _both(self, a: Node | None, b: Node, like: Node) -> Node:
+        return b if a is None else self.compute(aten.logical_and.default, (a, b), like)
+
+    def _allows(self, condition: Node, filled: bool, like: Node) -> Node:
+        if condition.meta["val"].dtype != torch.bool:
+            condition = self.compute(aten.ne.Scalar, (condition, 0), like)
+        return self.compute(aten.logical_not.default, (condition,), like) if filled else condition
+
+
+def _weights(softmax: Node) -> Weights:
+    found, node = Weights(), softmax
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op != "call_function" or not isinstance(user.target, OpOverload):
+            break
+        product = product_of(user)
+        if product is not None:
+            found.product, found.last = _times_values(product, node), user
+            break
+        if user.target is aten.dropout.default and not found.dropout:
+            found.dropout = user.args[1] if user.args[2] else 0.0
+        elif user.target not in (*SAME, *CASTS) and not keeps_matrices(user):
+            break
+        found.chain.append(user)
+        node = user
+    return found
+
+
+def _times_values(product: Product, weights: Node) -> Product | None:
+    """The product with the weights on the left, if they are its operand in their own order and only once."""
+    for one in (product, transposed(product)):
+        ndim = len(one.left.order)
+        if (
+            one.left.node is weights
+            and one.left.order == tuple(range(ndim))
+            and one.right.node is not weights
+        ):
+            return one if one.scale == 1 else None
+    return None
+
+
+def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Factor] | None:
+    """q, k (..., n, d) and v (..., n, e) of one dtype, if nothing in between is less precise than SDPA would be."""
+    dtype = values.right.node.meta["val"].dtype
+    between = {n.meta["val"].dtype for n in chain}
+    if not between <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
+        return None
+    query, key = (_uncast(f.settled(), dtype) for f in (scores.left, scores.right))
+    value = values.right.swapped().settled()
+    if query is None or key is None or not same(key.shape[-2], value.shape[-2]):
+        return None
+    batches = (
+        product(f.shape[:-2]) for f in (key, value)
+    )  # grouped otherwise, perhaps, but in the same order
+    return [query, key, value] if same(*batches) else None
+
+
+def _keep_dtype(scores: Scores, query: Factor) -> bool:
+    """May the query be scaled by the factors and stay of its dtype?"""
+    factors = [f.meta["val"] for f, _ in scores.factors]
+    return all(f.ndim == 0 or f.dtype == query.node.meta["val"].dtype for f in factors)
+
+
+def _uncast(factor: Factor, dtype: torch.dtype) -> Factor | None:
+    """The factor in the dtype, by leaving out a cast to a wider one."""
+    node = factor.node
+    if node.meta["val"].dtype == dtype:
+        return factor
+    if dtype not in HALF or node.target not in CASTS:
+        return None
+    (source,) = Call(node).operands
+    return Factor(source, factor.order) if source.meta["val"].dtype == dtype else None

@@ -1,0 +1,312 @@
+"""How ATen ops that make or move data get their elements (see positions.py): mostly by other coordinates.
+
+How ATen ops that compute get their elements (see positions.py): arithmetic, comparisons, logic, choices.
+
+Leaves out, so that they become leaves or stay data: whatever rounds, draws, sorts or reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from sympy import And, Not, Or, Xor
+
+from sp_compile._compat import schema_of
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.sizes import Size, same, sizes
+
+from .elements import Coords, Opaque, Positions, Value, cases, choose, combine, handles, number, truth
+
+# Made from nothing.
+
+
+@handles("arange")
+def _arange(p: Positions, call: Call, at: Coords) -> Value:
+    start, step = (
+        p.integer(number(call.get(name, default))) for name, default in (("start", 0), ("step", 1))
+    )
+    return ((sympy.true, sympy.expand(start + step * at[0])),)
+
+
+@handles("full", "new_full", "full_like", "scalar_tensor")
+def _full(p: Positions, call: Call, at: Coords) -> Value:
+    return number(call["fill_value"] if "fill_value" in call.args else call["s"])
+
+
+@handles("ones", "new_ones", "ones_like")
+def _ones(p: Positions, call: Call, at: Coords) -> Value:
+    return number(1)
+
+
+@handles("zeros", "new_zeros", "zeros_like")
+def _zeros(p: Positions, call: Call, at: Coords) -> Value:
+    return number(0)
+
+
+@handles("eye")
+def _eye(p: Positions, call: Call, at: Coords) -> Value:
+    return p.box.zero(at[0] - at[1])
+
+
+# Moved.
+
+
+@handles(
+    "to", "_to_copy", "contiguous", "clone", "alias", "detach", "lift_fresh_copy", "lift_fresh", "type_as"
+)
+def _same(p: Positions, call: Call, at: Coords) -> Value:
+    return p.at(call.operands[0], at)
+
+
+@handles("expand", "expand_as", "broadcast_to")
+def _expand(p: Positions, call: Call, at: Coords) -> Value:
+    return p.operand(call.operands[0], at)
+
+
+@handles("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as")
+def _regroup(p: Positions, call: Call, at: Coords) -> Value:
+    """Dims of size 1 come and go; the others stay as they are."""
+    before, after = call.shape(), call.result_shapes()[0]
+    moved = [(s, c) for s, c in zip(after, at) if s != 1]
+    kept = [s for s in before if s != 1]
+    if len(kept) != len(moved) or not all(same(a, b) for a, (b, _) in zip(kept, moved)):
+        raise Opaque
+    rest = iter(c for _, c in moved)
+    return p.at(call.operands[0], tuple(0 if s == 1 else next(rest) for s in before))
+
+
+@handles("permute")
+def _permute(p: Positions, call: Call, at: Coords) -> Value:
+    dims = [d % len(at) for d in call["dims"]]
+    return p.at(call.operands[0], tuple(at[dims.index(d)] for d in range(len(at))))
+
+
+@handles("transpose", "t", "mT", "numpy_T", "adjoint")
+def _transpose(p: Positions, call: Call, at: Coords) -> Value:
+    if "numpy_T" in schema_of(call.node.target).name and len(at) > 2:  # reverses all dims
+        raise Opaque
+    first, second = (call.get("dim0", -2), call.get("dim1", -1)) if len(at) > 1 else (0, 0)
+    swapped = list(at)
+    swapped[first], swapped[second] = at[second], at[first]
+    return p.at(call.operands[0], swapped)
+
+
+@handles("slice", "narrow")
+def _slice(p: Positions, call: Call, at: Coords) -> Value:
+    dim, step = call.dim(), call.get("step", 1)
+    start = _from_front(p, call["start"] if call["start"] is not None else 0, call.shape()[dim])
+    return p.at(call.operands[0], (*at[:dim], start + step * at[dim], *at[dim + 1 :]))
+
+
+@handles("select")
+def _select(p: Positions, call: Call, at: Coords) -> Value:
+    dim = call.dim()
+    return p.at(call.operands[0], (*at[:dim], _from_front(p, call["index"], call.shape()[dim]), *at[dim:]))
+
+
+@handles("flip")
+def _flip(p: Positions, call: Call, at: Coords) -> Value:
+    dims = {d % len(at) for d in call["dims"]}
+    return p.at(
+        call.operands[0],
+        tuple(s - 1 - c if d in dims else c for d, (s, c) in enumerate(zip(call.shape(), at))),
+    )
+
+
+def _from_front(p: Positions, index: Any, extent: Size) -> sympy.Expr:
+    at = p.integer(number(index))
+    if p.box.nonnegative(-at - 1):
+        at = at + extent
+    if not p.box.nonnegative(at) or not p.box.nonnegative(extent - at):  # torch would clamp it
+        raise Opaque
+    return at
+
+
+@handles("cat")
+def _cat(p: Positions, call: Call, at: Coords) -> Value:
+    dim = int(call["dim"]) % len(at)
+    return _pieces(p, call.operands, at, dim)
+
+
+@handles("stack")
+def _stack(p: Positions, call: Call, at: Coords) -> Value:
+    dim = int(call["dim"]) % len(at)
+    pieces = [p.at(x, (*at[:dim], *at[dim + 1 :])) for x in call.operands]
+    value = pieces[-1]
+    for i, piece in reversed(list(enumerate(pieces[:-1]))):
+        value = choose(p.box.at_least_zero(i - at[dim]), piece, value)
+    return value
+
+
+def _pieces(p: Positions, parts: list[Any], at: Coords, dim: int) -> Value:
+    """One after the other along `dim`; pieces where the coordinate cannot be are not looked at."""
+    start: Size = 0
+    found: list[tuple[Any, Value]] = []
+    for part in parts:
+        extent = sizes(part.meta["val"].shape)[dim]
+        before_end = p.box.at_least_zero(start + extent - 1 - at[dim])
+        after_start = p.box.at_least_zero(at[dim] - start)
+        if And(before_end, after_start) != sympy.false:
+            offset = 0 if same(extent, 1) else at[dim] - start
+            found.append((before_end, p.at(part, (*at[:dim], offset, *at[dim + 1 :]))))
+        start = start + extent
+    if not found:
+        raise Opaque
+    value = found[-1][1]
+    for before_end, piece in reversed(found[:-1]):
+        value = choose(before_end, piece, value)
+    return value
+
+
+@handles("index")
+def _index(p: Positions, call: Call, at: Coords) -> Value:
+    """x[i, j, ...] with index tensors that broadcast together; None keeps a dim."""
+    indices = list(call["indices"]) + [None] * (call.ndim("self") - len(call["indices"]))
+    given = [d for d, i in enumerate(indices) if i is not None]
+    depth = len(at) - (len(indices) - len(given))
+    if any(not is_tensor(i) or i.meta["val"].dtype == torch.bool for i in indices if i is not None):
+        raise Opaque
+    together = given == list(range(given[0], given[-1] + 1))
+    first = given[0] if together else 0
+    chosen, kept = at[first : first + depth], iter((*at[:first], *at[first + depth :]))
+    coords = []
+    for index, extent in zip(indices, call.shape("self")):
+        coords.append(next(kept) if index is None else p.integer(p.operand(index, chosen)))
+        if index is not None and not _within(p, coords[-1], extent):
+            raise Opaque
+    return p.at(call["self"], coords)
+
+
+def _within(p: Positions, coord: sympy.Expr, extent: Size) -> bool:
+    return p.box.nonnegative(coord) and p.box.nonnegative(extent - 1 - coord)
+
+
+@handles("tril", "triu")
+def _triangle(p: Positions, call: Call, at: Coords) -> Value:
+    below = at[-2] + p.integer(number(call["diagonal"])) - at[-1]
+    lower = "tril" in schema_of(call.node.target).name
+    return choose(p.box.at_least_zero(below if lower else -below), p.at(call.operands[0], at), number(0))
+
+
+@handles("diff")
+def _diff(p: Positions, call: Call, at: Coords) -> Value:
+    dim = call.dim()
+    if call["n"] != 1 or (call["append"] is not None and call["prepend"] is None):
+        raise Opaque
+    parts = [x for x in (call["prepend"], call["self"], call["append"]) if x is not None]
+    here, there = ((*at[:dim], at[dim] + i, *at[dim + 1 :]) for i in (0, 1))
+    return combine(lambda a, b: b - a, _pieces(p, parts, here, dim), _pieces(p, parts, there, dim))
+
+
+@handles("cumsum")
+def _cumsum(p: Positions, call: Call, at: Coords) -> Value:
+    """Of a constant."""
+    dim = call.dim()
+    each = cases(p.at(call.operands[0], at))
+    if len(each) != 1 or not each[0][1].is_number:
+        raise Opaque
+    return ((sympy.true, sympy.expand(each[0][1] * (at[dim] + 1))),)
+
+
+Compare = Callable[[Any, sympy.Expr, sympy.Expr], Any]
+
+
+def _pointwise(function: Callable[..., Any], *names: str) -> None:
+    def handler(p: Positions, call: Call, at: Coords) -> Value:
+        return combine(function, *(p.operand(call[n], at) for n in ("self", "other") if n in call.args))
+
+    handles(*names)(handler)
+
+
+@handles("add", "sub", "rsub")
+def _add(p: Positions, call: Call, at: Coords) -> Value:
+    a, b = p.operand(call["self"], at), p.operand(call["other"], at)
+    alpha = p.integer(number(call["alpha"]))
+    name = schema_of(call.node.target).name
+    if "rsub" in name:
+        return combine(lambda x, y: y - alpha * x, a, b)
+    return combine(lambda x, y: x + (-alpha if "sub" in name else alpha) * y, a, b)
+
+
+_pointwise(lambda a, b: a * b, "mul", "multiply")
+_pointwise(lambda a: -a, "neg")
+_pointwise(sympy.Abs, "abs")
+_pointwise(sympy.Max, "maximum")
+_pointwise(sympy.Min, "minimum")
+
+
+def _positive(value: Value) -> bool:
+    return all(v.is_Integer and v > 0 for _, v in cases(value))
+
+
+@handles("floor_divide", "div", "remainder")
+def _divide(p: Positions, call: Call, at: Coords) -> Value:
+    a, b = p.operand(call["self"], at), p.operand(call["other"], at)
+    name = schema_of(call.node.target).name
+    rounds = call.get("rounding_mode") == "floor" or "div" not in name or "floor" in name
+    if call.node.meta["val"].dtype.is_floating_point or not _positive(b):
+        raise Opaque
+    if not rounds and not (call.get("rounding_mode") == "trunc" and _nonnegative(p, a)):
+        raise Opaque
+    return combine(lambda x, y: sympy.Mod(x, y) if "rem" in name else sympy.floor(x / y), a, b)
+
+
+def _nonnegative(p: Positions, value: Value) -> bool:
+    return all(p.box.nonnegative(v) for _, v in cases(value))
+
+
+def _compare(relation: Compare, *names: str) -> None:
+    def handler(p: Positions, call: Call, at: Coords) -> Value:
+        a, b = p.operand(call["self"], at), p.operand(call["other"], at)
+        pairs = [(And(c, d), x, y) for c, x in cases(a) for d, y in cases(b)]
+        return Or(*(And(c, _related(p, relation, x, y)) for c, x, y in pairs if c != sympy.false))
+
+    handles(*names)(handler)
+
+
+def _related(p: Positions, relation: Compare, x: sympy.Expr, y: sympy.Expr) -> Any:
+    if x.is_infinite or y.is_infinite:
+        sign = 0 if x == y else 1 if x == sympy.oo or y == -sympy.oo else -1
+        x, y = sympy.Integer(sign), sympy.Integer(0)
+    return relation(p.box, x, y)
+
+
+_compare(lambda box, x, y: box.zero(x - y), "eq")
+_compare(lambda box, x, y: Not(box.zero(x - y)), "ne", "not_equal")
+_compare(lambda box, x, y: box.at_least_zero(y - x), "le", "less_equal")
+_compare(lambda box, x, y: box.at_least_zero(y - x - 1), "lt", "less")
+_compare(lambda box, x, y: box.at_least_zero(x - y), "ge", "greater_equal")
+_compare(lambda box, x, y: box.at_least_zero(x - y - 1), "gt", "greater")
+
+
+def _logical(function: Callable[..., Any], *names: str) -> None:
+    def handler(p: Positions, call: Call, at: Coords) -> Value:
+        bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
+        if bitwise and call.node.meta["val"].dtype != torch.bool:
+            raise Opaque
+        return function(*(truth(p.operand(call[n], at)) for n in ("self", "other") if n in call.args))
+
+    handles(*names)(handler)
+
+
+_logical(And, "__and__", "bitwise_and", "logical_and")
+_logical(Or, "__or__", "bitwise_or", "logical_or")
+_logical(Xor, "__xor__", "bitwise_xor", "logical_xor")
+_logical(Not, "bitwise_not", "logical_not")
+
+
+@handles("where")
+def _where(p: Positions, call: Call, at: Coords) -> Value:
+    if "self" not in call.args:
+        raise Opaque
+    yes, no = (p.operand(call[name], at) for name in ("self", "other"))
+    return choose(truth(p.operand(call["condition"], at)), yes, no)
+
+
+@handles("masked_fill")
+def _masked_fill(p: Positions, call: Call, at: Coords) -> Value:
+    fill = p.operand(call["value"], ())
+    return choose(truth(p.operand(call["mask"], at)), fill, p.operand(call["self"], at))

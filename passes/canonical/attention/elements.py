@@ -1,0 +1,200 @@
+"""The value of a tensor's element as an expression of its coordinates, read off the graph that computes the tensor.
+
+    arange(S)[:, None] >= arange(S)     at (q, k):     k <= q
+    padding[:, None, None]              at (b, h, q, k): leaf0(b, k) != 0
+
+Nothing is run: `at` asks an op for its element, the op asks its operands for theirs. A value that no rule explains is
+a *leaf*, a function of its coordinates, if it is of integers or bools and belongs to a query or to a key. Floats are
+exact or not understood: integers, infinities, and nothing whose rounding could matter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from sympy import And, Ne, Not, Or
+from sympy.core.function import AppliedUndef
+from torch.fx import Node
+
+from sp_compile._compat import OpOverload, schema_of
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.matchers import scalar
+from sp_compile.graph.sizes import same, size, sizes
+
+from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
+
+Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]  # disjoint conditions that cover everything
+Value: TypeAlias = Boolean | Cases
+Coords: TypeAlias = tuple[sympy.Expr, ...]
+Handler: TypeAlias = Callable[["Positions", Call, Coords], Value]
+HANDLERS: dict[str, Handler] = {}
+MOST_CASES = 8
+LEAVES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+WIDE = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every position; half types do not
+
+
+class Opaque(Exception):
+    """No expression describes the element."""
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Decorator: how the aten ops of these names (every overload) get their elements."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+class Positions:
+    """Elements of the values of one graph; `leaves` are the values that were not explained, by function name."""
+
+    def __init__(self, box: Box, sizes: dict[sympy.Symbol, Any]) -> None:
+        self.box, self.sizes = box, sizes
+        self.leaves: dict[str, Node] = {}
+        self.known: dict[tuple[Node, Coords], Value] = {}
+
+    def at(self, node: Node, coords: Sequence[Any]) -> Value:
+        """The element of a tensor at the coordinates. Raises Opaque."""
+        key = (node, tuple(sympy.sympify(c) for c in coords))
+        if key not in self.known:
+            self.known[key] = self._element(*key)
+        return self.known[key]
+
+    def _element(self, node: Node, coords: Coords) -> Value:
+        handler = HANDLERS.get(_name(node))
+        if handler is not None:
+            try:
+                return cast(handler(self, Call(node), coords), node.meta["val"].dtype)
+            except Opaque:
+                pass  # one value to look up may still stand for all that was not understood
+        held = scalar(node, node.meta["val"].dtype)
+        if held is not None:
+            return cast(number(held), node.meta["val"].dtype)
+        return self._leaf(node, coords)
+
+    def _leaf(self, node: Node, coords: Coords) -> Value:
+        value = node.meta["val"]
+        which = [self._index(c, s) for c, s in zip(coords, sizes(value.shape))]
+        used = [index for index in which if index is not None]
+        if value.dtype not in LEAVES or len(set(used)) < len(used) or {QUERY, KEY} <= set(used):
+            raise Opaque
+        function = sympy.Function(f"leaf_{node.name}", integer=True)
+        self.leaves[f"leaf_{node.name}"] = node
+        element = function(*coords)
+        return Ne(element, 0) if value.dtype == torch.bool else ((sympy.true, element),)
+
+    def _index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
+        """The index whose window the coordinate runs over; None for a fixed one. Raises Opaque for others."""
+        for index in (QUERY, KEY):
+            if coord.has(index):
+                inside = self.box.nonnegative(coord) and self.box.nonnegative(extent - 1 - coord)
+                if (coord - index).has(*INDICES, AppliedUndef) or not inside:
+                    raise Opaque
+                return index
+        if coord == BATCH and same(self.sizes[BATCH], extent):
+            return BATCH
+        if coord.has(*INDICES, AppliedUndef) or not self.box.nonnegative(extent - 1 - coord):
+            raise Opaque
+        return None
+
+    def operand(self, x: Any, coords: Coords) -> Value:
+        """The element of a pointwise op's operand, which may broadcast or be a number."""
+        if not is_tensor(x):
+            return number(x)
+        shape = sizes(x.meta["val"].shape)
+        own = coords[len(coords) - len(shape) :]
+        return self.at(x, tuple(0 if s == 1 else c for s, c in zip(shape, own)))
+
+    def integer(self, value: Value) -> sympy.Expr:
+        """The value where it is one integer expression. Raises Opaque."""
+        found = cases(value)
+        if len(found) != 1 or not found[0][1].is_integer:
+            raise Opaque
+        return found[0][1]
+
+
+def _name(node: Node) -> str:
+    if node.op == "call_function" and isinstance(node.target, OpOverload):
+        return str(schema_of(node.target).name).removeprefix("aten::")
+    return ""
+
+
+def number(x: Any) -> Value:
+    """A Python number, or the node or symbol of a size, as a value. Raises Opaque for NaN."""
+    if isinstance(x, bool):
+        return sympy.true if x else sympy.false
+    if isinstance(x, float):
+        if x != x:
+            raise Opaque
+        return (
+            (sympy.true, sympy.Rational(x) if abs(x) != float("inf") else sympy.oo * (1 if x > 0 else -1)),
+        )
+    if isinstance(x, Node):
+        x = x.meta["val"]
+    if not isinstance(x, (int, torch.SymInt, sympy.Expr)):
+        raise Opaque
+    return ((sympy.true, sympy.sympify(size(x))),)
+
+
+def cases(value: Value) -> Cases:
+    """A number by cases; bools count as 1 and 0."""
+    if isinstance(value, tuple):
+        return value
+    both = ((value, sympy.Integer(1)), (Not(value), sympy.Integer(0)))
+    return tuple((c, v) for c, v in both if c != sympy.false)
+
+
+def truth(value: Value) -> Boolean:
+    """A bool; numbers count as true unless they are 0."""
+    if not isinstance(value, tuple):
+        return value
+    return Or(*(And(c, Ne(v, 0)) for c, v in value))
+
+
+def cast(value: Value, dtype: torch.dtype) -> Value:
+    """The value in another dtype. Raises Opaque where that might round or wrap."""
+    if dtype == torch.bool:
+        return truth(value)
+    found = cases(value)
+    for _, v in found:
+        constant = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
+        position = v.is_integer and dtype in WIDE and not (dtype == torch.float32 and v.has(AppliedUndef))
+        if not constant and not position:
+            raise Opaque
+    return found
+
+
+def combine(function: Callable[..., Any], *values: Value) -> Cases:
+    """function of every combination of cases, equal results together. Raises Opaque for too many, and for NaN."""
+    out: dict[sympy.Expr, Boolean] = {}
+    for chosen in itertools.product(*map(cases, values)):
+        condition = And(*(c for c, _ in chosen))
+        if condition == sympy.false:
+            continue
+        result = sympy.expand(function(*(v for _, v in chosen))).subs(_pinned(condition))
+        if result is sympy.nan:
+            raise Opaque
+        out[result] = Or(out.get(result, sympy.false), condition)
+    if len(out) > MOST_CASES:
+        raise Opaque
+    return ((sympy.true, next(iter(out))),) if len(out) == 1 else tuple((c, v) for v, c in out.items())
+
+
+def _pinned(condition: Boolean) -> dict[sympy.Symbol, int]:
+    """Indices that the condition leaves one value: q < 1."""
+    return {i: 0 for i in INDICES if any(term == (i < 1) for term in And.make_args(condition))}
+
+
+def choose(condition: Boolean, yes: Value, no: Value) -> Value:
+    """yes where the condition holds, else no."""
+    if condition in (sympy.true, sympy.false):
+        return yes if condition == sympy.true else no
+    if not isinstance(yes, tuple) and not isinstance(no, tuple):
+        return Or(And(condition, yes), And(Not(condition), no))
+    return combine(lambda c, a, b: a if c == 1 else b, condition, yes, no)

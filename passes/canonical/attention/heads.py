@@ -1,0 +1,194 @@
+"""One attention per head becomes one attention of all heads, so that ranks can split the heads.
+
+    cat([sdpa(q_i, k_i, v_i) for i in heads], -1)     (B, T, E) each
+        ->  out = sdpa(stack(q_i, 1), stack(k_i, 1), stack(v_i, 1));  reshape(transpose(out, 1, 2), (B, T, H * E))
+    sdpa(stack(q_i, 0), stack(k_i, 0), stack(v_i, 0))  (H, B, T, E): transposed(0, 1) around it
+
+Masks that are computed alike stay one; others are stacked, too. Bytes moved: none. Leaves alone: heads of different
+shape, scale or dropout, results that something else reads, masks of more than (B, T, T).
+
+The repetition of key and value heads moves into the attention op. Part of canonicalize.
+
+    k = reshape(expand(unsqueeze(k, 2)))            HF's repeat_kv, expand by hand
+    k = repeat_interleave(k, r, 1)                  torchtune, lit-gpt
+    sdpa(q, k, v)                           ->      sdpa(q, k0, v0, enable_gqa=True) on the Hkv heads themselves
+
+so that an exchange before the attention sends Hkv heads and not H. Bytes moved: none. Leaves alone: keys and values
+repeated differently, tilings (`repeat`), which pair other heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import OpOverload, pytree, schema_of
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import Size, product, quotient, same, sizes
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+
+
+class StackHeads(Editor):
+    """Rewrites the attentions of one graph that differ in their head alone."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.edit(gm.graph)
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        nodes = list(self.graph.nodes)
+        joined = [self._join(n) for n in nodes if n.target is aten.cat.default]
+        turned = [self._turn(n) for n in self.graph.find_nodes(op="call_function", target=SDPA)]
+        return any(joined) or any(turned)
+
+    def _join(self, cat: Node) -> bool:
+        heads = Call(cat).operands
+        if len(heads) < 2 or any(h.target is not SDPA or set(h.users) != {cat} for h in heads):
+            return False
+        if len(set(heads)) < len(heads) or heads[0].meta["val"].ndim != 3 or Call(cat)["dim"] not in (2, -1):
+            return False
+        calls = [Call(h) for h in heads]
+        if any(not _alike(calls[0], c) for c in calls[1:]):
+            return False
+        masks = [c["attn_mask"] for c in calls]
+        if masks[0] is not None and masks[0].meta["val"].ndim > 3:
+            return False
+        with self.graph.inserting_before(cat):
+            operands: list[Node | None] = [
+                self._stack([c.operands[i] for c in calls], 1, cat) for i in range(3)
+            ]
+            operands.append(self._mask(masks, cat))
+            options = {name: calls[0][name] for name in ("dropout_p", "is_causal", "scale")}
+            out = self.compute(SDPA, tuple(operands), cat, options)
+            out = self.compute(aten.transpose.int, (out, 1, 2), cat)
+            batch, length, count, width = sizes(out.meta["val"].shape)
+            shape = self.sizes.list((batch, length, product((count, width))))
+            out = self.compute(aten.reshape.default, (out, shape), cat)
+        cat.replace_all_uses_with(out)
+        self.erase([*heads, cat])
+        return True
+
+    def _stack(self, xs: Sequence[Node], dim: int, like: Node) -> Node:
+        return self.compute(aten.stack.default, (list(xs), dim), like)
+
+    def _mask(self, masks: list[Any], like: Node) -> Node | None:
+        """(T, T) of all heads; (B, T, T) and different ones get a dim for the head."""
+        first = masks[0]
+        if first is None:
+            return None
+        ndim = first.meta["val"].ndim
+        if all(same_value(first, m) for m in masks[1:]):
+            return first if ndim < 3 else self.compute(aten.unsqueeze.default, (first, 1), like)
+        return self._stack(masks, max(ndim - 2, 0), like)
+
+    def _turn(self, node: Node) -> bool:
+        call = Call(node)
+        operands = call.operands[:3]
+        if any(not _stacked_first(x) for x in operands) or call["enable_gqa"]:
+            return False
+        mask = call["attn_mask"]
+        if mask is not None and mask.meta["val"].ndim > 2:
+            return False
+        with self.graph.inserting_before(node):
+            turned = [self._stack(x.args[0], 1, node) for x in operands]
+            args, kwargs = call.rebuild([*turned, *call.operands[3:]])
+            out = self.compute(SDPA, args, node, kwargs)
+            out = self.compute(aten.transpose.int, (out, 0, 1), node)
+        self.replace(node, out)
+        return True
+
+
+def _stacked_first(x: Node) -> bool:
+    """Heads stacked in front of the batch."""
+    return x.target is aten.stack.default and x.meta["val"].ndim == 4 and Call(x)["dim"] in (0, -4)
+
+
+def _alike(a: Call, b: Call) -> bool:
+    """The same attention of other operands."""
+    shapes = all(a.shape(i) == b.shape(i) and a.ndim(i) == 3 for i in range(3))
+    options = all(a[name] == b[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa"))
+    masks = [c["attn_mask"] for c in (a, b)]
+    if None in masks:
+        return shapes and options and masks == [None, None]
+    x, y = (m.meta["val"] for m in masks)
+    return shapes and options and x.dtype == y.dtype and sizes(x.shape) == sizes(y.shape)
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Are two nodes one value, because the same pure ops make both from the same inputs?"""
+    if a is b:
+        return True
+    if not (is_tensor(a) and is_tensor(b)) or a.op != "call_function" or a.target is not b.target:
+        return False
+    target = a.target
+    pure = isinstance(target, OpOverload) and not schema_of(target).is_mutable
+    if not pure or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    mine, other = (pytree.tree_flatten((n.args, n.kwargs)) for n in (a, b))
+    return mine[1] == other[1] and all(
+        same_value(x, y) if isinstance(x, Node) else x == y for x, y in zip(mine[0], other[0])
+    )
+
+
+COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
+RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten._unsafe_view.default)
+HEADS = -3
+
+
+def group_heads(node: Node) -> bool:
+    """Give an attention the key and value heads before their repetition; True if it changed."""
+    call = Call(node)
+    if call["enable_gqa"] or call.ndim() != 4:
+        return False
+    key, value = (_before_repeat(operand) for operand in call.operands[1:3])
+    if key is None or value is None or not same(_heads(key), _heads(value)):
+        return False
+    if quotient(_heads(call.operands[0]), _heads(key)) is None:
+        return False
+    node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
+    node.meta["sp_grouped"] = True  # by us, so that passes/strategies/attention/expand_heads.py may undo it
+    return True
+
+
+def _heads(node: Node) -> Size:
+    return sizes(node.meta["val"].shape)[HEADS]
+
+
+def _before_repeat(node: Node) -> Node | None:
+    """x, if the node is x with every head repeated r times in place: (B, h, S, D) -> (B, h*r, S, D)."""
+    node = _through_copies(node)
+    if node.target is aten.repeat_interleave.self_int:
+        call = Call(node)
+        return call.operands[0] if call["dim"] is not None and call.dim() == call.ndim() + HEADS else None
+    if node.target not in RESHAPES or not is_tensor(node.args[0]):
+        return None
+    expanded = _through_copies(node.args[0])
+    if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
+        return None
+    source = _through_copies(expanded.args[0])
+    if source.target is not aten.unsqueeze.default or source.args[1] % 5 != 2:
+        return None
+    inner = source.args[0]
+    batch, heads, repeats, length, width = sizes(expanded.meta["val"].shape)
+    wanted = (batch, heads * repeats, length, width)
+    fits = all(same(a, b) for a, b in zip(sizes(node.meta["val"].shape), wanted))
+    fits = fits and all(
+        same(a, b) for a, b in zip(sizes(inner.meta["val"].shape), (batch, heads, length, width))
+    )
+    return inner if fits and node.meta["val"].ndim == 4 else None
+
+
+def _through_copies(node: Node) -> Node:
+    """Skip copies and slices that keep everything."""
+    while node.target in (*COPIES, aten.slice.Tensor) and is_tensor(node.args[0]):
+        before, after = (sizes(n.meta["val"].shape) for n in (node.args[0], node))
+        if len(before) != len(after) or not all(same(a, b) for a, b in zip(before, after)):
+            break
+        node = node.args[0]
+    return node

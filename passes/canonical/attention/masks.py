@@ -1,0 +1,212 @@
+"""Masks that are computed from positions, lengths, padding or documents become predicates; no S x S is left.
+
+    mask = arange(S) <= arange(S)[:, None]                  sdpa(q, k, v, mask)  ->  sdpa(q, k, v, is_causal=True)
+    mask = padding[:, None, None] & (i - j < 4) & (j <= i)  sdpa(q, k, v, mask)  ->  sp.masked_attention(q, k, v,
+        rows=[], cols=[padding], sizes=[], predicate="(k <= q) & (-k + q < 4) & Ne(col0, 0)")
+
+Part of canonicalize. Vectors come as (B or 1, Q) and (B or 1, K). Bytes moved: none. Leaves alone (masks stay data):
+biases, masks that differ between heads, masks whose data belongs to a query and a key at once, and finite fills like
+finfo.min unless every query provably attends to some key, because a row of nothing but fills attends to all alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from sympy.core.function import AppliedUndef
+from torch.fx import GraphModule, Node
+
+from sp_compile.errors import SpError
+from sp_compile.graph.call import Call
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import Size, same, sizes
+
+from . import element_ops  # noqa: F401  (registers how ops get their elements)
+from .elements import Opaque, Positions, Value
+from .proofs import BATCH, HEAD, INDICES, KEY, QUERY, Boolean, Box
+
+aten, sp = torch.ops.aten, torch.ops.sp
+FINITE = -1e9  # fills from here down leave nothing of a key's probability, unless all keys are filled
+CAUSAL = sympy.Le(KEY, QUERY)
+
+
+@dataclass
+class Mask:
+    """Who may attend to whom, over the indices; functions of coordinates stand for the leaves."""
+
+    allowed: Boolean
+    box: Box
+    leaves: dict[str, Node]
+    extent: dict[sympy.Symbol, Size]
+
+
+def recognise(node: Node, shape: tuple[Size, ...]) -> Mask | None:
+    """The mask that broadcasts to scores of `shape`, (B, H, Q, K) or (B, Q, K); None where it is not understood."""
+    own = sizes(node.meta["val"].shape)
+    if len(shape) not in (3, 4) or len(own) > len(shape):
+        return None
+    indices = [i for i in INDICES if i != HEAD or len(shape) == 4]
+    extent: dict[sympy.Symbol, Size] = {**dict.fromkeys(INDICES, 1), **dict(zip(indices, shape))}
+    box = Box(extent)
+    positions = Positions(box, extent)
+    coords = [0 if s == 1 else i for s, i in zip(own, indices[len(shape) - len(own) :])]
+    try:
+        allowed, finite = _allowed(positions.at(node, coords))
+        allowed = box.tidy(sympy.to_nnf(allowed, simplify=False))
+        mask = Mask(allowed, box, positions.leaves, extent)
+    except Opaque:
+        return None
+    outside = _without_leaves(allowed).free_symbols & {BATCH, HEAD}
+    if allowed == sympy.false or outside or (finite and not always_attends(mask)):
+        return None
+    return mask
+
+
+def _allowed(value: Value) -> tuple[Boolean, bool]:
+    """(where a query may attend, whether the others are filled with a finite number)"""
+    if not isinstance(value, tuple):
+        return value, False
+    if not all(v == 0 or (v.is_number and v <= FINITE) for _, v in value):
+        raise Opaque
+    zero = [c for c, v in value if v == 0]
+    return (zero[0] if zero else sympy.false), any(v.is_finite for _, v in value if v != 0)
+
+
+def always_attends(mask: Mask) -> bool:
+    """Does every query provably attend to some key: its own, the first, or the last?"""
+    candidates = [sympy.Integer(0), mask.extent[KEY] - 1]
+    if mask.box.nonnegative(mask.extent[KEY] - sympy.sympify(mask.extent[QUERY])):
+        candidates.insert(0, QUERY)
+    return any(mask.box.tidy(mask.allowed.subs(KEY, key)) == sympy.true for key in candidates)
+
+
+def _without_leaves(p: Any) -> Any:
+    return p.xreplace({f: sympy.Integer(0) for f in p.atoms(AppliedUndef)})
+
+
+@dataclass
+class Spelling:
+    """A predicate's text, with the vectors and sizes that its symbols stand for."""
+
+    rows: list[AppliedUndef] = field(default_factory=list)
+    cols: list[AppliedUndef] = field(default_factory=list)
+    sizes: list[sympy.Expr] = field(default_factory=list)
+
+    def spell(self, e: Any) -> Any:
+        """The expression with row, col and n symbols for leaves and sizes."""
+        if isinstance(e, AppliedUndef):
+            vectors, name = (self.rows, "row") if e.has(QUERY) else (self.cols, "col")
+            return self._symbol(vectors, e, name)
+        if e in INDICES or not (e.args or e.is_Symbol):
+            return e
+        fixed = [a for a in sympy.Add.make_args(e) if not a.is_number and not a.has(*INDICES, AppliedUndef)]
+        if isinstance(e, sympy.Expr) and fixed:
+            rest = [a for a in sympy.Add.make_args(e) if a not in fixed and not a.is_number]
+            size = sympy.Add(*(a for a in sympy.Add.make_args(e) if a not in rest))
+            return self._symbol(self.sizes, size, "n") + (self.spell(sympy.Add(*rest)) if rest else 0)
+        return e.func(*(self.spell(a) for a in e.args))
+
+    def _symbol(self, known: list[Any], e: Any, name: str) -> sympy.Symbol:
+        if e not in known:
+            known.append(e)
+        return sympy.Symbol(f"{name}{known.index(e)}", integer=True)
+
+
+class Masks(Editor):
+    """Rewrites the attentions of one graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.edit(gm.graph)
+        self.vectors: dict[tuple[Any, ...], Node] = {}
+        self.masks: dict[tuple[Node, tuple[Size, ...]], Mask | None] = {}  # layers share theirs
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        target = aten.scaled_dot_product_attention.default
+        found = self.graph.find_nodes(op="call_function", target=target)
+        changed = [self._rewrite(n) for n in found if Call(n)["attn_mask"] is not None]
+        return any(changed)
+
+    def _rewrite(self, node: Node) -> bool:
+        call = Call(node)
+        shapes = [call.shape(i) for i in range(3)]
+        shape = (*shapes[0][:-1], shapes[1][-2])
+        if call["is_causal"] or not _plain(call, shapes):
+            return False
+        key = (call["attn_mask"], shape)
+        if key not in self.masks:
+            self.masks[key] = recognise(*key)
+        mask = self.masks[key]
+        if mask is None:
+            return False
+        # torch's own causal kernel returns NaN for a scale that is not positive.
+        kernel = mask.allowed == CAUSAL and (call["scale"] is None or call["scale"] > 0)
+        if mask.allowed == sympy.true or kernel:
+            old = call["attn_mask"]
+            causal = {"is_causal": True} if kernel else {}
+            node.args, node.kwargs = call.rebuild(call.operands[:3] + [None], **causal)
+            self.drop(old)
+            return True
+        return self._predicate(node, call, mask)
+
+    def _predicate(self, node: Node, call: Call, mask: Mask) -> bool:
+        spelling = Spelling()
+        predicate = spelling.spell(mask.allowed)
+        if predicate.free_symbols & {BATCH, HEAD}:  # a condition on the head and on data
+            return False
+        try:
+            rows = [self._vector(mask, leaf, QUERY, node) for leaf in spelling.rows]
+            cols = [self._vector(mask, leaf, KEY, node) for leaf in spelling.cols]
+            extents = self.sizes.list(_size(e) for e in spelling.sizes)
+        except SpError:  # a size that the graph cannot compute from its inputs
+            return False
+        with self.graph.inserting_before(node):
+            options = [call[name] for name in ("dropout_p", "scale", "enable_gqa")]
+            args = (*call.operands[:3], rows, cols, extents, str(predicate), *options)
+            fresh = self.emit(sp.masked_attention.default, args, node.meta["val"], node)
+        self.replace(node, fresh)
+        return True
+
+    def _vector(self, mask: Mask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:
+        """The leaf's values at every index (and batch), as (B or 1, Q) or (B or 1, K)."""
+        length = mask.extent[index]
+        key = (leaf, index, length)
+        if key not in self.vectors:
+            source = mask.leaves[leaf.func.__name__]
+            with self.behind(source):
+                self.vectors[key] = self._cut(source, leaf.args, index, length, like)
+        return self.vectors[key]
+
+    def _cut(self, source: Node, coords: Any, index: sympy.Symbol, length: Size, like: Node) -> Node:
+        x = source
+        for dim, (coord, extent) in reversed(list(enumerate(zip(coords, sizes(source.meta["val"].shape))))):
+            start = _size(coord - index) if coord.has(index) else None
+            if start is not None and not same(length, extent):
+                span = self.sizes.list((start, _size(start + length)))
+                x = self.compute(aten.slice.Tensor, (x, dim, *span), like)
+            elif start is None and coord != BATCH:
+                x = self.compute(aten.select.int, (x, dim, self.sizes(_size(coord))), like)
+        kept = [BATCH if c == BATCH else index for c in coords if c.has(BATCH, index)]
+        if kept == [index, BATCH]:
+            return self.compute(aten.transpose.int, (x, 0, 1), like)
+        if index not in kept:
+            shape = [self.sizes(extent) for extent in sizes(x.meta["val"].shape)] or [1]
+            x = self.compute(aten.reshape.default, (x, [*shape, 1]), like)
+            return self.compute(aten.expand.default, (x, [*shape, self.sizes(length)]), like)
+        return x if len(kept) == 2 else self.compute(aten.unsqueeze.default, (x, 0), like)
+
+
+def _plain(call: Call, shapes: list[tuple[Size, ...]]) -> bool:
+    """Do q, k and v have the same dims in front, but for grouped heads?"""
+    fronts = [s[:-2] for s in shapes]
+    ranks = {len(s) for s in shapes}
+    heads = fronts[1][-1:] == fronts[2][-1:] and (call["enable_gqa"] or fronts[0][-1:] == fronts[1][-1:])
+    return len(ranks) == 1 and ranks <= {3, 4} and heads and len({f[:-1] for f in fronts}) == 1
+
+
+def _size(e: Any) -> Size:
+    e = sympy.sympify(e)
+    return int(e) if e.is_Integer else e

@@ -1,0 +1,121 @@
+"""What is certain about integer expressions of indices: over 0 <= q < Q, 0 <= k < K, ... for every size.
+
+Sizes may be symbols (at least 1). Everything here is a proof or a shrug: an undecided relation stays as it is, in one
+spelling, `k <= q`, `-k + q < 4`, so that equal predicates have equal text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import sympy
+from sympy import And, Eq, Ge, Le, Lt, Ne, Not, Or
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+
+from sp_compile.graph.sizes import Size
+
+BATCH, HEAD, QUERY, KEY = INDICES = sympy.symbols("b h q k", integer=True, nonnegative=True)
+Boolean: TypeAlias = sympy.logic.boolalg.Boolean
+
+
+class Box:
+    """The extents of the indices: each runs from 0 to its size - 1."""
+
+    def __init__(self, sizes: Mapping[sympy.Symbol, Size]) -> None:
+        self.last = {index: sympy.sympify(size) - 1 for index, size in sizes.items()}
+
+    def nonnegative(self, e: sympy.Expr) -> bool:
+        """Is e >= 0 for all indices and sizes, provably?"""
+        least = sympy.Integer(0)
+        for term, factor in sympy.expand(e).as_coefficients_dict().items():
+            if term in self.last:
+                least += factor * self.last[term] if factor < 0 else 0
+            elif term.has(*self.last, AppliedUndef):
+                return False
+            else:
+                least += factor * term
+        return _nonnegative_size(least)
+
+    def at_least_zero(self, e: sympy.Expr) -> Boolean:
+        """e >= 0: true, false, or the relation."""
+        e = sympy.expand(e)
+        if self.nonnegative(e):
+            return sympy.true
+        return sympy.false if self.nonnegative(-e - 1) else _spelt(e)
+
+    def zero(self, e: sympy.Expr) -> Boolean:
+        """e == 0: true, false, or the equation."""
+        e = sympy.expand(e)
+        if e == 0 or self.nonnegative(e - 1) or self.nonnegative(-e - 1):
+            return sympy.true if e == 0 else sympy.false
+        more, less, rest = _sides(e)
+        return Eq(less - rest, more) if less != 0 else Eq(more, -rest)
+
+    def tidy(self, p: Boolean) -> Boolean:
+        """The predicate with every relation decided or respelt, and without what the others imply."""
+        if isinstance(p, Relational):
+            return self._relation(p)
+        if isinstance(p, Not):
+            return Not(self.tidy(p.args[0]))
+        if not isinstance(p, (And, Or)):
+            return p
+        terms = [self.tidy(a) for a in p.args]
+        kept = self._minimal(terms, conjunction=isinstance(p, And))
+        return p.func(*kept)
+
+    def _relation(self, p: Relational) -> Boolean:
+        if isinstance(p, (Eq, Ne)):
+            equal = self.zero(p.lhs - p.rhs)
+            return equal if isinstance(p, Eq) else Not(equal)
+        return self.at_least_zero(_margin(p))
+
+    def _minimal(self, terms: list[Boolean], conjunction: bool) -> list[Boolean]:
+        """Drop what follows from another term (of an and), or what another term follows from (of an or)."""
+        kept = list(dict.fromkeys(terms))
+        for term in list(kept):
+            others = [o for o in kept if o is not term]
+            if any(self._implies(*((o, term) if conjunction else (term, o))) for o in others):
+                kept = others
+        return kept
+
+    def _implies(self, a: Boolean, b: Boolean) -> bool:
+        if not all(isinstance(p, Relational) and not isinstance(p, (Eq, Ne)) for p in (a, b)):
+            return False
+        return self.nonnegative(_margin(b) - _margin(a))
+
+
+def _nonnegative_size(e: sympy.Expr) -> bool:
+    """Is an expression of sizes, which are at least 1, never negative?"""
+    shifted = sympy.expand(e.subs({s: s + 1 for s in e.free_symbols}))
+    return all(c >= 0 and t.is_nonnegative for t, c in shifted.as_coefficients_dict().items() if c != 0)
+
+
+def _margin(p: Relational) -> sympy.Expr:
+    """e of the e >= 0 that an inequality of integers says."""
+    more, less = (p.lhs, p.rhs) if p.rel_op in (">", ">=") else (p.rhs, p.lhs)
+    return sympy.expand(more - less - (0 if p.rel_op in (">=", "<=") else 1))
+
+
+def _sides(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+    """(added, subtracted, rest): e = added - subtracted + rest, where rest holds sizes and numbers only."""
+    added, subtracted, rest = [sympy.Integer(0)] * 3
+    for term, factor in e.as_coefficients_dict().items():
+        if not term.has(*INDICES, AppliedUndef):
+            rest += factor * term
+        elif factor > 0:
+            added += factor * term
+        else:
+            subtracted -= factor * term
+    return added, subtracted, rest
+
+
+def _spelt(e: sympy.Expr) -> Boolean:
+    """e >= 0 with indices to the left and numbers to the right, or an index on each side."""
+    added, subtracted, rest = _sides(e)
+    if added != 0 and subtracted != 0 and rest in (0, -1):
+        return (Le if rest == 0 else Lt)(subtracted, added)
+    if subtracted == 0 or (rest.is_number and rest < 0):
+        return Ge(added - subtracted, -rest)
+    return Lt(subtracted - added, rest + 1)

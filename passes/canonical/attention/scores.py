@@ -1,0 +1,129 @@
+"""Attention scores as eager code spells them, read backwards from the softmax: product, scale, biases, fills."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import OpOverload
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.matchers import Product, product_of, scalar, transposed
+from sp_compile.graph.sizes import Size, same, sizes
+
+from .masks import FINITE
+
+aten = torch.ops.aten
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
+SAME = (aten.contiguous.default, aten.clone.default, aten.alias.default)
+CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default)
+FILLS = (
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.where.self,
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the softmax reads, from the inside out: the product, its scale, then biases and fills."""
+
+    product: Product
+    scale: float
+    chain: tuple[Node, ...]
+    factors: tuple[tuple[Node, bool], ...] = ()  # (tensor that scales, whether it divides)
+    biases: tuple[tuple[Node, bool], ...] = ()  # (bias, whether it is subtracted)
+    fills: tuple[
+        tuple[Node, bool, float], ...
+    ] = ()  # (condition, what it is where the score is filled, the number)
+    masked: tuple[Size, ...] | None = None  # the scores' shape where they were masked
+
+
+def scores_of(x: Any, user: Node) -> Scores | None:
+    """The scores that end in x, if nothing but `user` reads x or what it is made of; None for anything else."""
+    if not is_tensor(x) or set(x.users) != {user} or x.op != "call_function":
+        return None
+    call = Call(x) if isinstance(x.target, OpOverload) else None
+    product = product_of(x)
+    if call is None or product is not None:
+        seen = [p for p in (product, transposed(product)) if p.is_straight] if product is not None else []
+        return Scores(seen[0], seen[0].scale, (x,)) if seen else None
+    inner = None
+    if x.target in (*SAME, *CASTS) or keeps_matrices(x):
+        inner = scores_of(call.operands[0], x)
+    elif x.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        inner = _scaled(call, x)
+    elif x.target in (aten.add.Tensor, aten.sub.Tensor):
+        inner = _biased(call, x)
+    elif x.target in FILLS:
+        inner = _filled(call, x)
+    return replace(inner, chain=(*inner.chain, x)) if inner is not None else None
+
+
+def keeps_matrices(x: Node) -> bool:
+    """A regrouping of the leading dims."""
+    if x.target not in RESHAPES or not is_tensor(x.args[0]):
+        return False
+    before, after = (sizes(n.meta["val"].shape) for n in (x.args[0], x))
+    return min(len(before), len(after)) >= 3 and all(same(a, b) for a, b in zip(before[-2:], after[-2:]))
+
+
+def _scaled(call: Call, x: Node) -> Scores | None:
+    """By a positive number, or by a tensor that is the same for all keys (and queries) of a head."""
+    dividing, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
+    for scores, factor in [(call["self"], call["other"]), (call["other"], call["self"])][
+        : 1 if dividing else 2
+    ]:
+        inner = scores_of(scores, x) if is_tensor(scores) else None
+        if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
+            continue
+        number = scalar(factor, dtype)
+        if number is not None and number > 0:
+            return replace(inner, scale=inner.scale / number if dividing else inner.scale * number)
+        if is_tensor(factor) and not inner.fills and set(sizes(factor.meta["val"].shape)[-2:]) <= {1}:
+            return _masked(inner, x, factor, factors=(*inner.factors, (factor, dividing)))
+    return None
+
+
+def _biased(call: Call, x: Node) -> Scores | None:
+    if len(call.operands) != 2 or call["alpha"] != 1:
+        return None
+    a, b = call.operands
+    negative = x.target is aten.sub.Tensor
+    for scores, bias in [(a, b)] if negative else [(a, b), (b, a)]:
+        inner = scores_of(scores, x)
+        if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
+            return _masked(inner, x, bias, biases=(*inner.biases, (bias, negative)))
+    return None
+
+
+def _filled(call: Call, x: Node) -> Scores | None:
+    """masked_fill(scores, condition, number) and where with the number on either side."""
+    if "mask" in call.args:
+        scores, condition, number, filled = call["self"], call["mask"], call["value"], True
+    else:
+        condition = call["condition"]
+        swapped = scalar(call["self"], x.meta["val"].dtype) is not None
+        scores, number = (call["other"], call["self"]) if swapped else (call["self"], call["other"])
+        filled = swapped
+    number = scalar(number, x.meta["val"].dtype)
+    if number is None or FINITE < number != torch.finfo(x.meta["val"].dtype).min:
+        return None
+    inner = scores_of(scores, x)
+    if inner is None:
+        return None
+    return _masked(inner, x, condition, fills=(*inner.fills, (condition, filled, number)))
+
+
+def _masked(inner: Scores, x: Node, mask: Node, **changed: Any) -> Scores | None:
+    """With a tensor that must broadcast to the scores, in the one grouping of leading dims that all of them know."""
+    shape, own = sizes(x.meta["val"].shape), sizes(mask.meta["val"].shape)
+    before = sizes(inner.chain[-1].meta["val"].shape)
+    if before != shape or len(own) > len(shape) or inner.masked not in (None, shape):
+        return None
+    return replace(inner, masked=shape, **changed)

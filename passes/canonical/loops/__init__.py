@@ -1,0 +1,1 @@
+"""An unrolled loop over time becomes one scan."""

@@ -1,0 +1,123 @@
+"""A tensor that a loop writes row by row becomes the list of its rows; what reads a row just written reads the row.
+
+    y = zeros(B, S, D)                                    ys = []
+    for t in range(S):                                    for t in range(S):
+        y[:, t] = a[:, t] * y[:, t - 1] + b[:, t]   ->        ys.append(a[:, t] * ys[t - 1] + b[:, t])
+                                                          y = stack(ys, 1)
+
+In a functional graph the left is a chain of select_scatter or slice_scatter. One row at either end may keep what it
+held. Bytes moved: none. Leaves alone: rows written twice, chains that something else reads as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.edit import Editor
+
+from .steps import reading
+
+aten = torch.ops.aten
+SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
+
+
+@dataclass(frozen=True)
+class Write:
+    """One row of a dim of `base` replaced by `row`; `keep`: the row has that dim, too."""
+
+    base: Node
+    row: Node
+    dim: int
+    index: int
+    keep: bool
+
+
+class WrittenLists(Editor):
+    """Rewrites the chains of writes of one graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.edit(gm.graph)
+        self.writes = {n: w for n in gm.graph.nodes for w in [_write(n)] if w is not None}
+        self.budget = 4 * len(gm.graph.nodes)
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        forwarded = [self._forward(n, w) for n, w in reversed(self.writes.items())]
+        listed = [self._list(n) for n in self.writes if n.users and not self._is_written_on(n)]
+        return any(forwarded) or any(listed)
+
+    def _forward(self, node: Node, write: Write) -> bool:
+        """Reads of one row read what was written there, or what it was written into."""
+        changed = False
+        for user in list(node.users):
+            read = reading(user)
+            self.budget -= 1
+            if read is None or read[1:3] != (write.dim, int(write.keep)) or self.budget < 0:
+                continue
+            if read[3] == write.index and write.row.meta["val"].dtype == user.meta["val"].dtype:
+                self.replace(user, write.row)
+                changed = True
+            elif read[3] != write.index:
+                user.replace_input_with(node, write.base)
+                changed = True
+        return changed
+
+    def _is_written_on(self, node: Node) -> bool:
+        """Is there a longer chain?"""
+        users = [self.writes.get(u) for u in node.users]
+        return len(users) == 1 and users[0] is not None and users[0].base is node
+
+    def _list(self, last: Node) -> bool:
+        chain, rows, write = [last], {}, self.writes[last]
+        while True:
+            link = self.writes[chain[-1]]
+            if (link.dim, link.keep) != (write.dim, write.keep) or link.index in rows:
+                return False
+            rows[link.index] = link.row
+            if link.base not in self.writes or len(link.base.users) > 1:
+                break
+            chain.append(link.base)
+        value, base = last.meta["val"], link.base
+        missing = set(range(value.shape[write.dim])) - set(rows)
+        if (
+            len(chain) < 2
+            or len(missing) > 1
+            or any(r.meta["val"].dtype != value.dtype for r in rows.values())
+        ):
+            return False
+        with self.graph.inserting_before(last):
+            for index in missing:
+                rows[index] = self._row(base, write, index)
+            target = aten.cat.default if write.keep else aten.stack.default
+            fresh = self.compute(target, ([rows[i] for i in sorted(rows)], write.dim), last)
+        last.replace_all_uses_with(fresh)
+        for node in chain:
+            self.graph.erase_node(node)
+        self.drop(base)
+        return True
+
+    def _row(self, base: Node, write: Write, index: int) -> Node:
+        if write.keep:
+            return self.compute(aten.slice.Tensor, (base, write.dim, index, index + 1), base)
+        return self.compute(aten.select.int, (base, write.dim, index), base)
+
+
+def _write(node: Node) -> Write | None:
+    if node.op != "call_function" or node.target not in SCATTERS:
+        return None
+    call = Call(node)
+    base, row = call.operands
+    dim, keep = call.dim(), node.target is aten.slice_scatter.default
+    extent = node.meta["val"].shape[dim]
+    index = (call["start"] or 0) if keep else call["index"]
+    if (
+        not isinstance(extent, int)
+        or not isinstance(index, int)
+        or (keep and row.meta["val"].shape[dim] != 1)
+    ):
+        return None
+    return Write(base, row, dim, index + extent if index < 0 else index, keep)

@@ -1,0 +1,244 @@
+"""A step's value as a * state + b, where the state is that of the step before; then all steps are one scan.
+
+    h = a * h + b     addcmul(b, a, h)     lerp(h, x, w)     h + w * (x - h)     where(reset, b, a * h + b)
+                  ->  sp.linear_scan(a, b, initial, time)
+    h = h + b     ->  cumsum(b, time) + initial
+    h = h * a     ->  cumprod(a, time) * initial
+
+Bytes moved: none. Leaves alone: states that are not affine in the one before, element by element (tanh, matmul), and
+casts of the state, which round it at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import pytree, schema_of
+from sp_compile.graph.call import is_tensor
+from sp_compile.graph.sizes import sizes
+
+from .steps import Column, NotALoop
+from .vectorize import BatchedOps, Steps, Value
+
+aten = torch.ops.aten
+LINEAR_SCAN = torch.ops.sp.linear_scan.default
+ZEROS = (aten.zeros.default, aten.zeros_like.default)
+FILLS = (aten.full.default, aten.full_like.default)
+STILL_ZERO = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.expand.default,
+    aten.to.dtype,
+    aten.unsqueeze.default,
+)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """a * state + b, element by element; a coefficient may be a number."""
+
+    state: Column
+    a: Value
+    b: Value
+
+
+class Scans(BatchedOps):
+    """Affine arithmetic on the values of steps, and the scans of states."""
+
+    def affine(self, node: Node, leaves: list[Value]) -> Affine | None:
+        """`node` at every step, where some leaves of its arguments are Affine; None if it is not affine in a state."""
+        states = list({id(x.state): x.state for x in leaves if isinstance(x, Affine)}.values())
+        if node.target not in _RULES or len(states) != 1 or not _like(node, states[0].node):
+            return None
+        if any(isinstance(x, Node) and not is_tensor(x) for x in leaves):
+            return None
+        args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
+        schema = schema_of(node.target).arguments
+        named = {a.name: a.default_value for a in schema if a.has_default_value()}
+        named.update(zip((a.name for a in schema), args), **kwargs)
+        pair = _RULES[node.target](_Pairs(self, node), named)
+        return None if pair is None else Affine(states[0], *pair)
+
+    def scanned(self, affine: Affine, seed: Value, reverse: bool) -> Steps:
+        """The state of every step, which is `affine` in the one before; `seed`: the one before the first."""
+        like, a, b = affine.state.node, affine.a, affine.b
+        value = like.meta["val"]
+        guides = [x for x in (b, a) if isinstance(x, Steps) and x.ndim == value.ndim]
+        time = guides[0].time if guides else 0
+        shape = sizes(value.shape)
+        whole = (*shape[:time], len(affine.state.nodes), *shape[time:])
+        state = None if is_zero(seed) else self.shaped(seed, shape, like)
+
+        def every(x: Value) -> Node:
+            return self.shaped(self.aligned(x, value.ndim - time), whole, like)
+
+        if _is(a, 1) and not _is(b, 0):
+            out = self._folded("sum", every(b), time, reverse, like)
+            out = self._with(aten.add.Tensor, out, state, time, like) if state else out
+        elif not value.is_floating_point():
+            raise NotALoop("a recurrence of integers")
+        elif _is(b, 0):
+            out = self._folded("prod", every(a), time, reverse, like)
+            if not _is(seed, 1):
+                out = self._with(aten.mul.Tensor, out, self.shaped(seed, shape, like), time, like)
+        else:
+            out = self.compute(LINEAR_SCAN, (every(a), every(b), state, time, reverse), like)
+        return Steps(out, time)
+
+    def _folded(self, op: str, x: Node, time: int, reverse: bool, like: Node) -> Node:
+        if reverse:
+            return self.compute(torch.ops.sp.scan.default, (x, None, time, op, False, True), like)
+        target = {"sum": aten.cumsum.default, "prod": aten.cumprod.default}[op]
+        return self.compute(target, (x, time), like, {"dtype": x.meta["val"].dtype})
+
+    def _with(self, target: Any, out: Node, state: Node, time: int, like: Node) -> Node:
+        return self.compute(target, (out, self.unsqueezed(state, time)), like)
+
+
+class _Pairs:
+    """Arithmetic that folds numbers."""
+
+    def __init__(self, scans: Scans, like: Node) -> None:
+        self.scans, self.like = scans, like
+
+    def of(self, x: Value) -> tuple[Value, Value]:
+        """a and b of any operand."""
+        return (x.a, x.b) if isinstance(x, Affine) else (0, x)
+
+    def times(self, x: Value, y: Value) -> Value:
+        if _is_number(x):
+            x, y = y, x
+        if _is_number(y):
+            if y == 0 or _is_number(x):
+                return 0 if y == 0 else x * y
+            if y == 1:
+                return x
+        return self.scans.pointwise(aten.mul.Tensor, x, y, like=self.like)
+
+    def plus(self, x: Value, y: Value) -> Value:
+        if _is_number(x):
+            x, y = y, x
+        if _is_number(y) and (y == 0 or _is_number(x)):
+            return x + y if _is_number(x) else x
+        return self.scans.pointwise(aten.add.Tensor, x, y, like=self.like)
+
+    def over(self, x: Value, y: Value) -> Value:
+        if _is(x, 0) or (_is_number(x) and _is_number(y)):
+            return x / y if _is_number(y) else 0
+        if _is_number(x):
+            return self.times(x, self.scans.pointwise(aten.reciprocal.default, y, like=self.like))
+        return self.scans.pointwise(aten.div.Tensor, x, y, like=self.like)
+
+    def pick(self, condition: Value, x: Value, y: Value) -> Value:
+        if _is_number(x) and _is_number(y) and x == y:
+            return x
+        overload = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther", (1, 1): "Scalar"}
+        target = getattr(aten.where, overload[_is_number(x), _is_number(y)])
+        return self.scans.pointwise(target, condition, x, y, like=self.like)
+
+
+Pair = tuple[Value, Value]
+Rule = Callable[[_Pairs, dict[str, Any]], Pair | None]
+
+
+def _sum(p: _Pairs, x: Value, y: Value, alpha: Value = 1) -> Pair:
+    (a, b), (c, d) = p.of(x), p.of(y)
+    return p.plus(a, p.times(c, alpha)), p.plus(b, p.times(d, alpha))
+
+
+def _scaled(p: _Pairs, x: Value, y: Value) -> Pair | None:
+    if isinstance(x, Affine) and isinstance(y, Affine):
+        return None
+    if isinstance(y, Affine):
+        x, y = y, x
+    a, b = p.of(x)
+    return p.times(a, y), p.times(b, y)
+
+
+def _divided(p: _Pairs, x: dict[str, Any]) -> Pair | None:
+    if isinstance(x["other"], Affine):
+        return None
+    return p.over(x["self"].a, x["other"]), p.over(x["self"].b, x["other"])
+
+
+def _addcmul(p: _Pairs, x: dict[str, Any]) -> Pair | None:
+    scaled = _scaled(p, x["tensor1"], x["tensor2"])
+    if scaled is None:
+        return None
+    (a, b), (c, d) = p.of(x["self"]), scaled
+    return p.plus(a, p.times(c, x["value"])), p.plus(b, p.times(d, x["value"]))
+
+
+def _lerp(p: _Pairs, x: dict[str, Any]) -> Pair | None:
+    weight = x["weight"]
+    if isinstance(weight, Affine):
+        return None
+    rest = p.plus(1, p.times(weight, -1))
+    (a, b), (c, d) = p.of(x["self"]), p.of(x["end"])
+    return p.plus(p.times(a, rest), p.times(c, weight)), p.plus(p.times(b, rest), p.times(d, weight))
+
+
+def _picked(p: _Pairs, condition: Value, x: Value, y: Value) -> Pair | None:
+    if isinstance(condition, Affine):
+        return None
+    (a, b), (c, d) = p.of(x), p.of(y)
+    return p.pick(condition, a, c), p.pick(condition, b, d)
+
+
+def _kept(p: _Pairs, x: dict[str, Any]) -> Pair:
+    return p.of(x["self"])
+
+
+_RULES: dict[Any, Rule] = {
+    aten.add.Tensor: lambda p, x: _sum(p, x["self"], x["other"], x["alpha"]),
+    aten.add.Scalar: lambda p, x: _sum(p, x["self"], x["other"], x["alpha"]),
+    aten.sub.Tensor: lambda p, x: _sum(p, x["self"], x["other"], -x["alpha"]),
+    aten.sub.Scalar: lambda p, x: _sum(p, x["self"], x["other"], -x["alpha"]),
+    aten.rsub.Tensor: lambda p, x: _sum(p, x["other"], x["self"], -x["alpha"]),
+    aten.rsub.Scalar: lambda p, x: _sum(p, x["other"], x["self"], -x["alpha"]),
+    aten.neg.default: lambda p, x: _scaled(p, x["self"], -1),
+    aten.mul.Tensor: lambda p, x: _scaled(p, x["self"], x["other"]),
+    aten.mul.Scalar: lambda p, x: _scaled(p, x["self"], x["other"]),
+    aten.div.Tensor: _divided,
+    aten.div.Scalar: _divided,
+    aten.addcmul.default: _addcmul,
+    aten.lerp.Tensor: _lerp,
+    aten.lerp.Scalar: _lerp,
+    aten.where.self: lambda p, x: _picked(p, x["condition"], x["self"], x["other"]),
+    aten.where.ScalarSelf: lambda p, x: _picked(p, x["condition"], x["self"], x["other"]),
+    aten.where.ScalarOther: lambda p, x: _picked(p, x["condition"], x["self"], x["other"]),
+    aten.masked_fill.Scalar: lambda p, x: _picked(p, x["mask"], x["value"], x["self"]),
+    aten.masked_fill.Tensor: lambda p, x: _picked(p, x["mask"], x["value"], x["self"]),
+    aten.alias.default: _kept,
+    aten.clone.default: _kept,
+    aten.contiguous.default: _kept,
+    aten.to.dtype: _kept,
+    aten.to.dtype_layout: _kept,
+}
+
+
+def _like(node: Node, other: Node) -> bool:
+    x, y = node.meta["val"], other.meta["val"]
+    return x.dtype == y.dtype and sizes(x.shape) == sizes(y.shape)
+
+
+def _is_number(x: Value) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _is(x: Value, number: int) -> bool:
+    return _is_number(x) and x == number
+
+
+def is_zero(x: Value) -> bool:
+    """The number 0, or a tensor made of zeros."""
+    while is_tensor(x) and x.target in STILL_ZERO:
+        x = x.args[0]
+    if is_tensor(x) and x.target in FILLS:
+        return _is(x.args[1], 0)
+    return x.target in ZEROS if isinstance(x, Node) else _is(x, 0)

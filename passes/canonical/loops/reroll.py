@@ -1,0 +1,315 @@
+"""Loops over time that tracing unrolled become scans, and one body for all steps.
+
+    for t in range(S):                                   h = sp.linear_scan(a, b, h0, 1)     (B, S, D)
+        h = a[:, t] * h + b[:, t]                  ->    y = h * c                           (B, S, D)
+        ys.append(h * c[:, t])
+    y = stack(ys, 1)
+
+A list of S nodes that do the same becomes one node that does it to all steps (steps.py, batched_ops.py); a state that
+is affine in the one before becomes a scan (affine.py). Steps are read by select, slices, unbind or split, in order or
+in reverse; the first may be another (a state to begin with); rows written into a tensor are a list (written_lists.py).
+What else reads the value of one step selects it. Takes time linear in the nodes. Bytes moved: none.
+Leaves alone: steps that differ, states that are not affine in the one before, random draws, changes of the grad mode
+between steps, lists without a recurrence, loops of which only the last state is used.
+
+The columns of a loop, each computed for all steps at once: states by scans, everything else by one op.
+
+A column that reads a state of the step before waits for the scan of that state, unless the state is made of it: then
+it is kept as an affine function of the state.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import sizes
+
+from .lists import WrittenLists
+from .recurrence import Affine, Scans
+from .steps import Column, Loop, NotALoop, Operand, Read, Ref, Seeded, reading
+from .vectorize import Steps, Value
+
+aten = torch.ops.aten
+WAITS = object()
+
+
+class Roll:
+    """One loop, rolled up at the editor's insertion point.
+
+    The dim that counts steps has the order of what they read: `reverse` if that is the last step first.
+    """
+
+    def __init__(self, editor: Scans, loop: Loop) -> None:
+        self.editor, self.loop = editor, loop
+        reads = [x for x in loop.operands() if isinstance(x, Read)]
+        self.reverse = bool(reads) and all(x.stride < 0 for x in reads)
+        self.scans = 0
+        self.values: dict[Column, Value] = {}
+        self.forms: dict[Column, Affine] = {}
+        self.seeds: dict[Column, Any] = {}
+        self.known: dict[Any, Value] = {}
+        self.columns: list[Column] = []
+        for column in loop.ordered():
+            if all(self._is_shared(x) for x in column.operands):
+                self.values[column] = column.nodes[0]
+            else:
+                self.columns.append(column)
+
+    def _is_shared(self, x: Operand) -> bool:
+        """Is it the same at every step?"""
+        if isinstance(x, Ref):
+            return isinstance(self.values.get(x.column), Node)
+        return not isinstance(x, Read | Seeded)
+
+    def shared(self) -> set[Node]:
+        """What has to be computed before any step."""
+        found = [x.source if isinstance(x, Read) else x for x in self.loop.operands()]
+        return {x for x in (*found, *self.values.values()) if isinstance(x, Node)}
+
+    def run(self) -> Steps:
+        """Compute every column; the list of the loop. Raises NotALoop where that cannot be done."""
+        waiting = self.columns
+        while waiting:
+            left = [c for c in waiting if not self._computed(c)]
+            if len(left) == len(waiting):
+                raise NotALoop("a state that is not affine in the one before")
+            waiting = left
+        found = self.value(self.loop.root, 0, self.loop.length)
+        if not isinstance(found, Steps):
+            raise NotALoop("the same at every step")
+        return found
+
+    def step(self, node: Node) -> Node:
+        """The node of one step, taken from its column."""
+        column, step = self.loop.owner[node]
+        whole = self.values[column]
+        if not isinstance(whole, Steps):
+            raise NotALoop("several results")
+        index = column.end - 1 - step if self.reverse else step - column.first
+        return self.editor.compute(aten.select.int, (whole.node, whole.time, index), node)
+
+    def _computed(self, column: Column) -> bool:
+        form = self.forms.get(column)
+        if form is not None and form.state not in self.values:
+            return False
+        leaves = [self._leaf(x, column) for x in column.operands]
+        if any(x is WAITS for x in leaves):
+            return False
+        if not any(isinstance(x, Affine) for x in leaves):
+            self.values[column] = self.editor.apply(column.node, leaves)
+            return True
+        form = self.editor.affine(column.node, leaves)
+        if form is None:
+            return False
+        self.forms[column] = form
+        if form.state is not column:
+            return False
+        self.values[column] = self.editor.scanned(form, self.seeds[column], self.reverse)
+        self.scans += 1
+        return True
+
+    def _leaf(self, x: Operand, column: Column) -> Any:
+        """A value, an Affine, or WAITS."""
+        rest = x.rest if isinstance(x, Seeded) else x
+        if not isinstance(rest, Ref) or rest.column in self.values:
+            return self.value(x, column.first, column.end)
+        source = rest.column
+        if isinstance(x, Seeded):
+            before = self.seeds.setdefault(source, x.seed)
+            starts = rest.lag == 1 and source.first == column.first and _is(before, x.seed)
+            return Affine(source, 1, 0) if starts else WAITS
+        together = rest.lag == 0 and (source.first, source.end) == (column.first, column.end)
+        return self.forms.get(source, WAITS) if together else WAITS
+
+    def value(self, x: Operand, first: int, end: int) -> Value:
+        """An operand of steps first, ..., end - 1."""
+        key = (x, first, end)
+        if isinstance(x, Read | Ref | Seeded) and key not in self.known:
+            self.known[key] = self._made(x, first, end)
+        return self.known[key] if isinstance(x, Read | Ref | Seeded) else x
+
+    def _made(self, x: Operand, first: int, end: int) -> Value:
+        if isinstance(x, Read):
+            return self._reading(x, first, end)
+        if isinstance(x, Seeded):
+            rest = self.value(x.rest, first + 1, end)
+            if not isinstance(rest, Steps):
+                raise NotALoop("a first step alone")
+            return self.editor.joined(x.seed, rest, self.reverse)
+        found, column = self.values[x.column], x.column
+        first, end = first - x.lag, end - x.lag
+        if (first, end) == (column.first, column.end) or isinstance(found, Node):
+            return found
+        if not isinstance(found, Steps) or first < column.first or end > column.end:
+            raise NotALoop("steps that were not taken")
+        start = column.end - end if self.reverse else first - column.first
+        return self.editor.narrowed(found, start, end - first)
+
+    def _reading(self, x: Read, first: int, end: int) -> Steps:
+        ends = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))
+        rows = max(x.rows, 1)
+        whole = Steps(x.source, x.dim)
+        found = self.editor.narrowed(whole, ends[0] * rows, (ends[1] + 1 - ends[0]) * rows)
+        if x.rows:
+            found = self.editor.in_pieces(found, x.rows)
+        return self.editor.flipped(found) if (x.stride > 0) == self.reverse else found
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and bool(a == b))
+
+
+STATE_CALLS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALLS}
+
+
+class Reroll(Scans):
+    """Rolls up the unrolled loops of one graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.edit(gm.graph)
+        self.budget = 4 * len(gm.graph.nodes)
+        self.made: list[Node] = []
+        self.rolled: set[Node] = set()  # what loops became
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        written = WrittenLists(self.gm).run()
+        lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
+        lists.sort(key=lambda n: -len(n.args[0]))  # a loop before the lists of its body
+        changed = [bool(n.users) and self._roll(n) for n in lists]
+        return written or any(changed)
+
+    def emit(self, *args: Any, **kwargs: Any) -> Node:
+        """Append a node, and remember it."""
+        self.made.append(super().emit(*args, **kwargs))
+        return self.made[-1]
+
+    def _roll(self, listed: Node) -> bool:
+        values = _values(listed)
+        for turned in (False, True):
+            loop, self.made = Loop(self.budget), []
+            try:
+                loop.read(values[::-1] if turned else values)
+                self._rewrite(listed, loop, turned)
+                return True
+            except NotALoop:
+                self._forget()
+            finally:
+                self.budget = loop.budget
+        return False
+
+    def _forget(self) -> None:
+        """Erase what was made and nothing uses."""
+        for node in reversed(self.made):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def _rewrite(self, listed: Node, loop: Loop, turned: bool) -> None:
+        operands = list(loop.operands())
+        again = any(isinstance(x, Read) and x.source in self.rolled for x in operands)
+        if not again and not any(isinstance(x, Ref) and x.lag for x in operands):
+            raise NotALoop("no recurrence")
+        roll = Roll(self, loop)
+        steps = [n for c in roll.columns for n in c.nodes]
+        owned = set(steps)
+        readers = [(u, n) for n in steps for u in n.users if u is not listed and u not in owned]
+        anchor = _anchor(roll.shared(), owned, [listed, *(u for u, _ in readers)])
+        with self.behind(anchor), _autocast_at(anchor):
+            found = roll.run()
+            if not again and not roll.scans:
+                raise NotALoop("no recurrence")
+            result = self._listed(found if turned == roll.reverse else self.flipped(found), listed)
+            fresh = [roll.step(n) for _, n in readers]
+        for (user, node), one in zip(readers, fresh):
+            user.replace_input_with(node, one)
+        listed.replace_all_uses_with(result)
+        self._clear(listed, loop)
+
+    def _listed(self, found: Steps, listed: Node) -> Node:
+        """The values of all steps, arranged as the list is."""
+        dim = Call(listed)["dim"] % listed.meta["val"].ndim
+        whole = self.moved(found, dim).node
+        if listed.target is aten.stack.default:
+            return whole
+        if whole.target is aten.unsqueeze.default and whole.args[1] == dim + 1:
+            return whole.args[0]
+        return self.compute(aten.flatten.using_ints, (whole, dim, dim + 1), listed)
+
+    def _clear(self, listed: Node, loop: Loop) -> None:
+        """Erase the steps and what only they read."""
+        self.graph.erase_node(listed)
+        inputs = [i for n in loop.owner for i in n.all_input_nodes if i not in loop.owner]
+        for node in sorted(loop.owner, reverse=True):
+            if not node.users:
+                self.graph.erase_node(node)
+        self._forget()
+        cut = {i.args[0]: None for i in inputs if i.target is operator.getitem}
+        self.drop(*inputs)
+        for pieces in cut:
+            self._separate(pieces)
+        self.rolled.update(n for n in self.made if n.users)
+
+    def _separate(self, pieces: Node) -> None:
+        """What is left of an unbind or a split reads its piece alone, so that no rank needs all of them."""
+        for user in list(pieces.users):
+            found = reading(user)
+            if found is not None:
+                source, dim, rows, index = found
+                args = (index * rows, (index + 1) * rows) if rows else (index,)
+                target = aten.slice.Tensor if rows else aten.select.int
+                with self.behind(pieces):
+                    self.replace(user, self.compute(target, (source, dim, *args), user))
+
+
+def _values(listed: Node) -> list[Node]:
+    """The values of a stack, or of a cat of pieces of one size."""
+    values = list(listed.args[0])
+    if listed.target is aten.cat.default:
+        dim = Call(listed)["dim"]
+        if len({sizes(v.meta["val"].shape)[dim] for v in values}) > 1:
+            return []
+    return values if len(set(values)) == len(values) > 1 else []
+
+
+def _anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
+    """The last of what is shared; behind it all steps can be computed at once, and before anything reads one."""
+    if not shared:
+        raise NotALoop("nothing is read")
+    anchor, tainted = max(shared), set(owned)
+    if any(reader < anchor for reader in readers):
+        raise NotALoop("read too early")
+    node, last = min(anchor, *owned), max(readers)
+    while node is not last:
+        if node.target in STATE_CALLS:
+            raise NotALoop("another grad mode")
+        if node not in owned and any(i in tainted for i in node.all_input_nodes):
+            tainted.add(node)
+        node = node.next
+    if tainted & shared:
+        raise NotALoop("what is shared depends on a step")
+    return anchor
+
+
+@contextmanager
+def _autocast_at(node: Node) -> Iterator[None]:
+    """The autocast regions that the node is in."""
+    entered: dict[Node, Any] = {}
+    for other in node.graph.find_nodes(op="call_function", target=enter_autocast):
+        if other < node:
+            entered[other] = other.args
+    for other in node.graph.find_nodes(op="call_function", target=exit_autocast):
+        if other < node:
+            entered.pop(other.args[0], None)
+    with ExitStack() as regions:
+        for device, dtype, enabled, cache in entered.values():
+            regions.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield

@@ -1,0 +1,243 @@
+"""The steps of an unrolled loop, told apart: which nodes do the same at every step, and what differs between them.
+
+A `Column` holds one node of every step. What a step reads is one of
+
+    Read      piece t of a tensor            select(x, dim, t), x[:, t * n : (t + 1) * n], unbind, split
+    Ref       a column's node of the same step, or of the step before (lag 1)
+    Seeded    as the rest, but for the first step: a state before anything happened
+    a node or a constant that all steps share
+
+Reading makes no nodes, and takes time linear in the nodes of the loop.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import pytree
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.mutation import is_pure
+from sp_compile.graph.sizes import sizes
+
+aten = torch.ops.aten
+COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
+PIECES = (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+
+
+class NotALoop(Exception):
+    """The values are not those of a loop that can be rolled up."""
+
+
+@dataclass(eq=False)
+class Column:
+    """The nodes of steps first, first + 1, ...; `operands`: the leaves of their arguments."""
+
+    nodes: list[Node]
+    first: int
+    operands: list[Operand] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.nodes)
+
+    @property
+    def node(self) -> Node:
+        """One that stands for all."""
+        return self.nodes[-1]
+
+
+@dataclass(frozen=True)
+class Read:
+    """At step t, index start + stride * t of the source's dim; or, if `rows`, that piece of so many rows."""
+
+    source: Node
+    dim: int
+    start: int
+    stride: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The column's node of step t - lag."""
+
+    column: Column
+    lag: int
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """The seed at the first step, the rest from the second on."""
+
+    seed: Any
+    rest: Read | Ref
+
+
+Operand: TypeAlias = Any  # Read | Ref | Seeded | Node | a constant
+
+
+class Loop:
+    """The columns behind a list of values, one a step; `root`: what the list itself is."""
+
+    def __init__(self, budget: int) -> None:
+        self.columns: list[Column] = []
+        self.owner: dict[Node, tuple[Column, int]] = {}
+        self.budget = budget  # nodes that may be looked at
+        self.root: Operand = None
+        self.length = 0
+
+    def read(self, values: Sequence[Node]) -> None:
+        """Find the columns. Raises NotALoop unless every node of every step has its place in one."""
+        if not values:
+            raise NotALoop("no list")
+        self.root, self.length = self._operand(values, 0), len(values)
+        for column in self.columns:  # grows on the way
+            self._read_arguments(column)
+
+    def ordered(self) -> list[Column]:
+        """Every column behind those that it reads at the same step."""
+        last = min((c.end for c in self.columns), default=1) - 1
+        if any(c.first > last for c in self.columns):
+            raise NotALoop("steps apart")
+        return sorted(self.columns, key=lambda c: c.nodes[last - c.first])
+
+    def operands(self) -> Iterator[Operand]:
+        """Of the root and of all columns, what is seeded as its parts."""
+        for operand in (self.root, *(x for c in self.columns for x in c.operands)):
+            yield from (operand.seed, operand.rest) if isinstance(operand, Seeded) else (operand,)
+
+    def _read_arguments(self, column: Column) -> None:
+        flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
+        if any(spec != flat[0][1] for _, spec in flat[1:]):
+            raise NotALoop("arguments of another form")
+        leaves = [x for x, _ in flat]
+        if column.node.target in COMMUTING and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
+            leaves[0] = leaves[0] if leaves[-1][1] == leaves[0][1] else leaves[0][::-1]  # 0.0 * x is x * 0.0
+        column.operands = [self._operand(values, column.first) for values in zip(*leaves)]
+
+    def _operand(self, values: Sequence[Any], first: int) -> Operand:
+        head = values[0]
+        if all(_same(v, head) for v in values[1:]):
+            return head
+        found = self._known(values, first) or _reading(values, first)
+        if found is None and not self._alike(values):
+            rest = values[1:]
+            found = self._known(rest, first + 1) or _reading(rest, first + 1)
+            if found is None and self._alike(rest) and len(rest) > 1:
+                found = Ref(self._column(rest, first + 1), 0)
+            if found is None or _is_symbolic(head):
+                raise NotALoop("steps that differ")
+            return Seeded(head, found)
+        return found or Ref(self._column(values, first), 0)
+
+    def _known(self, values: Sequence[Any], first: int) -> Ref | None:
+        """The nodes of a column, at the same step or at the one before."""
+        owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
+        if owner is None:
+            return None
+        column, step = owner
+        held = column.nodes[step - column.first :][: len(values)]
+        lag = first - step
+        return Ref(column, lag) if lag in (0, 1) and held == list(values) else None
+
+    def _column(self, values: Sequence[Node], first: int) -> Column:
+        self.budget -= len(values)
+        if self.budget < 0 or any(v in self.owner for v in values):
+            raise NotALoop("nodes of several places")
+        column = Column(list(values), first)
+        self.columns.append(column)
+        self.owner.update({v: (column, first + i) for i, v in enumerate(values)})
+        return column
+
+    def _alike(self, values: Sequence[Any]) -> bool:
+        """Calls of one pure op, whose results are of one kind."""
+        if any(not isinstance(v, Node) or v.op != "call_function" for v in values):
+            return False
+        head = values[0]
+        if not is_pure(head) or any(v.target is not head.target for v in values):
+            return False
+        kind = _kind(head)
+        return all(_kind(v) == kind for v in values)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Node) or isinstance(b, Node):
+        return a is b
+    return type(a) is type(b) and bool(a == b)
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, Node) and not is_tensor(value)
+
+
+def _kind(node: Node) -> Any:
+    value = node.meta.get("val")
+    return (sizes(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _reading(values: Sequence[Any], first: int) -> Read | Node | None:
+    """Indices of one dim of one tensor, in order or in reverse; the node itself where all read the same index."""
+    reads = [reading(v) for v in values]
+    head = reads[0]
+    if head is None or any(r is None or r[1:3] != head[1:3] or not _made_alike(r[0], head[0]) for r in reads):
+        return None
+    at = [r[3] for r in reads if r is not None]
+    stride = at[1] - at[0] if len(at) > 1 else 1
+    if any(b - a != stride for a, b in pairwise(at)) or stride not in (-1, 0, 1):
+        return None
+    source, dim, rows = head[:3]
+    return values[0] if stride == 0 else Read(source, dim, at[0] - stride * first, stride, rows)
+
+
+def _made_alike(a: Node, b: Node) -> bool:
+    """One value: the same node, or the same call of a pure op."""
+    return a is b or (
+        a.op == "call_function"
+        and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
+        and is_pure(a)
+    )
+
+
+def reading(node: Any) -> tuple[Node, int, int, int] | None:
+    """(source, dim, rows, index) of a node that reads one index of a dim (rows = 0), or a piece of so many rows."""
+    if not is_tensor(node) or node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        return _piece(node)
+    if node.target not in (aten.select.int, aten.slice.Tensor):
+        return None
+    call = Call(node)
+    source, dim = call.operands[0], call.dim()
+    extent = source.meta["val"].shape[dim]
+    if node.target is aten.select.int:
+        rows, index = 0, call["index"]
+    else:
+        rows, index = node.meta["val"].shape[dim], call["start"] or 0
+        if not isinstance(rows, int) or not rows:
+            return None
+    if not isinstance(extent, int) or not isinstance(index, int) or (rows > 1 and call["step"] != 1):
+        return None
+    index = max(index + extent, 0) if index < 0 else index
+    if rows > 1 and index % rows:
+        return None
+    return source, dim, rows, index // max(rows, 1)
+
+
+def _piece(node: Node) -> tuple[Node, int, int, int] | None:
+    pieces, index = node.args
+    if not isinstance(pieces, Node) or pieces.target not in PIECES or not isinstance(index, int) or index < 0:
+        return None
+    call = Call(pieces)
+    source, dim = call.operands[0], call.dim()
+    if pieces.target is aten.unbind.int:
+        return source, dim, 0, index
+    found = {sizes(piece.shape)[dim] for piece in pieces.meta["val"]}
+    rows = found.pop()
+    return None if found or not isinstance(rows, int) or not rows else (source, dim, rows, index)

@@ -1,0 +1,345 @@
+"""The values of all steps of a loop as one tensor, with a dim that counts the steps; how such tensors are arranged.
+
+One op on the values of all steps of a loop at once.
+
+    pointwise ops, matmul            the op itself, operands aligned
+    linear, layer_norm, rms_norm     the op itself
+    ops along dims, einsum           the op itself, along the dims where those now are
+    everything else                  what torch.func.vmap makes of the op
+
+Every op stays the op that it is wherever it can, and the steps stay the dim that they are: rules and later passes see
+what they would have seen in a model written without a loop. Leaves alone: what vmap does not know, random draws.
+"""
+
+from __future__ import annotations
+
+import operator
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import detect_fake_mode, enable_python_dispatcher, make_fx, pytree
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import Size, quotient, same, sizes
+from sp_compile.sharding.reshape import Window
+from sp_compile.sharding.rule import Factors, lookup
+
+from .steps import NotALoop
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A value of every step as one node; its dim `time` counts the steps."""
+
+    node: Node
+    time: int
+
+    @property
+    def ndim(self) -> int:
+        """Of the value of one step."""
+        return int(self.node.meta["val"].ndim) - 1
+
+    @property
+    def behind(self) -> int:
+        """How many dims come after that of the steps."""
+        return self.ndim - self.time
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """Of the value of one step."""
+        shape = sizes(self.node.meta["val"].shape)
+        return (*shape[: self.time], *shape[self.time + 1 :])
+
+
+Value: TypeAlias = Any  # Steps | a list of them | Node | a constant: the last two are the same at every step
+
+
+class Batch(Editor):
+    """Appends ops on Steps at the graph's insertion point."""
+
+    def moved(self, x: Steps, time: int) -> Steps:
+        """The same with its steps counted by another dim."""
+        if x.time == time:
+            return x
+        order = [d for d in range(x.ndim + 1) if d != x.time]
+        order.insert(time, x.time)
+        return Steps(self._permuted(x.node, order), time)
+
+    def _permuted(self, node: Node, order: list[int]) -> Node:
+        if node.target is aten.permute.default:
+            node, order = node.args[0], [node.args[1][d] for d in order]
+        if order == sorted(order):
+            return node
+        return self.compute(aten.permute.default, (node, order), node)
+
+    def narrowed(self, x: Steps, start: int, length: int) -> Steps:
+        """Some of the steps."""
+        whole = x.node.meta["val"].shape[x.time]
+        if start < 0 or start + length > whole:
+            raise NotALoop("steps out of range")
+        if length == whole:
+            return x
+        return Steps(self.compute(aten.slice.Tensor, (x.node, x.time, start, start + length), x.node), x.time)
+
+    def flipped(self, x: Steps) -> Steps:
+        """The steps in the other order."""
+        return Steps(self.compute(aten.flip.default, (x.node, [x.time]), x.node), x.time)
+
+    def in_pieces(self, x: Steps, rows: int) -> Steps:
+        """Rows as steps of `rows` rows: (N * rows) -> (N, rows)."""
+        if rows == 1:
+            return Steps(self.unsqueezed(x.node, x.time + 1), x.time)
+        shape = list(sizes(x.node.meta["val"].shape))
+        shape[x.time : x.time + 1] = [quotient(shape[x.time], rows), rows]
+        return Steps(self.compute(aten.reshape.default, (x.node, self.sizes.list(shape)), x.node), x.time)
+
+    def joined(self, seed: Value, rest: Steps, last: bool) -> Steps:
+        """One step more, in front of the rest or behind it."""
+        one = self.unsqueezed(self.shaped(seed, rest.shape, rest.node), rest.time)
+        parts = [rest.node, one] if last else [one, rest.node]
+        return Steps(self.compute(aten.cat.default, (parts, rest.time), rest.node), rest.time)
+
+    def shaped(self, x: Value, shape: Sequence[Size], like: Node) -> Node:
+        """A node or a number as a tensor of this shape and of the dtype of `like`; never rounds."""
+        value, wanted = like.meta["val"], self.sizes.list(shape)
+        if not isinstance(x, Node):
+            options = {"dtype": value.dtype, "device": value.device}
+            return self.compute(aten.full.default, (wanted, x), like, options)
+        found = x.meta["val"]
+        held = sizes(found.shape)
+        rounds = found.ndim and torch.promote_types(found.dtype, value.dtype) != value.dtype
+        grows = all(a == 1 or same(a, b) for a, b in zip(held[::-1], shape[::-1]))
+        if rounds or not grows or len(held) > len(shape):
+            raise NotALoop("another kind of value")
+        if found.dtype != value.dtype:
+            x = self.compute(aten.to.dtype, (x, value.dtype), x)
+        if len(held) == len(shape) and all(same(a, b) for a, b in zip(held, shape)):
+            return x
+        return self.compute(aten.expand.default, (x, wanted), x)
+
+    def unsqueezed(self, node: Node, dim: int, count: int = 1) -> Node:
+        """`count` dims of size 1 more."""
+        for _ in range(count):
+            node = self.compute(aten.unsqueeze.default, (node, dim), node)
+        return node
+
+    def aligned(self, x: Value, behind: int) -> Value:
+        """The operand with `behind` dims after that of the steps (or none in its place), for ops that broadcast."""
+        if isinstance(x, Steps):
+            if x.ndim >= behind:
+                return self.moved(x, x.ndim - behind).node
+            return self.unsqueezed(self.moved(x, 0).node, 1, behind - x.ndim)
+        if is_tensor(x) and x.meta["val"].ndim > behind:
+            return self.unsqueezed(x, x.meta["val"].ndim - behind)
+        return x
+
+
+def ndim_of(x: Value) -> int:
+    """How many dims the value of one step has; a number has none."""
+    if isinstance(x, Steps):
+        return x.ndim
+    return int(x.meta["val"].ndim) if is_tensor(x) else 0
+
+
+MATMULS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
+DIMS = {"dim", "dim0", "dim1", "dim2"}
+
+
+class BatchedOps(Batch):
+    """Appends ops on Steps at the graph's insertion point."""
+
+    def apply(self, node: Node, leaves: Sequence[Value]) -> Value:
+        """What `node` does at one step, on all of them; leaves: in place of those of its arguments."""
+        if node.target is operator.getitem:
+            return leaves[0][leaves[1]]
+        for way in (_pointwise, _matmul, _rows, _along, _einsum):
+            found = way(self, node, leaves)
+            if found is not None and _fits(found, node):
+                return found
+        found = self._vmapped(node, leaves)
+        if not _fits(found, node):
+            raise NotALoop(f"{node.target} does something else to all steps")
+        return found
+
+    def pointwise(self, target: Any, *operands: Value, like: Node) -> Value:
+        """A pointwise op of the operands: Steps, or a node where no operand is one."""
+        if not any(isinstance(x, Steps) for x in operands):
+            return self.compute(target, operands, like)
+        return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like)
+
+    def broadcast(self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, rows: int = 0) -> Steps:
+        """An op whose operands broadcast, but for the last `rows` dims."""
+        steps = [x for x in leaves if isinstance(x, Steps)]
+        ndim = max(ndim_of(x) for x in leaves)
+        behind = max((x for x in steps if x.behind >= rows), key=lambda x: x.ndim, default=None)
+        place = ndim if behind is None else behind.behind
+        args, kwargs = pytree.tree_unflatten([self.aligned(x, place) for x in leaves], spec)
+        return Steps(self.compute(target, args, like, kwargs), ndim - place)
+
+    def _vmapped(self, node: Node, leaves: Sequence[Value]) -> Value:
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, Steps) or is_tensor(x)]
+        operands = [self.moved(x, 0).node if isinstance(x, Steps) else x for x in leaves]
+        plain = torch.fx.map_arg(operands, lambda n: n.meta["val"])
+        spec = _spec(node)
+
+        def step(*given: torch.Tensor) -> Any:
+            filled = list(plain)
+            for i, x in zip(tensors, given):
+                filled[i] = x
+            args, kwargs = pytree.tree_unflatten(filled, spec)
+            return node.target(*args, **kwargs)
+
+        values = [plain[i].detach() for i in tensors]
+        dims = tuple(0 if isinstance(leaves[i], Steps) else None for i in tensors)
+        mode = detect_fake_mode(values)
+        if mode is None:
+            raise NotALoop("lists of values")
+        try:
+            with mode, enable_python_dispatcher():
+                body = make_fx(torch.func.vmap(step, in_dims=dims), tracing_mode="real")(*values)
+        except (RuntimeError, ValueError) as error:
+            raise NotALoop(f"{node.target} cannot be batched") from error
+        return self._inlined(body, [operands[i] for i in tensors], node)
+
+    def _inlined(self, body: GraphModule, operands: list[Node], like: Node) -> Value:
+        placed = dict(zip(body.graph.find_nodes(op="placeholder"), operands))
+        for n in body.graph.nodes:
+            if n.op == "call_function":
+                args, kwargs = torch.fx.map_arg((n.args, n.kwargs), placed.__getitem__)
+                placed[n] = self.compute(n.target, args, like, kwargs)
+            elif n.op not in ("placeholder", "output"):
+                raise NotALoop(f"{like.target} holds constants")
+        out = torch.fx.map_arg(body.graph.output_node().args[0], placed.__getitem__)
+        if not all(is_tensor(x) for x in pytree.tree_leaves(out)):
+            raise NotALoop(f"{like.target} makes no tensors")
+        return [Steps(x, 0) for x in out] if isinstance(out, list | tuple) else Steps(out, 0)
+
+
+def _spec(node: Node) -> Any:
+    return pytree.tree_flatten((node.args, node.kwargs))[1]
+
+
+def _fits(found: Value, node: Node) -> bool:
+    """Is the value of a step what the node is?"""
+    found, wanted = (x if isinstance(x, list | tuple) else [x] for x in (found, node.meta["val"]))
+    if not all(isinstance(y, torch.Tensor) for y in wanted):
+        return False
+    return len(found) == len(wanted) and all(
+        len(x.shape) == y.ndim
+        and x.node.meta["val"].dtype == y.dtype
+        and all(same(a, b) for a, b in zip(x.shape, sizes(y.shape)))
+        for x, y in zip(found, wanted)
+    )
+
+
+def _pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+    """Ops that act on each element alone, by their rule."""
+    found = lookup(node)
+    rule = found[1] if found is not None else None
+    if not isinstance(rule, Factors) or rule.kinds or rule.sizes or len(rule.results) != 1:
+        return None
+    (result,) = rule.results
+    for dims in rule.operands:
+        if len(dims) > len(result) or any(f not in ("", g) for f, g in zip(dims[::-1], result[::-1])):
+            return None
+    return ops.broadcast(node.target, _spec(node), leaves, node)
+
+
+def _matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+    if node.target not in MATMULS:
+        return None
+    left, right = leaves
+    if isinstance(left, Steps) and left.behind and ndim_of(right) == 2 and not isinstance(right, Steps):
+        return Steps(ops.compute(aten.matmul.default, (left.node, right), node), left.time)
+    if min(ndim_of(x) for x in leaves) < 2:
+        return None
+    return ops.broadcast(aten.matmul.default, _spec(node), leaves, node, rows=2)
+
+
+def _rows(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+    """Ops on the last dims of the first operand that take any number of dims before."""
+    rows = {aten.linear.default: 1}.get(node.target, 0)
+    if node.target in (aten.layer_norm.default, aten.rms_norm.default):
+        rows = len(node.args[1])
+    x = leaves[0]
+    if (
+        not rows
+        or not isinstance(x, Steps)
+        or x.behind < rows
+        or any(isinstance(y, Steps) for y in leaves[1:])
+    ):
+        return None
+    args, kwargs = pytree.tree_unflatten([x.node, *leaves[1:]], _spec(node))
+    return Steps(ops.compute(node.target, args, node, kwargs), x.time)
+
+
+def _along(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value | None:
+    """Ops of one tensor along dims: where the steps are in the result, the rule says."""
+    x = leaves[0]
+    if not isinstance(x, Steps) or any(isinstance(y, Steps) or is_tensor(y) for y in leaves[1:]):
+        return None
+    call = Call(node)
+    named = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
+    if not named or not DIMS.issuperset(named):
+        return None
+    ndim = x.ndim + (node.target is aten.unsqueeze.default)
+    moved = pytree.tree_map(lambda d: _shifted(d, x.time, ndim), named)
+    if any(d is None for d in pytree.tree_leaves(moved)):
+        return None
+    args, kwargs = call.rebuild([x.node], **moved)
+    out = ops.compute(node.target, args, node, kwargs)
+    places = _places(out, x.time)
+    if places is None:
+        return None
+    if isinstance(out.meta["val"], torch.Tensor):
+        return Steps(out, places[0])
+    each = [ops.emit(operator.getitem, (out, i), v, node) for i, v in enumerate(out.meta["val"])]
+    return [Steps(one, time) for one, time in zip(each, places)]
+
+
+def _shifted(dim: Any, time: int, ndim: int) -> int | None:
+    if not isinstance(dim, int):
+        return None
+    dim %= max(ndim, 1)
+    return dim if dim < time else dim + 1
+
+
+def _places(node: Node, time: int) -> list[int] | None:
+    """Which dim of each result is dim `time` of the operand, untouched."""
+    found = lookup(node)
+    if found is None:
+        return None
+    call, rule = found
+    if isinstance(rule, Window) and rule.dim != time:
+        return [time] * len(call.results())
+    if not isinstance(rule, Factors) or rule.kind(rule.operands[0][time]) != "pass":
+        return None
+    factor = rule.operands[0][time]
+    if not factor or any(factor not in dims for dims in rule.results):
+        return None
+    return [dims.index(factor) for dims in rule.results]
+
+
+def _einsum(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+    """One more letter, for the steps."""
+    if node.target is not aten.einsum.default:
+        return None
+    text = str(leaves[0]).replace(" ", "")
+    before, arrow, after = text.partition("->")
+    terms, operands = before.split(","), leaves[1:]
+    letter = next((x for x in string.ascii_letters if x not in text), "")
+    if not arrow or "." in text or not letter or len(terms) != len(operands):
+        return None
+    times = [x.time if isinstance(x, Steps) else None for x in operands]
+    at = min(next(t for t in times if t is not None), len(after))
+    terms = [term if t is None else term[:t] + letter + term[t:] for term, t in zip(terms, times)]
+    text = f"{','.join(terms)}->{after[:at]}{letter}{after[at:]}"
+    nodes = [x.node if isinstance(x, Steps) else x for x in operands]
+    return Steps(ops.compute(node.target, (text, nodes), node), at)

@@ -1,0 +1,84 @@
+"""An autograd.Function that only reduces, forward or backward -> sp::reduce_pair, which shards pass through.
+
+    f: x -> x, dy -> all_reduce(dy)        sp.reduce_pair(x, [], ["sum g"])
+    g: x -> all_reduce(x), dy -> dy        sp.reduce_pair(x, ["sum g"], [])
+
+As Megatron's pairs are written. A Function that does more stays a region, and what it reads is gathered.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import autograd_function_apply, pytree, set_grad_enabled
+from sp_compile.graph.call import is_tensor
+from sp_compile.graph.edit import INHERITED
+
+aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
+SAME = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.view_as.default,
+)
+REDUCTION = (c10d.all_reduce.default, c10d.wait_tensor.default)
+
+
+def spell_pairs(gm: GraphModule) -> bool:
+    """Rewrite the graph in place; was there any?"""
+    changed = False
+    for node in gm.graph.find_nodes(op="call_function", target=autograd_function_apply):
+        changed = _respell(gm, node) or changed
+    return changed
+
+
+def _respell(gm: GraphModule, node: Node) -> bool:
+    named = [getattr(gm, str(a.target), None) for a in node.args[:2] if isinstance(a, Node)]
+    bodies = [body for body in named if isinstance(body, GraphModule)]
+    operands = [a for a in node.args[2:] if is_tensor(a)]
+    users = list(node.users)
+    alone = all(u.target is operator.getitem and u.args[1] == 0 for u in users)
+    if len(bodies) != 2 or len(operands) != 1 or not alone:
+        return False
+    (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
+    there, back = _reductions(bodies[0], [made]), _reductions(bodies[1], gradients)
+    if there is None or back is None:
+        return False
+    with gm.graph.inserting_before(node):
+        new = gm.graph.call_function(sp.reduce_pair.default, (operands[0], there, back))
+    new.meta.update({key: node.meta[key] for key in INHERITED if key in node.meta})
+    new.meta["val"] = node.meta["val"][0]
+    for user in users:
+        user.replace_all_uses_with(new)
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+    for body in (a for a in node.args[:2] if isinstance(a, Node) and not a.users):
+        gm.graph.erase_node(body)
+    return True
+
+
+def _reductions(body: GraphModule, results: Any) -> list[str] | None:
+    """What all_reduces the one result of a body is of its one tensor input; None if it is anything else."""
+    tensors = [leaf for leaf in pytree.tree_leaves(results) if is_tensor(leaf)]
+    if len(tensors) != 1:
+        return None
+    value = tensors[0]
+    chain: list[Node] = []
+    while value.op == "call_function" and value.target in (*SAME, *REDUCTION):
+        chain.insert(0, value)
+        value = value.args[0]
+    inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]
+    work = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
+    reductions = [n.args for n in chain if n.target is c10d.all_reduce.default]
+    if (
+        inputs != [value]
+        or len(work) != len(chain)
+        or any(args[1] not in ("sum", "avg") for args in reductions)
+    ):
+        return None
+    return [f"{op} {group}" for _, op, group in reductions]

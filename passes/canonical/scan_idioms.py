@@ -1,0 +1,430 @@
+"""Scans that people spell with an inclusive scan forwards and something around it become what they mean.
+
+    cumsum(x) - x                        sp.scan(x, ..., exclusive)           exact: nothing is added and taken away
+    pad(cumsum(x), (1, 0))[..., :-1]     sp.scan(x, ..., exclusive)           also cat([zeros, cumsum(x)[:-1]]), and
+                                                                              cumsum(pad(x, (1, -1))); ones for cumprod
+    flip(cumsum(flip(x)))                sp.scan(x, ..., reverse)
+    sum(x) - cumsum(x) + x               sp.scan(x, ..., reverse)             without + x: exclusive, too
+
+In any order, and nested. Part of canonicalize. Bytes moved: none. Leaves alone: a scan whose own value is used as well,
+but for shifted sums of integers, which are `cumsum(x) - x` then; other dtypes than the scan's.
+
+Recognises rows that moved one place along a dim, and what came in at the end: the ways in which people write it.
+
+    pad(y, (1, -1))     pad(y, (1, 0))[:-1]     cat([zeros, y[:-1]])     pad(y[:-1], (1, 0))
+
+Reads the graph only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.matchers import scalar
+from sp_compile.graph.sizes import Size, same, size, sizes
+from sp_compile.lowering.scan.monoids import MONOIDS
+from sp_compile.sharding.reshape import Window
+from sp_compile.sharding.rule import lookup
+
+from .scan_ops import CUMULATIVE, has_scan, scan
+
+aten = torch.ops.aten
+PADS = (aten.constant_pad_nd.default, aten.pad.default)
+CUTS = (aten.slice.Tensor, aten.narrow.default)
+CATS = (aten.cat.default, aten.concat.default, aten.concatenate.default)
+FILLED = {
+    aten.zeros.default: 0.0,
+    aten.zeros_like.default: 0.0,
+    aten.new_zeros.default: 0.0,
+    aten.ones.default: 1.0,
+    aten.ones_like.default: 1.0,
+    aten.new_ones.default: 1.0,
+}
+FILLS = (aten.full.default, aten.full_like.default, aten.new_full.default)
+MOVES = (
+    aten.expand.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.to.dtype,
+    aten.unsqueeze.default,
+    aten.view.default,
+)
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """Row i is row i - 1 of `source` (by 1) or row i + 1 (by -1); the row without one holds `fill`.
+
+    chain: the nodes between source and value, which only each other use.
+    """
+
+    source: Node
+    dim: int
+    by: int
+    fill: float
+    chain: tuple[Node, ...]
+
+
+def shifted(node: Node) -> Shifted | None:
+    """The value as rows that moved by one; None if it is anything else."""
+    if node.op != "call_function":
+        return None
+    if node.target in CATS:
+        return _joined(node)
+    if node.target in PADS:
+        return _padded(node)
+    cut = cut_of(node)
+    if cut is None or cut[0].target not in PADS or len(cut[0].users) != 1:
+        return None
+    source, dim, start, _ = cut
+    padding = _padding(source)
+    if padding is None or padding[0] != dim or not same(Call(source).shape()[dim], _rows(node, dim)):
+        return None
+    _, before, after, fill = padding
+    if (before, after, start) == (1, 0, 0) or (before, after, start) == (0, 1, 1):
+        return Shifted(Call(source).operands[0], dim, before - after, fill, (source, node))
+    return None
+
+
+def _padded(node: Node) -> Shifted | None:
+    padding = _padding(node)
+    if padding is None:
+        return None
+    dim, before, after, fill = padding
+    source = Call(node).operands[0]
+    if (before, after) in ((1, -1), (-1, 1)):
+        return Shifted(source, dim, before, fill, (node,))
+    return _refilled(source, dim, before, after, fill, node)
+
+
+def _refilled(source: Node, dim: int, before: int, after: int, fill: float, node: Node) -> Shifted | None:
+    """One row was cut off at one end, and one comes in at the other."""
+    cut = cut_of(source)
+    if cut is None or cut[1] != dim or len(source.users) != 1:
+        return None
+    y, _, start, length = cut
+    rows = _rows(y, dim)
+    if not same(length + 1, rows):
+        return None
+    if (before, after) in ((1, 0), (0, 1)) and same(start, after):
+        return Shifted(y, dim, before - after, fill, (source, node))
+    return None
+
+
+def _joined(node: Node) -> Shifted | None:
+    """cat of one row of a constant and of all rows but one."""
+    call = Call(node)
+    if len(call.operands) != 2:
+        return None
+    dim = int(call["dim"]) % node.meta["val"].ndim
+    for at, (row, rest) in enumerate((call.operands, reversed(call.operands))):
+        fill = _uniform(row)
+        if fill is not None and row.meta["val"].ndim == node.meta["val"].ndim and same(_rows(row, dim), 1):
+            return _refilled(rest, dim, 1 - at, at, fill, node)
+    return None
+
+
+def _padding(node: Node) -> tuple[int, int, int, float] | None:
+    """(dim, before, after, fill) of a pad of one dim by a constant."""
+    call = Call(node)
+    widths = [size(w) for w in call["pad"]]
+    if call.get("mode", "constant") != "constant" or not all(isinstance(w, int) for w in widths):
+        return None
+    padded = [i // 2 for i in range(0, len(widths), 2) if widths[i] or widths[i + 1]]
+    if len(padded) != 1:
+        return None
+    at, fill = padded[0], call["value"]
+    dim = node.meta["val"].ndim - 1 - at
+    return dim, int(widths[2 * at]), int(widths[2 * at + 1]), float(fill if fill is not None else 0.0)
+
+
+def cut_of(node: Node) -> tuple[Node, int, Size, Size] | None:
+    """(operand, dim, start, length) of a contiguous piece of it."""
+    found = lookup(node) if node.target in CUTS else None
+    rule = found[1] if found is not None else None
+    if found is None or not isinstance(rule, Window) or rule.spans is None:
+        return None
+    return found[0].operands[0], rule.dim, *rule.spans[0]
+
+
+def _rows(node: Node, dim: int) -> Size:
+    return sizes(node.meta["val"].shape)[dim]
+
+
+def _uniform(node: Any) -> float | None:
+    """The number that every element holds, if the graph says so."""
+    if not is_tensor(node) or node.op != "call_function":
+        return None
+    if node.target in FILLED:
+        return FILLED[node.target]
+    if node.target in FILLS:
+        fill = Call(node)["fill_value"]
+        return float(fill) if isinstance(fill, (int, float)) else scalar(fill, node.meta["val"].dtype)
+    if node.target in MOVES:
+        return _uniform(node.args[0])
+    return scalar(node, node.meta["val"].dtype)
+
+
+aten, sp = torch.ops.aten, torch.ops.sp
+ADDS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
+PARTS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
+CASTS = (aten.to.dtype, aten._to_copy.default)
+
+
+@dataclass(frozen=True)
+class Spelt:
+    """One scan of the graph, whichever op it is."""
+
+    node: Node
+    x: Node
+    dim: int
+    op: str
+    exclusive: bool = False
+    reverse: bool = False
+
+
+def spelt(node: object) -> Spelt | None:
+    """The scan that the node is, if it is one without segments, shards or options of its own."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    if node.target in CUMULATIVE:
+        call = Call(node)
+        known = call.ndim() > 0 and has_scan(call)
+        return Spelt(node, call.operands[0], call.dim(), CUMULATIVE[node.target]) if known else None
+    if node.target is not torch.ops.sp.scan.default:
+        return None
+    call = Call(node)
+    if any(call[name] is not None for name in ("segments", "accumulate", "frame")) or call.ndim() == 0:
+        return None
+    return Spelt(node, call.operands[0], call.dim(), call["op"], call["exclusive"], call["reverse"])
+
+
+class ScanIdioms(Editor):
+    """Rewrites the scans of one graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.edit(gm.graph)
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        changed = False
+        if not any(node.target in PARTS for node in self.graph.nodes):
+            return changed
+        for node in list(self.graph.nodes):
+            if node.op != "call_function" or not is_tensor(node):
+                continue
+            meant = _meant(node)
+            if meant is not None:
+                self._rewrite(node, meant)
+            changed = meant is not None or self._turn(node) or self._differ(node) or changed
+        return changed
+
+    def _rewrite(self, node: Node, meant: Spelt) -> None:
+        with self.graph.inserting_before(node):
+            options = (meant.exclusive, meant.reverse)
+            fresh = scan(self, meant.x, meant.dim, meant.op, node.meta["val"], node, *options)
+        self.replace(node, fresh)
+
+    def _turn(self, node: Node) -> bool:
+        """A recurrence backwards: flip(sp.linear_scan(flip(a), flip(b))). And nothing at all: flip(flip(x))."""
+        if not _flips(node):
+            return False
+        inner = node.args[0]
+        if _flips(inner) and inner.args[1] == node.args[1]:
+            self.replace(node, inner.args[0])
+            return True
+        if inner.target is not sp.linear_scan.default or not _only(inner, (node,)):
+            return False
+        call = Call(inner)
+        rows, dim = call.operands[:2], call.dim(operand=1)
+        if call["frame"] is not None or not all(_flips_along(x, dim) for x in (node, *rows)):
+            return False
+        operands = [x.args[0] for x in rows] + call.operands[2:]
+        args, kwargs = call.rebuild(operands, reverse=not call["reverse"])
+        with self.graph.inserting_before(node):
+            fresh = self.emit(inner.target, args, node.meta["val"], node, kwargs)
+        self.replace(node, fresh)
+        return True
+
+    def _differ(self, node: Node) -> bool:
+        """An exclusive sum of integers beside the inclusive one: take x off, which needs no neighbour."""
+        move = shifted(node)
+        inner = spelt(move.source) if move is not None else None
+        if move is None or inner is None or inner.op != "sum" or not _excludes(inner, move):
+            return False
+        if node.meta["val"].is_floating_point():
+            return False
+        with self.graph.inserting_before(node):
+            each, dtype = inner.x, node.meta["val"].dtype
+            if each.meta["val"].dtype != dtype:
+                each = self.compute(aten.to.dtype, (each, dtype), node)
+            fresh = self.compute(aten.sub.Tensor, (inner.node, each), node)
+        self.replace(node, fresh)
+        return True
+
+
+def _meant(node: Node) -> Spelt | None:
+    """The scan that this value is, if it is spelt in another way."""
+    for idiom in IDIOMS:
+        meant = idiom(node)
+        if meant is not None and _alike(meant, node):
+            return meant
+    return None
+
+
+def _alike(meant: Spelt, node: Node) -> bool:
+    """Has the value the shape and dtype that the scan has?"""
+    mine, value = node.meta["val"], meant.node.meta["val"]
+    pairs = zip(sizes(mine.shape), sizes(value.shape))
+    return mine.dtype == value.dtype and all(same(a, b) for a, b in pairs)
+
+
+def _shifted_scan(node: Node) -> Spelt | None:
+    """The last row left out, and the identity before the first."""
+    move = shifted(node)
+    inner = spelt(move.source) if move is not None else None
+    if move is None or inner is None or not _excludes(inner, move) or not _only(inner.node, move.chain):
+        return None
+    return replace(inner, exclusive=True)
+
+
+def _scan_of_shifted(node: Node) -> Spelt | None:
+    outer = spelt(node)
+    move = shifted(outer.x) if outer is not None else None
+    if outer is None or move is None or not _excludes(outer, move):
+        return None
+    return replace(outer, x=move.source, exclusive=True)
+
+
+def _excludes(inner: Spelt, move: Shifted) -> bool:
+    """Does an inclusive scan that is shifted so leave out the element itself?"""
+    identity = MONOIDS[inner.op].identity(move.source.meta["val"].dtype)
+    onwards = move.by == (-1 if inner.reverse else 1)
+    return not inner.exclusive and onwards and move.dim == inner.dim and move.fill == identity
+
+
+def _flipped(node: Node) -> Spelt | None:
+    inner = spelt(node.args[0]) if _flips(node) else None
+    source = inner.x if inner is not None else None
+    if inner is None or source is None or not _only(inner.node, (node,)):
+        return None
+    if not _flips_along(node, inner.dim) or not _flips_along(source, inner.dim):
+        return None
+    return replace(inner, x=source.args[0], reverse=not inner.reverse)
+
+
+def _flips(node: Node) -> bool:
+    return node.target is aten.flip.default
+
+
+def _flips_along(node: Node, dim: int) -> bool:
+    return _flips(node) and [int(d) % node.meta["val"].ndim for d in node.args[1]] == [dim]
+
+
+def _combined(node: Node) -> Spelt | None:
+    """A sum of a scan, what it scans and its total, with signs."""
+    if node.target not in ADDS:
+        return None
+    terms, inside = _terms(node)
+    scans = [s for s in map(spelt, terms) if s is not None and s.op == "sum"]
+    if len(scans) != 1 or len(terms) > 3:
+        return None
+    found = scans[0]
+    own, total = _part(terms, lambda t: _is_cast_of(t, found)), _part(terms, lambda t: _is_total_of(t, found))
+    parts = (terms[found.node], own[0], total[0])
+    known = {found.node, *own[1], *total[1]}
+    if known != set(terms) or not _only(found.node, (*inside, *total[1])):
+        return None
+    if (found.exclusive, parts) not in _SUMS:
+        return None
+    exclusive, turned = _SUMS[found.exclusive, parts]
+    return replace(found, exclusive=exclusive, reverse=found.reverse != turned)
+
+
+# (is the scan exclusive, signs of the scan, of what it scans, of the total): (exclusive, in the other direction)
+_SUMS = {
+    (False, (1, -1, 0)): (True, False),
+    (False, (-1, 0, 1)): (True, True),
+    (False, (-1, 1, 1)): (False, True),
+    (True, (1, 1, 0)): (False, False),
+    (True, (-1, 0, 1)): (False, True),
+    (True, (-1, -1, 1)): (True, True),
+}
+
+
+def _terms(root: Node) -> tuple[Counter[Node], list[Node]]:
+    """The leaves of a tree of additions and subtractions with their signs, and its inner nodes."""
+    terms: Counter[Node] = Counter()
+    inside: list[Node] = []
+
+    def adds(node: Node) -> bool:
+        if node.target not in ADDS or node.kwargs.get("alpha", 1) != 1:
+            return False
+        return all(map(is_tensor, node.args)) and (node is root or len(node.users) == 1)
+
+    def visit(node: Node, sign: int) -> None:
+        if adds(node):
+            inside.append(node)
+            visit(node.args[0], sign)
+            visit(node.args[1], sign * ADDS[node.target])
+        else:
+            terms[node] += sign
+
+    visit(root, 1)
+    return terms, inside
+
+
+def _part(terms: Counter[Node], wanted: Callable[[Node], bool]) -> tuple[int, list[Node]]:
+    found = [t for t in terms if wanted(t)]
+    return sum(terms[t] for t in found), found
+
+
+def _is_cast_of(term: Node, scan: Spelt) -> bool:
+    """Is it what is scanned, or a copy of it in a wider dtype?"""
+    x, wide = scan.x, term.meta["val"].dtype
+    exact = torch.promote_types(x.meta["val"].dtype, wide) == wide
+    return term is x or (exact and term.target in CASTS and term.args[0] is x) or _twin(term, x)
+
+
+def _twin(a: Node, b: Node) -> bool:
+    """The same op of the same operands."""
+    return a.op == b.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
+
+
+def _is_total_of(term: Node, scan: Spelt) -> bool:
+    """Is it the sum of all that is scanned, kept as a dim of size 1?"""
+    if term.target is aten.unsqueeze.default:
+        inner, ndim = term.args[0], term.meta["val"].ndim
+        if int(term.args[1]) % ndim != scan.dim or inner.target is not aten.sum.dim_IntList:
+            return False
+        return not Call(inner)["keepdim"] and _sums(inner, scan)
+    if term.target is aten.sum.dim_IntList:
+        return bool(Call(term)["keepdim"]) and _sums(term, scan)
+    piece = cut_of(term)
+    if piece is None or piece[0] is not scan.node or scan.exclusive or piece[1] != scan.dim:
+        return False
+    rows = sizes(scan.node.meta["val"].shape)[scan.dim]
+    return same(piece[3], 1) and same(piece[2], 0 if scan.reverse else rows - 1)
+
+
+def _sums(node: Node, scan: Spelt) -> bool:
+    call = Call(node)
+    dims = [int(d) % call.ndim() for d in call["dim"] or ()]
+    return dims == [scan.dim] and _is_cast_of(call.operands[0], scan)
+
+
+def _only(node: Node, users: Iterable[Node]) -> bool:
+    """Does nothing else use the node?"""
+    return set(node.users) <= set(users)
+
+
+IDIOMS = (_shifted_scan, _scan_of_shifted, _flipped, _combined)

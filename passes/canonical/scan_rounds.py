@@ -1,0 +1,195 @@
+"""Scans that tracing unrolled into log2(S) rounds of strided slices become scans again.
+
+    torch.associative_scan(combine_mode="generic"), Hillis-Steele, Blelloch: what combines neighbours, and interleaves
+        ->  sp.linear_scan(a, b, None, dim)     cumsum     cumprod     logcumsumexp
+
+No order of rounds is assumed. Every row of every value on the way is known by what it combines: rows i to j of a leaf
+by an op, as `slice`, `cat`, `stack`, `flatten` and `pad` hand them on and the ops on elements combine them. A value of
+S rows of which row t combines rows 0 to t is the scan. Bytes moved: none.
+Leaves alone: rounds that permute other dims on the way, combinations that are neither of the above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import sizes
+
+aten = torch.ops.aten
+COMBINED = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.default: "logsumexp"}
+SCANS = {"prod": aten.cumprod.default, "sum": aten.cumsum.default, "logsumexp": aten.logcumsumexp.default}
+HANDED_ON = (
+    aten.slice.Tensor,
+    aten.cat.default,
+    aten.stack.default,
+    aten.flatten.using_ints,
+    aten.pad.default,
+    aten.constant_pad_nd.default,
+)
+TURNS = (aten.movedim.int, aten.transpose.int, aten.permute.default)
+ZERO, UNKNOWN = 0, 1
+Row = tuple[Any, ...]
+"""(op, leaf, i, j): its rows i to j by the op, None of one row alone; ("carried", a, b, i, j, k): what a linear
+recurrence of a and b carries from its rows i to j over to row k."""
+
+
+class ScanRounds(Editor):
+    """Rewrites the unrolled scans of one graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.edit(gm.graph)
+        self.rows: list[Row] = [("zero",), ("unknown",)]
+        self.number: dict[Row, int] = {}
+        self.values: dict[Node, Tensor] = {}  # the number of what each row is; all other dims are 1
+        self.dims: dict[Node, int] = {}  # of the leaves
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        for node in self.graph.nodes:
+            self.dims.update(_leaves(node))
+        if not self.dims:
+            return False
+        for node in self.graph.nodes:
+            found = self._value(node)
+            if found is None and node in self.dims:
+                found = self._leaf(node)
+            if found is not None:
+                self.values[node] = found
+        scans: dict[tuple[Any, Node], Node] = {}
+        for node in self.values:
+            scan = self._scan(node)
+            if scan is not None:
+                scans.setdefault(scan, node)
+        for (op, leaf), node in scans.items():
+            self._replace(node, op, leaf)
+        return bool(scans)
+
+    def _leaf(self, node: Node) -> Tensor | None:
+        value, dim = node.meta["val"], self.dims[node]
+        shape = [1] * value.ndim
+        shape[dim] = value.shape[dim]
+        return _numbers([self._numbered((None, node, i, i)) for i in range(shape[dim])], shape)
+
+    def _numbered(self, row: Row) -> int:
+        if row not in self.number:
+            self.number[row] = len(self.rows)
+            self.rows.append(row)
+        return self.number[row]
+
+    def _value(self, node: Node) -> Tensor | None:
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or not inputs or any(i not in self.values for i in inputs):
+            return None
+        if node.target in HANDED_ON:
+            return self._handed_on(node)
+        if node.target not in COMBINED or len(node.args) != 2 or len(inputs) != 2 or node.kwargs:
+            return None
+        left, right = (self.values[x] for x in node.args)
+        if left.shape != right.shape:
+            return None
+        op = COMBINED[node.target]
+        pairs = zip(left.flatten().tolist(), right.flatten().tolist())
+        return _numbers([self._combined(op, a, b) for a, b in pairs], left.shape)
+
+    def _handed_on(self, node: Node) -> Tensor | None:
+        if node.target in (aten.pad.default, aten.constant_pad_nd.default) and Call(node)["value"] not in (
+            None,
+            0,
+        ):
+            return None
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        found, value = node.target(*args, **kwargs), node.meta["val"]
+        fits = found.ndim == value.ndim and all(a in (1, b) for a, b in zip(found.shape, value.shape))
+        return found if fits else None
+
+    def _combined(self, op: str, a: int, b: int) -> int:
+        if ZERO in (a, b) and op != "logsumexp":
+            return ZERO if op == "prod" else max(a, b)
+        if min(a, b) <= UNKNOWN:
+            return UNKNOWN
+        row = _combine(op, self.rows[a], self.rows[b]) or _combine(op, self.rows[b], self.rows[a])
+        return UNKNOWN if row is None else self._numbered(row)
+
+    def _scan(self, node: Node) -> tuple[Any, Node] | None:
+        """(op, leaf) if row t of the value combines the leaf's rows 0 to t."""
+        found = [self.rows[i] for i in self.values[node].flatten().tolist()]
+        if not found or len(found[-1]) != 4:
+            return None
+        op, leaf = found[-1][:2]
+        if op is None or any(row != (op if t else None, leaf, 0, t) for t, row in enumerate(found)):
+            return None
+        value, whole = node.meta["val"], leaf.meta["val"]
+        factor = op[1].meta["val"] if isinstance(op, tuple) else whole
+        alike = all(sizes(x.shape) == sizes(value.shape) and x.dtype == value.dtype for x in (whole, factor))
+        alike = alike and (not isinstance(op, tuple) or value.is_floating_point())
+        return (op, leaf) if alike and value.shape[self.dims[leaf]] == len(found) else None
+
+    def _replace(self, node: Node, op: Any, leaf: Node) -> None:
+        dim, undo = self.dims[leaf], None
+        operands = [op[1], leaf] if isinstance(op, tuple) else [leaf]
+        with self.graph.inserting_before(node):
+            turned = _turned(operands, dim)
+            if turned is not None:
+                undo = operands[0]
+                operands, dim = turned
+            if isinstance(op, tuple):
+                out = self.compute(torch.ops.sp.linear_scan.default, (*operands, None, dim), node)
+            else:
+                same = {} if op == "logsumexp" else {"dtype": node.meta["val"].dtype}
+                out = self.compute(SCANS[op], (operands[0], dim), node, same)
+            if undo is not None:
+                out = self.compute(undo.target, (out, *undo.args[1:]), node)
+        self.replace(node, out)
+
+
+def _numbers(values: list[int], shape: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu").view(list(shape))
+
+
+def _leaves(node: Node) -> dict[Node, int]:
+    """What may be scanned, and along which dim: the sources of two slices that start elsewhere and are combined."""
+    if node.op != "call_function" or node.target not in COMBINED or len(node.args) != 2:
+        return {}
+    if any(not is_tensor(x) or x.target is not aten.slice.Tensor for x in node.args):
+        return {}
+    calls = [Call(x) for x in node.args]
+    dims, starts = [c.dim() for c in calls], [c["start"] or 0 for c in calls]
+    sources = [c.operands[0] for c in calls]
+    whole = all(isinstance(x.meta["val"].shape[d], int) for x, d in zip(sources, dims))
+    if dims[0] != dims[1] or starts[0] == starts[1] or not whole:
+        return {}
+    return dict(zip(sources, dims))
+
+
+def _combine(op: str, before: Row, after: Row) -> Row | None:
+    """What rows are that stand before others, combined with them."""
+    if before[0] == "carried":
+        _, factor, leaf, i, j, k = before
+        joins = op == "sum" and after in ((None, leaf, k, k), (("linear", factor), leaf, j + 1, k))
+        return (("linear", factor), leaf, i, k) if joins else None
+    if after[0] == "carried" or before[3] + 1 != after[2]:
+        return None
+    (first, leaf, i, j), (second, other, _, k) = before, after
+    if leaf is other and {first, second} <= {None, op}:
+        return (op, leaf, i, k)
+    carries = op == "prod" and leaf is not other and second in (None, "prod")
+    return ("carried", other, leaf, i, j, k) if carries and first in (None, ("linear", other)) else None
+
+
+def _turned(operands: list[Node], dim: int) -> tuple[list[Node], int] | None:
+    """The operands before their dims were turned alike, and which of those was `dim`."""
+    head = operands[0]
+    if head.target not in TURNS or any(
+        x.target is not head.target or x.args[1:] != head.args[1:] for x in operands
+    ):
+        return None
+    ndim = head.meta["val"].ndim
+    marks = torch.empty([d + 1 for d in range(ndim)], device="meta")
+    return [x.args[0] for x in operands], head.target(marks, *head.args[1:]).shape[dim] - 1

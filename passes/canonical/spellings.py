@@ -1,0 +1,115 @@
+"""Ops that read nothing of an operand but its dtype, device or number become ops that say so.
+
+    new_zeros(x, size)   ->  zeros(size, dtype, device)        x need not be whole, nor anywhere
+    type_as(x, y)        ->  to(x, dtype of y)
+    squeeze(x)           ->  squeeze(x, the dims of size 1)    a rank with one row must not lose the dim
+    cat([empty, x])      ->  x
+    assert x's dtype     ->  nothing                           the trace knows it; a rank's shard has the same
+
+Part of canonicalize; every entry keeps the value exactly. Leaves alone: what is not in the table.
+
+Elements that repeat in place become a dim of their own, which regroups: repeats of a shard are a shard of repeats.
+
+    repeat_interleave(x, k, 1)     (B, S, E) -> (B, S * k, E)
+        ->  reshape(expand(unsqueeze(x, 2), (B, S, k, E)), (B, S * k, E))
+
+Part of canonicalize, after attention has found its repeated heads. Bytes moved: none. Leaves alone: numbers of repeats
+that are tensors, and repeats of the flattened operand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import size, sizes
+
+aten = torch.ops.aten
+REMOVED = object()
+Spelling = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
+
+
+def respell(gm: GraphModule) -> bool:
+    """Rewrite every node that has a plainer spelling; True if there was one."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        spelling = _SPELLINGS[node.target](node) if node.target in _SPELLINGS else None
+        if spelling is REMOVED:
+            gm.graph.erase_node(node)
+        elif isinstance(spelling, Node):
+            node.replace_all_uses_with(spelling)
+            gm.graph.erase_node(node)
+        elif spelling is not None:
+            node.target, node.args, node.kwargs = spelling
+        changed = changed or spelling is not None
+    return changed
+
+
+def _made_like(target: Any, fill: bool = False) -> Any:
+    def spell(node: Node) -> Spelling:
+        value, call = node.meta["val"], Call(node)
+        args = (call["size"], call["fill_value"]) if fill else (call["size"],)
+        return target, args, {"dtype": value.dtype, "device": value.device}
+
+    return spell
+
+
+def _cast(node: Node) -> Spelling | None:
+    value, source = node.meta["val"], Call(node).operands[0]
+    if value.device != source.meta["val"].device:
+        return None
+    return aten.to.dtype, (source, value.dtype), {}
+
+
+def _squeeze(node: Node) -> Spelling:
+    source = Call(node).operands[0]
+    ones = [d for d, s in enumerate(sizes(source.meta["val"].shape)) if s == 1]
+    return aten.squeeze.dims, (source, ones), {}
+
+
+def _cat(node: Node) -> Node | None:
+    parts = [p for p in Call(node).operands if sizes(p.meta["val"].shape) != (0,)]
+    return parts[0] if len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype else None
+
+
+_SPELLINGS = {
+    aten._assert_tensor_metadata.default: lambda node: REMOVED,
+    aten.cat.default: _cat,
+    aten.new_empty.default: _made_like(aten.empty.memory_format),
+    aten.new_full.default: _made_like(aten.full.default, fill=True),
+    aten.new_ones.default: _made_like(aten.ones.default),
+    aten.new_zeros.default: _made_like(aten.zeros.default),
+    aten.squeeze.default: _squeeze,
+    aten.to.other: _cast,
+    aten.type_as.default: _cast,
+}
+
+
+class Repeats(Editor):
+    """Rewrites every repeat_interleave of one graph along a dim."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.edit(gm.graph)
+
+    def run(self) -> bool:
+        """True if the graph changed."""
+        nodes = self.graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int)
+        found = [n for n in nodes if Call(n)["dim"] is not None and Call(n).ndim()]
+        for node in found:
+            self._rewrite(node)
+        return bool(found)
+
+    def _rewrite(self, node: Node) -> None:
+        call = Call(node)
+        dim, shape = call.dim(), list(call.shape())
+        expanded = self.sizes.list([*shape[: dim + 1], size(call["repeats"]), *shape[dim + 1 :]])
+        whole = self.sizes.list(sizes(node.meta["val"].shape))
+        with self.graph.inserting_before(node):
+            x = self.compute(aten.unsqueeze.default, (call.operands[0], dim + 1), node)
+            x = self.compute(aten.expand.default, (x, expanded), node)
+            x = self.compute(aten.reshape.default, (x, whole), node)
+        self.replace(node, x)

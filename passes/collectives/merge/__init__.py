@@ -1,0 +1,1 @@
+"""Reductions over several axes of a mesh become one."""

@@ -1,0 +1,336 @@
+"""Chains of collectives on one value: reduced, gathered or scattered over one group after the other.
+
+    all_reduce(a) -> wait -> view, permute, scale, cast -> all_reduce(b) -> wait
+
+What lies between has to commute with the collectives, so that those further up may move down to the last.
+
+How programs gather and scatter along another dim than the first: by chunks that are moved beside the collective.
+
+all_gather(x) -> wait -> split(dim 0) -> cat(dim d)             split(x, dim d) -> cat(dim 0) -> reduce_scatter -> wait
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compile._compat import statically_known_true
+from sp_compile.errors import SpError, at
+from sp_compile.graph.call import Call
+from sp_compile.graph.mutation import is_mutation
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """`count` equal chunks of one dim, put side by side along another: source is before, result behind."""
+
+    split: Node
+    pieces: tuple[Node, ...]
+    cat: Node
+    away: int  # the dim that the chunks were taken from
+    onto: int  # the dim along which they lie now
+
+    @property
+    def source(self) -> Node:
+        """What is split."""
+        return Call(self.split)["self"]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes, in the graph's order."""
+        return [self.split, *self.pieces, self.cat]
+
+
+def chunks_of(cat: Node) -> Chunks | None:
+    """The move that ends with this node, if it is one, and if nothing else reads the chunks."""
+    if cat.target is not aten.cat.default:
+        return None
+    call = Call(cat)
+    pieces = tuple(call["tensors"])
+    split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
+    if (
+        not isinstance(split, Node)
+        or split.target is not aten.split.Tensor
+        or len(split.users) != len(pieces)
+    ):
+        return None
+    in_order = all(p.target is operator.getitem and p.args == (split, i) for i, p in enumerate(pieces))
+    taken = Call(split)
+    whole, size = taken["self"].meta["val"].shape[taken.dim()], taken["split_size"]
+    size = size.meta["val"] if isinstance(size, Node) else size
+    equal = bool(statically_known_true(whole == size * len(pieces)))
+    if not in_order or not equal or any(len(p.users) != 1 for p in pieces):
+        return None
+    return Chunks(split, pieces, cat, taken.dim(), call.dim("dim", 0))
+
+
+def chunks_behind(node: Node) -> Chunks | None:
+    """The move that is all that reads the node."""
+    for split in node.users:
+        for piece in split.users:
+            for cat in piece.users:
+                found = chunks_of(cat) if len(node.users) == 1 else None
+                return found if found is not None and found.source is node else None
+    return None
+
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+autograd = torch.ops._c10d_functional_autograd
+
+KINDS = {
+    c10d.all_reduce.default: "all_reduce",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    autograd.reduce_scatter_tensor.default: "reduce_scatter",
+    autograd.all_gather_into_tensor.default: "all_gather",
+}
+
+# Reductions that may be exchanged with each other.
+FAMILIES = {"sum": "linear", "avg": "linear", "max": "max", "min": "min", "product": "product"}
+OTHERS = ("band", "bor", "bxor", "premul_sum")
+
+LONGEST = 6
+"""No mesh has more axes; there are 203 ways to put so many links into blocks."""
+
+MOVES = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("view", "default"),
+        ("_unsafe_view", "default"),
+        ("reshape", "default"),
+        ("permute", "default"),
+        ("transpose", "int"),
+        ("t", "default"),
+        ("unsqueeze", "default"),
+        ("squeeze", "default"),
+        ("squeeze", "dim"),
+        ("squeeze", "dims"),
+        ("expand", "default"),
+        ("flatten", "using_ints"),
+        ("unflatten", "int"),
+    )
+)
+SAME = frozenset(
+    {
+        c10d.wait_tensor.default,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.alias.default,
+        aten.detach.default,
+    }
+)
+CASTS = frozenset(
+    {
+        aten._to_copy.default,
+        aten.to.dtype,
+        aten.to.dtype_layout,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
+
+
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One collective. op: the reduction, "" of an all_gather. chunks: what makes it one along another dim than 0."""
+
+    node: Node
+    kind: str
+    op: str
+    group: str
+    chunks: Chunks | None = None
+
+    @property
+    def operand(self) -> Node:
+        """What the collective itself takes."""
+        return Call(self.node)["input"]
+
+    @property
+    def source(self) -> Node:
+        """What is reduced, gathered or scattered: before its chunks are moved."""
+        if self.chunks is not None and self.kind == "reduce_scatter":
+            return self.chunks.source
+        return self.operand
+
+    @property
+    def dim(self) -> int:
+        """The dim that is gathered or scattered."""
+        if self.chunks is None:
+            return 0
+        return self.chunks.away if self.kind == "reduce_scatter" else self.chunks.onto
+
+
+@dataclass(frozen=True)
+class Chain:
+    """links: the collectives, the first one first. steps[i]: what lies between links[i] and the next, in order."""
+
+    links: list[Link]
+    steps: list[list[Node]]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A collective that follows another one of its kind, and cannot be made one with it."""
+
+    node: Node
+    why: str
+
+
+def chains(graph: Graph) -> tuple[list[Chain], list[Broken]]:
+    """The longest chains of two and more, and where one would go on if it were not for something.
+
+    Raises SpError: a reduction that torch does not know.
+    """
+    found: list[Chain] = []
+    broken: list[Broken] = []
+    taken: set[Node] = set()
+    for node in reversed(graph.nodes):
+        link = link_of(node)
+        if link is None or node in taken:
+            continue
+        chain = Chain([link], [])
+        while isinstance(above := _above(chain.links[0]), tuple) and len(chain.links) < LONGEST:
+            upper, steps = above
+            chain.links.insert(0, upper)
+            chain.steps.insert(0, steps)
+            taken.add(upper.node)
+        if isinstance(above, str):
+            broken.append(Broken(chain.links[0].node, above))
+        if len(chain.links) > 1:
+            found.append(chain)
+    return found[::-1], broken[::-1]
+
+
+def check_reductions(graph: Graph) -> None:
+    """Raise SpError at a reduction that torch does not know: it would fail on this rank, and the others would wait."""
+    for node in graph.nodes:
+        link_of(node)
+
+
+def link_of(node: Node) -> Link | None:
+    """The node as a link of a chain; None if it is no collective of these kinds, or over a group not known by name."""
+    kind = KINDS.get(node.target) if node.op == "call_function" else None
+    if kind is None:
+        return None
+    call = Call(node)
+    op = str(call.get("reduce_op", "")).lower()
+    if op and op not in FAMILIES and op not in OTHERS:
+        known = ", ".join((*FAMILIES, *OTHERS))
+        raise SpError(f"{node.name} at {at(node)}: no reduction is called {op!r}; known: {known}")
+    group = call["group_name"]
+    return Link(node, kind, op, group, _chunks(call, kind)) if isinstance(group, str) else None
+
+
+def _chunks(call: Call, kind: str) -> Chunks | None:
+    """The move before a reduce_scatter, or behind an all_gather, of one chunk for each rank of its group."""
+    if kind == "reduce_scatter":
+        found = chunks_of(call["input"])
+        return found if found and found.onto == 0 and len(found.pieces) == call["group_size"] else None
+    if kind == "all_gather":
+        (wait,) = call.node.users if len(call.node.users) == 1 else (call.node,)
+        found = chunks_behind(wait if wait.target is c10d.wait_tensor.default else call.node)
+        return found if found and found.away == 0 and len(found.pieces) == call["group_size"] else None
+    return None
+
+
+def _above(link: Link) -> tuple[Link, list[Node]] | str | None:
+    """The collective of the same kind above a link and what lies between; why the two are not one; None if none is."""
+    node, steps, shared = link.source, [], ""
+    moved: Chunks | None = None
+    while (upper := link_of(node)) is None:
+        shared = shared or (node.name if len(node.users) > 1 else "")
+        if link.kind == "all_gather" and moved is None and (moved := chunks_of(node)) is not None:
+            node = moved.source
+            continue
+        below = _through(node, link)
+        if below is None:
+            return None
+        steps.append(node)
+        node = below
+    shared = shared or (node.name if len(node.users) > 1 else "")
+    if upper.kind != link.kind or upper.dim != link.dim:
+        return None
+    if link.kind == "all_gather" and upper.chunks != moved:
+        return None
+    for op in (upper.op, link.op):
+        if op in OTHERS:
+            return f"reductions by {op!r} are not merged"
+    if FAMILIES.get(upper.op) != FAMILIES.get(link.op):
+        return f"{upper.op!r} over {upper.group!r}, then {link.op!r} over {link.group!r}: the order counts"
+    if shared:
+        return f"{shared} is used elsewhere too"
+    if _writes_between(upper.node, link.node):
+        return f"something is written in place between {upper.node.name} and {link.node.name}"
+    return upper, steps[::-1]
+
+
+def _writes_between(first: Node, last: Node) -> bool:
+    node = first.next
+    while node is not last:
+        if is_mutation(node):
+            return True
+        node = node.next
+    return False
+
+
+def _through(node: Node, link: Link) -> Node | None:
+    """The operand that commutes through `node` with the collective; None if none does."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    if node.target is aten.copy.default:
+        return node.args[1] if _keeps(node.args[1], node, link) else None
+    x = node.args[0]
+    if node.target in SAME:
+        commutes = True
+    elif node.target in MOVES:
+        commutes = link.kind == "all_reduce"
+    elif node.target in CASTS:
+        commutes = _keeps(x, node, link)
+    elif node.target in PRODUCTS or node.target in QUOTIENTS:
+        commutes = _scales(node, link)
+    else:
+        commutes = node.target is aten.neg.default and FAMILIES.get(link.op, "linear") == "linear"
+    return x if commutes else None
+
+
+def _keeps(x: Node, node: Node, link: Link) -> bool:
+    """Does the node hold the values of x exactly, at most in a wider dtype of the same order?"""
+    before, after = x.meta["val"], node.meta["val"]
+    if before.device != after.device or before.shape != after.shape:
+        return False
+    if before.dtype == after.dtype or link.kind == "all_gather":
+        return True
+    if link.op in ("max", "min") and _is_int(before.dtype) and _is_int(after.dtype):
+        a, b = torch.iinfo(before.dtype), torch.iinfo(after.dtype)
+        return b.min <= a.min and a.max <= b.max
+    return after.dtype in _WIDER.get(before.dtype, ())
+
+
+def _is_int(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
+def _scales(node: Node, link: Link) -> bool:
+    """Is the operand multiplied by a number that the reduction lets through?"""
+    x, number = node.args[0], node.args[1]
+    if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
+        return False
+    if node.target in QUOTIENTS and number == 0:
+        return False
+    family = FAMILIES.get(link.op, "linear")
+    sign = number > 0 if family in ("max", "min") else family == "linear"
+    return sign and x.meta["val"].dtype == node.meta["val"].dtype

@@ -1,0 +1,223 @@
+"""Merges collectives over several mesh axes: one over the union of the groups instead of one after the other.
+
+    all_reduce(wait(all_reduce(x, sum, a)), sum, b)   ->   all_reduce(x, sum, a + b)
+
+So for chains of two and more, through views, permutations, exact casts and factors that are Python numbers, taken to be
+the same on all ranks; and of reduce_scatters and all_gathers, along any dim, through casts and factors. It works on any
+graph of functional collectives on ATen level: exported, or the forward, backward or joint graph of AOTAutograd, where
+DTensor's redistributions over several axes appear.
+
+What is exact: the groups are the axes of a full grid, so that each rank's value counts once; the reductions agree. The
+result of max and min is the same, bit by bit; sums and products are rounded in another order, and are the same on all
+ranks, which two steps do not promise. sum and avg may follow each other: the factor 1 / (ranks averaged over) is
+applied once, before the sum, so that nothing overflows that did not; on bfloat16 and float16 that rounds each rank's
+value, as NCCL's own avg does. Only avgs stay one avg. Factors and wider dtypes between two reductions are applied
+before the one.
+
+Left alone, with a note: other mixtures of reductions, averages of integers, values that are used in between, groups
+that overlap or are no grid, orders of gathering that no communicator has, sizes that the ranks do not divide, groups
+without a declared communicator, and what the policy forbids. Sums of two all_reduces are not merged, nor coalesced
+collectives; a reduce_scatter inside machines, an all_reduce between them and an all_gather is not considered.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from sp_compile.config import CHOICES
+from sp_compile.cost.reductions import Links
+from sp_compile.errors import SpError, at
+from sp_compile.graph.call import Call
+from sp_compile.graph.edit import Editor
+from sp_compile.passes.rewrite import Note
+from sp_compile.spmd.declare import declared
+from sp_compile.spmd.groups import Groups
+
+from .chains import KINDS, Chain, Chunks, Link, chains
+from .ways import Block, Chooser, apart, compared, value_of
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+class MergeReductions(PassBase, Editor):
+    """MergeReductions(groups)(graph_module): in place; `notes` tells what was merged, and what was not and why.
+
+    groups: what declare_groups returned, or Groups.of(mesh_shape, names) without processes.
+    policy: "auto" merges where the cost model predicts that it is faster, "always" wherever it is exact, "intra_node"
+        where the ranks to be merged are on one machine, "never" nowhere. links: constants of communicators that
+        `groups` has no measurement of; by default those of the device.
+    strict: a chain over a group that was not declared is an error; otherwise it is noted and left alone.
+    Every rank decides alike, if all have the same graph and what declare_groups gave them. The pass sees one rank's
+    graph and cannot tell whether the others have it too: a number between two reductions, as in
+    all_reduce(all_reduce(x, a) * 2.0, b), has to be the same number on every rank, or the merged values are wrong.
+    Exported on each rank of a program that writes `rank + 1` there, the graphs are different programs, not to be given
+    to this pass; backend="sp" compares what the ranks have written, and leaves such a program alone.
+    Raises SpError: an unknown policy or reduction, a graph without shapes, an undeclared group.
+    """
+
+    name = "merge_reductions"
+
+    def __init__(
+        self, groups: Groups, policy: str = "auto", links: Links | None = None, strict: bool = True
+    ) -> None:
+        super().__init__()
+        allowed = CHOICES["merge_reductions"]
+        if policy not in allowed:
+            raise SpError(f"merge_reductions={policy!r}: expected one of {', '.join(map(repr, allowed))}")
+        self.groups, self.policy, self.strict = groups, policy, strict
+        self.chooser = Chooser(groups, policy, links)
+        self.notes: list[Note] = []
+        self.gone: set[Node] = set()
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        self.edit(graph_module.graph)
+        self.notes, self.gone = [], set()
+        for node in graph_module.graph.nodes:
+            if node.target in KINDS:
+                value_of(node)
+        found, broken = chains(graph_module.graph)
+        refusals = [self._refuses(chain) for chain in found]
+        for place in broken:
+            self._note(place.node, place.why, merged=False)
+        changed = False
+        for chain, refusal in zip(found, refusals):
+            if refusal is None:
+                changed |= self._treat(chain)
+            else:
+                self._note(chain.links[-1].node, refusal, merged=False)
+        if changed:
+            graph_module.graph.lint()
+            graph_module.recompile()
+        return PassResult(graph_module, changed)
+
+    def _treat(self, chain: Chain) -> bool:
+        """Do a chain in the best way that the policy allows."""
+        ways = self.chooser.ways(chain)
+        best = self.chooser.best(ways)
+        if best is apart(ways):
+            self._note(chain.links[-1].node, self.chooser.why_apart(chain, ways), merged=False)
+            return False
+        for block, name in best.blocks.items():
+            if len(block) > 1:
+                links = [chain.links[i] for i in block]
+                self._merge(chain, block, name)
+                groups = ", ".join(repr(link.group) for link in links)
+                size = self.groups.size(name)
+                why = f"over {groups}: one over {size} ranks ({name!r}), {compared(best, apart(ways))}"
+                self._note(links[-1].node, why, merged=True)
+        return True
+
+    def _refuses(self, chain: Chain) -> str | None:
+        """Why nothing of a chain can be merged, whatever the ranks; None if something might."""
+        if self.policy == "never":
+            return "the policy is 'never'"
+        for link in chain.links:
+            if link.group in self.groups.members:
+                continue
+            if self.strict:
+                raise SpError(f"{link.node.name} at {at(link.node)}: {self._undeclared(link)}")
+            return self._undeclared(link)
+        value = value_of(chain.links[-1].node)
+        if any(link.op == "avg" for link in chain.links) and not (
+            value.dtype.is_floating_point or value.dtype.is_complex
+        ):
+            return f"an average of {value.dtype} is rounded in every step"
+        return None
+
+    def _undeclared(self, link: Link) -> str:
+        known = ", ".join(map(repr, sorted(self.groups.members))) or "none is"
+        return (
+            f"group {link.group!r} is not declared ({known}): call sp_compile.declare_groups(mesh) with its mesh "
+            "on every rank, before the graph is made"
+        )
+
+    # The rewrite.
+
+    def _merge(self, chain: Chain, block: Block, name: str) -> None:
+        """Take the first links of a block out, and let the last one do their work."""
+        last, links = chain.links[block[-1]], [chain.links[i] for i in block]
+        averages = [link for link in links if link.op == "avg"]
+        for i in block[:-1]:
+            self._take_out(chain, i)
+        for node in self._between(chain, block):
+            self._refresh(node)
+        ranks = self.groups.size(name)
+        if last.chunks is not None and last.kind == "reduce_scatter":
+            self._recut(last.chunks, ranks)
+        x, op = last.operand, last.op
+        if averages and len(averages) < len(links):
+            op, divisor = "sum", math.prod(self.groups.size(link.group) for link in averages)
+            with self.graph.inserting_before(last.node):
+                x = self.compute(aten.div.Tensor, (x, divisor), last.node)
+        changed = {"reduce_op": op, "group_size": ranks, "group_name": name}
+        last.node.args, last.node.kwargs = Call(last.node).rebuild([x], **changed)
+        self._refresh(last.node)
+        if last.chunks is not None and last.kind == "all_gather":
+            if last.chunks.source is not last.node:
+                self._refresh(last.chunks.source)
+            self._recut(last.chunks, ranks)
+
+    def _take_out(self, chain: Chain, number: int) -> None:
+        """Erase a link, with what waits for it and what moves its chunks."""
+        steps, link = chain.steps[number], chain.links[number]
+        waits = [node for node in steps if node.target is c10d.wait_tensor.default]
+        chain.steps[number] = [node for node in steps if node not in waits]
+        if link.chunks is not None:
+            link.chunks.cat.replace_all_uses_with(link.chunks.source)
+            for node in reversed(link.chunks.nodes):
+                self.graph.erase_node(node)
+        for node in (*reversed(waits), link.node):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            self.graph.erase_node(node)
+        self.gone.add(link.node)
+
+    def _recut(self, chunks: Chunks, count: int) -> None:
+        """Move so many chunks of the same size."""
+        self._refresh(chunks.split)
+        pieces = []
+        for i in range(count):
+            if i < len(chunks.pieces):
+                pieces.append(chunks.pieces[i])
+            else:
+                with self.graph.inserting_before(chunks.cat):
+                    value = chunks.split.meta["val"][i]
+                    pieces.append(self.emit(operator.getitem, (chunks.split, i), value, chunks.cat))
+            pieces[i].meta["val"] = chunks.split.meta["val"][i]
+        chunks.cat.args = (pieces, *chunks.cat.args[1:])
+        self._refresh(chunks.cat)
+
+    def _between(self, chain: Chain, block: Block) -> Iterator[Node]:
+        """What is left between the first and the last link of a block."""
+        for i in range(block[0], block[-1]):
+            yield from chain.steps[i]
+            if i + 1 < block[-1] and chain.links[i + 1].node not in self.gone:
+                yield chain.links[i + 1].node
+
+    def _refresh(self, node: Node) -> None:
+        """Infer a value anew. A view may be none of the operand as it was before a collective made it contiguous."""
+        try:
+            node.meta["val"] = self.infer(node.target, node.args, node, node.kwargs)
+        except (RuntimeError, ValueError):
+            with self.graph.inserting_before(node):
+                layout = {"memory_format": torch.contiguous_format}
+                x = self.compute(aten.clone.default, (node.args[0],), node, layout)
+            node.replace_input_with(node.args[0], x)
+            node.meta["val"] = self.infer(node.target, node.args, node, node.kwargs)
+
+    def _note(self, node: Node, why: str, merged: bool) -> None:
+        self.notes.append(Note(self.name if merged else f"not {self.name}", node.name, at(node), why))
+
+
+def merge_reductions(
+    gm: GraphModule, policy: str = "auto", groups: Groups | None = None, links: Links | None = None
+) -> list[Note]:
+    """Merge in place over the declared groups, or those given, not strict, as the backend does. Returns the notes."""
+    rewrite = MergeReductions(declared() if groups is None else groups, policy, links, strict=False)
+    rewrite(gm)
+    return rewrite.notes

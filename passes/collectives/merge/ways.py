@@ -1,0 +1,174 @@
+"""The ways to do a chain of collectives: which of them may be one, what that takes, and which way to choose."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import size_hint, statically_known_true
+from sp_compile.cost.reductions import Links, seconds
+from sp_compile.errors import SpError, at
+from sp_compile.spmd.groups import Groups, Partition, gathered, reduced, scattered
+
+from .chains import Chain
+
+COMPOSE = {"all_reduce": reduced, "reduce_scatter": scattered, "all_gather": gathered}
+TIE = 1.05
+"""A way that is predicted to take up to so much longer than the fastest is as good; the fewest collectives win."""
+
+Block = tuple[int, ...]
+"""Links of a chain, by their numbers."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a chain may be done: blocks of links, each with its communicator; and the seconds that this takes."""
+
+    blocks: dict[Block, str]
+    time: float
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """What decides: the declared groups, the policy, and constants for communicators that were not measured."""
+
+    groups: Groups
+    policy: str
+    links: Links | None = None
+
+    def ways(self, chain: Chain) -> list[Way]:
+        """Every way that is exact and has its communicators; the one that merges nothing is among them."""
+        count = len(chain.links)
+        names = {block: self._communicator(chain, block) for block in _subsets(count)}
+        parts = self._parts(chain, tuple(range(count)))
+        pairs = itertools.combinations(parts, 2)
+        free = chain.links[0].kind == "all_reduce" and all(reduced(pair) is not None for pair in pairs)
+        found = []
+        for blocks in _partitions(tuple(range(count))):
+            if free or all(block[-1] - block[0] == len(block) - 1 for block in blocks):
+                named = {block: name for block in blocks if (name := names[block]) is not None}
+                if len(named) == len(blocks):
+                    found.append(Way(named, self._in_all(chain, named)))
+        return found
+
+    def _in_all(self, chain: Chain, named: dict[Block, str]) -> float:
+        """Predicted seconds of the blocks, one behind the other."""
+        line = self.groups.turns.get(frozenset(named.values()))
+        bytes_of = {self._bytes(chain, block) for block in named}
+        if line is not None and len(named) > 1 and len(bytes_of) == 1:
+            return seconds(chain.links[0].kind, bytes_of.pop(), line)
+        return sum(self._time(chain, block, name) for block, name in named.items())
+
+    def best(self, ways: list[Way]) -> Way:
+        """The one that the policy takes."""
+        if self.policy == "auto":
+            fastest = min(way.time for way in ways)
+            ways = [way for way in ways if way.time <= fastest * TIE] or [apart(ways)]
+        elif self.policy == "intra_node":
+            ways = [way for way in ways if self._stays_inside(way)]
+        return min(ways, key=lambda way: (len(way.blocks), way.time))
+
+    def why_apart(self, chain: Chain, ways: list[Way]) -> str:
+        """Why the chain stays as it is."""
+        merged = [way for way in ways if way is not apart(ways)]
+        if merged and self.policy == "intra_node":
+            return "the policy is 'intra_node', and the ranks are on several machines"
+        if merged:
+            fastest = min(merged, key=lambda way: way.time)
+            return f"predicted to be slower merged: {compared(fastest, apart(ways))}"
+        block = (len(chain.links) - 2, len(chain.links) - 1)
+        parts, kind = self._parts(chain, block), chain.links[0].kind
+        groups = " and ".join(repr(chain.links[i].group) for i in block)
+        union = COMPOSE[kind](parts)
+        if reduced(parts) is None:
+            return f"the groups {groups} are not the axes of a full grid: {parts[0]} and {parts[1]}"
+        if union is None or self.groups.communicator(union, ordered=kind != "all_reduce") is None:
+            order = "" if kind == "all_reduce" else ", in the order of their chunks"
+            return f"no communicator is declared for the ranks of {groups} together{order}"
+        return f"the {len(union[0])} ranks of {groups} are not known to divide the rows"
+
+    def _parts(self, chain: Chain, block: Block) -> list[Partition]:
+        return [self.groups[chain.links[i].group] for i in block]
+
+    def _communicator(self, chain: Chain, block: Block) -> str | None:
+        """The group over which one collective does what those of the block do; None if there is none."""
+        if len(block) == 1:
+            return chain.links[block[0]].group
+        kind = chain.links[0].kind
+        union = COMPOSE[kind](self._parts(chain, block))
+        if union is None or not self._divides(chain, block, len(union[0])):
+            return None
+        return self.groups.communicator(union, ordered=kind != "all_reduce")
+
+    def _divides(self, chain: Chain, block: Block, ranks: int) -> bool:
+        """Are the rows that are scattered at once the same as those scattered step by step?"""
+        first = chain.links[block[0]]
+        rows = value_of(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
+        return bool(statically_known_true(rows % ranks == 0))
+
+    def _stays_inside(self, way: Way) -> bool:
+        return all(len(block) == 1 or self.groups.in_one_node(name) for block, name in way.blocks.items())
+
+    def _time(self, chain: Chain, block: Block, name: str) -> float:
+        """Predicted seconds of a block done at once."""
+        first = chain.links[block[0]]
+        links = self.links or Links.of(value_of(first.node).device.type)
+        line = self.groups.lines.get(name)
+        if line is None:
+            line = links.line(self.groups.size(name), self.groups.in_one_node(name))
+        return seconds(first.kind, self._bytes(chain, block), line)
+
+    def _bytes(self, chain: Chain, block: Block) -> float:
+        """Of what a block reduces, gathers in all, or scatters in all."""
+        first, last = chain.links[block[0]], value_of(chain.links[block[-1]].node)
+        whole = value_of(first.source) if first.kind == "reduce_scatter" else last
+        return _elements(whole) * last.dtype.itemsize
+
+
+def apart(ways: list[Way]) -> Way:
+    """The way that merges nothing."""
+    return max(ways, key=lambda way: len(way.blocks))
+
+
+def compared(merged: Way, other: Way) -> str:
+    """Both predictions."""
+    return f"{merged.time * 1e3:.3g} ms instead of {other.time * 1e3:.3g} ms"
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The value that the graph tells. Raises SpError if it tells none."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise SpError(
+            f"{node.name} at {at(node)}: the graph does not tell the shape of its values: run FakeTensorProp on it"
+        )
+    return value
+
+
+def _elements(value: torch.Tensor) -> float:
+    """How many numbers, in the call that is being compiled; nan where that is not known."""
+    try:
+        return math.prod(size if isinstance(size, int) else size_hint(size) for size in value.shape)
+    except TypeError:
+        return math.nan
+
+
+def _subsets(count: int) -> list[Block]:
+    """Every one and more of so many links."""
+    return [block for size in range(1, count + 1) for block in itertools.combinations(range(count), size)]
+
+
+def _partitions(links: Block) -> Iterator[tuple[Block, ...]]:
+    """Every way to put the links into blocks."""
+    if not links:
+        yield ()
+        return
+    for size in range(len(links)):
+        for others in itertools.combinations(links[1:], size):
+            rest = tuple(link for link in links[1:] if link not in others)
+            yield from (((links[0], *others), *blocks) for blocks in _partitions(rest))

@@ -1,0 +1,160 @@
+"""Which exchanges may become one: the same dims, ranks and dtype, none of them waiting for another.
+
+q' = exchange(q); k' = exchange(k); v' = exchange(v); attention(q', k', v')
+
+Dims that are merged behind an exchange are merged before it.
+
+all_to_all_permute(x [b, S, h, d], 1, 2).flatten(2)   ->   all_to_all_permute(x.flatten(2), 1, 2)
+
+What arrives are n blocks of the dims that are gathered, [n, h * d, b * s]: transposed, the operand of a matmul. With h
+and d apart they are [n, h, b, s, d], where n * h * d positions have no common stride, so that flatten copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.mutation import is_mutation, is_pure
+from sp_compile.graph.sizes import product, same, sizes
+
+from .arrangement import IndexMap, Mover, value_of
+from .match import downstream, erase_chain, private
+from .writes import between
+
+sp = torch.ops.sp
+
+
+def gather_exchanges(graph: Graph, writes: frozenset[Node], pack: Callable[[list[Node]], None]) -> list[Node]:
+    """Have `pack` put groups of exchanges together, moving what used the first of them behind the last.
+
+    writes: the graph's nodes that do, which no operand's reading is moved across.
+    """
+    done = []
+    backward = _of_tangents(graph)
+    open_groups: dict[Any, list[Node]] = {}
+    for node in [n for n in graph.nodes if n.target is sp.all_to_all_permute.default]:
+        key = (*_key(node), node in backward)
+        near = key in open_groups and not between(writes, open_groups[key][0], node)
+        if near and _may_join(open_groups[key], node):
+            open_groups[key].append(node)
+        else:
+            open_groups[key] = [node]
+            done.append(open_groups[key])
+    groups = [members for members in done if len(members) > 1]
+    for members in groups:
+        _make_room(members)
+        pack(members)
+    return [members[0] for members in groups]
+
+
+def _key(node: Node) -> Any:
+    """Exchanges that differ in this need different messages."""
+    x, scatter, gather, n, group = node.args
+    value = value_of(x)
+    scatter, gather = scatter % value.ndim, gather % value.ndim
+    rows = sizes(value.shape)[gather]
+    return value.ndim, scatter, gather, rows, n, group, value.dtype, value.device
+
+
+def _of_tangents(graph: Graph) -> set[Node]:
+    """The backward part of AOTAutograd's joint graph, which will be cut off: what its tangents are needed for."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if tangent or any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _dependent(members: list[Node], last: Node) -> list[Node] | None:
+    """What uses the members' results and comes before the last exchange; None if that exchange is among it."""
+    found = set(members)
+    out = []
+    node = members[0].next
+    while node is not last:
+        if node not in found and any(i in found for i in node.all_input_nodes):
+            found.add(node)
+            out.append(node)
+        node = node.next
+    return None if any(i in found for i in last.all_input_nodes) else out
+
+
+def _may_join(members: list[Node], node: Node) -> bool:
+    waiting = _dependent(members, node)
+    # What has effects, or takes part in a collective, keeps its place.
+    return waiting is not None and all(
+        is_pure(n) and not is_mutation(n) and not _communicates(n) for n in waiting
+    )
+
+
+def _communicates(node: Node) -> bool:
+    text = str(node.target)
+    return "c10d" in text or text.startswith("sp.")
+
+
+def _make_room(members: list[Node]) -> None:
+    last = members[-1]
+    behind = last
+    for node in _dependent(members[:-1], last) or ():
+        behind.append(node)
+        behind = node
+
+
+aten, sp = torch.ops.aten, torch.ops.sp
+PERMUTE = sp.all_to_all_permute.default
+
+
+def merge_first(editor: Editor, node: Node) -> bool:
+    """Rewrite what follows one all_to_all_permute; whether that was done."""
+    results = downstream(node)
+    for result in results[::-1]:
+        chain = private(node, result, results)
+        returned = any(user.op == "output" for user in result.users)  # in its old layout, whatever that costs
+        groups = _groups(node, result) if chain is not None and not returned else None
+        if groups is not None and chain is not None and _rewritten(editor, node, result, groups):
+            erase_chain(editor.graph, frozenset(chain))
+            return True
+    return False
+
+
+def _groups(node: Node, result: Node) -> list[list[int]] | None:
+    """Which dims of the exchange's result are each dim of what is made of it, if gathered ones lead a merged dim."""
+    index = IndexMap()
+    given = index.tensor(sizes(value_of(node).shape))
+    made = Mover(index, {node: given}).tensor(result)
+    if made is None or made.fixed:
+        return None
+    whole = [index.resolve(dim) for dim in given.dims]
+    place = {atoms[0]: d for d, atoms in enumerate(whole) if len(atoms) == 1}
+    groups = [[place.get(atom, -1) for atom in index.resolve(dim)] for dim in made.dims]
+    scatter, gather = (d % len(whole) for d in node.args[1:3])
+    leads = {group[0] for group in groups if group}
+    merged = any(group[0] == gather and len(group) > 1 for group in groups if group)
+    complete = all(groups) and sorted(d for group in groups for d in group) == list(range(len(whole)))
+    return groups if complete and merged and scatter in leads else None
+
+
+def _rewritten(editor: Editor, node: Node, result: Node, groups: list[list[int]]) -> bool:
+    x, scatter, gather, n, group = node.args
+    shape, order = sizes(value_of(x).shape), [d for dims in groups for d in dims]
+    if all(same(size, 1) for size in shape[: scatter % len(shape)]):
+        return False  # x is sent as it lies, and copied on its arrival
+    leads = [dims[0] for dims in groups]
+    merged = [product(shape[d] for d in dims) for dims in groups]
+    with editor.graph.inserting_before(node):
+        try:
+            if order != sorted(order):
+                x = editor.compute(aten.permute.default, (x, order), node)
+            x = editor.compute(aten.view.default, (x, editor.sizes.list(merged)), node)
+        except (RuntimeError, ValueError):  # x would have to be copied for that
+            editor.drop(x)
+            return False
+        dims = [leads.index(d % len(shape)) for d in (scatter, gather)]
+        fresh = editor.compute(PERMUTE, (x, *dims, n, group), result)
+    result.replace_all_uses_with(fresh)
+    return True

@@ -1,0 +1,139 @@
+"""Finds replicated nodes that are better computed with per-rank gradients, up to the parameters they come from.
+
+`x @ w.t()` with a sharded x wants w.t() as a summand. Converting w instead of w.t() gives the same gradient and lets
+parameters share a reduction, one for each of the `buckets`. A node can be lifted if nothing wants its gradient
+invariant.
+
+Finds shorter windows whose cut-off rows need no care: the label shift of every language model among them.
+
+logits[:, :-1] -> view -> cross_entropy      the last row is masked in the sum; nothing before it can spoil a gradient
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import OpOverload
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import size
+from sp_compile.sharding.placement import REPLICATE, Placement, Plan, Replicate, Shard
+from sp_compile.sharding.reshape import Reshape, Window
+from sp_compile.sharding.rule import Factors, lookup, transfer_of
+from sp_compile.sharding.rules.pointwise import SMOOTH
+from sp_compile.sharding.windows import ON_SHARDS
+
+# As DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward.
+BUCKET_BYTES = 25 << 20
+
+
+def differentiable_nodes(gm: GraphModule) -> set[Node]:
+    """Values that may need a gradient: floats that depend on an input or parameter which requires one."""
+    out: set[Node] = set()
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr"):
+            known = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+            if known and node.meta.get("sp_grad", True):
+                out.add(node)
+        elif node.op == "call_function" and any(a in out for a in node.all_input_nodes):
+            integral = isinstance(value, torch.Tensor) and not (
+                value.is_floating_point() or value.is_complex()
+            )
+            if not integral and node.target is not torch.ops.aten.detach.default:
+                out.add(node)
+    return out
+
+
+def lifted_nodes(gm: GraphModule, plan: Plan, differentiable: set[Node]) -> set[Node]:
+    """Nodes that run alike on every rank and whose every use takes a summand of the gradient."""
+    lifted: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if (
+            node in differentiable
+            and _liftable(node, plan)
+            and node.users
+            and all(_takes_summand(node, u, plan, lifted) for u in node.users)
+        ):
+            lifted.add(node)
+    # One of several results takes summands only if all do: they are converted before the op, or each behind it.
+    return {n for n in lifted if n.target is not operator.getitem or n.args[0] in lifted}
+
+
+def _liftable(node: Node, plan: Plan) -> bool:
+    if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
+        return False
+    if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
+        return False
+    return all(p == REPLICATE for p in plan.placements.get(node, ()))
+
+
+def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> bool:
+    wants = _wanted(node, user, plan)
+    return user in lifted or (bool(wants) and all(_is_summand(w) for w in wants))
+
+
+def enters_shards(node: Node, plan: Plan, lifted: set[Node]) -> bool:
+    """Does a user take a replicated value as a summand of the gradient?"""
+    return any(user in lifted or any(map(_is_summand, _wanted(node, user, plan))) for user in node.users)
+
+
+def _wanted(node: Node, user: Node, plan: Plan) -> list[Placement]:
+    """How a user that runs on shards wants this operand: once for each time that it reads it."""
+    found = lookup(user) if user in plan.wants and transfer_of(user.target) is None else None
+    return [w for o, w in zip(found[0].operands, plan.wants[user]) if o is node] if found is not None else []
+
+
+def _is_summand(want: Placement) -> bool:
+    return isinstance(want, Replicate) and want.partial_grad
+
+
+def buckets(sources: list[Node]) -> list[list[Node]]:
+    """Runs of parameters, in the order of their use, of at most BUCKET_BYTES (but at least one parameter) each."""
+    out: list[list[Node]] = []
+    filled = BUCKET_BYTES + 1
+    for source in sources:
+        value = source.meta["val"]
+        numel = size(value.numel())
+        nbytes = numel * value.element_size() if isinstance(numel, int) else 0
+        if filled + nbytes > BUCKET_BYTES and filled:
+            out.append([])
+            filled = 0
+        out[-1].append(source)
+        filled += nbytes
+    return out
+
+
+def stays_smooth(node: Node, plan: Plan) -> bool:
+    """Do only ops with finite derivatives see the value, up to where padding is masked or dropped?"""
+    seen: set[Node] = set()
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if _reads_constants(user):
+                continue
+            if user.target is operator.getitem:
+                todo.append(user)
+            elif user in plan.wants and transfer_of(user.target) is None:
+                if not _is_smooth(user):
+                    return False
+                if any(isinstance(p, Shard) for p in plan.placements[user]):
+                    todo.append(user)
+    return True
+
+
+def _reads_constants(node: Node) -> bool:
+    """Does it take constants for what lies outside the window? Then the cotangents there are exact zeros."""
+    return node.target in ON_SHARDS and Call(node)["frame"] is not None
+
+
+def _is_smooth(node: Node) -> bool:
+    found = lookup(node)
+    rule = found[1] if found is not None else None
+    moves = isinstance(rule, (Reshape, Window)) or (isinstance(rule, Factors) and rule.lazy)
+    return moves or node.target in SMOOTH

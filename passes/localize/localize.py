@@ -1,0 +1,299 @@
+"""Global view -> the program of one rank, the same text on every rank.
+
+    x: f32[B, S, D] -> linear(x, w)    becomes    linear(sp.shard(x), sp.reduce_grad(w))  on f32[B, ceil(S/n), D]
+
+Inserts what an edge of the Plan needs and nothing else: `sp::shard` where a replicated value meets a sharded one (a
+local slice), `sp::reduce_grad` where a replicated value enters sharded compute (the identity; its backward sums the
+gradient), `sp::mask` where a sum would count padding. Arguments that spell sizes become local. Bytes moved forward:
+none. Refuses: a plan with open demands, sizes that no input determines.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from sp_compile._compat import keep_calling_convention
+from sp_compile.config import Ranks
+from sp_compile.errors import SpError, at
+from sp_compile.graph.call import Call, is_tensor, is_written
+from sp_compile.graph.sizes import Size, Sizes, size
+from sp_compile.passes.rewrite import Settings, analyse, settings
+from sp_compile.sharding.placement import Partial, Placement, Plan, Replicate, Shard
+from sp_compile.sharding.reshape import Reshape, Window
+from sp_compile.sharding.rule import Factors, lookup
+
+from .gradients import buckets, differentiable_nodes, enters_shards, lifted_nodes, stays_smooth
+
+sp, aten = torch.ops.sp, torch.ops.aten
+KEPT_META = (
+    "stack_trace",
+    "nn_module_stack",
+    "source_fn_stack",
+    "recompute",
+    "ac_graph_id",
+    "original_aten",
+    "seq_nr",
+)
+
+
+class Localize(PassBase):
+    """The pass, by hand: `Localize(2)(graph_module)`. Raises SpError while the graph has demands left."""
+
+    def __init__(self, ranks: Ranks | int | Settings, **options: Any) -> None:
+        super().__init__()
+        self.job = settings(ranks, **options)
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        plan = analyse(graph_module, self.job)[1]
+        if plan.demands:
+            first = plan.demands[0]
+            raise SpError(
+                f"{first.node.name} at {at(first.node)} still demands ({first.kind}): {first.why}; "
+                "run a pass that claims it first, such as passes.gather.Gather"
+            )
+        return PassResult(localize(graph_module, plan, self.job), True)
+
+
+def localize(gm: GraphModule, plan: Plan, job: Settings) -> GraphModule:
+    """The graph of one rank, made from a graph in the global view whose Plan has no demand left."""
+    return _Localizer(gm, plan, job.ranks, job.param_grads).run()
+
+
+class _Localizer:
+    def __init__(self, gm: GraphModule, plan: Plan, ranks: Ranks, param_grads: str) -> None:
+        self.old, self.plan, self.ranks, self.param_grads = gm, plan, ranks, param_grads
+        self.graph = Graph()
+        keep_calling_convention(self.graph, gm.graph)
+        self.env: dict[Node, Node] = {}
+        self.aliases: dict[Node, tuple[Node, ...]] = {}  # windows: one local value stands for several results
+        self.converted: dict[tuple[Node, Placement], Node] = {}
+        self.differentiable = differentiable_nodes(gm)
+        self.lifted = lifted_nodes(gm, plan, self.differentiable)
+
+    def run(self) -> GraphModule:
+        """The local GraphModule, with `meta['sp_global']` on every node that stands for a node of the global view."""
+        assert not self.plan.demands, [str(d) for d in self.plan.demands]
+        sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
+        for node in [n for n in sources if n.op == "placeholder"]:
+            self._keep(node, self.graph.node_copy(node, self._lookup))
+        self.sizes = Sizes(self.graph)
+        self._localize_symbols(sources)
+        params = [n for n in sources if n.op == "get_attr" and is_tensor(n)]
+        for node in params:
+            self._keep(node, self.graph.node_copy(node, self._lookup))
+        self._reduce_param_grads(sources)
+        for node in self.old.graph.nodes:
+            if node.op == "output":
+                self.graph.output(torch.fx.map_arg(node.args[0], self._lookup)).meta.update(node.meta)
+            elif node not in self.env and node not in self.aliases:
+                self._emit(node)
+        local = GraphModule(self.old, self.graph)
+        local.meta.update(self.old.meta)
+        _drop_dead(local)
+        return local
+
+    def _lookup(self, node: Node) -> Node:
+        return self.env[node]
+
+    def _keep(self, old: Node, new: Node) -> None:
+        """`new` computes on this rank what `old` computes in the global view."""
+        new.meta.update(old.meta)
+        new.meta.update(sp_global=old, sp_grad=old in self.differentiable)
+        self.env[old] = new
+
+    def _localize_symbols(self, sources: Iterable[Node]) -> None:
+        """With inputs='local' a rank is given S/n where the global view says S = n * (S/n)."""
+        for node in sources:
+            if "sp_local" in node.meta:
+                self.env[node].meta["val"] = node.meta["sp_local"]
+        for node in sources:
+            scale = node.meta.get("sp_scale")
+            if scale:
+                self.sizes.known[size(node.meta["sp_local"])] = self.env[node]
+                with self.graph.inserting_after(self.sizes.last):
+                    self.sizes.last = self.graph.call_function(operator.mul, (self.env[node], scale))
+                self.sizes.last.meta["val"] = node.meta["val"]
+                self.env[node] = self.sizes.last
+                self.sizes.known[size(node.meta["val"])] = self.sizes.last
+
+    def _emit(self, node: Node) -> None:
+        if node.op != "call_function":
+            self._keep(node, self.graph.node_copy(node, self._lookup))
+        elif node.target is operator.getitem and node.args[0] in self.aliases:
+            self.env[node] = self.aliases[node.args[0]][node.args[1]]
+        elif node in self.plan.wants:
+            self._emit_on_shards(node)
+        elif isinstance(node.meta.get("val"), torch.SymInt) and any(
+            self._is_local(a) for a in node.all_input_nodes
+        ):
+            self.env[node] = self._value(size(node.meta["val"]))  # sizes keep their global meaning
+        else:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._plain(node))
+            self._keep(node, self._call(node.target, args, node, kwargs, node.name))
+
+    def _is_local(self, node: Node) -> bool:
+        return is_tensor(node) and isinstance(self.plan.of(node), Shard)
+
+    def _value(self, value: Size) -> Node:
+        node = self.sizes(value)
+        return node if isinstance(node, Node) else self.graph.call_function(operator.add, (node, 0))
+
+    def _plain(self, node: Node) -> Callable[[Node], Node]:
+        """How a node that runs alike on every rank sees its operands; a lifted one has partial gradients throughout."""
+        want = Replicate(partial_grad=True) if node in self.lifted else None
+
+        def see(operand: Node) -> Node:
+            if want is None or not is_tensor(operand):
+                return self.env[operand]
+            return self._convert(operand, want, node)
+
+        return see
+
+    def _emit_on_shards(self, node: Node) -> None:
+        found = lookup(node)
+        assert found is not None
+        call, rule = found
+        wants = self.plan.wants[node]
+        operands = [self._convert(o, w, node) for o, w in zip(call.operands, wants)]
+        if isinstance(rule, Window) and self._on_sequence(rule, wants[0]):
+            self._cut(node, operands[0])
+            return
+        if isinstance(rule, Factors) and rule.alias:
+            self.env[node] = operands[0]
+            return
+        if isinstance(rule, Reshape):
+            shape = self._local_shape(node)
+            self._keep(node, self._call(aten.reshape.default, (operands[0], shape), node, name=node.name))
+            return
+        if isinstance(rule, Factors):
+            operands = self._masked(call, rule, operands, wants)
+        changed = {}
+        if isinstance(rule, Factors) and rule.sizes and isinstance(self.plan.of(node), Shard):
+            changed[rule.sizes] = self._local_shape(node)
+        args, kwargs = call.rebuild(operands, **changed)
+        args, kwargs = torch.fx.map_arg((args, kwargs), lambda a: self.env.get(a, a))
+        self._keep(node, self._call(node.target, args, node, kwargs, node.name))
+
+    def _on_sequence(self, rule: Window, have: Placement) -> bool:
+        return isinstance(have, Shard) and have.dim == rule.dim
+
+    def _cut(self, node: Node, local: Node) -> None:
+        """A shorter window is the same local value, unless the rows that it cuts off could spoil a gradient."""
+        if isinstance(node.meta["val"], (list, tuple)):
+            pieces = {u.args[1]: u for u in node.users}
+            self.aliases[node] = tuple(
+                self._windowed(pieces[i], p, local) if i in pieces else local
+                for i, p in enumerate(self.plan.placements[node])
+            )
+        else:
+            self.env[node] = self._windowed(node, self.plan.of(node), local)
+
+    def _windowed(self, node: Node, have: Placement, local: Node) -> Node:
+        assert isinstance(have, Shard)
+        if node not in self.differentiable or stays_smooth(node, self.plan):
+            return local
+        args = (local, have.dim, self._frame(have), self.ranks.n, self.ranks.group)
+        return self._call(sp.window.default, args, node)
+
+    def _local_shape(self, node: Node) -> list[int | Node]:
+        placement = self.plan.of(node)
+        shape = [size(s) for s in node.meta["val"].shape]
+        if isinstance(placement, Shard):
+            shape[placement.dim] = placement.local_size(self.ranks.n)
+        return self.sizes.list(shape)
+
+    def _masked(
+        self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]
+    ) -> list[Node]:
+        """Make padded rows vanish from a sum over the sharded factor."""
+        if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]):
+            return operands
+        index, value = rule.pad or (next(i for i, w in enumerate(wants) if isinstance(w, Shard)), 0)
+        want = wants[index]
+        if isinstance(want, Shard) and not want.frame.exact(self.ranks.n):
+            args = (operands[index], want.dim, self._frame(want), value, self.ranks.n, self.ranks.group)
+            operands[index] = self._call(sp.mask.default, args, call.node)
+        return operands
+
+    def _frame(self, shard: Shard) -> list[int | Node]:
+        return self.sizes.list((shard.outer, *shard.frame.spelt()))
+
+    def _call(
+        self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None
+    ) -> Node:
+        node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=name)
+        node.meta.update({k: like.meta[k] for k in KEPT_META if k in like.meta})
+        return node
+
+    def _convert(self, source: Node, want: Placement, user: Node) -> Node:
+        """The operand as its user wants it. Conversions are made once, beside the producer (so in its grad mode)."""
+        have = self.plan.of(source)
+        if isinstance(want, Replicate) and not isinstance(have, Replicate):
+            raise AssertionError(f"{source} is {have} where {user} wants {want}: a demand was not discharged")
+        if isinstance(want, Shard) and isinstance(have, Replicate):
+            return self._converted(source, want, user)
+        summand = have == want or source in self.lifted or source not in self.differentiable
+        if isinstance(want, Replicate) and want.partial_grad and not summand:
+            return self._converted(source, want, user)
+        return self.env[source]
+
+    def _converted(self, source: Node, want: Placement, user: Node) -> Node:
+        if is_written(source):  # its value changes: take it as it is when the user reads it
+            return self._conversion(source, want, user)
+        key = (source, want)
+        if key not in self.converted:
+            frame = self._frame(want) if isinstance(want, Shard) else None  # may add sizes behind the inputs
+            local = self.env[source]
+            behind = self.sizes.last if local.op == "placeholder" else local
+            with self.graph.inserting_after(behind):
+                self.converted[key] = self._conversion(source, want, user, frame)
+        return self.converted[key]
+
+    def _conversion(self, source: Node, want: Placement, user: Node, frame: Any = None) -> Node:
+        local, n, group = self.env[source], self.ranks.n, self.ranks.group
+        if isinstance(want, Shard):
+            new = self._call(sp.shard.default, (local, want.dim, frame or self._frame(want), n, group), user)
+        else:
+            both = self._call(sp.reduce_grad.default, ([local], self._how(source), n, group), user)
+            with self.graph.inserting_after(both):
+                new = self._call(operator.getitem, (both, 0), user)
+        new.meta["sp_grad"] = source in self.differentiable
+        return new
+
+    def _reduce_param_grads(self, sources: Iterable[Node]) -> None:
+        """One sp::reduce_grad per bucket of parameters: a collective a bucket in the backward, not one a parameter."""
+        want = Replicate(partial_grad=True)
+        wanted = [s for s in sources if s in self.differentiable and enters_shards(s, self.plan, self.lifted)]
+        parameters = [s for s in wanted if _is_parameter(s)]
+        inputs = [s for s in wanted if not _is_parameter(s)]
+        for bucket in buckets(parameters) + buckets(inputs):
+            args = ([self.env[s] for s in bucket], self._how(bucket[0]), self.ranks.n, self.ranks.group)
+            both = self.graph.call_function(sp.reduce_grad.default, args)
+            for i, source in enumerate(bucket):
+                self.converted[source, want] = self.graph.call_function(operator.getitem, (both, i))
+
+    def _how(self, source: Node) -> str:
+        """Only a parameter's gradient may stay partial: what else has one is used alike on every rank further back."""
+        return self.param_grads if _is_parameter(source) else "reduce"
+
+
+def _is_parameter(source: Node) -> bool:
+    return source.op == "get_attr" or source.meta.get("sp_param", False)
+
+
+def _drop_dead(gm: GraphModule) -> None:
+    """Sizes and slices that nobody uses any more; never an op with an effect."""
+    for node in reversed(gm.graph.nodes):
+        pure = isinstance(node.meta.get("val"), torch.SymInt) or node.target in (
+            sp.shard.default,
+            aten.sym_size.int,
+        )
+        if node.op == "call_function" and not node.users and pure:
+            gm.graph.erase_node(node)
+    gm.recompile()

@@ -1,0 +1,54 @@
+"""Every value of a local graph below autograd keeps the order of dims in memory that the global one has.
+
+    g: [S, B, D] in memory, read as [B, S, D]; all_gather(g)   ->   a copy in that order right behind the all_gather
+
+A kernel there may read memory as it lies, without the `contiguous` that autograd's formula had no need to write, and
+views that were possible have to stay so. Bytes moved between ranks: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from sp_compile.graph.edit import infer
+from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.strides import order_of, restore
+
+
+def keep_order(local: GraphModule) -> None:
+    """Edits a validated local graph, in which `meta["val"]` is local and `meta["sp_global"]` is the global node."""
+    changed: set[Node] = set()
+    for node in list(local.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if not changed.isdisjoint(node.all_input_nodes):
+            node.meta["val"] = infer(node.target, node.args, node.kwargs)
+            changed.add(node)
+        source, here = node.meta.get("sp_global"), node.meta.get("val")
+        there = None if source is None else source.meta["val"]
+        if isinstance(here, Tensor) and isinstance(there, Tensor) and not _in_order(here, there):
+            changed.add(restore(local.graph, node, there))
+    local.recompile()
+
+
+def _in_order(here: Tensor, there: Tensor) -> bool:
+    """Do the dims lie in memory in the order of the other's? Where that one has no gaps, without gaps."""
+    order = order_of(sizes(there.stride()))
+    if _dense(there, order):
+        return _dense(here, order)
+    wide = [d for d in order if not same(sizes(here.shape)[d], 1)]
+    return wide == [d for d in order_of(sizes(here.stride())) if d in wide]
+
+
+def _dense(x: Tensor, order: Sequence[int]) -> bool:
+    shape, strides = sizes(x.shape), sizes(x.stride())
+    step: Size = 1
+    for d in reversed(order):
+        if not same(shape[d], 1):
+            if not same(strides[d], step):
+                return False
+            step = step * shape[d]
+    return True

@@ -1,0 +1,124 @@
+"""The proof: every node of the local graph has the shape that its placement says, for every value of the symbols.
+
+Runs the nodes that work on shards on fake tensors and compares, as expressions, local size x shards with the global
+size. Also: only op overloads and built-in operators, no rank in the graph, and no exchange read before its wait. Bytes
+moved: none. Raises SpError naming the node, the user's line, both shapes and the expected one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import (
+    HigherOrderOperator,
+    OpOverload,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    follows,
+    pytree,
+)
+from sp_compile.errors import SpError, at
+from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.sharding.placement import Placement, Plan, Shard
+
+c10d = torch.ops._c10d_functional
+
+
+def validate(local: GraphModule, plan: Plan, n: int) -> None:
+    """Prove the local graph against the plan it was made from; fills meta['val'] with local values."""
+    fakes = [node.meta.get("val") for node in local.graph.nodes]
+    mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
+    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # symbolic sizes need it
+        for node in local.graph.nodes:
+            if node.op == "call_function":
+                _check_target(node)
+                _check_waited(node)
+                _infer(node, plan)
+                _check_shape(node, plan, n, mode)
+
+
+def _check_target(node: Node) -> None:
+    target = node.target
+    known = isinstance(target, (OpOverload, HigherOrderOperator))
+    if not known and getattr(target, "__module__", "") not in (
+        "_operator",
+        "math",
+        "torch",
+        "torch._C",
+        "torch.amp.autocast_mode",
+        "torch.nn.attention",
+        "torch.sym",
+    ):
+        raise SpError(
+            f"{node.name} at {at(node)} calls {target}, which is neither an op overload nor an operator"
+        )
+
+
+def _check_waited(node: Node) -> None:
+    """No op of ours may read what another exchange has not brought yet."""
+    if getattr(node.target, "namespace", "") != "sp":
+        return
+    for source in node.all_input_nodes:
+        if (
+            getattr(source.target, "namespace", "") == c10d.name
+            and source.target is not c10d.wait_tensor.default
+        ):
+            raise SpError(
+                f"{node.name} ({node.target}) at {at(node)} reads {source.name} before it is waited for"
+            )
+
+
+def _infer(node: Node, plan: Plan) -> None:
+    """The node's local value. A node that runs alike on every rank keeps its global one."""
+    source = node.meta.get("sp_global")
+    if source is not None and source not in plan.wants and not _reads_local(node):
+        return
+    if not isinstance(node.target, OpOverload) and "val" in node.meta and source is None:
+        return
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+    try:
+        node.meta["val"] = node.target(*args, **kwargs)
+    except Exception as e:
+        shapes = [
+            list(a.meta["val"].shape)
+            for a in node.all_input_nodes
+            if isinstance(a.meta.get("val"), torch.Tensor)
+        ]
+        raise SpError(
+            f"{node.name} ({node.target}) at {at(node)} does not run on local operands of shapes {shapes}: {e}"
+        ) from e
+
+
+def _reads_local(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") == "sp" or getattr(node.target, "__name__", "") == "getitem"
+
+
+def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:
+    source = node.meta.get("sp_global")
+    if source is None:
+        return
+    local = [v for v in pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
+    whole = [v for v in pytree.tree_leaves(source.meta["val"]) if isinstance(v, torch.Tensor)]
+    for placement, here, there in zip(plan.placements.get(source, ()), local, whole):
+        expected, found = _local_shape(placement, there, n), sizes(here.shape)
+        if len(expected) != len(found) or not all(_equal(a, b, mode) for a, b in zip(expected, found)):
+            raise SpError(
+                f"{node.name} ({node.target}) at {at(source)}: global shape {list(sizes(there.shape))} placed "
+                f"{placement} over {n} ranks must be {list(expected)} locally, but is {list(found)}"
+            )
+
+
+def _equal(expected: Size, found: Size, mode: Any) -> bool:
+    """For every value of the symbols that the guards of the user's program let through."""
+    return same(expected, found) or follows(mode, sympy.Eq(expected, found))
+
+
+def _local_shape(placement: Placement, whole: Any, n: int) -> tuple[Size, ...]:
+    shape = list(sizes(whole.shape))
+    if isinstance(placement, Shard):
+        shape[placement.dim] = placement.local_size(n)
+    return tuple(shape)

@@ -1,0 +1,1 @@
+"""Ways to split attention over ranks, and the choice among them."""

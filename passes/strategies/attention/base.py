@@ -1,0 +1,177 @@
+"""The base of the passes that replace an attention by one op which does its own exchanges: ring, hybrid, gathered.
+
+    q: f32[B, H, S, D]  k, v: f32[B, Hkv, T, D]
+    scaled_dot_product_attention(q, k, v, mask, ...)      or sp::masked_attention, whose mask is a predicate
+    ->  sp::ring_attention(q, k, v, mask, rows, cols, sizes, predicate, ..., q_frame, k_frame, n, group, ...)
+
+`is_causal` becomes the predicate "k <= q". Operands of other than four dims are reshaped around the op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size, divides, product, same, sizes
+from sp_compile.passes.rewrite import Rewrite
+from sp_compile.sharding.attention import filling_nodes, predicate_of
+from sp_compile.sharding.placement import Demand, Plan, Shard
+
+sp, aten = torch.ops.sp, torch.ops.aten
+SEQUENCE = -2
+
+
+class ShardedAttention(Rewrite):
+    """Claims attention whose queries are sharded along their sequence. Subclasses name the op and its arguments."""
+
+    kinds = frozenset({"attend"})
+    op: Any = None
+    merges = True  # results over some keys and over others are merged by their log-sum-exps
+    moves_keys = True  # the keys are exchanged in blocks, so they must be shards themselves
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        if not self.chosen(node):
+            return ""
+        why = self._why_not(Call(node))
+        return why if why is None or self.job.attention == self.name else ""
+
+    def _why_not(self, call: Call) -> str | None:
+        query, key, value = (sequence_shard(self.plan, call, i) for i in range(3))
+        if query is None:
+            return "its queries are not sharded along their sequence"
+        if self.moves_keys and not (key is not None and value is not None and key.matches(value)):
+            return "its keys and values are not sharded alike along their sequence"
+        if call.get("enable_gqa") and not divides(*_heads(call)):
+            return f"{_heads(call)[0]} key heads do not divide {_heads(call)[1]} query heads"
+        vectors = [*call.get("rows", []), *call.get("cols", [])]
+        if call.ndim(0) != 4 and any(sizes(v.meta["val"].shape)[0] != 1 for v in vectors):
+            return "its mask differs from batch to batch, and its operands have no head dim"
+        if heads_broadcast(call):
+            return "its heads broadcast"
+        if self.merges and may_hold_fills(call):
+            return "its mask may hold large finite numbers, whose log-sum-exps cannot be merged (use -inf or bools)"
+        return self.unfit(call)
+
+    def chosen(self, node: Node) -> bool:
+        """Is this pass the one for the node: by the cost model, because the user named it, or run by hand?"""
+        choice = node.meta.get("sp_choice")
+        return choice.kind == self.name if choice is not None else self.job.attention in ("auto", self.name)
+
+    def unfit(self, call: Call) -> str | None:
+        """None, or why this way of sharding cannot take the call."""
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        call = Call(node)
+        query, key = (sequence_shard(self.plan, call, i) for i in range(2))
+        assert query is not None
+        q_frame, k_frame = self.frame(query), self.frame(key) if key is not None else []
+        with self.graph.inserting_before(node):
+            batch = tuple(sizes(node.meta["val"].shape)[:-3])
+            q, k, v = (self._four_dims(o, batch, node) for o in call.operands[:3])
+            scores = self._scores(call, batch, node)
+            ranks = self.job.ranks
+            args = (
+                q,
+                k,
+                v,
+                *scores,
+                q_frame,
+                k_frame,
+                ranks.n,
+                ranks.group,
+                self._balance(node),
+                *self.last(node),
+            )
+            out = self._result(q, v, node.meta["val"].dtype)
+            new = self.emit(self.op, args, out, node)
+            self.note(new, self.says(node))
+            if node.meta["val"].ndim != 4:
+                new = self.compute(
+                    aten.reshape.default, (new, self.sizes.list(sizes(node.meta["val"].shape))), node
+                )
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def last(self, node: Node) -> tuple[Any, ...]:
+        """The arguments that only this op has."""
+        return ()
+
+    def says(self, node: Node) -> str:
+        """The report's line."""
+        return ""
+
+    def _balance(self, node: Node) -> bool:
+        choice = node.meta.get("sp_choice")
+        return bool(choice is not None and choice.relayout)
+
+    def _result(self, q: Node, v: Node, dtype: torch.dtype) -> torch.Tensor:
+        query, value = q.meta["val"], v.meta["val"]
+        with query.fake_mode:
+            return query.new_empty((*query.shape[:3], value.shape[3]), dtype=dtype)
+
+    def _four_dims(self, x: Node, batch: tuple[Size, ...], node: Node) -> Node:
+        """(..., H, S, D) with the batch dims of the result, expanded and flattened to (B, H, S, D)."""
+        shape = sizes(x.meta["val"].shape)
+        tail = ((1,) * 3 + shape)[-3:]
+        full = (*batch, *tail)
+        if len(shape) != len(full):
+            x = self.compute(
+                aten.reshape.default, (x, self.sizes.list((1,) * (len(full) - len(shape)) + shape)), node
+            )
+        if not all(same(a, b) for a, b in zip(sizes(x.meta["val"].shape), full)):
+            x = self.compute(aten.expand.default, (x, self.sizes.list(full)), node)
+        if len(full) != 4:
+            x = self.compute(aten.reshape.default, (x, self.sizes.list((product(batch), *tail))), node)
+        return x
+
+    def _scores(self, call: Call, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
+        """mask, rows, cols, sizes, predicate, seed, dropout_p, scale."""
+        predicate, mask = predicate_of(call), call.get("attn_mask")
+        lookups = [call.get(name, []) for name in ("rows", "cols", "sizes")]
+        if mask is not None:
+            mask = self._mask(mask, batch, node)
+        return mask, *lookups, predicate or "", None, call["dropout_p"], call["scale"]
+
+    def _mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
+        """The mask in four dims; dims of size 1 keep broadcasting unless several batch dims become one."""
+        shape = sizes(mask.meta["val"].shape)
+        if len(batch) > 1 and len(shape) > 3:
+            return self._four_dims(mask, batch, node)
+        if len(shape) > 4:
+            shape = shape[-4:]
+        wanted = (1,) * (4 - len(shape)) + shape
+        if len(wanted) == mask.meta["val"].ndim:
+            return mask
+        return self.compute(aten.reshape.default, (mask, self.sizes.list(wanted)), node)
+
+
+def _heads(call: Call) -> tuple[Any, Any]:
+    return call.shape(1)[-3], call.shape(0)[-3]
+
+
+def heads_broadcast(call: Call) -> bool:
+    """Do query or value heads broadcast? One key head for all query heads is grouped heads, and does not count."""
+    if call.ndim(0) < 3:
+        return False
+    heads = [call.shape(i)[-3] if call.ndim(i) >= 3 else 1 for i in range(3)]
+    return heads[1] != heads[2] or heads[0] != sizes(call.node.meta["val"].shape)[-3]
+
+
+def may_hold_fills(call: Call) -> bool:
+    """Is there a mask of floats that may be large and finite?"""
+    mask = call.get("attn_mask")
+    if mask is None or not mask.meta["val"].is_floating_point():
+        return False
+    return mask in filling_nodes(mask.graph.owning_module)
+
+
+def sequence_shard(plan: Plan, call: Call, operand: int) -> Shard | None:
+    """Where q, k or v (0, 1, 2) of an attention lies, if it is sharded along its sequence and on nothing else."""
+    have = plan.of(call.operands[operand])
+    if not isinstance(have, Shard) or have.dim != call.ndim(operand) + SEQUENCE:
+        return None
+    return have if same(have.outer, 1) and same(have.inner, 1) else None

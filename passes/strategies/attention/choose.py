@@ -1,0 +1,204 @@
+"""Which way every attention goes: the cost model's candidates, those that config and program allow, the fastest.
+
+    node.meta["sp_choice"] = Candidate(kind="ring", layout="zigzag", ...)       read by ulysses, ring, hybrid, gathered
+
+Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes
+themselves. One layout holds for the whole program: zigzag if any attention was chosen to run on it and nothing else of
+the program depends on the order of the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import size_hint
+from sp_compile.cost.attention import Candidate, Shape, candidates, choose
+from sp_compile.cost.decision import Decision
+from sp_compile.cost.machine import Machine
+from sp_compile.errors import SpError, at
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import divides
+from sp_compile.lowering.attention.predicate import over, symbols
+from sp_compile.passes.localize.gradients import differentiable_nodes
+from sp_compile.passes.rewrite import Settings
+from sp_compile.sharding.attention import attention_nodes, predicate_of
+from sp_compile.sharding.placement import Plan, Shard
+
+from .base import heads_broadcast, may_hold_fills, sequence_shard
+
+ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided(Decision):
+    """The decision for one node."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """folds: of the whole program's layout. decisions: for the report."""
+
+    folds: int
+    decisions: Sequence[Decided]
+
+
+def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> Chosen:
+    """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits no attention here."""
+    trained = differentiable_nodes(gm)
+    nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
+    shapes = {n: _shape(n, job.ranks.n, n in trained) for n in nodes}
+    programs = [1] if job.ranks.n == 1 or job.layout != "zigzag" else [2]
+    if job.layout == "auto" and job.ranks.n > 1 and _permutable(plan, job):
+        programs = [1, 2]
+    made = [Chosen(folds, _decisions(shapes, folds, plan, job)) for folds in programs]
+    best = min(made, key=lambda c: (sum(d.chosen.seconds for d in c.decisions), c.folds))
+    for decision in best.decisions:
+        decision.node.meta["sp_choice"] = decision.chosen
+    return best
+
+
+def _decisions(shapes: dict[Node, Shape], folds: int, plan: Plan, job: Settings) -> list[Decided]:
+    """The best way for every attention if the program keeps its sequence in this order."""
+    out = []
+    for node, shape in shapes.items():
+        found = _found(replace(shape, zigzag=folds == 2), _machine(job, node))
+        choice = _choice(found, node, plan, job)
+        if choice is not None:
+            out.append(Decided(shape, found, choice, node=node))
+    return out
+
+
+def _found(shape: Shape, machine: Machine) -> list[Candidate]:
+    """The candidates in the program's order; in a zigzag one a window reaches the keys of all ranks."""
+    found = candidates(shape, machine)
+    if not shape.zigzag or not shape.causal or shape.q_len != shape.kv_len:
+        return found
+    others = candidates(replace(shape, window=None), machine)
+    heads = [c for c in found if c.kind == "ulysses"]
+    return heads + [c for c in others if c.kind != "ulysses" and c.layout == "zigzag"]
+
+
+def _shardable(node: Node, plan: Plan) -> bool:
+    call = Call(node)
+    sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
+    wanted = any(d.node is node and d.kind == "attend" for d in plan.demands)
+    return wanted and sharded and call.ndim(0) >= 3 and not heads_broadcast(call)
+
+
+def _permutable(plan: Plan, job: Settings) -> bool:
+    """May the whole program keep its sequence in another order?"""
+    given = job.gather_outputs and not job.inputs
+    return given and not any(d.kind in ORDERED and d.node.op != "output" for d in plan.demands)
+
+
+def _machine(job: Settings, node: Node) -> Machine:
+    return job.machine or Machine.of(node.meta["val"].device.type)
+
+
+def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -> Candidate | None:
+    """The best of what config and sizes allow; None leaves the node to the passes, which say why they refuse it."""
+    even = all(_even(plan.of(o), job.ranks.n) for o in Call(node).operands[:2])
+    allowed = [c for c in found if _asked(c, job) and (even or not c.relayout)]
+    if may_hold_fills(Call(node)):  # passes/strategies/attention/ring.py says why, and gathered.py takes it
+        allowed = [c for c in allowed if c.kind in ("ulysses", "gather")]
+        if _kind(job) in ("ring", "hybrid"):
+            return None
+    legal = [c for c in allowed if c.legal is None]
+    if legal:
+        return choose(legal)
+    if _kind(job) in (
+        "auto",
+        "ulysses",
+    ):  # passes/strategies/attention/ulysses.py raises what it knows better
+        return None
+    why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
+    call, n = Call(node), job.ranks.n
+    raise SpError(
+        f"{node.name} ({node.target}) at {at(node)}: attention={job.attention!r} on {n} ranks"
+        + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis," if job.ranks.ulysses else "")
+        + f" cannot take its {call.shape(0)[-3]} query heads and {call.shape(1)[-3]} key heads"
+        + (f" ({why})" if why else f": no U with 1 < U < {n} divides both {n} and the query heads")
+        + "; use attention='auto', 'ring' or 'gather', or another mesh"
+    )
+
+
+def _asked(c: Candidate, job: Settings) -> bool:
+    kind = _kind(job)
+    if kind not in ("auto", c.kind):
+        return False
+    if c.kind == "hybrid" and job.ranks.ulysses is not None and c.ulysses != job.ranks.ulysses:
+        return False
+    if job.layout == "zigzag":
+        return not c.relayout
+    return job.layout == "auto" or c.layout == "contiguous"
+
+
+def _kind(job: Settings) -> str:
+    """What the user asked for; a mesh of two axes asks for the hybrid."""
+    two_axes = job.ranks.ulysses not in (None, 1, job.ranks.n)
+    return "hybrid" if two_axes and job.attention == "auto" else job.attention
+
+
+def _even(have: object, n: int) -> bool:
+    """Does every rank hold two equal chunks of whole positions?"""
+    return isinstance(have, Shard) and have.frame.exact(n) and divides(2 * n, have.frame.size)
+
+
+def _shape(node: Node, n: int, training: bool) -> Shape:
+    call = Call(node)
+    q, k, v = (_hints(call, i) for i in range(3))
+    predicate = predicate_of(call)
+    causal, window = (False, None) if predicate is None else _bounds(predicate, q[-2], k[-2])
+    return Shape(
+        n=n,
+        batch=math.prod(q[:-3]),
+        q_len=q[-2],
+        kv_len=k[-2],
+        heads=q[-3],
+        kv_heads=k[-3],
+        head_dim=q[-1],
+        v_head_dim=v[-1],
+        element_size=call.operands[0].meta["val"].element_size(),
+        causal=causal,
+        window=window,
+        mask=predicate is None,
+        training=training,
+    )
+
+
+def _hints(call: Call, operand: int) -> list[int]:
+    shape = call.operands[operand].meta["val"].shape
+    return [size_hint(s) if isinstance(s, torch.SymInt) else int(s) for s in shape]
+
+
+def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
+    """(does no query see later keys, how many of the keys up to its own a query may see if not all)"""
+    box = {name: (-math.inf, math.inf) for name in symbols(predicate)}
+
+    def none(q: tuple[int, int], k: tuple[int, int]) -> bool:
+        return over(predicate, {**box, "q": q, "k": k}) is False
+
+    last = min(queries, keys) - 1
+    causal = last > 0 and none((0, 0), (1, last)) and none((last // 2,) * 2, (last // 2 + 1, last))
+    if last < 1:
+        return causal, None
+    reaches = [_reach(none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
+    return causal, None if None in reaches else max(r for r in reaches if r is not None)
+
+
+def _reach(none: Callable[..., bool], query: int) -> int | None:
+    """How many keys up to its own a query sees at most; None if it may see all."""
+    if not none((query, query), (0, 0)):
+        return None
+    near, far = 0, query  # the key `far` back is out of reach, and so are all before it
+    while far - near > 1:
+        middle = (near + far) // 2
+        near, far = (near, middle) if none((query, query), (0, query - middle)) else (middle, far)
+    return far

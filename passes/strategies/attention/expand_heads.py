@@ -1,0 +1,62 @@
+"""Undoes what canonicalize did to grouped heads, behind the exchange, where a kernel cannot take both.
+
+    sdpa(q, k, v, mask, enable_gqa=True)  ->  sdpa(q, repeat(k), repeat(v), mask)     on accelerators
+
+On CUDA the fused kernels that take a mask take no grouped heads: attention would fall back to the one that builds the
+S x S matrix. By now k and v have been exchanged, so that only Hkv heads were sent. Bytes moved: none. Leaves alone:
+grouped heads that the user asked for, attention without a mask, the CPU, whose kernel takes both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import quotient
+from sp_compile.passes.rewrite import Rewrite
+from sp_compile.sharding.placement import Plan
+
+aten = torch.ops.aten
+HEADS = 1
+
+
+class ExpandHeads(Rewrite):
+    """Repeats key and value heads in front of masked attention on devices other than the CPU (or on `devices`)."""
+
+    name = "expand_heads"
+
+    def __init__(self, *args: Any, except_on: tuple[str, ...] = ("cpu",), **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.except_on = except_on
+
+    def discharge(self, gm: torch.fx.GraphModule, plan: Plan) -> bool:
+        self.begin(gm, plan)
+        target = aten.scaled_dot_product_attention.default
+        nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_it(n)]
+        for node in nodes:
+            self._expand(node)
+        if nodes:
+            gm.recompile()
+        return bool(nodes)
+
+    def _needs_it(self, node: Node) -> bool:
+        call = Call(node)
+        grouped = node.meta.get("sp_grouped", False) and call["enable_gqa"]
+        return (
+            grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
+        )
+
+    def _expand(self, node: Node) -> None:
+        call = Call(node)
+        wanted = call.shape(0)[HEADS]
+        with self.graph.inserting_before(node):
+            key, value = (
+                self.repeat_each(call.operands[i], HEADS, quotient(wanted, call.shape(i)[HEADS]), node)
+                for i in (1, 2)
+            )
+        node.args, node.kwargs = call.rebuild(
+            [call.operands[0], key, value, *call.operands[3:]], enable_gqa=False
+        )

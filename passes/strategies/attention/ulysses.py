@@ -1,0 +1,145 @@
+"""Ulysses: attention on whole sequences and a share of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+
+    q: f32[B, H, S/n, D]   k, v: f32[B, Hkv, S/n, D]
+    q, k, v = sp.all_to_all([q, k, v])        one exchange:   f32[B, H/n, S, D], f32[B, Hkv/n, S, D]
+    out     = scaled_dot_product_attention    unchanged: causal, masks, scale, grouped heads
+    out     = sp.all_to_all([out])            one exchange:   f32[B, H, S/n, D]
+
+Key heads that n does not divide are repeated to lcm(Hkv, n) first, so that each goes to the ranks that use it; their
+gradients come back summed. Bytes sent per rank: (n-1)/n of its q, k, v and out; as many in the backward. A per-head
+mask is sliced by head, any other mask stays whole. Refuses: query heads that n does not divide (an error if the user
+asked for Ulysses), operands without a head dim, unequal windows.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch.fx import Node
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size, divides, same, sizes
+from sp_compile.passes.rewrite import Rewrite
+from sp_compile.sharding.attention import ATTENTION
+from sp_compile.sharding.placement import Demand, Placement, Shard
+
+sp = torch.ops.sp
+HEADS, SEQUENCE = -3, -2
+
+
+class Ulysses(Rewrite):
+    """Claims the demands of attention where the ranks divide the query heads."""
+
+    name = "ulysses"
+    kinds = frozenset({"attend"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        choice = node.meta.get("sp_choice")
+        if node.target not in ATTENTION:
+            return ""
+        if (choice.kind if choice is not None else self.job.attention) not in ("auto", "ulysses"):
+            return ""
+        why = self._unfit(Call(node))
+        if why is not None and self.job.attention == "ulysses":
+            raise self.error(node, f"attention='ulysses': {why}; use 'hybrid', 'ring', 'gather' or 'auto'")
+        return why
+
+    def _unfit(self, call: Call) -> str | None:
+        n = self.job.ranks.n
+        for i, operand in enumerate(call.operands[:3]):
+            shape = call.shape(i)
+            if len(shape) < 3:
+                return f"operand {operand.name} of shape {list(shape)} has no head dim"
+            if not divides(n, shape[HEADS]) and (i == 0 or not self._repeats(call)):
+                return f"{n} ranks do not divide the {shape[HEADS]} heads of {operand.name}, of shape {list(shape)}"
+            have = self.plan.of(operand)
+            if isinstance(have, Shard) and not _is_sequence(have, len(shape)):
+                return f"{operand.name} is sharded on dim {have.dim}, not on its sequence"
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        placed = {o: self.plan.of(o) for o in Call(node).operands[:3]}
+        if self._repeats(Call(node)):
+            placed.update(self._repeat(node, placed))
+        call = Call(node)
+        moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
+        groups = _alike(moved)
+        heads = min((call.shape(i)[HEADS] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
+        fresh: dict[Node, Node] = {}
+        with self.graph.inserting_before(node):
+            for group in groups:
+                fresh.update(self._exchange(group, moved[group[0]], heads, node))
+        queries = moved.get(call.operands[0])
+        operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
+        node.args, node.kwargs = call.rebuild(operands)
+        if queries is not None:
+            self._return(node, queries, heads)
+        self.note(node, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back")
+
+    def _repeats(self, call: Call) -> bool:
+        """Must key heads be repeated, and is that what a share of the query heads needs?"""
+        heads, keys, values = (call.shape(i)[HEADS] for i in range(3))
+        grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
+        return grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
+
+    def _repeat(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
+        """Repeat every key head in place, lcm(Hkv, n) heads in all; the new operands lie as the old ones."""
+        call = Call(node)
+        with self.graph.inserting_before(node):
+            repeated = {o: self._repeated(o, node) for o in call.operands[1:3]}
+        operands = [call.operands[0], *(repeated[o] for o in call.operands[1:3]), *call.operands[3:]]
+        node.args, node.kwargs = call.rebuild(operands, enable_gqa=True)
+        return {new: placed[old] for old, new in repeated.items()}
+
+    def _repeated(self, x: Node, node: Node) -> Node:
+        heads = sizes(x.meta["val"].shape)[HEADS]
+        return self.repeat_each(x, HEADS, math.lcm(heads, self.job.ranks.n) // heads, node)
+
+    def _exchange(self, operands: list[Node], have: Shard, heads: Size, node: Node) -> dict[Node, Node]:
+        ndim = operands[0].meta["val"].ndim
+        whole = [1, self.sizes(heads), 0, self.sizes(heads)]
+        ranks = self.job.ranks
+        args = (operands, ndim + HEADS, whole, ndim + SEQUENCE, self.frame(have), ranks.n, ranks.group)
+        both = self.emit(sp.all_to_all.default, args, [o.meta["val"] for o in operands], node)
+        return {
+            o: self.emit(operator.getitem, (both, i), o.meta["val"], node) for i, o in enumerate(operands)
+        }
+
+    def _return(self, node: Node, queries: Shard, heads: Size) -> None:
+        value, ranks = node.meta["val"], self.job.ranks
+        whole = [1, self.sizes(heads), 0, self.sizes(heads)]
+        users = list(node.users)
+        with self.graph.inserting_after(node):
+            args = (
+                [node],
+                value.ndim + SEQUENCE,
+                self.frame(queries),
+                value.ndim + HEADS,
+                whole,
+                ranks.n,
+                ranks.group,
+            )
+            both = self.emit(sp.all_to_all.default, args, [value], node)
+        with self.graph.inserting_after(both):
+            back = self.emit(operator.getitem, (both, 0), value, node)
+        for user in users:
+            user.replace_input_with(node, back)
+
+
+def _alike(moved: dict[Node, Shard]) -> list[list[Node]]:
+    """Operands whose sequences lie alike share one exchange (cross attention has two lengths)."""
+    groups: list[list[Node]] = []
+    for operand, have in moved.items():
+        for group in groups:
+            if have.matches(moved[group[0]]):
+                group.append(operand)
+                break
+        else:
+            groups.append([operand])
+    return groups
+
+
+def _is_sequence(have: Shard, ndim: int) -> bool:
+    return have.dim == ndim + SEQUENCE and same(have.outer, 1) and same(have.inner, 1)

@@ -1,0 +1,51 @@
+"""Random draws on replicated values: every rank takes rank 0's.
+
+    y = dropout(x)   with x alike on every rank   ->   y = sp.broadcast(dropout(sp.broadcast_grad(x)))
+
+The value and the gradient are then those of one device, rank 0. Draws on shards need nothing: they are independent.
+Bytes sent: the result once, from rank 0, forward; the operands' gradients backward.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from sp_compile.graph.call import is_tensor
+from sp_compile.passes.rewrite import Rewrite
+from sp_compile.sharding.placement import Demand
+
+sp = torch.ops.sp
+
+
+class Draws(Rewrite):
+    """Claims draws that would differ from rank to rank on a value that must not."""
+
+    name = "draw"
+    kinds = frozenset({"draw"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        group = self.job.ranks.group
+        with self.graph.inserting_before(node):
+            for operand in [a for a in node.all_input_nodes if is_tensor(a)]:
+                value = operand.meta["val"]
+                if value.is_floating_point() or value.is_complex():
+                    args = (operand, group)
+                    node.replace_input_with(operand, self.emit(sp.broadcast_grad.default, args, value, node))
+        for result in self._results(node):
+            users = list(result.users)
+            with self.graph.inserting_after(result):
+                agreed = self.emit(sp.broadcast.default, (result, group), result.meta["val"], node)
+            for user in users:
+                user.replace_input_with(result, agreed)
+        self.note(node, "drawn alike on every rank: rank 0's draw")
+
+    def _results(self, node: Node) -> list[Node]:
+        if is_tensor(node):
+            return [node]
+        return [u for u in node.users if u.target is operator.getitem and is_tensor(u)]

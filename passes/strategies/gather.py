@@ -1,0 +1,125 @@
+"""The fallback: what no pass can do on shards is done on the whole, correctly, and reported.
+
+    sp.unshard(x)      the node then runs alike on every rank; backward: each rank takes its slice of the gradient
+    sp.all_gather(x)   the node goes on with shards of another operand; backward: a reduce-scatter
+
+Bytes sent per rank: (n-1) times its shard of x. Refuses: everything, by name, under fallback="error".
+
+Takes out exchanges that no longer fit: an exchange is an identity in the global view, so leaving it out is right.
+
+    y = sp.unshard(x, dim=2)   where x is now sharded on dim 1   ->   y = x, and the demand is stated anew
+
+A strategy writes its exchanges for the placements of one Plan. Discharging a demand upstream may move what lies
+downstream of it. Bytes moved: none. Refuses nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import OpOverload
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.passes.propagate import SUMMAND
+from sp_compile.passes.rewrite import Rewrite
+from sp_compile.sharding.placement import Demand, Shard
+
+sp = torch.ops.sp
+
+
+class Gather(Rewrite):
+    """Claims every demand for a whole operand."""
+
+    name = "gather"
+    kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        if (
+            node.op == "output"
+            or self.job.fallback == "gather"
+            or all(d.kind == "invariant" for d in demands)
+        ):
+            return None
+        reasons = "; ".join(self._reason(d) for d in demands)
+        raise self.error(
+            node, f"{reasons}. fallback='error' forbids gathering it; use fallback='gather' or add a rule"
+        )
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        for demand in demands:
+            if demand.kind == "invariant":
+                self._regather(node, demand)
+            else:
+                self._gather(node, demand)
+
+    def _regather(self, node: Node, demand: Demand) -> None:
+        """What was gathered for a node on shards is used alike on every rank: the other pair of gradients."""
+        gathered = operand_of(node, demand.operand)
+        with self.after(gathered):
+            whole = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
+        replace_operand(node, demand.operand, whole)
+
+    def _reason(self, demand: Demand) -> str:
+        operand = operand_of(demand.node, demand.operand)
+        return f"{demand.why} (operand {operand.name}, global shape {list(operand.meta['val'].shape)})"
+
+    def _gather(self, node: Node, demand: Demand) -> None:
+        source = operand_of(node, demand.operand)
+        have, why = self.plan.of(source), self._reason(demand)
+        node.meta["sp_whole"] = (
+            True  # propagation is not to begin a sequence here, of what is gathered or was whole
+        )
+        if not isinstance(have, Shard):
+            if have == SUMMAND:
+                self._regather(node, demand)
+            return
+        op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
+        whole = next((u for u in source.users if u.target is op and u.args[0] is source), None)
+        if whole is None:
+            args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
+            with self.after(source):
+                whole = self.emit(op, args, source.meta["val"], node)
+        replace_operand(node, demand.operand, whole)
+        if node.op != "output":
+            self.note(node, why)
+
+
+def operand_of(node: Node, index: int) -> Node:
+    """The operand that a demand numbers."""
+    if node.op == "output":
+        return node.all_input_nodes[index]
+    if isinstance(node.target, OpOverload):
+        return Call(node).operands[index]
+    return [a for a in node.all_input_nodes if is_tensor(a)][index]
+
+
+def replace_operand(node: Node, index: int, new: Node) -> None:
+    """Give the node another operand at the place that a demand numbers."""
+    if node.op == "output" or not isinstance(node.target, OpOverload):
+        node.replace_input_with(operand_of(node, index), new)
+        return
+    call = Call(node)
+    operands = list(call.operands)
+    operands[index] = new
+    node.args, node.kwargs = call.rebuild(operands)
+
+
+class Undo(Rewrite):
+    """Claims the demands of exchanges whose operands are not placed as they were written for."""
+
+    name = "undo"
+    kinds = frozenset({"stale"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        operands = Call(node).operands
+        if is_tensor(node):
+            node.replace_all_uses_with(operands[0])
+        for piece in [u for u in node.users if u.target is operator.getitem]:
+            piece.replace_all_uses_with(operands[piece.args[1]])
+            self.graph.erase_node(piece)
+        self.graph.erase_node(node)

@@ -1,0 +1,68 @@
+"""Scans that torch is slow at, of rows that are all here, by the package's own kernels.
+
+    cumsum(x, 0)    ->   sp.scan(x, None, 0, "sum")      x: (T, E): torch walks down one column at a time
+
+What is slow is for the lowering table to say (sp_compile.lowering.scan.table): any scan that it would not hand to torch
+itself. On any number of ranks, and on graphs without a sequence. Bytes moved: none. Leaves alone: small tensors, and
+dtypes that have no scans here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import size_hint
+from sp_compile.graph.call import Call
+from sp_compile.lowering.scan.monoids import accumulate_dtype
+from sp_compile.lowering.scan.table import Problem, choose
+from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH, has_scan, respelt
+from sp_compile.passes.rewrite import Rewrite
+from sp_compile.sharding.placement import Plan
+
+LARGE = 1 << 14  # elements; below them the call is what takes time
+
+
+class SlowScans(Rewrite):
+    """Claims no demand: it takes torch's scans that nothing has to be exchanged for."""
+
+    name = "scan"
+
+    def discharge(self, gm: GraphModule, plan: Plan) -> bool:
+        """Replace the slow ones; True if there were any."""
+        self.begin(gm, plan)
+        waiting = {d.node for d in plan.demands}
+        nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH]
+        slow = [n for n in nodes if n not in waiting and is_slow(n)]
+        for node in slow:
+            fresh = respelt(self, node)
+            self.note(fresh, f"{TORCH[node.target]} along dim {Call(fresh).dim()}, which torch is slow at")
+        if slow:
+            gm.graph.lint()
+            gm.recompile()
+        return bool(slow)
+
+
+def is_slow(node: Node) -> bool:
+    """Would the lowering table run the scan by anything but torch?"""
+    call, result = Call(node), Call(node).results()[0]
+    op, dim, extents = TORCH[node.target], call.dim(), [_hint(s) for s in result.shape]
+    if _product(extents) < LARGE or not extents or not has_scan(call):
+        return False
+    wide = accumulate_dtype(op, result.dtype, result.device)
+    kind = "scan" if node.target in CUMULATIVE else "extremes"
+    outer, inner = (_product(part) for part in (extents[:dim], extents[dim + 1 :]))
+    rows = (outer, extents[dim], inner)
+    dtypes = (call.operands[0].meta["val"].dtype, result.dtype, wide)
+    problem = Problem(kind, result.device.type, *rows, *dtypes, op=op, total=False)
+    return choose(problem) != "aten"
+
+
+def _product(extents: list[int]) -> int:
+    return torch.Size(extents).numel()
+
+
+def _hint(extent: Any) -> int:
+    return size_hint(extent) if isinstance(extent, torch.SymInt) else int(extent)

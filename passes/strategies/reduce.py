@@ -1,0 +1,127 @@
+"""Sums over the sharded sequence: one all_reduce where a Partial is first used, and means as sum / count.
+
+    mean(x, S)                     ->  all_reduce(sum(x, S)) / S
+    cross_entropy(x, t, "mean")    ->  all_reduce(cross_entropy(x, t, "sum")) / count(t)
+    mse_loss(x, y, "mean")         ->  all_reduce(sum(mse_loss(x, y, "none"))) / numel
+
+The count is that of the whole sequence (targets that are not ignored, or their class weights), so a rank without a
+single valid target divides by the same number as the others. Bytes: one all_reduce of the result. Refuses nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.sizes import Size, product, sizes
+from sp_compile.passes.rewrite import Rewrite
+from sp_compile.sharding.placement import Demand, Partial
+
+sp, aten = torch.ops.sp, torch.ops.aten
+NONE, SUM = 0, 2
+HALVES = (torch.bfloat16, torch.float16)
+CLASS_LOSSES = (
+    aten.cross_entropy_loss.default,
+    aten.nll_loss.default,
+    aten.nll_loss2d.default,
+    aten.nll_loss_nd.default,
+)
+MEANS = (aten.mean.default, aten.mean.dim)
+
+
+class Means(Rewrite):
+    """Splits means, and losses that sum more than one operand, into a sum that ranks can share and a count."""
+
+    name = "mean"
+    kinds = frozenset({"mean", "total"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        with self.graph.inserting_before(node):
+            if node.target in MEANS:
+                new = self._mean(node)
+            elif node.target in CLASS_LOSSES and Call(node).ndim("target") != Call(node).ndim("self"):
+                new = self._class_loss(node)
+            else:
+                new = self._elementwise(node, mean=any(d.kind == "mean" for d in demands))
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+        self.note(new, "the sum over all ranks, divided by the count of the whole sequence")
+
+    def _mean(self, node: Node) -> Node:
+        call, value = Call(node), node.meta["val"]
+        dims = call.get("dim") or list(range(call.ndim()))
+        count = product(call.shape()[d] for d in dims)
+        x = call.operands[0]
+        if torch.finfo(value.dtype).bits > torch.finfo(x.meta["val"].dtype).bits:  # mean(dtype=)
+            x = self._as(x, value.dtype, node)
+        total = self._sum(x, node, dims, bool(call.get("keepdim")))
+        return self._as(self._divide(total, count, node), value.dtype, node)
+
+    def _elementwise(self, node: Node, mean: bool) -> Node:
+        call = Call(node)
+        args, kwargs = call.rebuild(call.operands, reduction=NONE)
+        each = self.compute(node.target, args, node, kwargs)
+        total = self._sum(each, node)
+        out = self._divide(total, product(sizes(each.meta["val"].shape)), node) if mean else total
+        return self._as(out, node.meta["val"].dtype, node)
+
+    def _class_loss(self, node: Node) -> Node:
+        call = Call(node)
+        dtype = node.meta["val"].dtype
+        half = dtype in HALVES  # then the loss of each position is rounded, and their sum is not
+        args, kwargs = call.rebuild(call.operands, reduction=NONE if half else SUM)
+        total = self.compute(node.target, args, node, kwargs)
+        total = self._sum(total, node) if half else total
+        target, weight = call["target"], call["weight"]
+        counted = self.compute(aten.ne.Scalar, (target, call["ignore_index"]), node)
+        if weight is not None:
+            # An ignored index may be out of range.
+            index = self.compute(aten.mul.Tensor, (target, counted), node)
+            each = self.compute(aten.index.Tensor, (weight, [index]), node)
+            counted = self.compute(aten.mul.Tensor, (each, counted), node)
+        count = self.compute(aten.sum.default, (counted,), node)
+        wide = torch.float32 if dtype in HALVES else dtype
+        loss = self.compute(aten.div.Tensor, (total, self._as(count, wide, node)), node)
+        return self._as(loss, dtype, node)
+
+    def _sum(self, x: Node, node: Node, dims: list[int] | None = None, keepdim: bool = False) -> Node:
+        """Sum in at least float32: the partial sums of the ranks are rounded once, after they are added."""
+        dtype = x.meta["val"].dtype
+        wide = {"dtype": torch.float32} if dtype in HALVES else {}
+        if dims is None:
+            return self.compute(aten.sum.default, (x,), node, wide)
+        return self.compute(aten.sum.dim_IntList, (x, dims, keepdim), node, wide)
+
+    def _divide(self, total: Node, count: Size, node: Node) -> Node:
+        return self.compute(aten.div.Tensor, (total, self.sizes(count)), node)
+
+    def _as(self, x: Node, dtype: torch.dtype, node: Node) -> Node:
+        return x if x.meta["val"].dtype == dtype else self.compute(aten.to.dtype, (x, dtype), node)
+
+
+class Reduce(Rewrite):
+    """Turns Partial values into whole ones, once each, right after they are produced."""
+
+    name = "reduce"
+    kinds = frozenset({"reduce"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):
+            if isinstance(self.plan.of(source), Partial) and not self._reduced(source):
+                users = list(source.users)
+                with self.after(source):
+                    args = (source, self.job.ranks.n, self.job.ranks.group)
+                    whole = self.emit(sp.all_reduce.default, args, source.meta["val"], source)
+                for user in users:
+                    user.replace_input_with(source, whole)
+                self.note(source, "partial sums of the ranks added")
+
+    def _reduced(self, source: Node) -> bool:
+        return any(u.target is sp.all_reduce.default for u in source.users)

@@ -1,0 +1,185 @@
+"""Scans along a sharded sequence: each rank scans its rows, and only what they add up to is exchanged.
+
+    cumsum(x, S)       ->   sp.scan(x, None, S, "sum", ..., frame, exchange, n, group)
+    cummax(x, S)       ->   sp.extremes(x, S, "max", ..., frame, exchange, n, group)
+    sp.linear_scan(a, b, initial, S)   ->   the same with its frame
+
+Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which idioms and the user's own calls
+are. One collective forward and one backward; bytes sent: (n - 1) * C, where C is one row of the result in the dtype
+that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (scan_cost.py). Leaves alone: dims that hold
+more than the sequence (nested_scan.py), and dtypes without scans, such as complex numbers (to be gathered).
+
+A scan along a dim of which the sequence is only a factor: a batch of sequences in one dim, or choices of each token.
+
+    cumsum(x: (B * S, ...), 0)      rows of one sequence, then what the sequences before it add up to:
+        y = sp.scan(x: (B, S, ...), 1);  y + sp.scan(y[:, -1], 0, exclusive)[:, None]
+    cumsum(x: (S * K, ...), 0)      within each position, then over the positions:
+        y = cumsum(x: (S, K, ...), 1);   y + sp.scan(y[:, -1], 0, exclusive)[:, None]
+
+What this leaves along S itself is for pick.py and scan.py. Bytes sent: those of one scan; of a batch also one row of
+each sequence, which the rank that holds it sends to the others. Refuses: indices of extremes, segments and
+recurrences, and float maxima and log-sum-exps, whose gradients would not be those of the scan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassResult
+
+from sp_compile._compat import size_hint
+from sp_compile.cost.machine import Machine
+from sp_compile.cost.scan import Carries, choose_exchange, message_bytes
+from sp_compile.graph.call import Call
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.lowering.scan.monoids import accumulate_dtype
+from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, respelt, scan
+from sp_compile.passes.rewrite import Note, Rewrite, analyse
+from sp_compile.sharding.placement import Demand, Plan, Shard
+
+from .local_scan import SlowScans
+
+aten, sp = torch.ops.aten, torch.ops.sp
+COMBINE = {
+    "sum": aten.add.Tensor,
+    "prod": aten.mul.Tensor,
+    "max": aten.maximum.default,
+    "min": aten.minimum.default,
+}
+
+
+class NestedScan(Rewrite):
+    """Claims the demands of scans along a dim of several factors."""
+
+    name = "nested_scan"
+    kinds = frozenset({"scan"})
+
+    def discharge(self, gm: GraphModule, plan: Plan) -> bool:
+        """Claim and rewrite until nothing is nested any more: a dim may hold a batch and choices, too."""
+        changed, notes = False, list[Note]()
+        while super().discharge(gm, plan):
+            changed, plan = True, analyse(gm, self.job)[1]
+            notes += self.notes
+        self.notes = notes + self.notes
+        return changed
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return "" if is_flat(scanned_rows(self.plan, node)) else _cannot(node)
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        shard = scanned_rows(self.plan, node)
+        fresh = respelt(self, node)
+        with self.graph.inserting_before(fresh):
+            parts = _Nested(self, fresh).run(shard)
+        self.replace(fresh, parts)
+        self.note(parts, f"a scan of {shard.frame.length} positions within a dim of {shard}")
+
+
+def scanned_rows(plan: Plan, node: Node) -> Shard:
+    """Where the rows of a scan that states a demand lie."""
+    return next(w for w in plan.wants[node] if isinstance(w, Shard))
+
+
+def is_flat(shard: Shard) -> bool:
+    """Does the dim hold the sequence and nothing else?"""
+    return same(shard.outer, 1) and same(shard.inner, 1)
+
+
+def _cannot(node: Node) -> str | None:
+    call = Call(node)
+    op, value = TORCH.get(node.target) or call.get("op", ""), call.results()[0]
+    known = node.target in (sp.scan.default, *TORCH) and has_scan(call)
+    if not known or call.get("segments") is not None or (node.target in EXTREMES and reads_indices(node)):
+        return "its dim holds more than the sequence, and its parts cannot be put together from two scans"
+    if op not in COMBINE or (op in ("max", "min") and value.is_floating_point()):
+        return f"its dim holds more than the sequence, and a {op} of two scans has another gradient"
+    return None
+
+
+class _Nested:
+    def __init__(self, editor: Editor, node: Node) -> None:
+        call = Call(node)
+        self.editor, self.node, self.value = editor, node, node.meta["val"]
+        self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
+        self.exclusive, self.reverse = call["exclusive"], call["reverse"]
+        # What one scan adds in, so that the sum of the parts is rounded once, as its result is.
+        given = call["accumulate"] if self.op in ("sum", "prod") else None
+        self.wide = given or accumulate_dtype(self.op, self.value.dtype, self.value.device)
+
+    def run(self, shard: Shard) -> Node:
+        dim, length = self.dim, shard.frame.length
+        parts = (shard.outer, length) if same(shard.inner, 1) else (shard.outer * length, shard.inner)
+        x = self.x if self.x.meta["val"].dtype == self.wide else self.call(aten.to.dtype, self.x, self.wide)
+        each, before = self.two_levels(self.unflatten(x, dim, *parts), dim)
+        (before if same(shard.inner, 1) else each).meta["sp_aside"] = True
+        both = self.call(COMBINE[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
+        flat = self.call(aten.reshape.default, both, self.editor.sizes.list(sizes(self.value.shape)))
+        return flat if self.wide == self.value.dtype else self.call(aten.to.dtype, flat, self.value.dtype)
+
+    def two_levels(self, y: Node, dim: int) -> tuple[Node, Node]:
+        """The scan of dim + 1, and what all rows of dim before this one combine to."""
+        each = self.scanned(y, dim + 1, self.exclusive)
+        whole = self.call(COMBINE[self.op], each, y) if self.exclusive else each
+        last = self.call(aten.select.int, whole, dim + 1, 0 if self.reverse else -1)
+        return each, self.scanned(last, dim, True)
+
+    def scanned(self, x: Node, dim: int, exclusive: bool) -> Node:
+        value = x.meta["val"]
+        return scan(self.editor, x, dim, self.op, value, self.node, exclusive, self.reverse)
+
+    def unflatten(self, x: Node, dim: int, *parts: Size) -> Node:
+        shape = sizes(x.meta["val"].shape)
+        full = self.editor.sizes.list((*shape[:dim], *parts, *shape[dim + 1 :]))
+        return self.call(aten.reshape.default, x, full)
+
+    def call(self, target: Any, *args: Any) -> Node:
+        return self.editor.compute(target, args, self.node)
+
+
+sp = torch.ops.sp
+
+
+class Scan(Rewrite):
+    """Claims the demands of scans. By hand, `Scan(1)(graph_module)` makes the slow scans of any graph fast."""
+
+    name = "scan"
+    kinds = frozenset({"scan"})
+
+    def call(self, graph_module: torch.fx.GraphModule) -> PassResult:
+        claimed = super().call(graph_module).modified
+        return PassResult(graph_module, SlowScans(self.job)(graph_module).modified or claimed)
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        if not has_scan(Call(node)):
+            return f"there is no scan of {Call(node).results()[0].dtype} on shards"
+        return None if is_flat(scanned_rows(self.plan, node)) else ""
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        shard = scanned_rows(self.plan, node)
+        fresh = respelt(self, node)
+        call = Call(fresh)
+        cost = self._carries(call, shard)
+        ranks = self.job.ranks
+        where = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
+        fresh.args, fresh.kwargs = call.rebuild(call.operands, frame=self.frame(shard), **where)
+        self.note(fresh, f"{_described(call)} of {shard.frame.size} positions: {cost}")
+
+    def _carries(self, call: Call, shard: Shard) -> Carries:
+        folds = shard.frame.folds
+        nbytes, _ = message_bytes(call, folds, _hint)
+        machine = self.job.machine or Machine.of(call.results()[0].device.type)
+        return choose_exchange(int(nbytes), self.job.ranks.n, machine, folds)
+
+
+def _described(call: Call) -> str:
+    if call.node.target is sp.linear_scan.default:
+        return "linear recurrence"
+    kind = "exclusive" if call.get("exclusive") else "inclusive"
+    return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")
+
+
+def _hint(extent: Any) -> int:
+    return size_hint(extent) if isinstance(extent, torch.SymInt) else int(extent)

@@ -1,0 +1,1 @@
+"""Layers of tensor-parallel programs run scattered over their tokens."""

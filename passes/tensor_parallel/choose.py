@@ -1,0 +1,167 @@
+"""Which all_reduces become reduce_scatters, along which dim, and what is worth doing on shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import divides, product, quotient, same, sizes, typical
+from sp_compile.sharding.axes import Atom, Axes
+from sp_compile.sharding.placement import Frame, Placement, Plan, Replicate, Shard
+from sp_compile.sharding.rule import Factors, Rule, lookup, transfer_of
+
+from .varying import contracts, differing, moved_from, moves, wait_of
+
+sp = torch.ops.sp
+
+
+def choose(
+    axes: Axes, gm: GraphModule, summed: Sequence[Node], varying: Collection[Node], n: int
+) -> dict[Node, Shard | None]:
+    """Where the sum of a linear's parts would be cut, for each of those; None if it has no place to be cut.
+
+    All sums that share an axis of rows are cut along it, so that residuals need no exchange. One that the program cuts
+    itself is taken; else the one that most share; of equals one that n divides and that lies in front, where a cut is
+    contiguous; else the longest.
+    """
+    differ = differing(gm, varying)
+    blocks = gm.graph.find_nodes(op="call_function", target=sp.own_rows.default)
+    taken = {moved_from(block.args[0]) for block in blocks}
+    own = {axes.find(a.name) for node in blocks for a in axes.dims[node.args[0], 0][node.args[1]][:1]}
+    left = [
+        node
+        for node in summed
+        if node.args[0] in differ
+        and _count(node.meta["val"])
+        and (_of_linear(node.args[0]) or wait_of(node) in taken)
+    ]
+    chosen: dict[Node, Shard | None] = {}
+    while left:
+        best = _best_axis(axes, left, own, n)
+        if best is None:
+            return {**chosen, **dict.fromkeys(left)}
+        axes.sequences = {best}
+        found = {node: axes.shard(node) for node in left}
+        cut = {node: _in_blocks(shard, n) for node, shard in found.items() if shard is not None}
+        chosen.update(cut or dict.fromkeys(left))
+        left = [node for node in left if node not in chosen]
+    return chosen
+
+
+def _best_axis(axes: Axes, nodes: Sequence[Node], own: Collection[int], n: int) -> int | None:
+    """The axis of rows to cut along; None if there are no rows. own: those that the program cuts itself."""
+    votes = Counter(axes.find(a.name) for node in nodes for a in {*_rows(axes, node)})
+    atoms = {axes.find(a.name): (a, i) for node in reversed(nodes) for i, a in enumerate(_rows(axes, node))}
+
+    def merit(name: int) -> tuple[bool, int, bool, bool, int]:
+        atom, place = atoms[name]
+        divided = divides(n, atom.size)
+        return name in own, votes[name], divided, divided and place == 0, typical(atom.size)
+
+    return max(sorted(votes), key=merit, default=None)
+
+
+def _in_blocks(shard: Shard, n: int) -> Shard:
+    """Where n divides the rows they are n blocks, and what a block is made of does not matter."""
+    rows = quotient(shard.frame.size, n) if shard.frame.exact(n) else None
+    return shard if rows is None else replace(shard, frame=Frame.full(n), inner=product((rows, shard.inner)))
+
+
+def _rows(axes: Axes, node: Node) -> Iterator[Atom]:
+    """The axes of all dims but the last, the features; in order."""
+    for dim in axes.dims[node, 0][:-1]:
+        yield from (a for a in dim if not same(a.size, 1))
+
+
+def _of_linear(node: Node) -> bool:
+    """Is the value a product with a weight, perhaps with a bias, moved and converted?"""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        found = lookup(node)
+        if node in seen or found is None or transfer_of(node.target) is not None:
+            continue
+        seen.add(node)
+        rule = found[1]
+        if isinstance(rule, Factors) and contracts(rule):
+            return True
+        if not isinstance(rule, Factors) or not _sums(rule):
+            waiting.extend(found[0].operands)
+    return False
+
+
+def _sums(rule: Factors) -> bool:
+    kept = {f for dims in rule.results for f in dims}
+    return any(f and f not in kept for dims in rule.operands for f in dims)
+
+
+def declined(call: Call, rule: Rule | None, have: Sequence[Placement]) -> str | None:
+    """Why a product had better run on all rows: its operands are less to gather than its result to exchange.
+
+    A result on shards may have to be gathered later, and a sum over rows is all-reduced, which is twice its bytes.
+    """
+    if not isinstance(rule, Factors):
+        return None
+    if _makes_one_number(call, rule):
+        return "the last layer's result is whole: what becomes one number has no rows to share"
+    if not contracts(rule):
+        return None
+    shards = {i: p.dim for i, p in enumerate(have) if isinstance(p, Shard)}
+    read = sum(_count(call.operands[i].meta["val"]) for i in shards)
+    made = sum(map(_count, call.results()))
+    kept = {f for dims in rule.results for f in dims}
+    lost = any(rule.operands[i][dim] not in kept for i, dim in shards.items())
+    if (2 * made if lost else made) > read:
+        return "its operands are less to gather than its result would be to " + ("sum" if lost else "gather")
+    return None
+
+
+def _makes_one_number(call: Call, rule: Factors) -> bool:
+    return _sums(rule) and all(same(product(shape), 1) for shape in call.result_shapes())
+
+
+def _count(value: torch.Tensor) -> int:
+    return typical(product(sizes(value.shape)))
+
+
+def work_on_rows(plan: Plan, start: Node) -> int:
+    """How many nodes compute something on the rows of a scattered value."""
+    waiting, seen, count = [start], {start}, 0
+    while waiting:
+        for user in waiting.pop().users:
+            if user in seen or not _runs_on_rows(plan, user):
+                continue
+            seen.add(user)
+            waiting.append(user)
+            count += user in plan.wants and not moves(user)
+    return count
+
+
+def _runs_on_rows(plan: Plan, node: Node) -> bool:
+    if node not in plan.wants:
+        return node.op == "call_function" and any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
+    return any(isinstance(w, Shard) for w in plan.wants[node])
+
+
+def common_inputs(plan: Plan) -> set[str]:
+    """Names of the inputs that must be equal on all ranks: what they make is combined with shards, row by row."""
+    waiting = [
+        operand
+        for node, wants in plan.wants.items()
+        if any(isinstance(w, Shard) for w in wants) and (found := lookup(node)) is not None
+        for operand in found[0].operands
+        if isinstance(plan.of(operand), Replicate)
+    ]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        exchanged = "sp_result" in node.meta or transfer_of(node.target) is not None
+        if node not in seen and not exchanged:
+            seen.add(node)
+            waiting.extend(node.all_input_nodes)
+    return {n.name for n in seen if n.op in ("placeholder", "get_attr")}

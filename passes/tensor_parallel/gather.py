@@ -1,0 +1,86 @@
+"""Gathering for tensor parallelism: a value is gathered once, for all that need all its rows, views of it too.
+
+    mm(view(x), w_q), mm(view(x), w_k)   ->   y = all_gather(x); mm(view(y), w_q), mm(view(y), w_k)
+
+Bytes sent per rank: (n - 1) times its shard of x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from sp_compile.config import Ranks
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import product, same, sizes
+from sp_compile.passes.rewrite import Settings
+from sp_compile.passes.strategies.gather import Gather, operand_of, replace_operand
+from sp_compile.sharding.placement import Demand, Shard
+
+from .varying import moves
+
+aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
+
+
+class GatherOnce(Gather):
+    """Claims what needs all rows; shares the gathered value, and what only moves it, between all that do.
+
+    For graphs that nobody will differentiate: whatever a gathered value is used for, it is one and the same.
+    """
+
+    name = "full"
+    kinds = Gather.kinds | {"varying"}
+
+    def __init__(self, ranks: Ranks | int | Settings) -> None:
+        super().__init__(ranks)
+        self.wholes: dict[Node, Node] = {}
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        for demand in demands:
+            source = operand_of(node, demand.operand)
+            if isinstance(self.plan.of(source), Shard):
+                replace_operand(node, demand.operand, self._whole(source))
+                if node.op != "output":
+                    self.note(node, demand.why)
+
+    def _whole(self, source: Node) -> Node:
+        """The value with all rows, gathered as far up as it is only moved."""
+        if source not in self.wholes:
+            if _hands_on(source) and self._is_shard(Call(source).operands[0]):
+                moved = self._whole(Call(source).operands[0])
+                args, kwargs = Call(source).rebuild([moved])
+                with self.after(source):
+                    whole = self.emit(source.target, args, source.meta["val"], source, kwargs)
+            else:
+                whole = self._gathered(source)
+            self.wholes[source] = whole
+        return self.wholes[source]
+
+    def _gathered(self, source: Node) -> Node:
+        have = self.plan.of(source)
+        assert isinstance(have, Shard)
+        args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
+        value = source.meta["val"]
+        with self.after(source):
+            whole = self.emit(sp.all_gather.default, args, value, source)
+        if have.outer != 1 or same(product(sizes(value.shape)[: have.dim]), 1):
+            return whole  # rows travel in front, so they arrive in order
+        with self.after(whole):
+            options = {"memory_format": torch.contiguous_format}
+            return self.emit(aten.clone.default, (whole,), value, source, options)
+
+    def _is_shard(self, node: Node) -> bool:
+        return isinstance(self.plan.of(node), Shard)
+
+
+def _hands_on(node: Node) -> bool:
+    """Is it as well to gather the operand? Not of a wait: what another group's exchange brings is not there before."""
+    return moves(node) and node.target is not c10d.wait_tensor.default and not _narrows(node)
+
+
+def _narrows(cast: Node) -> bool:
+    """Are its results fewer bytes to send than its operand?"""
+    return cast.meta["val"].element_size() < Call(cast).operands[0].meta["val"].element_size()

@@ -1,0 +1,158 @@
+"""Slices at a rank's own place, and gathered blocks, said as such: sp::own_rows and sp::all_rows.
+
+    x[:, r*s : (r+1)*s]  on rank r, for every r     ->   own_rows(x, 1)
+    wait(all_gather_into_tensor(x)), and cat(split(wait(all_gather_into_tensor(x)), 0), d)   ->   all_rows(x, d)
+    wait(all_reduce(pad x with zeros to its place))   ->   all_rows(x, d)
+
+A slice is a rank's own only if it is on all ranks, which no rank can tell alone: the starts are exchanged. Bytes: no
+more than before; none where what is sliced is, or what is gathered stays, a shard (see `sequence_parallel_linear`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.config import Ranks
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.sizes import sizes
+from sp_compile.sharding.reshape import Window
+from sp_compile.sharding.rule import lookup
+
+from .varying import group_of, wait_of
+
+aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
+Exchange = Callable[[list[int]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """`node` is the block of `source` from `start` on along `dim`, or puts `source` there among zeros."""
+
+    node: Node
+    source: Node
+    dim: int
+    start: int
+    length: int
+
+
+def mark_own_rows(gm: GraphModule, ranks: Ranks, exchange: Exchange) -> int:
+    """Rewrite the graph in place; how many slices and gathers were found. Every rank of the group has to call it."""
+    blocks = [*_slices(gm, ranks.n), *_pads(gm, ranks)]
+    everyone = exchange([block.start for block in blocks])
+    found = _mark_gathers(gm, ranks)
+    if any(len(starts) != len(blocks) for starts in everyone):
+        return found  # not one program: agreement is somebody else's business
+    for i, block in enumerate(blocks):
+        if [starts[i] for starts in everyone] == [rank * block.length for rank in range(ranks.n)]:
+            _replace_block(gm, block, ranks)
+            found += 1
+    gm.recompile()
+    return found
+
+
+def _slices(gm: GraphModule, n: int) -> Iterator[Block]:
+    """Every piece of 1/n of a dim."""
+    for node in gm.graph.nodes:
+        found = lookup(node) if node.op == "call_function" else None
+        if found is None or not isinstance(found[1], Window) or found[1].spans is None:
+            continue
+        source, dim, spans = found[0].operands[0], found[1].dim, found[1].spans
+        pieces = [(node, spans[0])] if is_tensor(node) else [(u, spans[u.args[1]]) for u in node.users]
+        extent = sizes(source.meta["val"].shape)[dim]
+        for piece, (start, length) in pieces:
+            if isinstance(start, int) and isinstance(length, int) and length and length * n == extent:
+                yield Block(piece, source, dim, start, length)
+
+
+def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[Block]:
+    """Every block among zeros that is summed over the ranks, as the gradient of a slice is."""
+    for node in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+        padded = node.args[0]
+        placed = _placed(padded)
+        if group_of(node) == ranks.group and node.args[1] == "sum" and placed and len(padded.users) == 1:
+            source, dim, start = placed
+            length = sizes(source.meta["val"].shape)[dim]
+            extent = sizes(padded.meta["val"].shape)[dim]
+            if isinstance(length, int) and length * ranks.n == extent and wait_of(node) is not None:
+                yield Block(node, source, dim, start, length)
+
+
+def _placed(node: Node) -> tuple[Node, int, int] | None:
+    """(block, dim, start) of a block among zeros."""
+    if node.target is aten.slice_backward.default:
+        grad, _, dim, start, _, step = Call(node).args.values()
+        return (grad, dim, start) if step == 1 and isinstance(start, int) else None
+    if node.target is aten.slice_scatter.default:
+        call = Call(node)
+        start = call["start"] or 0
+        zeros = _is_zero(call["self"]) and call["step"] == 1 and isinstance(start, int)
+        return (call["src"], call["dim"] % call.ndim(), start) if zeros else None
+    if node.target is aten.constant_pad_nd.default:
+        call = Call(node)
+        pads = list(call["pad"])
+        dims = [i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]
+        if len(dims) == 1 and not call["value"] and all(isinstance(p, int) and p >= 0 for p in pads):
+            return call.operands[0], call.ndim() - 1 - dims[0], pads[2 * dims[0]]
+    return None
+
+
+def _is_zero(node: Node) -> bool:
+    filled = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
+    return node.target in filled or (node.target is aten.full.default and node.args[1] == 0)
+
+
+def _mark_gathers(gm: GraphModule, ranks: Ranks) -> int:
+    found = 0
+    for node in gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+        wait = wait_of(node)
+        if group_of(node) == ranks.group and wait is not None:
+            joined, dim = _joined(wait, ranks.n)
+            with gm.graph.inserting_before(joined):
+                rows = gm.graph.call_function(sp.all_rows.default, (node.args[0], dim, ranks.n, ranks.group))
+            rows.meta.update(joined.meta)
+            _drop(gm, joined, rows)
+            found += 1
+    return found
+
+
+def _joined(wait: Node, n: int) -> tuple[Node, int]:
+    """What a gather along another dim than 0 becomes: the blocks, in order, side by side."""
+    users = list(wait.users)
+    found = lookup(users[0]) if len(users) == 1 else None
+    if found is None or not isinstance(found[1], Window) or found[1].dim or len(found[1].spans or ()) != n:
+        return wait, 0
+    pieces = {u.args[1]: u for u in users[0].users if u.target is operator.getitem}
+    ends = {user for piece in pieces.values() for user in piece.users}
+    if len(pieces) != n or len(ends) != 1:
+        return wait, 0
+    end = ends.pop()
+    if end.target is not aten.cat.default or list(end.args[0]) != [pieces[i] for i in range(n)]:
+        return wait, 0
+    return end, Call(end)["dim"] % end.meta["val"].ndim
+
+
+def _replace_block(gm: GraphModule, block: Block, ranks: Ranks) -> None:
+    node = block.node
+    target = sp.own_rows.default
+    if node.target is c10d.all_reduce.default:
+        target, node = sp.all_rows.default, wait_of(node)
+    with gm.graph.inserting_before(node):
+        new = gm.graph.call_function(target, (block.source, block.dim, ranks.n, ranks.group))
+    new.meta.update(node.meta)
+    _drop(gm, node, new)
+
+
+def _drop(gm: GraphModule, node: Node, new: Node) -> None:
+    """`new` in place of the node, and of all that only the node read."""
+    node.replace_all_uses_with(new)
+    waiting = [node]
+    while waiting:
+        old = waiting.pop()
+        if not old.users and old.op == "call_function":
+            waiting.extend(old.all_input_nodes)
+            gm.graph.erase_node(old)

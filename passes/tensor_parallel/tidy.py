@@ -1,0 +1,90 @@
+"""Random draws that look like a value: drawn for all its rows, so that they are the same whoever holds which.
+
+    rand_like(x)      ->   rand(sizes of x)
+    dropout(x, p)     ->   x * dropout(ones, p)
+
+Ranks of a tensor-parallel group seed alike and draw alike; each then keeps the draws of its rows. A compiler that makes
+each element's draw from its index makes only those.
+
+aten.copy(x, y) -> y: what functionalisation makes of an in-place write, as dist.all_reduce(x) is one.
+
+Nothing of x is left in the result but its layout, so x does not say who has which rows of it. Bytes: none.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.random import is_random
+from sp_compile.graph.sizes import sizes
+
+aten = torch.ops.aten
+LIKE = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}
+DROPOUT = (aten.dropout.default, aten.native_dropout.default)
+
+
+def draw_whole(gm: GraphModule, varying: Collection[Node]) -> None:
+    """Rewrite the draws that are alike on every rank, in place."""
+    editor = Editor()
+    editor.edit(gm.graph)
+    for node in list(gm.graph.nodes):
+        if is_random(node) and node not in varying:
+            if node.target in LIKE:
+                _draw(editor, node)
+            elif node.target in DROPOUT:
+                _drop(editor, node)
+
+
+def _draw(editor: Editor, node: Node) -> None:
+    value = node.meta["val"]
+    with editor.graph.inserting_before(node):
+        kwargs = {"dtype": value.dtype, "device": value.device}
+        shape = editor.sizes.list(sizes(value.shape))
+        new = editor.emit(LIKE[node.target], (shape,), value, node, kwargs)
+    editor.replace(node, new)
+
+
+def _drop(editor: Editor, node: Node) -> None:
+    """native_dropout also returns its mask, which says nothing of x."""
+    call = Call(node)
+    x = call.operands[0]
+    value = x.meta["val"]
+    with editor.graph.inserting_before(node):
+        kwargs = {"dtype": value.dtype, "device": value.device}
+        ones = editor.emit(aten.ones.default, (editor.sizes.list(sizes(value.shape)),), value, node, kwargs)
+        args, options = call.rebuild([ones])
+        drawn = editor.emit(node.target, args, node.meta["val"], node, options)
+        if is_tensor(node):
+            editor.replace(node, editor.emit(aten.mul.Tensor, (x, drawn), value, node))
+            return
+        factor = editor.graph.call_function(operator.getitem, (drawn, 0))
+        factor.meta["val"] = value
+        scaled = editor.emit(aten.mul.Tensor, (x, factor), value, node)
+    for user in list(node.users):
+        if user.args[1] == 0:
+            editor.replace(user, scaled)
+    node.replace_all_uses_with(drawn)
+    editor.graph.erase_node(node)
+
+
+def drop_overwrites(gm: GraphModule) -> dict[Node, Node]:
+    """Rewrite the graph in place; what each node that is gone has become. A write that converts or broadcasts stays."""
+    gone: dict[Node, Node] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
+        old, new = node.args[0].meta["val"], node.args[1].meta["val"]
+        if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+            continue
+        if old.stride() == new.stride():
+            gone[node] = node.args[1]
+            node.replace_all_uses_with(node.args[1])
+            gm.graph.erase_node(node)
+        elif old.is_contiguous():
+            node.target, node.args = aten.clone.default, (node.args[1],)
+            node.kwargs = {"memory_format": torch.contiguous_format}
+    return gone

@@ -1,0 +1,260 @@
+"""A tensor-parallel graph as propagation sees it: what its collectives leave, and which values differ by rank.
+
+Types on the axis of one process group: the result of an all_reduce or all_gather is the same on every rank; what is
+computed from a cut weight is a value of each rank's own (Varying). Everything else is as its inputs are. No weight is
+known by its name or shape: a matrix that a contraction multiplies tokens by is taken to be cut, unless its values are
+known to be equal on all ranks and its gradient is, too, so that no step of an optimizer can tell them apart.
+
+Values that travel in one bucket: cat, a reduction, split. What comes out is made of what went in at its place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.sizes import product, same, sizes
+from sp_compile.sharding.axes import Axes
+from sp_compile.sharding.placement import REPLICATE, VARYING, Placement
+from sp_compile.sharding.reshape import Reshape
+from sp_compile.sharding.rule import Factors, lookup
+from sp_compile.spmd.grid import Grid
+from sp_compile.spmd.inputs import Facts
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+SPLITS = (aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
+ELEMENTWISE = (c10d.all_reduce.default, c10d.wait_tensor.default)
+
+
+def piece_of(node: Node) -> Node | None:
+    """The operand of the cat that this result of the split is made of; None if it is no such result."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return None
+    split, index = node.args
+    if split.target not in SPLITS or len(split.args) > 2 or split.kwargs:
+        return None
+    source = split.args[0]
+    while source.target in ELEMENTWISE and "sp_result" not in source.meta:
+        source = source.args[0]
+    if source.target is not aten.cat.default or len(source.args) > 1 or source.kwargs:
+        return None
+    parts, lengths = source.args[0], split.args[1]
+    fits = len(parts) == len(lengths) and all(is_tensor(p) and p.meta["val"].ndim == 1 for p in parts)
+    if not fits or any(_length(p) != n and not same(_length(p), n) for p, n in zip(parts, _sizes(split))):
+        return None
+    return parts[index]
+
+
+def _length(part: Node) -> object:
+    return product(sizes(part.meta["val"].shape))
+
+
+def _sizes(split: Node) -> list[object]:
+    return [product(sizes(value.shape)) for value in split.meta["val"]]
+
+
+c10d, sp = torch.ops._c10d_functional, torch.ops.sp
+LEAVES = {
+    sp.all_gather.default: REPLICATE,
+    sp.all_reduce.default: REPLICATE,
+    sp.all_rows.default: REPLICATE,
+    sp.own_rows.default: VARYING,
+    sp.reduce_scatter.default: REPLICATE,
+    sp.unshard.default: REPLICATE,
+}
+WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+GROUP_ARGUMENTS = ("group_name", "group", "tag")
+
+
+def group_of(node: Node) -> str | None:
+    """The process group that a functional collective names; None for any other node."""
+    if getattr(node.target, "namespace", "") != "_c10d_functional":
+        return None
+    call = Call(node)
+    name = next((call.get(a) for a in GROUP_ARGUMENTS if isinstance(call.get(a), str)), None)
+    return None if name is None else str(name)
+
+
+def reductions(gm: GraphModule, group: str) -> list[Node]:
+    """Every all_reduce(sum) over the group that is waited for at once."""
+    found = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    return [n for n in found if group_of(n) == group and n.args[1] == "sum" and wait_of(n) is not None]
+
+
+def wait_of(node: Node) -> Node | None:
+    users = list(node.users)
+    alone = len(users) == 1 and users[0].target is c10d.wait_tensor.default
+    return users[0] if alone else None
+
+
+def spell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...]) -> Node:
+    """One node in place of an all_reduce and its wait."""
+    wait = wait_of(node)
+    assert wait is not None
+    with gm.graph.inserting_before(wait):
+        new = gm.graph.call_function(target, (node.args[0], *args))
+    new.meta.update(node.meta)
+    wait.replace_all_uses_with(new)
+    gm.graph.erase_node(wait)
+    gm.graph.erase_node(node)
+    return new
+
+
+def mark_collectives(gm: GraphModule, group: str, grid: Grid | None = None) -> None:
+    """Say of every other exchange what it leaves: propagation lets none over the group have a shard.
+
+    grid: how other groups lie to this one; None: as the axes of a mesh.
+    """
+    for node in gm.graph.nodes:
+        node.meta.setdefault("val", None)  # AOTAutograd's assertions have none
+        over = group_of(node) if node.op == "call_function" else None
+        left: Placement | None = None
+        if over is not None:
+            whole = node.target.__name__.partition(".")[0] in WHOLE_RESULTS
+            if over.partition("/")[0] == group:
+                left = REPLICATE if over == group and whole else VARYING
+            elif grid is not None:
+                left = grid.leaves(over, whole)
+        elif node.target is sp.rank.default:
+            left = None if grid is not None and node.args[0] in grid.level else VARYING
+        if left is not None:
+            node.meta["sp_result"] = left
+
+
+def mark_numbers(gm: GraphModule, facts: Facts) -> None:
+    """Say that what is computed with other numbers on other ranks differs by rank, and so do sizes made of such."""
+    own: set[Node] = set()
+    for node in gm.graph.nodes:
+        if (
+            node.name in facts.numbers
+            or node.name in facts.differ
+            or any(i in own for i in node.all_input_nodes)
+        ):
+            value = node.meta.get("val")
+            if node.op == "call_function" and not isinstance(value, SYMBOLS):
+                node.meta["sp_result"] = VARYING
+                if node.target is operator.getitem:
+                    node.args[0].meta["sp_result"] = (
+                        VARYING  # which piece is taken decides what all of them are
+                    )
+            elif isinstance(value, SYMBOLS):
+                own.add(node)
+
+
+def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: Facts) -> set[Node]:
+    """The inputs whose values differ by rank, or will after a step of training."""
+    reduced = list(summed)
+    sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
+    known = {sources[name] for name in facts.differ | facts.numbers if name in sources}
+    matrices = set(_matrices(gm, axes, _token_classes(axes, reduced)))
+    varying = _closed(gm, known | {m for m in matrices if not _stays_equal(m, facts)}, sources, facts)
+    types = differing(gm, varying)
+    if any(r.args[0] in types for r in reduced):
+        return varying
+    parts = known | (
+        matrices & _before_exchanges(gm, facts)
+    )  # that are equal by chance, or nobody has looked
+    return _closed(gm, parts, sources, facts)
+
+
+def _before_exchanges(gm: GraphModule, facts: Facts) -> set[Node]:
+    """All that the program's own exchanges depend on, those of its backward aside: no others can make a part whole."""
+    backward: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.name in facts.tangents or any(i in backward for i in node.all_input_nodes):
+            backward.add(node)
+    seen: set[Node] = set()
+    waiting = [
+        n for n in gm.graph.nodes if ("sp_result" in n.meta or n.target in LEAVES) and n not in backward
+    ]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(node.all_input_nodes)
+    return seen
+
+
+def _stays_equal(matrix: Node, facts: Facts) -> bool:
+    """Equal on all ranks, and not as parts are before their first step, if no gradient tells how they go on."""
+    equal = facts.equal is not None and matrix.name in facts.equal
+    return equal and (matrix.name in facts.gradients or matrix.name not in facts.blank)
+
+
+def _closed(gm: GraphModule, varying: set[Node], sources: Mapping[str, Node], facts: Facts) -> set[Node]:
+    """With the inputs that training drives apart, as their gradients differ, and gradients of results that differ.
+
+    What is left is equal on all ranks now, and so are its gradients: no step of an optimizer tells it apart.
+    """
+    while True:
+        types = differing(gm, varying)
+        apart = {sources[name] for name, gradient in facts.gradients.items() if gradient in types}
+        theirs = {
+            sources[name] for name, results in facts.tangents.items() if any(r in types for r in results)
+        }
+        if (apart | theirs) <= varying:
+            return varying
+        varying = varying | apart | theirs
+
+
+def differing(gm: GraphModule, varying: Collection[Node]) -> set[Node]:
+    """All values that differ by rank if these inputs do."""
+    out = set(varying)
+    for node in gm.graph.nodes:
+        fixed = LEAVES.get(node.target, node.meta.get("sp_result"))
+        piece = piece_of(node)
+        sources = node.all_input_nodes if piece is None else [piece]
+        if fixed is VARYING or (fixed is None and any(i in out for i in sources)):
+            out.add(node)
+    return out
+
+
+def _token_classes(axes: Axes, summed: Iterable[Node]) -> set[int]:
+    """The axes that the results of linears have beside their features."""
+    return {axes.find(a.name) for node in summed for dim in axes.dims[node, 0][:-1] for a in dim}
+
+
+def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
+    """Inputs that contractions multiply by and that have no token in any dim."""
+    for node in gm.graph.nodes:
+        found = lookup(node)
+        if found is not None and isinstance(found[1], Factors) and contracts(found[1]):
+            for operand in found[0].operands:
+                source = moved_from(operand)
+                if source.op in ("placeholder", "get_attr") and source.meta["val"].ndim > 1:
+                    classes = {axes.find(a.name) for dim in axes.dims[source, 0] for a in dim}
+                    if not classes & tokens:
+                        yield source
+
+
+def contracts(rule: Factors) -> bool:
+    """Is it a product that sums over a factor of two operands?"""
+    kept = {f for dims in rule.results for f in dims}
+    named = [f for dims in rule.operands for f in set(dims) if f and f not in kept]
+    return len(named) > len(set(named))
+
+
+def moves(node: Node) -> bool:
+    """Does the node only move or convert the values of its one tensor operand?"""
+    found = lookup(node)
+    if found is None or len(found[0].operands) != 1:
+        return False
+    rule = found[1]
+    return isinstance(rule, Reshape) or (isinstance(rule, Factors) and (rule.lazy or _is_cast(node)))
+
+
+def _is_cast(node: Node) -> bool:
+    return node.target is torch.ops.prims.convert_element_type.default
+
+
+def moved_from(node: Node) -> Node:
+    """The value that views, permutations and casts have made this one of."""
+    while node.op == "call_function" and moves(node):
+        node = Call(node).operands[0]
+    return node

@@ -1,0 +1,135 @@
+"""Who shares memory with whom in a captured graph, and through whom a gradient flows."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node, map_arg
+
+from sp_compile._compat import is_functorch_tensor, set_grad_enabled, storage_of
+
+aten = torch.ops.aten
+
+# A result that shares its argument's storage in the trace, but is a new value each time the program runs.
+_FRESH = {aten.lift_fresh.default}
+
+# Float results through which no gradient passes.
+_STOPS_GRADIENT = {
+    aten.detach.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+}
+
+
+class Aliases:
+    """Facts about the nodes read so far, in program order.
+
+    A view is a node whose value lies in the storage of an argument; its root is the node that owns the storage.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.calls: dict[Node, tuple[Any, Any]] = {}  # arguments as they were named when the node was read
+        self.parent: dict[Node, Node] = {}  # view -> what it is a view of
+        self.grad = torch.is_grad_enabled()
+        self.any_grad = self.grad or any(n.target is set_grad_enabled and n.args[0] for n in graph.nodes)
+        self._meaning: dict[Node, Node] = {}
+        self._owner: dict[int, Node] = {}
+        self._wants_grad: set[Node] = set()
+        self._cut: set[Node] = set()
+
+    def name(self, node: Node) -> Node:
+        """The node that now stands for `node`, after in-place ops that return or reshape it."""
+        while node in self._meaning:
+            node = self._meaning[node]
+        return node
+
+    def rename(self, node: Node, meaning: Node) -> None:
+        """From here on `meaning` stands for `node`."""
+        self._meaning[node] = meaning
+
+    def root(self, node: Node) -> Node:
+        """The node that owns the storage in which the value of `node` lies."""
+        while node in self.parent:
+            node = self.parent[node]
+        return node
+
+    def adopt(self, node: Node) -> bool:
+        """Learn what `node`, whose call is known, is a view of, and whether it has a gradient. True for a view."""
+        inputs = nodes_in(self.calls[node])
+        if node.op == "placeholder" or node.op == "get_attr":
+            flows = bool(node.meta.get("requires_grad"))
+        else:
+            flows = self.grad and node.target not in _STOPS_GRADIENT and _any_float(node.meta.get("val"))
+            flows = flows and any(self.differentiable(i) for i in inputs)
+        if flows:
+            self._wants_grad.add(node)
+        storages = _storages(node)
+        if len(storages) != 1:
+            return False
+        base = next((i for i in inputs if _storages(i) == storages), None)
+        element = node.target is operator.getitem and base not in self.parent
+        if base is None or node.target in _FRESH or element:
+            self._owner.setdefault(next(iter(storages)), node)
+            return False
+        self.parent[node] = base
+        if not self.grad or node.target is aten.detach.default or base in self._cut:
+            self._cut.add(node)
+        return True
+
+    def sharer(self, root: Node) -> Node | None:
+        """Another node that owns the same memory: two inputs that overlap, or a result that hides a view."""
+        owners = {self._owner.get(s, root) for s in _storages(root)}
+        return next(iter(owners - {root}), None)
+
+    def cut(self, node: Node) -> bool:
+        """A view through detach, or made under no_grad: its root's gradient does not pass."""
+        return node in self._cut
+
+    def differentiable(self, node: Node) -> bool:
+        """Does a gradient reach the value of `node`?"""
+        return node in self._wants_grad or (node not in self._cut and self.root(node) in self._wants_grad)
+
+    def any_differentiable(self, node: Node) -> bool:
+        """Does a gradient reach an argument of `node`, or the memory that one lies in?"""
+        return any(
+            self.differentiable(a) or self.differentiable(self.root(a)) for a in nodes_in(self.calls[node])
+        )
+
+    def receive_gradient(self, target: Node) -> None:
+        """`target` has been changed to something differentiable."""
+        self._wants_grad |= {target} if target in self._cut else {target, self.root(target)}
+
+
+def nodes_in(args: Any) -> list[Node]:
+    """The nodes of a nest of arguments, each once, in order."""
+    found: dict[Node, None] = {}
+    map_arg(args, lambda n: found.setdefault(n))
+    return list(found)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, tuple | list) else []
+
+
+def _any_float(value: Any) -> bool:
+    return any(t.is_floating_point() or t.is_complex() for t in _tensors(value))
+
+
+def _storages(node: Node) -> set[int]:
+    return {
+        storage_of(t)
+        for t in _tensors(node.meta.get("val"))
+        if t.layout is torch.strided and not is_functorch_tensor(t)
+    }

@@ -1,0 +1,183 @@
+"""capture: what torch.compile or torch.export made of a model -> the one IR of the package.
+
+The IR: pre-dispatch ATen (composite ops such as linear, scaled_dot_product_attention and cross_entropy_loss are single
+nodes, autograd has not run), functional, with a fake value in every node's meta["val"] and the user's lines in
+meta["stack_trace"].
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TracingContext,
+    detect_fake_mode,
+    is_functorch_tensor,
+    keep_source,
+    keep_state_sources,
+    storage_of,
+)
+from sp_compile.errors import SpError, at
+from sp_compile.graph.mutation import is_pure
+
+from .functionalize import functionalize
+from .regions import inline_regions
+from .trace import trace
+
+_PLACEHOLDER_META = ("tensor_dict", "stack_trace", "nn_module_stack", "grapharg")
+
+
+def capture(
+    gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[Any] | None = None
+) -> GraphModule:
+    """The Dynamo graph `gm` of a running torch.compile as IR, with the same calling convention.
+
+    Placeholders stay one to one with Dynamo's, in order, with its names and sources, so the result stands in for `gm`
+    in compile_fx. An input that the program mutates is written back by one aten.copy_ at the end.
+    fakes: used in place of `fake_inputs(example_inputs)`, to capture for other sizes.
+    Raises SpError where the program can not be captured.
+    """
+    fake_mode, own = fake_inputs(example_inputs)
+    captured = trace(gm, own if fakes is None else fakes, fake_mode)
+    _drop_dead(captured)
+    _lift_constants(captured, fake_mode)
+    _keep_dynamo_meta(captured, gm)
+    for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        node.meta["requires_grad"] = isinstance(value, torch.Tensor) and value.requires_grad
+    functionalize(captured)
+    _refuse_written_aliases(captured, example_inputs)
+    return _finish(captured)
+
+
+def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """The fake mode of the running compilation, and `example_inputs` in it with Dynamo's dynamic dims.
+
+    The values in the graph's meta["example_value"] belong to Dynamo's own finished trace and must not be mixed in.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        raise SpError(
+            "capture runs inside a torch.compile backend; use capture_export for an exported program"
+        )
+    mode = context.fake_mode
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if isinstance(x, FakeTensor):
+            return x if x.fake_mode is mode else mode.from_tensor(x)
+        symbolic = context.tensor_to_context.get(x)
+        source = symbolic.tensor_source if symbolic else None
+        static = None if symbolic else True
+        return mode.from_tensor(
+            x, symbolic_context=symbolic, source=source, static_shapes=static, trace=False
+        )
+
+    return mode, [fake(x) for x in example_inputs]
+
+
+def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
+    """An exported program, or the module made of one, as IR with the user's calling convention.
+
+    Parameters and buffers are get_attr nodes on the result, shared ones shared; no input guards are run. The given
+    program is not changed; its parameters are not copied.
+    """
+    source = program.module() if isinstance(program, ExportedProgram) else program
+    gm = inline_regions(source)
+    for node in gm.graph.find_nodes(op="call_module"):
+        if node.target != "_guards_fn":
+            raise SpError(
+                f"{node.name}: a call of the module {node.target}; export the model with torch.export first"
+            )
+        gm.graph.erase_node(node)
+    gm.delete_submodule("_guards_fn")
+    _own_bodies(gm)
+    _lift_constants(gm, detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes]))
+    functionalize(gm)
+    return _finish(gm)
+
+
+def _own_bodies(gm: GraphModule) -> None:
+    """Replace the bodies of region ops by copies, which may then be rewritten."""
+    for name, child in list(gm.named_children()):
+        if isinstance(child, GraphModule):
+            setattr(gm, name, inline_regions(child))
+            _own_bodies(getattr(gm, name))
+
+
+def _keep_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
+    new, old = (g.graph.find_nodes(op="placeholder") for g in (captured, gm))
+    for n, o in zip(new, old, strict=True):
+        n.meta.update({k: o.meta[k] for k in _PLACEHOLDER_META if k in o.meta})
+        keep_source(n, o)
+    captured.meta.update(gm.meta)
+    keep_state_sources(captured, gm)
+
+
+def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """An input written through one name and read through another: no graph over separate values can say that."""
+    placeholders = captured.graph.find_nodes(op="placeholder")
+    owners: dict[int, list[Node]] = {}
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            owners.setdefault(storage_of(value), []).append(node)
+    written = {
+        n.args[0] for n in captured.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    }
+    for names in owners.values():
+        changed = next((n for n in names if n in written), None)
+        if changed is not None and len(names) > 1:
+            other = next(n for n in names if n is not changed)
+            raise SpError(
+                f"the input {changed.name} is changed in place and shares memory with the input {other.name}; "
+                "pass a clone of one of them"
+            )
+
+
+def _drop_dead(gm: GraphModule) -> None:
+    for node in reversed(list(gm.graph.nodes)):
+        if not node.users and node.op in ("call_function", "get_attr") and is_pure(node):
+            gm.graph.erase_node(node)
+
+
+def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
+    """Make every tensor attribute a parameter or buffer and give its node a fake value.
+
+    A fake or functorch tensor in an attribute is a value that escaped the trace: the graph would be wrong.
+    """
+    known = {
+        *dict(gm.named_parameters(remove_duplicate=False)),
+        *dict(gm.named_buffers(remove_duplicate=False)),
+    }
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(node.target)(gm)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, FakeTensor) or is_functorch_tensor(value):
+            raise SpError(
+                f"{node.name}: a value inside torch.func escaped from its region, read at "
+                f"{', '.join(at(user) for user in node.users)}; keep the torch.func call out of the compiled region"
+            )
+        if node.target not in known:
+            delattr(gm, node.target)
+            gm.register_buffer(node.target, value, persistent=False)
+            node.meta["constant"] = True
+        if "val" not in node.meta:
+            node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True) if fake_mode else value
+        node.meta["requires_grad"] = value.requires_grad
+
+
+def _finish(gm: GraphModule) -> GraphModule:
+    for node in gm.graph.nodes:
+        node.meta.setdefault("val", None)
+    gm.graph.lint()
+    gm.recompile()
+    return gm

@@ -1,0 +1,174 @@
+"""inline_regions: GraphModule -> GraphModule without checkpoint, nested-compile, no_grad and autocast region ops.
+
+A region op is a node `op(..., body, *operands)` that runs a sub-graph. Its body is copied into the outer graph, so that
+a sharding can flow through it. What the op meant is kept in other ways: checkpointing as `meta["recompute"]` and
+`meta["ac_graph_id"]`, which AOTAutograd's partitioner reads; grad mode and autocast as enter and exit nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from sp_compile._compat import (
+    CheckpointPolicy,
+    enter_autocast,
+    exit_autocast,
+    invoke_subgraph,
+    keep_calling_convention,
+    keep_source,
+    set_grad_enabled,
+    tag_activation_checkpoint,
+    wrap,
+    wrap_activation_checkpoint,
+    wrap_with_autocast,
+    wrap_with_set_grad_enabled,
+)
+from sp_compile.errors import SpError, at
+
+log = logging.getLogger(__name__)
+
+# A later region must have a larger id: the partitioner saves what a region hands to one of a larger id.
+_region_ids = itertools.count()
+
+# region op -> position of its body; the operands follow at once, or after the region's name.
+_BODY_AT = {
+    tag_activation_checkpoint: 0,
+    wrap_activation_checkpoint: 0,
+    wrap: 0,
+    invoke_subgraph: 0,
+    wrap_with_set_grad_enabled: 1,
+    wrap_with_autocast: 4,
+}
+_CHECKPOINTS = (tag_activation_checkpoint, wrap_activation_checkpoint)
+
+
+def inline_regions(gm: GraphModule) -> GraphModule:
+    """A copy of `gm` over the same parameters and submodules whose graph has no inlinable region op."""
+    copy = _Copy(gm, Graph())
+    output = copy.body(gm, "", {}, {})
+    out = copy.graph.output(output)
+    out.meta = dict(gm.graph.output_node().meta)
+    keep_calling_convention(copy.graph, gm.graph)
+    for node in copy.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            copy.graph.erase_node(node)
+    flat = GraphModule(gm, copy.graph)
+    flat.meta.update(gm.meta)
+    return flat
+
+
+def _is_region(node: Node) -> bool:
+    return node.op == "call_function" and node.target in _BODY_AT
+
+
+@dataclass
+class _Copy:
+    root: GraphModule
+    graph: Graph
+    grad: list[bool] = field(default_factory=lambda: [torch.is_grad_enabled()])
+
+    def body(self, gm: GraphModule, path: str, env: dict[Node, Any], tags: dict[str, Any]) -> Any:
+        """Copy `gm`, which is attribute `path` of the root, its placeholders bound in `env`; returns its output."""
+
+        def bound(arg: Any) -> Any:
+            return map_arg(arg, env.__getitem__)
+
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                return bound(node.args[0])
+            if node in env:
+                continue
+            if _is_region(node):
+                env[node] = self.region(gm, path, node, bound, tags)
+            elif isinstance(value := self.element(node, env), _Missing):
+                env[node] = self.copy(node, path, env, tags)
+            else:
+                env[node] = value
+        raise AssertionError("a graph without an output node")
+
+    def copy(self, node: Node, path: str, env: dict[Node, Any], tags: dict[str, Any]) -> Node:
+        new = self.graph.node_copy(node, env.__getitem__)
+        if node.op in ("get_attr", "call_module") and path:
+            new.target = f"{path}.{node.target}"
+        if node.op == "placeholder":
+            keep_source(new, node)
+        if node.target is set_grad_enabled:
+            self.grad[-1] = bool(node.args[0])
+        if tags and node.op in ("call_function", "call_method"):
+            new.meta.update(tags)
+        return new
+
+    def element(self, node: Node, env: dict[Node, Any]) -> Any:
+        """What `node` reads out of an inlined region's tuple of results, if that is what it does."""
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+            source, index = node.args
+            if isinstance(source, Node) and isinstance(env[source], tuple | list):
+                return env[source][index]
+        return _MISSING
+
+    def region(
+        self, gm: GraphModule, path: str, node: Node, bound: Callable[[Any], Any], tags: dict[str, Any]
+    ) -> Any:
+        index = _BODY_AT[node.target]
+        ref = node.args[index]
+        if not isinstance(ref, Node) or ref.op != "get_attr":
+            raise SpError(f"{node.name}: the body of {node.target} is not a sub-graph ({at(node)})")
+        body = gm.get_submodule(ref.target)
+        operands = bound(node.args[index + (2 if node.target is invoke_subgraph else 1) :])
+        holes = body.graph.find_nodes(op="placeholder")
+        if len(holes) != len(operands):
+            raise SpError(
+                f"{node.name}: {node.target} passes {len(operands)} values to a body of {len(holes)} inputs "
+                f"({at(node)}); pass keyword arguments of the region by position"
+            )
+        if node.target in _CHECKPOINTS:
+            tags = tags or _recompute_tags(node, body)
+        inner = f"{path}.{ref.target}" if path else ref.target
+        leave = self.enter(node)
+        result = self.body(body, inner, dict(zip(holes, operands, strict=True)), tags)
+        leave()
+        return result
+
+    def enter(self, node: Node) -> Callable[[], None]:
+        """Write the state change of a region; returns the function that writes its end."""
+        if node.target is wrap_with_set_grad_enabled:
+            self.call(set_grad_enabled, (node.args[0],))
+            self.grad.append(bool(node.args[0]))
+            return self.restore_grad
+        if node.target is wrap_with_autocast:
+            token = self.call(enter_autocast, tuple(node.args[:4]))
+            return lambda: self.call(exit_autocast, (token,)) and None
+        return lambda: None
+
+    def restore_grad(self) -> None:
+        self.grad.pop()
+        self.call(set_grad_enabled, (self.grad[-1],))
+
+    def call(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = None
+        return node
+
+
+class _Missing:
+    pass
+
+
+_MISSING = _Missing()
+
+
+def _recompute_tags(node: Node, body: GraphModule) -> dict[str, Any]:
+    if "_checkpoint_context_fn" in body.meta:
+        log.warning(
+            "%s: the selective checkpoint policy (context_fn) is treated as full recompute: same numbers, "
+            "less memory, more work in the backward",
+            at(node),
+        )
+    return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_region_ids)}

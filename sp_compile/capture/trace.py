@@ -1,0 +1,228 @@
+"""trace: a Dynamo graph and fake inputs -> the same program in pre-dispatch ATen, composite ops whole.
+
+The graph runs node by node under make_fx(pre_dispatch=True). Region ops that carry their own backward (tensor hooks,
+autograd.Function) would lose it there, and values under vmap would become constants: these are handled here. Every
+other region op (cond, scan, flex_attention, ...) records itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.traceback import get_current_meta, preserve_node_meta
+
+from sp_compile._compat import (
+    PYTHON_STATE_CALLS,
+    FakeTensorMode,
+    active_tracer,
+    autograd_function_apply,
+    enable_python_dispatcher,
+    get_data,
+    make_fx,
+    pytree,
+    register_hook_op,
+    rename,
+    reset_functorch,
+    suspended_trace,
+    track_tensor_tree,
+)
+from sp_compile.errors import SpError, at
+
+from .regions import inline_regions
+
+_SYM = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
+    """Record `gm` on `fakes`: one placeholder an input, in order, named as in `gm`; not yet functional.
+
+    fakes: fake tensors of `fake_mode`, SymInts or Python numbers, one a placeholder of `gm`.
+    Raises SpError with the node and the user's source line where the program can not be recorded.
+    """
+    flat = inline_regions(gm)
+    grad = torch.is_grad_enabled()
+    try:
+        with fake_mode, enable_python_dispatcher():
+            traced = make_fx(_Lower(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
+    except BaseException:
+        reset_functorch()
+        raise
+    finally:
+        torch.set_grad_enabled(grad)
+    for new, old in zip(
+        traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True
+    ):
+        rename(new, old.name)
+        new.target = new.name
+    return traced
+
+
+class _Lower(Interpreter):
+    """Runs a Dynamo graph under an active pre-dispatch trace."""
+
+    def __init__(self, gm: GraphModule, fake_mode: FakeTensorMode) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+        self.fake_mode = fake_mode
+        self.functorch = _functorch_regions(gm.graph)
+        self.done: set[Node] = set()
+        self.state_nodes: dict[Any, Node] = {}
+
+    def run(self, *args: Any) -> Any:
+        with preserve_node_meta():
+            return super().run(*args)
+
+    def run_node(self, n: Node) -> Any:
+        if n in self.done:
+            return self.env.get(n)
+        try:
+            if n in self.functorch:
+                return self.inline_functorch(self.functorch[n], n)
+            return super().run_node(n)
+        except SpError:
+            raise
+        except Exception as error:
+            raise SpError(
+                f"{n.name}: {getattr(n.target, '__name__', n.target)} could not be captured at {at(n)}: "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. "
+                "Keep this call out of the compiled region (torch.compiler.disable), or write it with tensor ops "
+                "whose shapes do not depend on data"
+            ) from error
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in PYTHON_STATE_CALLS:
+            return self.python_state(target, args, kwargs)
+        if target is get_data:
+            return args[0].detach()
+        if target is autograd_function_apply:
+            return self.autograd_function(target, args, kwargs)
+        if target is register_hook_op:
+            return self.register_hook(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def python_state(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call now, for its effect on what follows, and record it."""
+        result = target(*args, **kwargs)
+
+        def recorded(x: Any) -> Any:
+            return self.state_nodes.get(x, x) if getattr(x, "__hash__", None) else x
+
+        leaves = pytree.tree_map(recorded, tuple(args))
+        node = active_tracer().create_node("call_function", target, leaves, dict(kwargs))
+        node.meta["val"] = None
+        if result is not None:
+            self.state_nodes[result] = node
+        return result
+
+    def autograd_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward, backward, *operands = args
+        tags = {k: v for k, v in get_current_meta().items() if k in ("recompute", "ac_graph_id")}
+        with suspended_trace(self.fake_mode):
+            out = target(*args, **kwargs)
+            leaves = _leaves(operands)
+            lowered_forward = trace(forward, leaves, self.fake_mode)
+            with torch.no_grad():
+                result, saved = Interpreter(forward).run(*leaves)
+                results = result if isinstance(result, tuple | list) else (result,)
+                grads = [torch.empty_like(t) if isinstance(t, torch.Tensor) else None for t in results]
+                lowered_backward = trace(backward, [*grads, *_leaves(saved)], self.fake_mode)
+        for node in lowered_forward.graph.nodes:
+            if node.op == "call_function":
+                node.meta.update(tags)
+        return _record(target, args, kwargs, {forward: lowered_forward, backward: lowered_backward}, out)
+
+    def register_hook(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, body, *free = args
+        with suspended_trace(self.fake_mode):
+            with torch.no_grad():
+                lowered = trace(body, [torch.empty_like(tensor), *_leaves(free)], self.fake_mode)
+            out = tensor.view_as(tensor)
+        return _record(target, args, kwargs, {body: lowered}, out)
+
+    def inline_functorch(self, nodes: list[Node], first: Node) -> Any:
+        """A vmap or grad region as plain ATen: recorded below functorch, replayed in the outer trace.
+
+        The replay makes it differentiable again; the recording runs on detached inputs, with grad mode on because
+        torch.func.grad needs it.
+        """
+        inside = set(nodes)
+        ins = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
+        outs = [n for n in nodes if any(u not in inside for u in n.users)]
+        values = {i: self.env[i] for i in ins}
+        free = [i for i, v in values.items() if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
+
+        def region(*args: Any) -> tuple[Any, ...]:
+            sub = Interpreter(self.module, garbage_collect_values=False)
+            sub.env = {**values, **dict(zip(free, args, strict=True))}
+            for n in nodes:
+                sub.env[n] = sub.run_node(n)
+            return tuple(sub.env[o] for o in outs)
+
+        with suspended_trace(self.fake_mode), torch.enable_grad():
+            detached = [v.detach() if isinstance(v := values[i], torch.Tensor) else v for i in free]
+            plain = make_fx(region, tracing_mode="real")(*detached)
+        plain.graph.eliminate_dead_code()
+        keep = {k: first.meta[k] for k in _KEPT_META if k in first.meta}
+        for n in plain.graph.nodes:
+            n.meta = dict(keep)
+        results = Interpreter(plain).run(*[values[i] for i in free])
+        self.env.update(zip(outs, results, strict=True))
+        self.done |= inside
+        return self.env.get(first)
+
+
+_KEPT_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
+
+
+def _record(
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bodies: dict[GraphModule, GraphModule],
+    out: Any,
+) -> Any:
+    """Record one node target(*args) with each body replaced by its lowered one; `out` is its value."""
+    tracer = active_tracer()
+
+    def proxied(x: Any) -> Any:
+        if isinstance(x, GraphModule):
+            name = tracer.get_fresh_qualname("region_body")
+            tracer.root.register_module(name, bodies[x])
+            return tracer.create_proxy("get_attr", name, (), {})
+        return tracer.unwrap_proxy(x) if isinstance(x, (torch.Tensor, *_SYM)) else x
+
+    new_args, new_kwargs = pytree.tree_map(proxied, (tuple(args), dict(kwargs)))
+    proxy = tracer.create_proxy("call_function", target, new_args, new_kwargs)
+    return track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+
+
+def _leaves(args: Sequence[Any]) -> list[Any]:
+    """Fresh autograd leaves of the same metadata, to trace a body on its own."""
+
+    def leaf(x: Any) -> Any:
+        return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+    return [pytree.tree_map(leaf, a) for a in args]
+
+
+def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:
+    """First node -> all nodes, of each outermost vmap, grad or jvp nesting."""
+    regions: dict[Node, list[Node]] = {}
+    current: list[Node] = []
+    depth = 0
+    for n in graph.nodes:
+        name = getattr(n.target, "__name__", "") if n.op == "call_function" else ""
+        if name.endswith("increment_nesting") or name == "_enter_dual_level":
+            if depth == 0:
+                current = regions[n] = []
+            depth += 1
+        if depth:
+            current.append(n)
+        if name.endswith("decrement_nesting") or name == "_exit_dual_level":
+            depth -= 1
+        if name == "lazy_load_decompositions" and depth == 0:
+            regions[n] = [n]
+    return regions

@@ -1,0 +1,198 @@
+"""Which collectives a local graph issues, and the bytes that one rank sends in each, forward and backward.
+
+Makes the routes of a local graph's exchanges known: a cache may bring its program back without tracing it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import pytree
+from sp_compile.config import Ranks
+from sp_compile.errors import at
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size, product, size, sizes
+from sp_compile.lowering import routes
+from sp_compile.sharding.attention import SHARDED
+from sp_compile.sharding.windows import ON_SHARDS, shifts_of
+
+from .scan import SCANS, message_bytes, rounds_of
+
+HEADS = 1
+FORWARD_AND_BACKWARD = {
+    "all_to_all": ("(n-1)/n x", "(n-1)/n x"),
+    "all_gather": ("(n-1) x", "(n-1) x"),
+    "unshard": ("(n-1) x", "none"),
+    "shard": ("none", "(n-1) x"),
+    "all_reduce": ("2 (n-1)/n x", "none"),
+    "reduce_grad": ("none", "2 (n-1)/n x"),
+    "broadcast": ("x", "none"),
+    "broadcast_grad": ("none", "x"),
+}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of the local graph. Bytes are those that one rank sends, forward and backward."""
+
+    op: str
+    node: str
+    where: str
+    shape: str
+    forward: Size
+    backward: Size
+
+
+def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
+    """Every collective of a validated local graph, in order."""
+    out = []
+    for node in local.graph.nodes:
+        if node.op != "call_function" or getattr(node.target, "namespace", "") != "sp":
+            continue
+        name = node.target.__name__.split(".")[0]
+        if node.target in SHARDED:
+            there, back = _ATTENTION[name](_Heads(node), n)
+            out.append(_exchange(node, name, Call(node).operands[:3], there, back))
+        elif node.target in SCANS:
+            out += [_exchange(node, name, Call(node).operands[:1], *sent) for sent in _scan(Call(node), n)]
+        elif node.target in ON_SHARDS:
+            call = Call(node)
+            out += [_exchange(node, name, call.operands[:1], sent, sent) for sent in _halo(call, n)]
+        elif name in FORWARD_AND_BACKWARD:
+            operands = (
+                [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if _is_tensor(v)]
+            )
+            there, back = (_scaled(formula, _bytes(operands), n) for formula in FORWARD_AND_BACKWARD[name])
+            out.append(_exchange(node, name, operands, there, back))
+    return out
+
+
+def _scan(call: Call, n: int) -> list[tuple[Size, Size]]:
+    """Forward and backward of a scan over ranks; nothing of one that is not."""
+    if call["frame"] is None:
+        return []
+    times = n - 1 if call["exchange"] == "gather" else rounds_of(n)
+    folds = call["frame"][4] if len(call["frame"]) == 5 else 1
+    there, back = message_bytes(call, folds)
+    return [(times * there, times * back)]
+
+
+def _halo(call: Call, n: int) -> list[Size]:
+    """The bytes of the rows that a window's neighbours are sent; nothing if it needs none."""
+    rows = [size(rows) for _, rows in shifts_of(call, n)]
+    at = call.dim() if "dim" in call.args else call.ndim() - 1
+    others = product(s for d, s in enumerate(call.shape()) if d != at)
+    total: Size = 0
+    for count in rows:
+        total = total + count * others * call.operands[0].meta["val"].element_size()
+    return [total] if rows else []
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _exchange(node: Node, name: str, operands: list[Node], there: Size, back: Size) -> Exchange:
+    values = [v.meta["val"] for v in operands]
+    if not all(v.is_floating_point() for v in values) or not node.meta.get("sp_grad", True):
+        back = 0
+    shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
+    shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
+    return Exchange(name, node.name, _where(node), shown, there, back)
+
+
+def _where(node: Node) -> str:
+    """The user's line; what belongs to no line belongs to the model's parameters or its results."""
+    if node.meta.get("stack_trace"):
+        return at(node)
+    return "the results" if any(user.op == "output" for user in node.users) else "the parameters"
+
+
+def _bytes(operands: Iterable[Node]) -> Size:
+    total: Size = 0
+    for operand in operands:
+        value = operand.meta["val"]
+        total = total + product(sizes(value.shape)) * value.element_size()
+    return total
+
+
+def _scaled(formula: str, nbytes: Size, n: int) -> Size:
+    factor = {
+        "none": (0, 1),
+        "x": (1, 1),
+        "(n-1) x": (n - 1, 1),
+        "(n-1)/n x": (n - 1, n),
+        "2 (n-1)/n x": (2 * (n - 1), n),
+    }
+    return _share(nbytes, *factor[formula])
+
+
+def _share(nbytes: Size, times: int, over: int) -> Size:
+    return nbytes * times // over if isinstance(nbytes, int) else nbytes * times / over
+
+
+class _Heads:
+    """The bytes of an attention's operands: queries with the result, keys with values, and these in float32."""
+
+    def __init__(self, node: Node) -> None:
+        self.call = Call(node)
+        q, k, v = self.call.operands[:3]
+        self.queries, self.keys = _bytes([q, node]), _bytes([k, v])
+        element = k.meta["val"].element_size()
+        self.widening = max(4, element) // element
+
+    def repeated(self, ranks: int) -> Size:
+        """Of keys and values, repeated so that so many ranks divide their heads."""
+        heads = self.call.shape(1)[HEADS]
+        return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
+
+    def moved(self, n: int, keys: bool) -> Size:
+        """Of the exchanges to the zigzag layout and back, if it is made inside: half of the chunks change ranks."""
+        return (
+            _share(self.queries + (self.keys if keys else 0), 1, 2) if self.call["balance"] and n > 1 else 0
+        )
+
+
+def _ring(heads: _Heads, n: int, ulysses: int = 1, hops: int | None = None) -> tuple[Size, Size]:
+    keys, size = heads.repeated(ulysses), n // ulysses
+    hops = size - 1 if hops is None else hops
+    home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
+    others = _share(heads.queries + keys, ulysses - 1, ulysses) + heads.moved(n, keys=True)
+    return others + hops * keys, others + hops * keys + home * heads.widening * keys
+
+
+def _gathered(heads: _Heads, n: int) -> tuple[Size, Size]:
+    keys = heads.keys if len(heads.call["k_frame"]) else 0
+    others = heads.moved(n, keys=False)
+    return others + (n - 1) * keys, others + (n - 1) * keys * (1 + heads.widening)
+
+
+_ATTENTION: dict[str, Callable[[_Heads, int], tuple[Size, Size]]] = {
+    "ring_attention": lambda heads, n: _ring(heads, n, hops=heads.call["steps"] - 1),
+    "hybrid_attention": lambda heads, n: _ring(heads, n, ulysses=heads.call["ulysses"]),
+    "gathered_attention": _gathered,
+}
+
+
+def declare_routes(local: GraphModule, ranks: Ranks) -> None:
+    """Declare, for every op of the graph that talks to some of the ranks only, whom it talks to."""
+    for node in local.graph.nodes:
+        if node.target in SHARDED:
+            call = Call(node)
+            stride = call.get("ulysses", 1)
+            routes.declare(ranks.group, stride, call.get("steps", ranks.n // stride))
+        elif node.target in SCANS:
+            routes.declare_shifts(ranks.group, _steps(node, ranks.n))
+        elif node.target in ON_SHARDS:
+            routes.declare_shifts(ranks.group, [further for further, _ in shifts_of(Call(node), ranks.n)])
+
+
+def _steps(node: Node, n: int) -> list[int]:
+    call = Call(node)
+    stepped = call["frame"] is not None and call["exchange"] == "steps"
+    return [1 << k for k in range(rounds_of(n))] if stepped else []

@@ -1,0 +1,223 @@
+"""all_to_all_permute by hand: the function, what does not fit, and whether all ranks made the same call.
+
+declare_symmetric_memory: memory that ranks read from each other, for exchanges without a send buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sp_compile import _compat
+from sp_compile._compat import FakeTensor
+from sp_compile.config import Mesh, Ranks, ranks_of
+from sp_compile.errors import SpError
+from sp_compile.lowering.collectives.all_to_all_permute import Buffer, Problem, choose, keep
+from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
+from sp_compile.spmd.check_call import agree, numbers
+
+from .scan_call import needs_gradient, wrong_tensors
+from .scan_shards import transformed
+
+sp = torch.ops.sp
+NAME = "all_to_all_permute"
+
+
+def all_to_all_permute(
+    x: Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group: Mesh = None,
+    out: Tensor | None = None,
+    *,
+    check: bool = True,
+) -> Tensor:
+    """Exchange a split dim for another: all ranks' rows of gather_dim, of this rank's block of scatter_dim.
+
+        x       (..., g, ..., A, ...)           gather_dim is split over n ranks in equal shares, scatter_dim is whole
+        result  (..., n * g, ..., A / n, ...)   torch.cat([x of rank r .chunk(n, scatter_dim)[this rank] for all r],
+                                                gather_dim)
+
+    x           of any rank from 2 on, any dtype and strides; the two dims differ, negative ones count from the last.
+                On "meta", ranks compare their calls, and nothing is sent
+    group       None: the default process group; a ProcessGroup; a DeviceMesh of one axis or with an axis "sp"
+    out         a tensor like the result, of any strides that give each element a place of its own; it is written and
+                returned. Not differentiable
+    check       compare the call over the ranks first (one all-gather of 16 bytes, for which a GPU is waited for if
+                the group's backend has no CPU), so that calls which do not fit raise on every rank instead of hanging.
+                Not done inside torch.compile
+
+    On one rank it is x itself. Bytes: (n - 1) / n of x sent, in one collective. The gradient is the exchange along the
+    way back, one collective as well, and differentiable again; torch.func's grad, jvp and vmap know it too. x is copied
+    once, inside torch.compile by the kernel that makes x, and the result is a strided view of what arrived, in which
+    rows of gather_dim lie one after the other. Where scatter_dim leads (all dims before it are of size 1), x is sent as
+    it lies, and the copy follows the collective. Dims behind gather_dim that are to be flattened with it (heads, for a
+    projection) are best flattened in x: then a matmul reads the result without a copy. Inside torch.compile, Dynamo
+    refuses to change a result in place that needs a gradient: change a clone of it.
+
+    Raises SpError for dims that are equal or out of range, a scatter_dim that n does not divide, an out that is unlike
+    the result or part of a differentiation, a DTensor, this rank outside the group, and calls that differ between the
+    ranks.
+    """
+    call = PermuteCall(x, scatter_dim, gather_dim, ranks_of(group), out)
+    call.require(check)
+    return call.run()
+
+
+@dataclass(frozen=True)
+class PermuteCall:
+    """This rank's call."""
+
+    x: Tensor
+    scatter_dim: int
+    gather_dim: int
+    ranks: Ranks
+    out: Tensor | None
+
+    def run(self) -> Tensor:
+        """The exchange."""
+        ranks = self.ranks
+        exchange = body if transformed(self.x) else sp.all_to_all_permute
+        if self.out is None:
+            return exchange(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
+        with torch.no_grad():
+            result = exchange(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
+            return self.out.copy_(
+                result.clone() if ranks.n == 1 else result
+            )  # x itself; out may lie across it
+
+    def require(self, check: bool) -> None:
+        """Raise SpError on every rank if any has a problem, or if their calls differ."""
+        problem = next(self._problems(), None)
+        traced = torch.compiler.is_compiling() or isinstance(self.x, FakeTensor)
+        if check and self.ranks.n > 1 and not traced:
+            described = "" if problem else self._description()
+            alike = "all ranks pass shards of one shape and dtype, on one kind of device"
+            agree(NAME, problem, described, self.ranks, alike)
+        if problem is not None:
+            raise SpError(problem)
+
+    def _description(self) -> str:
+        """What must be the same on every rank, or exchanges would not meet."""
+        x, ranks = self.x, self.ranks
+        scatter, gather = self.scatter_dim % x.ndim, self.gather_dim % x.ndim
+        way = choose(Problem(x, scatter, gather, ranks.n, ranks.group)).name
+        return (
+            f"{NAME} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={scatter}, gather_dim={gather}, "
+            f"gradient: {needs_gradient(x)}, {way}"
+        )
+
+    def _problems(self) -> Iterator[str]:
+        for problem in (*wrong_tensors(x=self.x), *self._wrong_dims()):
+            yield f"{NAME}: {problem}"
+        if isinstance(self.x, DTensor):
+            yield f"{NAME}: x is a DTensor, whose shards DTensor moves: x.redistribute(...), or pass x.to_local()"
+        yield from (f"{NAME}: {problem}" for problem in self._wrong_sizes())
+        yield from (f"{NAME}: {problem}" for problem in self._wrong_out())
+
+    def _wrong_dims(self) -> Iterator[str]:
+        if not isinstance(self.x, Tensor):
+            return
+        ndim, shape = self.x.ndim, list(self.x.shape)
+        for name in ("scatter_dim", "gather_dim"):
+            dim = getattr(self, name)
+            if not isinstance(dim, int) or isinstance(dim, bool):
+                yield f"{name} is an int, got {dim!r}"
+            elif not -ndim <= dim < ndim:
+                yield f"{name}={dim} is out of range for x of shape {shape}: expected {-ndim} to {ndim - 1}"
+        dims = [self.scatter_dim, self.gather_dim]
+        if ndim and all(isinstance(dim, int) for dim in dims) and len({dim % ndim for dim in dims}) == 1:
+            yield (
+                f"scatter_dim and gather_dim are both dim {dims[0] % ndim} of x, of shape {shape}; pass two dims, or "
+                "exchange the blocks of one dim by torch.distributed.all_to_all_single"
+            )
+
+    def _wrong_sizes(self) -> Iterator[str]:
+        n, shape = self.ranks.n, list(self.x.shape)
+        size = shape[self.scatter_dim]
+        if size % n:
+            whole = [*shape]
+            whole[self.gather_dim] *= n
+            more = -(-size // n) * n
+            yield (
+                f"{n} ranks do not divide the {size} of dim {self.scatter_dim % len(shape)}; x has shape {shape} on "
+                f"each rank, {whole} in all. Pad that dim to {more}, or use a number of ranks that divides it"
+            )
+
+    def _wrong_out(self) -> Iterator[str]:
+        out, x = self.out, self.x
+        if out is None:
+            return
+        yield from wrong_tensors(out=out)
+        if not isinstance(out, Tensor):
+            return
+        shape = list(x.shape)
+        shape[self.scatter_dim] //= self.ranks.n
+        shape[self.gather_dim] *= self.ranks.n
+        if (list(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
+            yield (
+                f"out is {list(out.shape)} {out.dtype} on {out.device}, expected {shape} {x.dtype} on {x.device}"
+            )
+        if _may_overlap(out):
+            yield f"out {shape} has strides {list(out.stride())}, by which elements may lie in one place"
+        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+            yield "out= is not differentiable; leave it out, detach x and out, or call under torch.no_grad()"
+
+
+def _may_overlap(x: Tensor) -> bool:
+    """Could two elements be in one place? Not if every stride passes over all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+        if stride <= reach:
+            return x.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
+def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device | None = None) -> bool:
+    """Give the group's eager all_to_all_permute a buffer of `size` bytes on every rank, on a GPU of its own.
+
+    Every rank of the group calls it, once, when the group is made. Operands of at most `size` bytes are put there, and
+    the peers read them by one kernel that permutes as it reads; larger ones are exchanged as before. Returns False, on
+    every rank, where the GPUs cannot reach each other or this torch has no symmetric memory.
+
+    Raises SpError, on every rank, for a size that is not positive or differs between the ranks.
+    """
+    ranks = ranks_of(group)
+    device = _device(device)
+    problem = (
+        None if isinstance(size, int) and size > 0 else f"size={size!r}: expected a positive number of bytes"
+    )
+    if ranks.n > 1:
+        agree("declare_symmetric_memory", problem, f"size={size}", ranks, "the size is the same")
+    if problem is not None:
+        raise SpError(f"declare_symmetric_memory: {problem}")
+    buffer = _buffer(size, ranks, device) if ranks.n > 1 and device.type == "cuda" else None
+    able = ranks.n > 1 and all(flag for (flag,) in numbers([buffer is not None], ranks))
+    if buffer is not None and able:
+        keep(ranks.group, buffer)
+    return able
+
+
+def _device(given: torch.device | None) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _buffer(size: int, ranks: Ranks, device: torch.device) -> Buffer | None:
+    """None where this machine cannot: what torch raises then is many things."""
+    try:
+        memory, handle = _compat.symmetric_memory(size, device, ranks.group)
+        peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    except (RuntimeError, ImportError, AttributeError, NotImplementedError):
+        return None
+    return Buffer(memory, peers, handle.rank, lambda: handle.barrier(channel=0))

@@ -1,0 +1,112 @@
+"""One call of an ATen op, with its arguments by name and its tensors' global shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import OpOverload, pytree, schema_of
+
+from .sizes import Size, sizes
+
+
+def is_tensor(node: Any) -> bool:
+    """Is it a node whose value is a single tensor?"""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_written(node: Node) -> bool:
+    """Does a user change the node's value in place (a custom op)? Then nothing may be put between the two.
+
+    Inputs do not count: they are written back once, at the end of the program.
+    """
+    users = [u.target for u in node.users if isinstance(u.target, OpOverload)]
+    return node.op == "call_function" and any(schema_of(target).is_mutable for target in users)
+
+
+def result_number(getitem: Node) -> int:
+    """Which of the tensors that its operand returns a getitem takes; ops return None for what nobody asked for."""
+    source, index = getitem.args
+    values = source.meta["val"] if isinstance(source, Node) else ()
+    return sum(isinstance(v, torch.Tensor) for v in list(values)[:index]) if index >= 0 else index
+
+
+@cache
+def _signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
+    return tuple(
+        (a.name, a.kwarg_only, a.has_default_value(), a.default_value if a.has_default_value() else None)
+        for a in schema_of(target).arguments
+    )
+
+
+class Call:
+    """One call of an ATen op: its arguments by schema name, its tensor operands in schema order, their shapes."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.args: dict[str, Any] = {}
+        for i, (name, kwarg_only, has_default, default) in enumerate(_signature(node.target)):
+            if i < len(node.args) and not kwarg_only:
+                self.args[name] = node.args[i]
+            elif name in node.kwargs:
+                self.args[name] = node.kwargs[name]
+            elif has_default:
+                self.args[name] = default
+        leaves = pytree.tree_leaves(list(self.args.values()))
+        self.operands: list[Node] = [leaf for leaf in leaves if is_tensor(leaf)]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument `name`, or the default where the op's schema has none of that name."""
+        return self.args.get(name, default)
+
+    def shape(self, operand: int | str = 0) -> tuple[Size, ...]:
+        """The global shape of an operand, by its number among the operands or by its name in the schema."""
+        node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
+        return sizes(node.meta["val"].shape)
+
+    def ndim(self, operand: int | str = 0) -> int:
+        """The number of dims of an operand, named as in `shape`."""
+        node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
+        return int(node.meta["val"].ndim)
+
+    def dim(self, name: str = "dim", operand: int = 0) -> int:
+        """The argument `name` as a non-negative dim of the operand."""
+        return int(self.args[name]) % max(self.ndim(operand), 1)
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the call returns, as fake tensors in the global view."""
+        return tuple(v for v in pytree.tree_leaves(self.node.meta["val"]) if isinstance(v, torch.Tensor))
+
+    def rebuild(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of the same call with other tensor operands, and other values for some arguments."""
+        fresh = iter(operands)
+
+        def swap(value: Any) -> Any:
+            return pytree.tree_map(lambda leaf: next(fresh) if is_tensor(leaf) else leaf, value)
+
+        values = {name: swap(value) for name, value in self.args.items()}
+        values.update(changed)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        positional = True
+        for i, (name, kwarg_only, _, _) in enumerate(_signature(self.node.target)):
+            given = (
+                (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
+            )
+            positional = positional and given and not kwarg_only
+            if given and positional:
+                args.append(values[name])
+            elif given:
+                kwargs[name] = values[name]
+        return tuple(args), kwargs
+
+    def result_shapes(self) -> tuple[tuple[Size, ...], ...]:
+        """The global shapes of `results`."""
+        return tuple(sizes(v.shape) for v in self.results())

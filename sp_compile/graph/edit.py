@@ -1,0 +1,120 @@
+"""How passes add nodes to a graph: with the value that the node has in the global view, and the source it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sp_compile._compat import (
+    FakeTensor,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    keep_calling_convention,
+    pytree,
+)
+
+from .mutation import is_pure
+from .sizes import Sizes
+
+INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id")
+
+
+class Editor:
+    """Appends nodes at a graph's insertion point."""
+
+    graph: Graph
+    sizes: Sizes
+
+    def edit(self, graph: Graph) -> None:
+        """Bind to a graph."""
+        self.graph, self.sizes = graph, Sizes(graph)
+
+    def emit(self, target: Any, args: tuple[Any, ...], value: Any, like: Node, kwargs: Any = None) -> Node:
+        """Append a node at the graph's insertion point; `value`: its result in the global view."""
+        node = self.graph.call_function(target, args, kwargs or {})
+        node.meta.update({k: v for k, v in like.meta.items() if k in INHERITED})
+        node.meta["val"] = value
+        return node
+
+    def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
+        """Append an ordinary op; its value is inferred from its operands'."""
+        return self.emit(target, args, self.infer(target, args, like, kwargs), like, kwargs)
+
+    def infer(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Any:
+        """The value that an op has on the operands' values."""
+        values = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+        with _fake_mode_of(like), enable_python_dispatcher():
+            return target(*values[0], **values[1])
+
+    def after(self, source: Node) -> Any:
+        """Insertion point right behind a node (behind the sizes, if it is an input)."""
+        return self.graph.inserting_after(self.sizes.last if source.op == "placeholder" else source)
+
+    def behind(self, source: Node) -> Any:
+        """As `after`, for several nodes: each follows the one before."""
+        anchor = self.sizes.last if source.op == "placeholder" else source
+        assert anchor is not None
+        return self.graph.inserting_before(anchor.next)
+
+    def replace(self, node: Node, fresh: Node) -> None:
+        """Every use of the node becomes a use of the fresh one; what only the node needed goes with it."""
+        node.replace_all_uses_with(fresh)
+        self.erase([node])
+
+    def erase(self, nodes: Sequence[Node]) -> None:
+        """Erase nodes that only each other use, in the graph's order, draws too; what only they needed goes as well."""
+        inputs = [i for n in nodes for i in n.all_input_nodes if i not in nodes]
+        for node in reversed(nodes):
+            self.graph.erase_node(node)
+        self.drop(*inputs)
+
+    def drop_dead(self) -> None:
+        """Erase all that nothing reads."""
+        for node in reversed(self.graph.nodes):
+            if node.op == "call_function" and not node.users and is_pure(node):
+                self.graph.erase_node(node)
+
+    def drop(self, *nodes: Any) -> None:
+        """Erase the nodes, and what only they needed, as far as nothing else uses them."""
+        waiting, gone = [n for n in nodes if isinstance(n, Node)], set()
+        while waiting:
+            node = waiting.pop()
+            if node not in gone and not node.users and is_pure(node):
+                waiting.extend(node.all_input_nodes)
+                self.graph.erase_node(node)
+                gone.add(node)
+
+
+def _fake_mode_of(node: Node) -> Any:
+    values = [
+        v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)
+    ]
+    return detect_fake_mode(values)
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """The same graph over the same attributes, to be changed."""
+    return GraphModule(gm, copy_of(gm.graph))
+
+
+def copy_of(old: Graph) -> Graph:
+    """The same graph, of other nodes."""
+    graph = Graph()
+    results = graph.graph_copy(old, {})
+    graph.output(results, old.output_node().type).meta.update(old.output_node().meta)
+    keep_calling_convention(graph, old)
+    return graph
+
+
+def infer(target: Any, args: Any, kwargs: Any) -> Any:
+    """What an op, or a method by its name, gives for the fake values of its operands, in the mode that is theirs."""
+    args, kwargs = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    modes = [x.fake_mode for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+    with torch.no_grad(), modes[0] if modes else nullcontext(), enable_python_dispatcher():
+        if isinstance(target, str):
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)

@@ -1,0 +1,57 @@
+"""sp:: exchanges in a graph below autograd -> the functional collectives and ATen ops that their bodies are.
+
+AOTAutograd does it on its way down; a graph that it has made already needs it done here. What is opaque stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import detect_fake_mode, enable_python_dispatcher, make_fx, pytree
+from sp_compile.lowering.library import COMPOSITES
+
+
+def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> None:
+    """Put every composite sp:: op's body in its place. decompositions: of the ATen ops in it, as make_fx takes them."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in COMPOSITES:
+            _inline(gm, node, decompositions or {})
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _inline(gm: GraphModule, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+    values = [leaves[i].meta["val"] for i in at]
+
+    def body(*given: Any) -> Any:
+        filled = list(leaves)
+        for i, value in zip(at, given, strict=True):
+            filled[i] = value
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        return node.target(*args, **kwargs)
+
+    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        traced = make_fx(body, decomposition_table=dict(decompositions), tracing_mode="real")(*values)
+    traced.graph.eliminate_dead_code()
+    inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), (leaves[i] for i in at), strict=True))
+    with gm.graph.inserting_before(node):
+        results = gm.graph.graph_copy(traced.graph, inputs)
+    _replace(node, results)
+
+
+def _replace(node: Node, results: Any) -> None:
+    """Give the users the new results; a list of them is read through getitem."""
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)

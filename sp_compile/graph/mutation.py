@@ -1,0 +1,132 @@
+"""What a mutating ATen op changes, and its functional form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import Node, map_arg
+
+from sp_compile._compat import OpOverload, schema_of
+from sp_compile.errors import SpError, at
+
+aten = torch.ops.aten
+
+Value = Callable[[Any, Any, Callable[..., Node]], Node]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What an in-place op changes, and how to compute the new value."""
+
+    targets: list[Node]
+    value: Value | None  # makes the new value of the only target; None where the op has no functional form
+    returns_target: bool  # the op's result is the target itself
+
+
+def is_mutation(node: Node) -> bool:
+    """Does the schema of the node's op say that it changes an argument?"""
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
+
+
+def is_view_change(node: Node) -> bool:
+    """x.t_(), x.unsqueeze_(0): the shape of x changes, its memory does not."""
+    return is_mutation(node) and torch.Tag.inplace_view in node.target.tags
+
+
+def is_pure(node: Node) -> bool:
+    """A node that may be dropped when nothing reads it: no mutation, no random draw, no state change."""
+    if node.op == "get_attr":
+        return True
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    return not schema_of(target).is_mutable and not random and not node.is_impure()
+
+
+def positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """`args` with the leading ones of `kwargs` put in their places."""
+    args = tuple(args)
+    if isinstance(target, OpOverload):
+        for argument in schema_of(target).arguments[len(args) :]:
+            if argument.name not in kwargs:
+                break
+            args += (kwargs[argument.name],)
+    return args
+
+
+def mutation_of(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mutation:
+    """What `node`, called with `args` and `kwargs`, changes.
+
+    Raises SpError where the op returns some of several changed tensors: which is which can not be told.
+    """
+    schema = schema_of(node.target)
+    targets: dict[Node, None] = {}
+    for i, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            written = args[i] if i < len(args) else kwargs.get(argument.name)
+            map_arg(written, lambda n: targets.setdefault(n))
+    aliased = [r for r in schema.returns if r.alias_info is not None]
+    if aliased and len(targets) != 1:
+        raise SpError(
+            f"{node.name}: {node.target} at {at(node)} changes several tensors; use the variant without out="
+        )
+    value = _value_of(node.target) if args and list(targets) == [args[0]] else None
+    return Mutation(list(targets), value, bool(aliased))
+
+
+@cache
+def functional_form(target: OpOverload) -> OpOverload | None:
+    """aten.add_.Tensor -> aten.add.Tensor; None where there is none."""
+    if target.namespace != "aten":
+        return None
+    base = _base_name(schema_of(target).name.split("::")[1])
+    packet = getattr(aten, _RENAMED.get(base, base), None) if base else None
+    for overload in packet.overloads() if packet else ():
+        found = getattr(packet, overload)
+        if not schema_of(found).is_mutable and _signature(found) == _signature(target):
+            return found
+    return None
+
+
+def _signature(op: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in schema_of(op).arguments]
+
+
+# Where the op without underscore is another one.
+_RENAMED = {"normal": "normal_functional"}
+
+
+def _base_name(name: str) -> str | None:
+    if name.startswith("__i") and name.endswith("__"):
+        return "__" + name[3:]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else None
+
+
+def _value_of(target: OpOverload) -> Value | None:
+    if target in _SPECIAL:
+        return _SPECIAL[target]
+    op = functional_form(target)
+    if op is None:
+        return None
+    return lambda args, kwargs, emit: emit(op, *args, **kwargs)
+
+
+def _copied(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
+    source, target = args[1], args[0].meta["val"]
+    if source.meta["val"].device != target.device:
+        source = emit(aten.to.device, source, target.device, target.dtype)
+    return source
+
+
+_SPECIAL: dict[OpOverload, Value] = {
+    aten.copy_.default: _copied,
+    aten.zero_.default: lambda args, kwargs, emit: emit(aten.full_like.default, args[0], 0),
+    aten.fill_.Scalar: lambda args, kwargs, emit: emit(aten.full_like.default, *args),
+    aten.fill_.Tensor: lambda args, kwargs, emit: args[1],
+}

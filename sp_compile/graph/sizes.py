@@ -1,0 +1,181 @@
+"""Exact arithmetic on sizes: Python ints where a size is known, sympy expressions where it is symbolic.
+
+Sizes are compared as expressions, never as SymInts: comparing SymInts would add guards to the user's program.
+
+Turns symbolic sizes into graph nodes: `S*B` becomes sym_size and mul nodes over the graph's inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from sp_compile._compat import FloorDiv
+from sp_compile.errors import SpError
+
+Size: TypeAlias = int | sympy.Expr
+
+
+def size(value: Any) -> Size:
+    """The size that a graph argument stands for: an int, a SymInt, a sympy expression or the Node of one."""
+    if isinstance(value, Node):
+        value = value.meta["val"]
+    if isinstance(value, torch.SymInt):
+        value = value.node.expr
+    if isinstance(value, sympy.Expr):
+        return int(value) if value.is_Integer else value
+    return int(value)
+
+
+def sizes(values: Iterable[Any]) -> tuple[Size, ...]:
+    """`size` of each, such as a tensor's shape or strides."""
+    return tuple(size(v) for v in values)
+
+
+def product(values: Iterable[Size]) -> Size:
+    """The product of the sizes; 1 if there are none."""
+    out: Size = 1
+    for v in values:
+        out = out * v
+    return out
+
+
+def same(a: Size, b: Size) -> bool:
+    """Are the sizes equal whatever the symbols are?"""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return a == b or sympy.expand(a - b) == 0
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """a / b where that is provably an integer, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    return _symbolic_quotient(sympy.sympify(a), sympy.sympify(b))
+
+
+@lru_cache(maxsize=4096)
+def _symbolic_quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
+    if a == b:
+        return 1
+    if b == 1:
+        return size(a)
+    q = a / b
+    if q.as_numer_denom()[1] != 1:
+        if not (a.has(sympy.Add) or b.has(sympy.Add)):
+            return None
+        q = sympy.cancel(q)
+    numerator, denominator = q.as_numer_denom()
+    integral = all(c.is_Integer for c in sympy.expand(numerator).as_coefficients_dict().values())
+    return size(q) if denominator == 1 and integral else None
+
+
+def ceil_div(a: Size, n: int) -> Size:
+    """ceil(a / n): the local length of an axis of `a` positions over `n` ranks."""
+    if isinstance(a, int):
+        return -(-a // n)
+    exact = quotient(a, n)
+    return exact if exact is not None else FloorDiv(a + (n - 1), sympy.Integer(n))
+
+
+def divides(n: int, a: Size) -> bool:
+    """Does n provably divide a?"""
+    return quotient(a, n) is not None
+
+
+def mostly(part: Size, whole: Size) -> bool:
+    """Is part at least half of whole for long sequences? Decides cost, never correctness."""
+    return 2 * typical(part) >= typical(whole)
+
+
+def typical(a: Size) -> int:
+    """The size for long sequences (every symbol is 2**20): to weigh costs, never to prove anything."""
+    if isinstance(a, int):
+        return a
+    return int(a.subs({s: 1 << 20 for s in a.free_symbols}))
+
+
+_BINARY = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+
+
+class Sizes:
+    """Sizes as arguments of a graph's nodes. Every expression is computed once, right after the inputs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.known: dict[Size, Node] = {}
+        self.sources: dict[sympy.Symbol, tuple[Node, int | None]] = {}
+        self.last: Node | None = None
+        for node in graph.find_nodes(op="placeholder"):
+            self.last = node
+            self._learn(node)
+
+    def _learn(self, node: Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            expr = size(value)
+            if isinstance(expr, sympy.Expr):
+                self.known.setdefault(expr, node)
+        elif isinstance(value, torch.Tensor):
+            for d, extent in enumerate(value.shape):
+                expr = size(extent)
+                if isinstance(expr, sympy.Symbol):
+                    self.sources.setdefault(expr, (node, d))
+
+    def __call__(self, value: Size) -> int | Node:
+        """The int, or the node that computes the expression at run time."""
+        if isinstance(value, int):
+            return value
+        if value not in self.known:
+            self.known[value] = self._build(value)
+        return self.known[value]
+
+    def list(self, values: Any) -> list[int | Node]:
+        """Each of the values as in a call."""
+        return [self(v) for v in values]
+
+    def _build(self, expr: sympy.Expr) -> Node:
+        if isinstance(expr, sympy.Symbol):
+            if expr not in self.sources:
+                raise SpError(
+                    f"the size {expr} is not the size of any input, so a rank cannot compute its share of it"
+                )
+            node, dim = self.sources[expr]
+            return self._emit(torch.ops.aten.sym_size.int, (node, dim), expr)
+        if isinstance(expr, FloorDiv):
+            return self._emit(operator.floordiv, tuple(self(size(a)) for a in expr.args), expr)
+        if isinstance(expr, sympy.Mod) or type(expr).__name__ in ("Mod", "PythonMod"):
+            return self._emit(operator.mod, tuple(self(size(a)) for a in expr.args), expr)
+        if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 0:
+            return self._fold(operator.mul, [expr.base] * int(expr.exp), expr)
+        for kind, op in _BINARY.items():
+            if isinstance(expr, kind):
+                return self._fold(op, expr.args, expr)
+        raise SpError(f"the size {expr} is of a form that cannot be computed in the graph")
+
+    def _fold(self, op: Any, terms: Any, expr: sympy.Expr) -> Node:
+        total, so_far = self(size(terms[0])), terms[0]
+        for term in terms[1:]:
+            so_far = so_far + term if op is operator.add else so_far * term
+            total = self._emit(op, (total, self(size(term))), so_far)
+        assert isinstance(total, Node), expr
+        return total
+
+    def _emit(self, target: Any, args: tuple[Any, ...], expr: sympy.Expr) -> Node:
+        values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
+        where = (
+            self.graph.inserting_after(self.last)
+            if self.last is not None
+            else self.graph.inserting_before(None)
+        )
+        with where:
+            node = self.graph.call_function(target, args)
+        node.meta["val"] = target(*values)
+        self.last = node
+        return node

@@ -1,0 +1,88 @@
+"""Which ops are attention, and what the passes and the analyses ask of one, whatever its mask is written in.
+
+Which values may hold fills: large finite negative numbers, such as finfo.min, that stand for "never".
+
+A softmax over a row of nothing but fills is the mean of its values, and its log-sum-exp is the fill itself: log of the
+count is lost in rounding. So blocks of such a row cannot be merged, nor its gradient taken from the log-sum-exp. What
+comes from outside as floats without a gradient (a mask made by the user, a buffer) may hold anything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import pytree
+from sp_compile.graph.call import Call
+from sp_compile.lowering.attention.predicate import symbols
+
+ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
+"""q, k, v are their first three tensor operands; both take dropout_p, scale and enable_gqa."""
+
+
+SHARDED = (
+    torch.ops.sp.ring_attention.default,
+    torch.ops.sp.hybrid_attention.default,
+    torch.ops.sp.gathered_attention.default,
+)
+"""What a pass made of an attention: q, k, v first, as above, and exchanges of their own."""
+
+
+def attention_nodes(gm: GraphModule) -> list[Node]:
+    """Every attention of the graph that no pass has sharded yet, in its order."""
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in ATTENTION]
+
+
+def attending_nodes(gm: GraphModule) -> list[Node]:
+    """Every attention of the graph, sharded or not, in its order."""
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in (*ATTENTION, *SHARDED)]
+
+
+def predicate_of(call: Call) -> str | None:
+    """The predicate of an attention's mask; None if data describes it."""
+    if "predicate" in call.args:
+        return str(call["predicate"])
+    if call["attn_mask"] is not None:
+        return None
+    return "k <= q" if call["is_causal"] else ""
+
+
+def reads_position(call: Call) -> bool:
+    """Does the mask read the index of the query, directly or through a vector that is looked up by it?"""
+    names = symbols(predicate_of(call) or "")
+    return any(name == "q" or name.startswith("row") for name in names)
+
+
+LARGE = 1e4  # from here on a float32 loses some of log(count)
+SLICE_ENDS = 2**40
+
+
+def filling_nodes(gm: GraphModule) -> set[Node]:
+    """The float values of the graph that may hold fills, by one sweep: constants, sources, and what depends on them."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            if _floats(node) and not node.meta.get("sp_grad", node.op == "get_attr"):
+                found.add(node)
+        elif node.op == "call_function" and (any(a in found for a in node.all_input_nodes) or _fills(node)):
+            found.add(node)
+    return found
+
+
+def _floats(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _fills(node: Node) -> bool:
+    return any(_large(leaf) for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))))
+
+
+def _large(leaf: Any) -> bool:
+    """A float of either sign, for `(mask - 1) * 1e9`; an int only if it is negative and no end of a slice."""
+    if isinstance(leaf, float):
+        return math.isfinite(leaf) and abs(leaf) >= LARGE
+    return isinstance(leaf, int) and -SLICE_ENDS < leaf <= -LARGE

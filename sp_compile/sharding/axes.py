@@ -1,0 +1,258 @@
+"""Names the dims of every value and finds the sequence: union-find over the atoms of dims, through the rules.
+
+A dim is a product of atoms, (class, size): flattening (B, S) gives a dim of two atoms. Atoms join wherever a rule lets
+a factor pass. The classes that attention attends over are the sequence. Sizes alone name nothing: S may equal the
+hidden size. Slices keep the class with another size, because a window of a sequence is still that sequence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from sp_compile.errors import SpError
+from sp_compile.graph.call import Call, is_tensor, result_number
+from sp_compile.graph.sizes import Size, product, same, size, sizes, typical
+
+from .attention import attending_nodes
+from .placement import Frame, Shard
+from .reshape import Reshape, Window
+from .rule import Factors, Rule, lookup, transfer_of
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A factor of a dim: the name of its class (see `Axes.find`) and how many positions it has."""
+
+    name: int
+    size: Size
+
+
+Dim = tuple[Atom, ...]
+
+
+@dataclass
+class Axes:
+    """Atoms of every dim of every value, and which classes of them are sequences."""
+
+    dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)
+    parent: list[int] = field(default_factory=list)
+    sequences: set[int] = field(default_factory=set)
+    folds: int = 1  # of the frames of sequences: 2 for zigzag
+
+    def find(self, name: int) -> int:
+        """The name that stands for the whole class of `name`."""
+        while self.parent[name] != name:
+            self.parent[name] = self.parent[self.parent[name]]
+            name = self.parent[name]
+        return name
+
+    def fresh(self, size: Size) -> Atom:
+        """An atom of a class of its own."""
+        self.parent.append(len(self.parent))
+        return Atom(len(self.parent) - 1, size)
+
+    def join(self, a: Dim, b: Dim) -> None:
+        """Make two dims one class, atom by atom; nothing if they are products of other sizes."""
+        if len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b)):
+            for x, y in zip(a, b):
+                self.parent[self.find(x.name)] = self.find(y.name)
+
+    def is_sequence(self, atom: Atom) -> bool:
+        """Is the atom of a class that `find_sequences` found to be a sequence?"""
+        return self.find(atom.name) in self.sequences
+
+    def sequence_dims(self, node: Node, result: int = 0) -> list[int]:
+        """The dims of a value that contain a sequence."""
+        dims = self.dims.get((node, result), ())
+        return [d for d, dim in enumerate(dims) if any(self.is_sequence(a) for a in dim)]
+
+    def shard(self, node: Node, result: int = 0) -> Shard | None:
+        """How the value would be sharded: on its only sequence factor; None if it has none or several."""
+        found = self.sequence_dims(node, result)
+        if len(found) != 1:
+            return None
+        dim = self.dims[node, result][found[0]]
+        at = [i for i, a in enumerate(dim) if self.is_sequence(a)]
+        if len(at) != 1 or same(dim[at[0]].size, 1):
+            return None
+        before, after = product(a.size for a in dim[: at[0]]), product(a.size for a in dim[at[0] + 1 :])
+        return Shard(found[0], Frame.full(dim[at[0]].size, self.folds), before, after)
+
+
+def name_axes(gm: GraphModule) -> Axes:
+    """Name every dim of every value of the graph; `sequences` stays empty until `find_sequences`."""
+    axes = Axes()
+    for node in gm.graph.nodes:
+        found = lookup(node)
+        if found is not None and transfer_of(node.target) is not None:  # the identity, in the global view
+            axes.dims.update(
+                {(node, i): axes.dims[operand, 0] for i, operand in enumerate(found[0].operands)}
+            )
+        elif found is not None and found[1] is not None:
+            _name_results(axes, found[0], found[1])
+        elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+            source, index = node.args
+            if is_tensor(node) and isinstance(index, int) and (source, result_number(node)) in axes.dims:
+                axes.dims[node, 0] = axes.dims[source, result_number(node)]
+        if is_tensor(node) and (node, 0) not in axes.dims:
+            axes.dims[node, 0] = tuple((axes.fresh(size(s)),) for s in node.meta["val"].shape)
+    for node in attending_nodes(gm):
+        _join_vectors(axes, Call(node))
+    return axes
+
+
+def _join_vectors(axes: Axes, call: Call) -> None:
+    """What a predicate looks up by query or key is as long as they are, though its rule has every rank read it all."""
+    for name, operand in (("rows", 0), ("cols", 1)):
+        for vector in call.get(name, []):
+            axes.join(axes.dims[vector, 0][-1], axes.dims[call.operands[operand], 0][-2])
+
+
+def _name_results(axes: Axes, call: Call, rule: Rule) -> None:
+    operands = [axes.dims[n, 0] for n in call.operands]
+    shapes = call.result_shapes()
+    if isinstance(rule, Factors):
+        _name_factors(axes, call.node, operands, rule, shapes)
+    elif isinstance(rule, Reshape):
+        axes.dims[call.node, 0] = _regroup(axes, operands[0], shapes[0])
+    elif isinstance(rule, Window):
+        for i, shape in enumerate(shapes):
+            axes.dims[call.node, i] = tuple(
+                _resize(axes, dim, shape[d]) if d == rule.dim else dim for d, dim in enumerate(operands[0])
+            )
+
+
+def _resize(axes: Axes, dim: Dim, new: Size) -> Dim:
+    if len(dim) != 1 or same(new, 1):
+        return dim if same(product(a.size for a in dim), new) else (axes.fresh(new),)
+    return (Atom(dim[0].name, new),)
+
+
+def _name_factors(
+    axes: Axes, node: Node, operands: list[tuple[Dim, ...]], rule: Factors, shapes: Iterable[tuple[Size, ...]]
+) -> None:
+    named: dict[str, Dim] = {}
+    for dims, names in zip(operands, rule.operands):
+        for dim, f in zip(dims, names):
+            if not f:
+                continue
+            if f in named:
+                axes.join(dim, named[f])
+                if len(dim) > len(named[f]):  # the finer naming tells more
+                    named[f] = dim
+            else:
+                named[f] = dim
+    for i, (shape, names) in enumerate(zip(shapes, rule.results)):
+        axes.dims[node, i] = tuple(_passed(axes, named.get(f), f, rule, s) for s, f in zip(shape, names))
+
+
+def _passed(axes: Axes, dim: Dim | None, factor: str, rule: Factors, new: Size) -> Dim:
+    """What a factor of an operand is called in a result."""
+    if dim is not None and same(product(a.size for a in dim), new):
+        return dim
+    if dim is not None and factor in rule.slides and rule.slides[factor].fits(product(a.size for a in dim)):
+        return _resize(axes, dim, new)
+    return (axes.fresh(new),)
+
+
+def _regroup(axes: Axes, before: tuple[Dim, ...], after: tuple[Size, ...]) -> tuple[Dim, ...]:
+    """Deal the atoms, in order, to the dims of the new shape; a dim that would cut an atom gets a fresh one."""
+    atoms = [a for dim in before for a in dim if not same(a.size, 1)]
+    out: list[Dim] = []
+    for extent in after:
+        taken: list[Atom] = []
+        while atoms and not same(product(a.size for a in taken), extent):
+            if _exceeds(product(a.size for a in (*taken, atoms[0])), extent):
+                break
+            taken.append(atoms.pop(0))
+        if same(product(a.size for a in taken), extent):
+            out.append(tuple(taken) if taken else (axes.fresh(extent),))
+        else:  # a split atom: nothing to its right can be told apart any more
+            return (*out, *((axes.fresh(s),) for s in after[len(out) :]))
+    return tuple(out)
+
+
+def _exceeds(total: Size, extent: Size) -> bool:
+    return isinstance(total, int) and isinstance(extent, int) and total > extent
+
+
+def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None) -> None:
+    """Fill `axes.sequences`: the user's dims if given, else what attention attends over, else what scans run along."""
+    if seq_dims is not None:
+        for node, dim in seq_dims.items():
+            shape = sizes(node.meta["val"].shape)
+            if not -len(shape) <= dim < len(shape):
+                raise SpError(f"seq_dims: {node.name!r} has {len(shape)} dims, so it has no dim {dim}")
+            axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
+        return
+    for tier in (_attended, _softmax_attended, _scanned):
+        found = list(tier(gm, axes))
+        atoms = [a for _, dim in found for a in dim]
+        longer = [a for a in atoms if not same(a.size, 1)]
+        if atoms:  # a sequence of one token (decoding) is one, too: nothing of it can be sharded
+            axes.sequences = {axes.find(a.name) for a in longer or atoms}
+            _drop_rivals(axes, dict.fromkeys(node for node, _ in found))
+            return
+
+
+def _drop_rivals(axes: Axes, values: Iterable[Node]) -> None:
+    """Attention or scans along several axes of one result (axial): one of them is sharded, the one in most values."""
+    weight = Counter(
+        axes.find(a.name)
+        for dims in axes.dims.values()
+        for a in {a for dim in dims for a in dim}
+        if axes.is_sequence(a)
+    )
+    for node in values:
+        rivals = {axes.find(a.name) for dim in axes.dims[node, 0] for a in dim if axes.is_sequence(a)}
+        axes.sequences -= set(sorted(rivals, key=lambda c: (weight[c], -c))[:-1])
+
+
+Evidence = Iterable[tuple[Node, Dim]]  # an op, and a dim that is a sequence because of it
+
+
+def _attended(gm: GraphModule, axes: Axes) -> Evidence:
+    """q and k of attention."""
+    for node in attending_nodes(gm):
+        query, key = Call(node).operands[:2]
+        yield node, axes.dims[query, 0][-2]
+        yield node, axes.dims[key, 0][-2]
+
+
+def _softmax_attended(gm: GraphModule, axes: Axes) -> Evidence:
+    """Attention spelt out: a dim that a softmax normalises over and a later matmul contracts."""
+    normalised: set[int] = set()
+    for call, rule in _calls(gm):
+        for dim, kind in _classified(axes, call, rule):
+            names = {axes.find(a.name) for a in dim}
+            if rule.normalises and kind == "whole":
+                normalised |= names
+            elif kind == "sum" and len(call.operands) > 1 and names & normalised:
+                yield call.node, tuple(a for a in dim if axes.find(a.name) in normalised)
+
+
+def _scanned(gm: GraphModule, axes: Axes) -> Evidence:
+    """What a scan runs along; of a batch of sequences flattened into one dim, the longest part."""
+    for call, rule in (found for found in _calls(gm) if "sp_aside" not in found[0].node.meta):
+        for dim, kind in _classified(axes, call, rule):
+            if kind == "scan" and dim:
+                yield call.node, (max(reversed(dim), key=lambda a: typical(a.size)),)
+
+
+def _calls(gm: GraphModule) -> Iterable[tuple[Call, Factors]]:
+    for node in gm.graph.nodes:
+        found = lookup(node)
+        if found is not None and isinstance(found[1], Factors):
+            yield found[0], found[1]
+
+
+def _classified(axes: Axes, call: Call, rule: Factors) -> Iterable[tuple[Dim, str]]:
+    """Every dim of the operands that has a name, and its kind."""
+    for operand, names in zip(call.operands, rule.operands):
+        for dim, f in zip(axes.dims[operand, 0], names):
+            if f:
+                yield dim, rule.kind(f)

@@ -1,0 +1,27 @@
+"""The rules of every op family; importing this package registers them."""
+
+from . import (
+    attention,
+    exchanges,
+    factories,
+    indexing,
+    matmul,
+    movement,
+    norms,
+    pointwise,
+    scans,
+    windows,
+)
+
+__all__ = [
+    "attention",
+    "exchanges",
+    "factories",
+    "indexing",
+    "matmul",
+    "movement",
+    "norms",
+    "pointwise",
+    "scans",
+    "windows",
+]

@@ -1,0 +1,73 @@
+"""Small builders that the rule files share: factor names for dims, and rules from a text and a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size
+from sp_compile.sharding.rule import Dims, Factors, Pattern, RuleFunction
+
+
+def bind(call: Call, text: str, **options: Any) -> Factors | None:
+    """The rule text at this call, for functions that choose the text by the arguments."""
+    return Pattern.parse(text, **options).at(call)
+
+
+def names(ndim: int, prefix: str = "d") -> Dims:
+    """One factor name per dim."""
+    return tuple(f"{prefix}{i}" for i in range(ndim))
+
+
+def wrap(dim: Any, ndim: int) -> int:
+    """A non-negative dim."""
+    return int(dim) % max(ndim, 1)
+
+
+def dims_of(value: Any, ndim: int) -> tuple[int, ...]:
+    """A dim argument of a reduction as non-negative dims: None and [] are all of them."""
+    if value is None or (isinstance(value, Sequence) and not value):
+        return tuple(range(ndim))
+    return tuple(wrap(d, ndim) for d in (value if isinstance(value, Sequence) else [value]))
+
+
+def replaced(dims: Dims, at: Iterable[int], by: str) -> Dims:
+    """The dims with those at `at` renamed to `by` plus their position; "" makes them nameless."""
+    at = set(at)
+    return tuple((f"{by}{i}" if by else "") if i in at else f for i, f in enumerate(dims))
+
+
+def broadcast(shape: Sequence[Size], full: Sequence[Size], dims: Dims) -> Dims:
+    """The names of `shape`'s dims, aligned right to the dims (of sizes `full`) that it broadcasts to."""
+    skip = len(full) - len(shape)
+    return tuple(
+        "" if s == 1 and f != 1 else name for s, f, name in zip(shape, full[skip:], dims[skip:], strict=True)
+    )
+
+
+def whole_dims(*dims_arguments: str, ndim: int = 0) -> Callable[[Call], Factors]:
+    """The result has the operand's shape; the dims that the arguments name (or the last `ndim`) are needed whole."""
+
+    def instantiate(call: Call) -> Factors:
+        dims = names(call.ndim())
+        at = {d for a in dims_arguments for d in dims_of(call[a], len(dims))} | set(
+            range(max(len(dims) - ndim, 0), len(dims))
+        )
+        return Factors((dims,), tuple(dims for _ in call.results()), {dims[d]: "whole" for d in at if dims})
+
+    return instantiate
+
+
+def resized_dims(argument: str = "", ndim: int = 0) -> RuleFunction:
+    """The result's dim named by the argument (or its last `ndim`) is computed from the whole of the operand's."""
+
+    def instantiate(call: Call) -> Factors | None:
+        dims = names(call.ndim())
+        if any(len(s) != len(dims) for s in call.result_shapes()):
+            return None
+        at = dims_of(call[argument], len(dims)) if argument else range(len(dims) - ndim, len(dims))
+        result = replaced(dims, at, "new")
+        return Factors((dims,), tuple(result for _ in call.results()), {dims[d]: "whole" for d in at if dims})
+
+    return instantiate

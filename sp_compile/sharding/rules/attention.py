@@ -1,0 +1,84 @@
+"""Fused attention.
+
+Attention that does its own exchanges: its frame arguments spell where q, k, v and the result lie.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size
+from sp_compile.sharding.attention import reads_position
+from sp_compile.sharding.placement import REPLICATE, Placement, Replicate, Shard
+from sp_compile.sharding.rule import Dims, Factors, rule_of
+
+from .exchanges import frame_of
+
+aten, sp = torch.ops.aten, torch.ops.sp
+
+
+@rule_of(aten.scaled_dot_product_attention.default)
+def _scaled_dot_product_attention(call: Call) -> Factors:
+    """ "b h q d, b h k d, b h k e, b h q k -> b h q e", attend="k", and "q k" when is_causal pairs their positions.
+
+    Any number of leading dims, which may broadcast; with enable_gqa a rank's query heads meet its own key heads, as
+    long as the ranks divide both.
+    """
+    leading, extent = _leading(call)
+    dims = ((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"), ("q", "k")))
+    operands = tuple(
+        _named(call.shape(i), names, extent) for i, names in zip(range(len(call.operands)), dims)
+    )
+    kinds = {"k": "attend", "d": "whole"} | ({"q": "attend"} if call["is_causal"] else {})
+    return Factors(operands, ((*leading, "q", "e"),), kinds, masks=(3,))
+
+
+@rule_of(sp.masked_attention.default)
+def _masked_attention(call: Call) -> Factors:
+    """ "b h q d, b h k d, b h k e, b row0, b col0 -> b h q e", attend="k", and "q k" if the mask reads positions.
+
+    Every rank looks the vectors up whole. Their batch is that of q without a head dim, or its leading dims as one.
+    """
+    leading, extent = _leading(call)
+    batch = leading[0] if len(leading) <= 2 else "batch"
+    vectors = [(batch, f"vector{i}") for i in range(len(call.operands) - 3)]
+    dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *vectors)
+    operands = tuple(_named(call.shape(i), names, extent) for i, names in enumerate(dims))
+    whole = {f: "whole" for names in operands[3:] for f in names if f and f not in leading}
+    kinds = {"k": "attend", "d": "whole"} | ({"q": "attend"} if reads_position(call) else {}) | whole
+    return Factors(operands, ((*leading, "q", "e"),), kinds, masks=tuple(range(3, len(operands))))
+
+
+def _leading(call: Call) -> tuple[Dims, dict[str, Size]]:
+    """Names of the dims before q's and k's, which may broadcast, and the extents that they broadcast to."""
+    results = call.result_shapes()[0]
+    depth = len(results) - 2
+    leading: Dims = tuple("h" if i == depth - 1 else f"b{depth - 2 - i}" for i in range(depth))
+    return leading, {**dict(zip(leading, results)), "q": call.shape(0)[-2], "k": call.shape(1)[-2]}
+
+
+def _named(shape: tuple[Size, ...], names: Dims, extent: dict[str, Size]) -> Dims:
+    """The last names, one a dim; a dim of size 1 that broadcasts has none."""
+    own = names[len(names) - len(shape) :]
+    return tuple("" if s == 1 and extent.get(f, 1) != 1 else f for s, f in zip(shape, own))
+
+
+sp = torch.ops.sp
+SEQUENCE = 2
+
+
+@rule_of(sp.ring_attention.default, sp.hybrid_attention.default, sp.gathered_attention.default)
+def _sharded_attention(call: Call) -> Factors:
+    """ "b h q d, b g k d, b g k e -> b h q e"; masks, vectors and a seed are read whole."""
+    queries = Shard(SEQUENCE, frame_of(call, "q_frame")[0])
+    keys: Placement = Replicate(partial_grad=True)
+    if len(call["k_frame"]):
+        keys = Shard(SEQUENCE, frame_of(call, "k_frame")[0])
+    others = call.operands[3:]
+    mask = [Replicate(partial_grad=True)] if call["mask"] is not None else []
+    placed = (queries, keys, keys, *mask, *[REPLICATE] * (len(others) - len(mask)))
+    named: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))
+    rest = tuple(tuple(f"{i}.{d}" for d in range(call.ndim(i))) for i in range(3, len(call.operands)))
+    lost = {f: "whole" for dims in (("g", "k", "d"), *rest) for f in dims}
+    return Factors((*named, *rest), (("b", "h", "q", "e"),), lost, wants=placed, gives=queries)

@@ -1,0 +1,68 @@
+"""Tensors made from sizes: any dim can be local, because the size argument says how long it is.
+
+Values that depend on the position (arange, linspace, eye, randperm) have no rule: they are made whole.
+
+Random draws that are not elementwise; the elementwise ones (bernoulli, rand_like, dropout, ...) are pointwise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sp_compile.graph.call import Call
+from sp_compile.sharding.rule import Factors, rule_of
+
+from ._build import bind, names
+from .pointwise import pointwise_rule
+
+aten = torch.ops.aten
+
+
+@rule_of(
+    aten.empty.memory_format,
+    aten.full.default,
+    aten.ones.default,
+    aten.rand.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randn.default,
+    aten.zeros.default,
+)
+def _made(call: Call) -> Factors:
+    return Factors((), (names(len(call["size"]), "made"),), sizes="size", lazy=True)
+
+
+@rule_of(
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+)
+def _made_like(call: Call) -> Factors:
+    """Only the dtype and the device of the operand are read."""
+    operand, made = names(call.ndim(), "operand"), names(len(call["size"]), "made")
+    return Factors((operand,), (made,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)
+
+
+@rule_of(aten.scalar_tensor.default)
+def _scalar(call: Call) -> Factors:
+    return Factors((), ((),), lazy=True)
+
+
+rule_of(
+    aten.bernoulli.Tensor,
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.binomial.default,
+    aten.normal.Tensor_Tensor,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.poisson.default,
+    aten.uniform.default,
+)(pointwise_rule)
+
+
+@rule_of(aten.multinomial.default)
+def _multinomial(call: Call) -> Factors | None:
+    """Each row is drawn from all of its own weights."""
+    return bind(call, "... w -> ... draws", whole="w")

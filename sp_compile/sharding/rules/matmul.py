@@ -1,0 +1,162 @@
+"""Contractions: a factor that is summed over leaves a Partial, except where an addend would be counted per rank.
+
+Reductions and orderings along dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sp_compile.graph.call import Call
+from sp_compile.sharding.rule import Factors, RuleFunction, rule, rule_of
+
+from ._build import bind, dims_of, names, replaced, resized_dims, whole_dims
+
+aten = torch.ops.aten
+
+rule(aten.bmm.default, "b n i, b i m -> b n m", sum="i")
+rule([aten.dot.default, aten.inner.default, aten.vdot.default], "i, i -> ", sum="i")
+rule([aten.ger.default, aten.outer.default], "n, m -> n m")
+rule(aten.mm.default, "n i, i m -> n m", sum="i")
+rule(aten.mv.default, "n i, i -> n", sum="i")
+
+
+def _added(text: str, whole: str) -> RuleFunction:
+    """A product plus an addend that broadcasts to it (a bias is a vector). The sum would add it once per rank."""
+    result = text.partition("->")[2].split()
+
+    def instantiate(call: Call) -> Factors | None:
+        addend = " ".join(result[len(result) - call.ndim() :])
+        return bind(call, f"{addend}, {text}", whole=whole)
+
+    return instantiate
+
+
+rule_of(aten.addbmm.default)(_added("b n i, b i m -> n m", whole="b i"))
+rule_of(aten.addmm.default)(_added("n i, i m -> n m", whole="i"))
+rule_of(aten.addmv.default)(_added("n i, i -> n", whole="i"))
+rule_of(aten.baddbmm.default)(_added("b n i, b i m -> b n m", whole="i"))
+
+
+@rule_of(aten.bilinear.default)
+def _bilinear(call: Call) -> Factors | None:
+    if len(call.operands) == 4:
+        return bind(call, "... i, ... j, o i j, o -> ... o", whole="i j")
+    return bind(call, "... i, ... j, o i j -> ... o", sum="i j")
+
+
+@rule_of(aten.linear.default)
+def _linear(call: Call) -> Factors | None:
+    """A bias would be added once per rank, so with one the contraction can not stay a sum of summands."""
+    weight = "o i" if call.ndim("weight") == 2 else "i"
+    result = "... o" if call.ndim("weight") == 2 else "..."
+    if call["bias"] is None:
+        return bind(call, f"... i, {weight} -> {result}", sum="i")
+    return bind(call, f"... i, {weight}, {weight[:-1].strip()} -> {result}", whole="i")
+
+
+@rule_of(aten.linalg_matmul.default, aten.matmul.default)
+def _matmul(call: Call) -> Factors | None:
+    left, right = call.ndim(0), call.ndim(1)
+    if left == 1 and right == 1:
+        return bind(call, "i, i -> ", sum="i")
+    if left == 1:
+        return bind(call, "i, ... i m -> ... m", sum="i")
+    if right == 1:
+        return bind(call, "... n i, i -> ... n", sum="i")
+    return bind(call, "... n i, ... i m -> ... n m", sum="i")
+
+
+@rule_of(aten.einsum.default)
+def _einsum(call: Call) -> Factors | None:
+    """By its own equation; none if a label stands twice in an operand (a diagonal)."""
+    equation = call["equation"].replace(" ", "")
+    left, arrow, result = equation.partition("->")
+    groups = [_labels(group) for group in left.split(",")]
+    if any(len(set(group)) != len(group) for group in groups) or len(groups) != len(call.operands):
+        return None
+    if not arrow:
+        once = sorted(c for c in set(left) - set(",.") if left.count(c) == 1)
+        result = ("..." if "..." in left else "") + "".join(once)
+    kept = _labels(result)
+    contracted = {label for group in groups for label in group} - set(kept)
+    if "..." in contracted:
+        return None
+    text = ", ".join(" ".join(group) for group in groups) + " -> " + " ".join(kept)
+    return bind(call, text, sum=" ".join(sorted(contracted)))
+
+
+def _labels(group: str) -> list[str]:
+    head, dots, tail = group.partition("...")
+    return [*head, *([dots] if dots else []), *tail]
+
+
+def _reduce(kind: str) -> RuleFunction:
+    """Reduce the dims of the argument `dim` (all without it); those kept by `keepdim` have no name."""
+
+    def instantiate(call: Call) -> Factors | None:
+        dims = names(call.ndim())
+        at = dims_of(call.get("dim"), len(dims)) if dims else ()
+        kept = replaced(dims, at, "")
+        result = kept if call.get("keepdim") else tuple(f for f in kept if f)
+        if len(result) != call.results()[0].ndim:  # all.dims takes [] for no dims, the others for all
+            return None
+        return Factors((dims,), tuple(result for _ in call.results()), {dims[d]: kind for d in at})
+
+    return instantiate
+
+
+def _register(kind: str, ops: dict[Any, str]) -> None:
+    for packet, overloads in ops.items():
+        for overload in overloads.split():
+            rule_of(getattr(packet, overload))(_reduce(kind))
+
+
+_register("mean", {aten.mean: "default dim"})
+_register(
+    "sum",
+    {aten.count_nonzero: "default dim_IntList", aten.nansum: "default", aten.sum: "default dim_IntList"},
+)
+_register(
+    "whole",
+    {
+        aten.all: "default dim dims",
+        aten.amax: "default",
+        aten.amin: "default",
+        aten.aminmax: "default",
+        aten.any: "default dim dims",
+        aten.argmax: "default",
+        aten.argmin: "default",
+        aten.kthvalue: "default",
+        aten.linalg_vector_norm: "default",
+        aten.logsumexp: "default",
+        aten.max: "default dim",
+        aten.median: "default dim",
+        aten.min: "default dim",
+        aten.mode: "default",
+        aten.nanmean: "default",
+        aten.nanmedian: "default dim",
+        aten.norm: "Scalar ScalarOpt_dim ScalarOpt_dim_dtype ScalarOpt_dtype",
+        aten.prod: "default dim_int",
+        aten.special_logsumexp: "default",
+        aten.std: "correction default dim",
+        aten.std_mean: "correction default dim",
+        aten.var: "correction default dim",
+        aten.var_mean: "correction default dim",
+    },
+)
+
+rule_of(aten.argsort.default, aten.argsort.stable)(whole_dims("dim"))
+rule_of(aten.sort.default, aten.sort.stable)(whole_dims("dim"))
+rule_of(aten.topk.default)(resized_dims("dim"))
+
+
+@rule_of(aten.diff.default)
+def _diff(call: Call) -> Factors:
+    """Differences along a dim, with optional rows before and after it."""
+    dims = names(call.ndim())
+    at = call.dim()
+    operands = tuple(replaced(dims, [at], f"operand{i}_") for i in range(len(call.operands)))
+    return Factors(operands, (replaced(dims, [at], "new"),), {o[at]: "whole" for o in operands})

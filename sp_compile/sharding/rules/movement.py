@@ -1,0 +1,317 @@
+"""Ops that rearrange, add, drop or repeat dims. Almost all of them only move data.
+
+Ops that cut, mirror, pad or shift along dims: a contiguous piece is a window, for all else the dim is whole.
+
+Shifts by known numbers are followed further in sliding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size, same, size
+from sp_compile.sharding.rule import Dims, Factors, Reshape, RuleFunction, Window, rule, rule_of
+
+from ._build import bind, broadcast, dims_of, names, replaced, wrap
+
+aten = torch.ops.aten
+
+
+def _moved(result: Any) -> RuleFunction:
+    """The result's dims are the operand's in another order: result(dims, call)."""
+
+    def instantiate(call: Call) -> Factors:
+        dims = names(call.ndim())
+        return Factors((dims,), (tuple(result(dims, call)),), lazy=True)
+
+    return instantiate
+
+
+def _swapped(dims: Dims, a: int, b: int) -> Dims:
+    out = list(dims)
+    if out:
+        a, b = wrap(a, len(out)), wrap(b, len(out))
+        out[a], out[b] = out[b], out[a]
+    return tuple(out)
+
+
+def _relocated(dims: Dims, source: Sequence[int], destination: Sequence[int]) -> Dims:
+    to = {wrap(d, len(dims)): dims[wrap(s, len(dims))] for s, d in zip(source, destination, strict=True)}
+    rest = iter(f for f in dims if f not in to.values())
+    return tuple(to[d] if d in to else next(rest) for d in range(len(dims)))
+
+
+rule(aten.adjoint.default, "... a b -> ... b a", lazy=True)
+rule(aten.mH.default, "... a b -> ... b a", lazy=True)
+rule(aten.mT.default, "... a b -> ... b a", lazy=True)
+rule_of(aten.movedim.int, aten.moveaxis.int)(
+    _moved(lambda dims, call: _relocated(dims, [call["source"]], [call["destination"]]))
+)
+rule_of(aten.movedim.intlist, aten.moveaxis.intlist)(
+    _moved(lambda dims, call: _relocated(dims, call["source"], call["destination"]))
+)
+rule_of(aten.numpy_T.default)(_moved(lambda dims, call: dims[::-1]))
+rule_of(aten.permute.default)(_moved(lambda dims, call: [dims[wrap(d, len(dims))] for d in call["dims"]]))
+rule_of(aten.swapaxes.default)(_moved(lambda dims, call: _swapped(dims, call["axis0"], call["axis1"])))
+rule_of(aten.swapdims.default)(_moved(lambda dims, call: _swapped(dims, call["dim0"], call["dim1"])))
+rule_of(aten.t.default)(_moved(lambda dims, call: dims[::-1]))
+rule_of(aten.transpose.int)(_moved(lambda dims, call: _swapped(dims, call["dim0"], call["dim1"])))
+
+rule(aten.diag_embed.default, "... i -> ... i j", whole="i", lazy=True)
+rule(aten.view_as_complex.default, "... c -> ...", whole="c", lazy=True)
+rule(aten.view_as_real.default, "... -> ... c", lazy=True)
+rule_of(aten.atleast_1d.default)(lambda call: bind(call, "... -> ..." if call.ndim() else "-> one"))
+
+
+@rule_of(
+    aten._reshape_alias.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.ravel.default,
+    aten.reshape.default,
+    aten.reshape_as.default,
+    aten.unflatten.int,
+    aten.view.default,
+    aten.view_as.default,
+)
+def _reshape(call: Call) -> Reshape:
+    """A second operand (view_as) only lends its shape."""
+    given = next((name for name in ("size", "shape") if name in call.args), None)
+    return Reshape(call.shape(), call.result_shapes()[0], given)
+
+
+@rule_of(aten.broadcast_to.default, aten.expand.default)
+def _expand(call: Call) -> Factors:
+    """A dim of size 1 that grows has no name in the operand; the size argument makes the result's as long as asked."""
+    result = call.result_shapes()[0]
+    dims = names(len(result))
+    return Factors((broadcast(call.shape(), result, dims),), (dims,), sizes="size", lazy=True)
+
+
+@rule_of(aten.broadcast_tensors.default)
+def _broadcast_tensors(call: Call) -> Factors:
+    """Every dim comes from some operand, so no argument has to spell it."""
+    result = call.result_shapes()[0]
+    dims = names(len(result))
+    operands = tuple(broadcast(call.shape(i), result, dims) for i in range(len(call.operands)))
+    return Factors(operands, tuple(dims for _ in operands), lazy=True)
+
+
+@rule_of(aten.expand_as.default)
+def _expand_as(call: Call) -> Factors:
+    """The other operand's local shape says how far a rank expands."""
+    result = call.result_shapes()[0]
+    dims = names(len(result))
+    return Factors((broadcast(call.shape(), result, dims), dims), (dims,), lazy=True)
+
+
+@rule_of(aten.unsqueeze.default)
+def _unsqueeze(call: Call) -> Factors:
+    dims = names(call.ndim())
+    at = wrap(call["dim"], len(dims) + 1)
+    return Factors((dims,), ((*dims[:at], "", *dims[at:]),), lazy=True)
+
+
+@rule_of(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze(call: Call) -> Factors | None:
+    """Drops dims of size 1. One that is asked for but longer is needed whole: a rank's part of it may be of size 1."""
+    shape = call.shape()
+    dims = names(len(shape))
+    asked = range(len(shape)) if "dim" not in call.args else dims_of(call["dim"], len(shape))
+    if call.get("dim") == []:
+        asked = ()
+    gone = {d for d in asked if shape and same(shape[d], 1)}
+    if len(shape) - len(gone) != len(call.result_shapes()[0]):
+        return None
+    kinds = {dims[d]: "whole" for d in asked if d not in gone and shape}
+    result = tuple(f for d, f in enumerate(dims) if d not in gone)
+    return Factors((replaced(dims, gone, ""),), (result,), kinds, lazy=True)
+
+
+@rule_of(aten.repeat.default, aten.tile.default)
+def _repeat(call: Call) -> Factors:
+    """A dim repeated once passes; the others are made from all of the operand's."""
+    given = call["repeats"] if "repeats" in call.args else call["dims"]
+    ndim = max(call.ndim(), len(given))
+    repeats = [1] * (ndim - len(given)) + list(given)
+    dims = names(ndim)
+    operand = dims[ndim - call.ndim() :]
+    many = [d for d, times in enumerate(repeats) if not same(size(times), 1) or d < ndim - call.ndim()]
+    kinds = {dims[d]: "whole" for d in many if dims[d] in operand}
+    return Factors((operand,), (replaced(dims, many, "new"),), kinds, lazy=True)
+
+
+@rule_of(aten.repeat_interleave.self_int)
+def _repeat_interleave(call: Call) -> Factors | None:
+    """A head repeated in place: ranks that hold whole heads repeat their own, but the sizes differ, so it is whole."""
+    if call["dim"] is None:
+        return None
+    dims = names(call.ndim())
+    at = call.dim()
+    return Factors((dims,), (replaced(dims, [at], "new"),), {dims[at]: "whole"}, lazy=True)
+
+
+@rule_of(aten.cat.default, aten.concat.default, aten.concatenate.default)
+def _cat(call: Call) -> Factors:
+    """Along its dim every operand is needed whole, unless the others are empty, as a cache is at first.
+
+    torch skips an operand of shape (0,) whatever the dims of the others.
+    """
+    ndim = len(call.result_shapes()[0])
+    dims, at = names(ndim), wrap(call["dim"], ndim)
+    shapes = [call.shape(i) for i in range(len(call.operands))]
+    skipped = [len(shape) == 1 and same(shape[0], 0) and ndim > 1 for shape in shapes]
+    parts = [i for i, shape in enumerate(shapes) if not skipped[i] and not same(shape[at], 0)]
+    if len(parts) == 1:
+        rows = ["" if i not in parts else dims[at] for i in range(len(shapes))]
+        return Factors(_joined(dims, at, skipped, rows), (dims,), lazy=True)
+    rows = [f"part{i}" for i in range(len(shapes))]
+    kinds = {rows[i]: "whole" for i in range(len(shapes)) if not skipped[i]}
+    return Factors(
+        _joined(dims, at, skipped, rows), ((*dims[:at], "all", *dims[at + 1 :]),), kinds, lazy=True
+    )
+
+
+def _joined(dims: Dims, at: int, skipped: Sequence[bool], rows: Sequence[str]) -> tuple[Dims, ...]:
+    pairs = zip(skipped, rows, strict=True)
+    return tuple(("",) if skip else (*dims[:at], row, *dims[at + 1 :]) for skip, row in pairs)
+
+
+@rule_of(aten.stack.default)
+def _stack(call: Call) -> Factors:
+    dims = names(call.ndim())
+    at = wrap(call["dim"], len(dims) + 1)
+    result = (*dims[:at], "stacked", *dims[at:])
+    return Factors(tuple(dims for _ in call.operands), (result,), lazy=True)
+
+
+@rule_of(aten.meshgrid.default, aten.meshgrid.indexing)
+def _meshgrid(call: Call) -> Factors | None:
+    """Of vectors: each gives the result one dim."""
+    if any(call.ndim(i) != 1 for i in range(len(call.operands))):
+        return None
+    dims = names(len(call.operands))
+    result = _swapped(dims, 0, 1) if call.get("indexing") == "xy" and len(dims) > 1 else dims
+    return Factors(tuple((f,) for f in dims), tuple(result for _ in dims), lazy=True)
+
+
+def _whole_at(call: Call, at: Sequence[int], result: Dims | None = None) -> Factors:
+    """Data moves within the dims at `at`; the result has the operand's dims unless given."""
+    dims = names(call.ndim())
+    results = tuple(dims if result is None else result for _ in call.results())
+    return Factors((dims,), results, {dims[d]: "whole" for d in at if dims}, lazy=True)
+
+
+@rule_of(aten.flip.default)
+def _flip(call: Call) -> Factors:
+    return _whole_at(call, [wrap(d, call.ndim()) for d in call["dims"]])
+
+
+def roll(call: Call) -> Factors:
+    """Without dims it runs through the flattened tensor, and then all of them are whole."""
+    return _whole_at(call, [wrap(d, call.ndim()) for d in call["dims"] or range(call.ndim())])
+
+
+def pad(call: Call) -> Window | Factors:
+    """Pairs (before, after) from the last dim on; a pair of zeros leaves its dim as it is, negative ones cut it."""
+    widths = [size(w) for w in call["pad"]]
+    ndim = call.ndim()
+    pairs = {ndim - 1 - i // 2: widths[i : i + 2] for i in range(0, len(widths), 2)}
+    at = [d for d, pair in pairs.items() if not all(same(w, 0) for w in pair)]
+    if len(at) == 1 and all(isinstance(w, int) and w <= 0 for w in pairs[at[0]]):
+        return Window(at[0], ((-pairs[at[0]][0], call.result_shapes()[0][at[0]]),))
+    return _whole_at(call, at, replaced(names(ndim), at, "padded"))
+
+
+@rule_of(aten.diagonal.default)
+def _diagonal(call: Call) -> Factors:
+    dims = names(call.ndim())
+    at = [wrap(call["dim1"], len(dims)), wrap(call["dim2"], len(dims))]
+    return _whole_at(call, at, (*(f for d, f in enumerate(dims) if d not in at), "diagonal"))
+
+
+@rule_of(aten.tril.default, aten.triu.default)
+def _triangle(call: Call) -> Factors:
+    """Rows and columns are compared by their positions."""
+    return _whole_at(call, [call.ndim() - 2, call.ndim() - 1])
+
+
+def unfold(call: Call) -> Factors:
+    """The windows stand where the rows stood, and what each holds in a last dim."""
+    at = wrap(call.get("dim", call.get("dimension")), call.ndim())
+    dims = names(call.ndim())
+    return _whole_at(call, [at] if dims else [], (*replaced(dims, [at], "windows"), "window"))
+
+
+@rule_of(aten.select.int)
+def _select(call: Call) -> Factors:
+    dims, at = names(call.ndim()), call.dim()
+    return _whole_at(call, [at], dims[:at] + dims[at + 1 :])
+
+
+@rule_of(aten.unbind.int)
+def _unbind(call: Call) -> Factors:
+    return _select(call)
+
+
+@rule_of(aten.slice.Tensor)
+def _slice(call: Call) -> Window | Factors:
+    """A contiguous slice is a window; one with a step needs its dim whole, as does one whose place is not provable."""
+    dim = call.dim()
+    extent, length = call.shape()[dim], call.result_shapes()[0][dim]
+    if not same(size(call["step"]), 1):
+        start = None
+    elif same(extent, length):
+        start = 0
+    else:
+        start = _start_of(call["start"], call["end"], extent, length)
+    if start is None:
+        return _whole_at(call, [dim], replaced(names(call.ndim()), [dim], "sliced"))
+    return Window(dim, ((start, length),))
+
+
+def _start_of(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
+    """Where a slice that is shorter than its dim begins; None where clamping can not be ruled out."""
+    start = 0 if start is None else size(start)
+    if isinstance(start, int) and isinstance(extent, int):
+        return min(max(start + extent if start < 0 else start, 0), extent)
+    start = extent + start if isinstance(start, int) and start < 0 else start
+    end = extent if end is None else size(end)
+    end = extent + end if isinstance(end, int) and end < 0 else end
+    # A length of exactly end - start, or one that reaches the end, means that the start was not clamped.
+    unclamped = same(start, 0) or same(length, end - start) or same(length, extent - start)
+    return start if unclamped else None
+
+
+@rule_of(aten.narrow.default)
+def _narrow(call: Call) -> Window | Factors:
+    dim, start, length = call.dim(), size(call["start"]), size(call["length"])
+    extent = call.shape()[dim]
+    if isinstance(start, int) and start < 0:
+        start = extent + start
+    return Window(dim, ((start, length),))
+
+
+@rule_of(
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.split_with_sizes.default,
+    aten.tensor_split.indices,
+    aten.tensor_split.sections,
+    aten.unsafe_chunk.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)
+def _split(call: Call) -> Window | Factors:
+    """Pieces lie one after the other (tensor_split by indices may overlap or leave gaps: then its dim is whole)."""
+    dim = call.dim()
+    lengths = [shape[dim] for shape in call.result_shapes()]
+    if "indices" in call.args and not same(sum(lengths), call.shape()[dim]):
+        return _whole_at(call, [dim], replaced(names(call.ndim()), [dim], "piece"))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return Window(dim, tuple(zip(starts, lengths, strict=True)))

@@ -1,0 +1,171 @@
+"""Normalisations: the dims that a mean runs over are needed whole.
+
+Softmax and its kin: their dim is needed whole.
+
+What autograd's formulas call: rows pass, and gradients of weights are sums over them.
+
+Losses.
+
+Padding. A class-index loss ignores a position whose target is ignore_index, so `pad` fills the target with it. The
+other losses have no fill of one operand that makes a padded row vanish: their sum is a `total`, which `reduce`
+splits into the loss of each position and a masked sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import same
+from sp_compile.sharding.rule import Factors, rule_of
+
+from ._build import bind, names, replaced, resized_dims, whole_dims
+
+aten = torch.ops.aten
+
+
+def _affine(call: Call, text: str, each: str, whole: str = "") -> Factors | None:
+    """The text for the input and the result, with `each` for every further operand that is there."""
+    operands = ", ".join([text, *([each] * (len(call.operands) - 1))])
+    return bind(call, f"{operands} -> {text}", whole=whole)
+
+
+@rule_of(aten.batch_norm.default)
+def _batch_norm(call: Call) -> Factors | None:
+    return _affine(call, "n c ...", "c", whole="n ..." if call["training"] else "")
+
+
+@rule_of(aten.group_norm.default)
+def _group_norm(call: Call) -> Factors | None:
+    return _affine(call, "n c ...", "c", whole="c ...")
+
+
+@rule_of(aten.instance_norm.default)
+def _instance_norm(call: Call) -> Factors | None:
+    """Running statistics are means over the batch too."""
+    if not call["use_input_stats"]:
+        return _affine(call, "n c ...", "c")
+    return _affine(call, "n c ...", "c", whole="..." if call["running_mean"] is None else "n ...")
+
+
+@rule_of(aten.layer_norm.default, aten.rms_norm.default)
+def _layer_norm(call: Call) -> Factors | None:
+    each = " ".join(names(len(call["normalized_shape"]), "n"))
+    return _affine(call, f"... {each}", each, whole=each)
+
+
+@rule_of(aten.cosine_similarity.default)
+def _cosine_similarity(call: Call) -> Factors | None:
+    ndim = max(call.ndim(0), call.ndim(1))
+    if call.ndim(0) != call.ndim(1) or not ndim:
+        return None
+    dims = names(ndim)
+    at = call["dim"] % ndim
+    text = " ".join(dims)
+    return bind(call, f"{text}, {text} -> {' '.join(dims[:at] + dims[at + 1 :])}", whole=dims[at])
+
+
+@rule_of(aten.native_layer_norm.default)
+def _native_layer_norm(call: Call) -> Factors | None:
+    """The mean and the reciprocal deviation keep the normalised dims as ones."""
+    size = len(call["normalized_shape"])
+    dims = names(call.ndim())
+    tail = dims[len(dims) - size :]
+    kept = replaced(dims, range(len(dims) - size, len(dims)), "")
+    return Factors(
+        (dims, *([tail] * (len(call.operands) - 1))), (dims, kept, kept), dict.fromkeys(tail, "whole")
+    )
+
+
+rule_of(aten.glu.default)(resized_dims("dim"))
+
+
+@rule_of(aten._log_softmax.default, aten._softmax.default, aten.log_softmax.int, aten.softmax.int)
+def _softmax(call: Call) -> Factors:
+    """Needed whole, because every result is divided by the sum along it."""
+    return replace(whole_dims("dim")(call), normalises=True)
+
+
+@rule_of(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def _softmax_backward(call: Call) -> Factors | None:
+    """What was normalised is needed whole."""
+    dims = names(call.ndim())
+    return Factors((dims, dims), (dims,), {dims[call.dim()]: "whole"})
+
+
+@rule_of(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(call: Call) -> Factors | None:
+    """Gradients of the weight and the bias: sums over all rows."""
+    rows = call.ndim() - len(call["normalized_shape"])
+    dims = names(call.ndim())
+    row, features = dims[:rows], dims[rows:]
+    of_row = (*row, *[""] * len(features))
+    weights = [features for name in ("weight", "bias") if call[name] is not None]
+    results = [dims, features, features]
+    made = [r for r, wanted in zip(results, call["output_mask"]) if wanted]
+    kinds = {**dict.fromkeys(row, "sum"), **dict.fromkeys(features, "whole")}
+    return Factors((dims, dims, of_row, of_row, *weights), tuple(made), kinds)
+
+
+NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
+_KIND = {MEAN: "mean", SUM: "sum"}
+_ELEMENTWISE = {MEAN: "mean", SUM: "total"}
+
+
+@rule_of(
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.hinge_embedding_loss.default,
+    aten.huber_loss.default,
+    aten.kl_div.default,
+    aten.l1_loss.default,
+    aten.margin_ranking_loss.default,
+    aten.mse_loss.default,
+    aten.poisson_nll_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+)
+def _elementwise(call: Call) -> Factors | None:
+    operands = ", ".join("..." for _ in call.operands)
+    if call["reduction"] == NONE:
+        return bind(call, f"{operands} -> ...")
+    return bind(call, f"{operands} -> ", **{_ELEMENTWISE[call["reduction"]]: "..."})
+
+
+@rule_of(aten.cosine_embedding_loss.default)
+def _cosine_embedding_loss(call: Call) -> Factors | None:
+    if call["reduction"] == NONE:
+        return bind(call, "n d, n d, n -> n", whole="d")
+    return bind(call, "n d, n d, n -> ", whole="d", **{_ELEMENTWISE[call["reduction"]]: "n"})
+
+
+@rule_of(aten.cross_entropy_loss.default)
+def _cross_entropy_loss(call: Call) -> Factors | None:
+    """Classes are whole. Targets of the input's shape are class probabilities, else class indices."""
+    if call.ndim("target") != call.ndim("self"):
+        return _classes(call)
+    if not all(same(a, b) for a, b in zip(call.shape("self"), call.shape("target"), strict=True)):
+        return None
+    dims, positions = _dims(call)
+    return _over(call, (dims, dims), positions, _ELEMENTWISE.get(call["reduction"]), None)
+
+
+@rule_of(aten.nll_loss.default, aten.nll_loss2d.default, aten.nll_loss_nd.default)
+def _classes(call: Call) -> Factors | None:
+    dims, positions = _dims(call)
+    return _over(call, (dims, positions), positions, _KIND.get(call["reduction"]), (1, call["ignore_index"]))
+
+
+def _dims(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The input's dims, (C), (N, C) or (N, C, d1, ...), and those without the classes."""
+    positions = names(call.ndim("self") - 1, "n")
+    return (*positions[:1], "c", *positions[1:]), positions
+
+
+def _over(call: Call, operands: Any, positions: Any, kind: str | None, pad: Any) -> Factors:
+    weight = (("c",),) if call["weight"] is not None else ()
+    kinds = {"c": "whole"} | (dict.fromkeys(positions, kind) if kind else {})
+    return Factors((*operands, *weight), (() if kind else positions,), kinds, pad=pad if kind else None)

@@ -1,0 +1,144 @@
+"""What ranks tell each other while they compile: as many exchanges on every rank, whatever fails on one of them.
+
+Ranks that compile one program ask each other the same questions in the same order. One that fails in between still
+answers all that the others will ask, with its error, so they fail too and none waits.
+
+What one process group of a program decides, its ranks' neighbours over the other groups have to decide as well.
+
+Tensor-parallel groups of one grid look at values of their own. Where one scatters a layer and the next does not, what
+both exchange over a third group, as data-parallel ranks do, would have two sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from sp_compile._compat import real_tensors
+from sp_compile.config import Ranks
+from sp_compile.errors import Alone, Told
+from sp_compile.graph.call import is_tensor
+from sp_compile.graph.sizes import same, sizes
+
+from .check_run import COMPILES, exchange_words, of_two_minds, stop
+from .fingerprint import is_exchange
+from .inputs import named_groups
+
+
+class Lockstep:
+    """The exchanges of one compilation, in order: each a group and what its ranks will ask each other.
+
+    Every rank of the groups makes one and calls `ask` for each question in turn, and `finish` when it is done or has
+    failed. Without processes nobody is asked, and the answers are this rank's own.
+    """
+
+    def __init__(self, questions: Sequence[tuple[Ranks, str]]) -> None:
+        self.left = list(questions)
+
+    def open(self, also: Sequence[Ranks] = ()) -> None:
+        """Begin: are the others compiling as well? also: groups that are not asked here, but wait for each other.
+
+        Raises SpError on every rank of a group that is of two minds, and of the groups that they are in.
+        """
+        groups = dict.fromkeys([*(ranks for ranks, _ in self.left), *also])
+        found = [r for r in groups if r.process_group is not None and r.n > 1 and exchanges(r.process_group)]
+        error: Alone | None = None
+        with real_tensors():
+            for ranks in found:
+                if error is not None:
+                    stop(ranks)
+                    continue
+                everyone = exchange_words(ranks, [COMPILES, 0, 0, 0, 0])
+                if any(words[0] != COMPILES for words in everyone):
+                    error = Alone(of_two_minds(everyone))
+        if error is not None:
+            self.left = []
+            raise error
+
+    def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
+        """Ask these no more; for reasons that all ranks of the group know."""
+        self.left = [(r, q) for r, q in self.left if r != ranks or q not in questions]
+
+    def ask(self, ranks: Ranks, question: str, mine: Any) -> list[Any]:
+        """Every rank's answer, in the order of the ranks; None of one that never came to ask this.
+
+        Raises SpError on every rank if one has failed, with what that one said.
+        """
+        while self.left and self.left[0] != (ranks, question):
+            self._exchange(self.left.pop(0)[0], None, None)
+        if not self.left:
+            raise AssertionError(f"nobody else asks {question!r} over {ranks} now")
+        self.left.pop(0)
+        everyone = self._exchange(ranks, mine, None)
+        numbers = range(ranks.n) if ranks.process_group is None else members(ranks.process_group)
+        failed = {
+            error: [r for r, (_, e) in zip(numbers, everyone) if e == error] for _, error in everyone if error
+        }
+        if failed:
+            each = "\n".join(f"rank {', '.join(map(str, who))}: {error}" for error, who in failed.items())
+            raise Told(f"the model could not be compiled on {each}")
+        return [answer for answer, _ in everyone]
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Answer what the others will still ask."""
+        words = None if error is None else str(error) or type(error).__name__
+        while self.left:
+            self._exchange(self.left.pop(0)[0], None, words)
+
+    def _exchange(self, ranks: Ranks, mine: Any, error: str | None) -> list[tuple[Any, str | None]]:
+        group = ranks.process_group
+        if group is None or ranks.n == 1 or not exchanges(group):
+            return [(mine, error)] * ranks.n
+        everyone: list[Any] = [None] * ranks.n
+        with real_tensors():
+            dist.all_gather_object(everyone, (mine, error), group=group)
+        return everyone
+
+
+def members(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a group, as the whole program numbers them."""
+    return dist.get_process_group_ranks(group)
+
+
+def exchanges(group: dist.ProcessGroup) -> bool:
+    """Are there processes behind the group? The "fake" backend has none."""
+    return "fake" not in str(dist.get_backend(group))
+
+
+def rounds(groups: Sequence[Ranks], question: str) -> list[tuple[Ranks, str]]:
+    """What `connected` asks, in order; of a single group nothing."""
+    if len(groups) == 1:
+        return []
+    return [(ranks, f"{question}.{i}") for i in range(len(groups)) for ranks in groups]
+
+
+def connected(talk: Lockstep, groups: Sequence[Ranks], question: str, said: Sequence[str]) -> bool:
+    """Do all ranks that any of the groups connect say the same over each group? They all get the same answer.
+
+    said: by this rank over each of the groups. What one group finds its neighbours hear, and theirs: hence the rounds.
+    """
+    alike, words = True, dict(zip(groups, said))
+    for ranks, one in rounds(groups, question):
+        answers = talk.ask(ranks, one, (alike, words[ranks]))
+        alike = all(answer == (True, words[ranks]) for answer in answers)
+    return alike
+
+
+def cut_exchanges(gm: GraphModule, local: GraphModule, group: str) -> str:
+    """Which dims of what goes over a group have another size in `local`; the sizes where these are other exchanges."""
+    before, after = (_operands(graph_module, group) for graph_module in (gm, local))
+    if [list(map(len, one)) for one in before] != [list(map(len, one)) for one in after]:
+        return str(after)
+    pairs = [pair for old, new in zip(before, after) for pair in zip(old, new)]
+    return str([[i for i, (a, b) in enumerate(zip(*pair)) if not same(a, b)] for pair in pairs])
+
+
+def _operands(gm: GraphModule, group: str) -> list[list[tuple[Any, ...]]]:
+    """The shapes of what each exchange over the group sends."""
+    found = [node for node in gm.graph.nodes if is_exchange(node) and group in named_groups(node)]
+    return [
+        [tuple(sizes(x.meta["val"].shape)) for x in node.all_input_nodes if is_tensor(x)] for node in found
+    ]

@@ -1,0 +1,251 @@
+"""Which process groups a program talks over, and which of its inputs hold the same values on all ranks of one.
+
+Which inputs of a program the ranks compare before they run it: by value, or by size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+from sp_compile import _compat
+from sp_compile._compat import (
+    group_names,
+    known_process_group,
+    namespace_of,
+    process_group,
+    pytree,
+    real_tensors,
+)
+from sp_compile.config import Ranks
+from sp_compile.errors import SpError, at
+from sp_compile.lowering.collectives.checksums import is_one_number
+
+from .check_run import input_names
+from .declare import declared
+from .fingerprint import Text, digests, is_exchange, text_of
+from .grid import Grid
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a graph's inputs, by name.
+
+    differ: inputs whose values are not the same on every rank. equal: those whose values are; None if nobody looked.
+    blank: those of the equal ones that hold one number throughout: initial values, perhaps of parts.
+    numbers: nodes that are written with other numbers on other ranks. grid: how the program's other groups lie to this.
+    tangents: an input that is the gradient of a result -> the results that it may belong to, in a joint graph.
+    gradients: the name of an input -> the node of the result that is its gradient, in a joint graph.
+    """
+
+    differ: frozenset[str] = frozenset()
+    equal: frozenset[str] | None = None
+    blank: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
+    grid: Grid | None = None
+    tangents: Mapping[str, Sequence[Node]] = field(default_factory=dict)
+    gradients: Mapping[str, Node] = field(default_factory=dict)
+
+    def after(self, gone: Mapping[Node, Node]) -> Facts:
+        """The same of a graph in which other nodes stand for those that are gone."""
+
+        def now(node: Node) -> Node:
+            while node in gone:
+                node = gone[node]
+            return node
+
+        gradients = {name: now(node) for name, node in self.gradients.items()}
+        tangents = {name: [now(node) for node in nodes] for name, nodes in self.tangents.items()}
+        return replace(self, gradients=gradients, tangents=tangents)
+
+
+def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
+    """The groups of more than one rank that the program's collectives and DTensors name, in order of appearance.
+
+    Those over which it only reduces numbers and vectors count where another group is named too: they may be merged.
+    """
+    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    tensors = [*_of_tensors(inputs), *_of_tensors(values)]
+    several = _of_several([*_named(gm, _may_merge), *tensors])
+    rows = {*_named(gm, _exchanges_rows), *tensors}
+    return several if len(several) > 1 or not rows.isdisjoint(r.group for r in several) else []
+
+
+def exchanges_by_itself(gm: GraphModule) -> bool:
+    """Does the program name a group of more than one rank in any exchange?"""
+    return bool(_of_several(_named(gm, is_exchange)))
+
+
+def _of_several(names: Iterable[str]) -> list[Ranks]:
+    """The names that are those of groups of more than one rank, once each."""
+    found = [n for n in dict.fromkeys(names) if dist.is_initialized() and known_process_group(n)]
+    return [ranks for ranks in (Ranks(process_group(n).size(), n) for n in found) if ranks.n > 1]
+
+
+def check_groups(gm: GraphModule) -> None:
+    """Does every collective name a process group that there is? Raises SpError where one does not."""
+    for node in gm.graph.nodes:
+        functional = str(namespace_of(node.target)).startswith("_c10d_functional")
+        words = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]  # the group comes last
+        if functional and words and dist.is_initialized() and not known_process_group(words[-1]):
+            raise SpError(
+                f"this rank has no process group {words[-1]!r}, which {node.target} names: pass the group_name of a "
+                f"group that all its ranks have made. At {at(node)}"
+            )
+
+
+def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
+    """Every string among the arguments of the exchanges that count, in bodies of regions too."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and counts(node):
+            yield from sorted(named_groups(node))
+        elif node.op == "get_attr":
+            value = getattr(gm, str(node.target), None)
+            if isinstance(value, GraphModule):
+                yield from _named(value, counts)
+
+
+def _may_merge(node: Node) -> bool:
+    """Also: is it a reduction over a declared group?"""
+    names = {a for a in node.args if isinstance(a, str)}
+    return _exchanges_rows(node) or (
+        "all_reduce" in str(node.target) and bool(declared().members.keys() & names)
+    )
+
+
+def _exchanges_rows(node: Node) -> bool:
+    """Reductions of numbers and vectors, as of losses over data-parallel ranks, leave no layer to scatter.
+
+    Whatever the reduction: ranks that disagree on it must meet to find out.
+    """
+    if "c10d" not in str(node.target):
+        return "sp.all_to_all_permute" in str(node.target)
+    if "all_reduce" not in str(node.target):
+        return True
+    operands = [n.meta.get("example_value") for n in node.all_input_nodes]
+    ranks_of = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
+    return not ranks_of or max(ranks_of) > 1
+
+
+def _of_tensors(inputs: Iterable[Any]) -> Iterator[str]:
+    for x in inputs:
+        if isinstance(x, DTensor):
+            yield from group_names(x.device_mesh)
+
+
+def known(gm: GraphModule, inputs: Sequence[Any], options: str) -> Known:
+    """What this rank can say of a Dynamo graph, its inputs and options; nothing is exchanged."""
+    tensors = local_tensors(inputs)
+    symbols = [x for x in inputs if isinstance(x, torch.SymInt)]
+    values = {
+        **{f"input_{i}": digest for i, digest in enumerate(digests(tensors))},
+        **{f"size_{i}": digest for i, digest in enumerate(digests(symbols))},
+    }
+    with real_tensors():
+        blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and is_one_number(x)]
+    shapes = str([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors] + [torch.is_grad_enabled()])
+    return Known(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs), options)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What one rank says: digests of values by name, tensors of one number throughout, shapes, the program's text."""
+
+    values: dict[str, str]
+    blank: frozenset[str]
+    shapes: str
+    text: Text
+    dtensors: bool
+    options: str
+
+
+def facts_of(mine: Known, everyone: Sequence[Known | None]) -> Facts:
+    """What the ranks know together of the inputs: tensors are called input_0, input_1, ..., symbols size_0, ..."""
+    others = [one.values if one is not None else {} for one in everyone]
+    differ = frozenset(name for name in mine.values if len({one.get(name) for one in others}) > 1)
+    return Facts(differ=differ, equal=frozenset(mine.values) - differ, blank=mine.blank - differ)
+
+
+def check_options(everyone: Sequence[Known | None]) -> None:
+    """Raise SpError, on every rank that asked, if their options differ: they would not exchange the same."""
+    options = [one.options for one in everyone if one is not None]
+    if len(set(options)) > 1:
+        each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
+        raise SpError(
+            f"the ranks of this group were given different options; every rank passes the same\n{each}"
+        )
+
+
+def are_apart(everyone: Sequence[Known | None]) -> bool:
+    """May the ranks' graphs differ, below autograd too? DTensors are cut there, by rank."""
+    first = everyone[0]
+    return any(
+        one is None or first is None or one.dtensors or (one.text, one.shapes) != (first.text, first.shapes)
+        for one in everyone
+    )
+
+
+def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
+    """Say of every exchange over another group than these, whose members hold the same rows, that it has no rule."""
+    for node in gm.graph.nodes:
+        named = named_groups(node) if is_exchange(node) else set()
+        if any(known_process_group(name) and name not in aligned for name in named):
+            node.meta["sp_no_rule"] = "it exchanges with ranks that hold other rows of the sequence"
+
+
+def named_groups(node: Node) -> set[str]:
+    """The strings among an exchange's arguments; of "sum 3", as sp::reduce_pair has it, the group."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return {leaf.rpartition(" ")[2] for leaf in leaves if isinstance(leaf, str)}
+
+
+def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:
+    """Is any input a DTensor, or any value of the Dynamo graph?"""
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    return any(isinstance(x, DTensor) for x in (*inputs, *values))
+
+
+def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the inputs; of a DTensor, what this rank holds."""
+    return [x.to_local() if isinstance(x, DTensor) else x for x in inputs if isinstance(x, torch.Tensor)]
+
+
+def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
+    """Names of the arguments and buffers that were equal on all ranks at compilation, and must stay so."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    tensors = [(n, x) for n, x in zip(nodes, example_inputs) if isinstance(x, torch.Tensor)]
+    equal = [pair for i, pair in enumerate(tensors) if f"input_{i}" in (facts.equal or ())]
+    return [n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor))]
+
+
+def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -> list[str]:
+    """Inputs whose values the ranks compare: parameters, and global arguments. A buffer may hold what nobody reads."""
+    out = []
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
+        argument = inputs == "global" and not node.meta.get("sp_param", False)
+        if isinstance(example, torch.nn.Parameter) or argument:
+            out.append(node.name)
+    return out
+
+
+def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
+    """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly."""
+    names = input_names(gm)
+    tensors = symbols = 0
+    for i, (node, x) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
+        if isinstance(x, torch.Tensor):
+            part = isinstance(x, torch.nn.Parameter) or _compat.is_module_state(node) or x.ndim == 0
+            if part and f"input_{tensors}" in facts.differ:
+                names[i] = ""
+            tensors += 1
+        elif isinstance(x, torch.SymInt):
+            if f"size_{symbols}" in facts.differ:
+                names[i] = ""
+            symbols += 1
+    return names

@@ -1,0 +1,242 @@
+"""sp::attend against dense attention written out by hand, whole and cut over ranks."""
+
+import math
+from functools import reduce
+
+import pytest
+import torch
+from support.attention.attending import PREDICATES, Problem, dense, leaves, randn, row_indices, shard
+from torch import Tensor
+
+from sp_compile.lowering.attention import attend as blockwise
+from sp_compile.lowering.attention.blocks import whole
+from sp_compile.lowering.attention.masking import Dropout
+from sp_compile.lowering.attention.merge import merge
+from sp_compile.lowering.communicator import current
+from sp_compile.lowering.simulate import GROUP, run_ranks
+
+sp = torch.ops.sp
+CUTS = {"contiguous": 1, "zigzag": 2}
+each_predicate = pytest.mark.parametrize("name", PREDICATES)
+
+
+@pytest.mark.sampled(every=3)
+@each_predicate
+@pytest.mark.parametrize(("key_heads", "v_width"), [(4, 8), (2, 8), (1, 8), (4, 5), (2, 11)])
+@pytest.mark.parametrize(("q_len", "k_len"), [(13, 13), (7, 12)])
+def test_whole(name: str, key_heads: int, v_width: int, q_len: int, k_len: int) -> None:
+    p = Problem(name, q_len, k_len, key_heads=key_heads, v_width=v_width)
+    q, k, v = leaves(p.q, p.k, p.v)
+    expected, lse = dense(q, k, v, p.allowed())
+    expected.backward(p.grad)
+    out, got_lse = sp.attend(p.q, p.k, p.v, *p.arguments(whole(q_len), whole(k_len)))
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(got_lse, lse.detach())
+    arguments = p.arguments(whole(q_len), whole(k_len))
+    *grads, _ = sp.attend_backward(p.grad, p.q, p.k, p.v, out, got_lse, *arguments, False)
+    for got, x in zip(grads, (q, k, v)):
+        torch.testing.assert_close(got, x.grad)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@each_predicate
+def test_ring_by_hand(name: str, cut: str, n: int) -> None:
+    """Every rank's queries meet the keys of all steps: merged results and summed gradients are the whole ones."""
+    p = Problem(name, 13, 13, key_heads=2)
+    q, k, v = leaves(p.q, p.k, p.v)
+    expected, lse = dense(q, k, v, p.allowed())
+    expected.backward(p.grad)
+    spans = [[n, CUTS[cut], 1, shift, 1, 13] for shift in range(n)]
+
+    def live(rank: int) -> None:
+        q, grad, want, want_lse = (shard(x, spans[0], rank) for x in (p.q, p.grad, expected, lse[..., None]))
+        wanted_rows = torch.tensor([i is not None for i in row_indices(spans[0], rank)])
+        held = [[shard(x, span, rank) for x in (p.k, p.v)] for span in spans]
+        arguments = [p.arguments(spans[0], span, GROUP) for span in spans]
+        parts = [sp.attend(q, *x, *a) for x, a in zip(held, arguments)]
+        out, lse_ = reduce(lambda a, b: merge(*a, *b), parts)
+        torch.testing.assert_close(out[:, :, wanted_rows], want[:, :, wanted_rows].detach())
+        torch.testing.assert_close(lse_[:, :, wanted_rows], want_lse[:, :, wanted_rows, 0].detach())
+        grad = grad * wanted_rows[:, None]
+        grads = [sp.attend_backward(grad, q, *x, out, lse_, *a, False) for x, a in zip(held, arguments)]
+        rows = [i for i in row_indices(spans[0], rank) if i is not None]
+        sums["q"][:, :, rows] += sum(g[0] for g in grads)[:, :, wanted_rows]
+        for span, (_, dk, dv, _) in zip(spans, grads):
+            for local, i in enumerate(row_indices(span, rank)):
+                if i is not None:
+                    sums["k"][:, :, i] += dk[:, :, local]
+                    sums["v"][:, :, i] += dv[:, :, local]
+
+    sums = {"q": torch.zeros_like(p.q), "k": torch.zeros_like(p.k), "v": torch.zeros_like(p.v)}
+    run_ranks(n, live)
+    for got, x in zip(sums.values(), (q, k, v)):
+        torch.testing.assert_close(got, x.grad)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 11), (1, 1, 9, 11), (2, 1, 1, 11), (1, 4, 9, 1)])
+@pytest.mark.parametrize("kind", ["float", "bool"])
+@pytest.mark.parametrize("name", ["none", "causal", "all"])
+def test_data_mask(name: str, kind: str, shape: tuple[int, ...]) -> None:
+    p = Problem(name, 9, 11, key_heads=2)
+    bias = randn(*shape, seed=7)
+    mask = bias > -0.5 if kind == "bool" else bias.masked_fill(bias > 1.5, -math.inf)
+    q, k, v, m = leaves(p.q, p.k, p.v, bias if kind == "bool" else mask)
+    allowed = p.allowed() & mask if kind == "bool" else p.allowed()
+    expected, _ = dense(q, k, v, allowed, bias=None if kind == "bool" else m)
+    expected.backward(p.grad)
+    arguments = p.arguments(whole(9), whole(11), mask=mask)
+    out, lse = sp.attend(p.q, p.k, p.v, *arguments)
+    torch.testing.assert_close(out, expected.detach())
+    for mask_grad in (False, True):
+        *grads, dmask = sp.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *arguments, mask_grad)
+        for got, x in zip(grads, (q, k, v)):
+            torch.testing.assert_close(got, x.grad)
+    if kind == "float":
+        torch.testing.assert_close(dmask, m.grad)
+
+
+def test_columns_of_a_mask_are_key_indices() -> None:
+    p = Problem("none", 8, 8)
+    bias = randn(1, 1, 4, 8, seed=3)
+
+    def live(rank: int) -> Tensor:
+        k, v = (shard(x, [2, 2, 1, 0, 0, 8], rank) for x in (p.k, p.v))
+        arguments = p.arguments(whole(4), [2, 2, 1, 0, 0, 8], GROUP, mask=bias)
+        q = p.q[:, :, :4]
+        out, lse = sp.attend(q, k, v, *arguments)
+        dmask = sp.attend_backward(p.grad[:, :, :4], q, k, v, out, lse, *arguments, True)[3]
+        absent = [i for i in range(8) if i not in row_indices([2, 2, 1, 0, 0, 8], rank)]
+        assert not dmask[..., absent].any()
+        return out
+
+    index = [row_indices([2, 2, 1, 0, 0, 8], rank) for rank in range(2)]
+    for rank, out in enumerate(run_ranks(2, live)):
+        keys = index[rank]
+        everything = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+        expected, _ = dense(p.q[:, :, :4], p.k[:, :, keys], p.v[:, :, keys], everything, bias=bias[..., keys])
+        torch.testing.assert_close(out, expected)
+
+
+def test_opcheck() -> None:
+    p = Problem("all", 9, 11, key_heads=2, v_width=5)
+    arguments = p.arguments(whole(9), whole(11), mask=randn(1, 1, 9, 11))
+    out, lse = sp.attend(p.q, p.k, p.v, *arguments)
+    torch.library.opcheck(
+        sp.attend.default, (p.q.transpose(0, 1).contiguous().transpose(0, 1), p.k, p.v, *arguments)
+    )
+    for mask_grad in (True, False):
+        torch.library.opcheck(
+            sp.attend_backward.default, (p.grad, p.q, p.k, p.v, out, lse, *arguments, mask_grad, out)
+        )
+
+
+def test_no_keys() -> None:
+    q, k, grad = randn(2, 4, 5, 8), randn(2, 2, 0, 8), randn(2, 4, 5, 8)
+    arguments = [None, [], [], [], "", None, 0.0, 1.0, whole(5), whole(0), 1, ""]
+    out, lse = sp.attend(q, k, k, *arguments)
+    assert not out.any()
+    assert (lse == -math.inf).all()
+    dq, dk, _, _ = sp.attend_backward(grad, q, k, k, out, lse, *arguments, False)
+    assert not dq.any()
+    assert dk.shape == k.shape
+
+
+def test_rows_without_keys_give_no_gradient() -> None:
+    """Also when their score of another block is large: no NaN, no inf, exact zeros."""
+    q, k, v, grad = (randn(1, 2, 6, 8, seed=i) * 30 for i in range(4))
+    cols = [torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.bool)]
+    arguments = [None, [], cols, [], "(k <= q) & Ne(col0, 0)", None, 0.0, 5.0, whole(6), whole(6), 1, ""]
+    out, lse = sp.attend(q, k, v, *arguments)
+    assert (lse[:, :, :3] == -math.inf).all()
+    dq, dk, dv, _ = sp.attend_backward(grad, q, k, v, out, lse, *arguments, False)
+    assert not dq[:, :, :3].any()
+    assert not dk[:, :, :3].any()
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
+# Dropout.
+
+
+def kept_of(seed: int, p: float, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    batch_, heads_, queries_, keys_ = (torch.arange(n) for n in (batch, heads, queries, keys))
+    return Dropout(torch.tensor(seed), p, batch_, heads_).kept(queries_, keys_)
+
+
+def test_dropout_keeps_the_share_it_should() -> None:
+    """And neighbours along every dim are independent."""
+    shape = 3, 4, 96, 96
+    for p in (0.0, 0.1, 0.5, 0.9, 1.0):
+        kept = kept_of(5, p, *shape).double()
+        assert kept.shape == shape
+        assert abs(kept.mean() - (1 - p)) < 0.005
+        if 0 < p < 1:
+            for dim, size in enumerate(shape):
+                a, b = kept.narrow(dim, 0, size - 1), kept.narrow(dim, 1, size - 1)
+                pair = torch.stack([a.flatten(), b.flatten()])
+                assert abs(torch.corrcoef(pair)[0, 1]) < 0.01
+    agreed = kept_of(6, 0.5, *shape) == kept_of(5, 0.5, *shape)
+    assert abs(agreed.double().mean() - 0.5) < 0.01
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "documents"])
+def test_dropout_is_that_of_its_mask(name: str) -> None:
+    p, seed = Problem(name, 9, 9, key_heads=2), torch.tensor(11)
+    kept = kept_of(11, 0.3, 2, 4, 9, 9)
+    q, k, v = leaves(p.q, p.k, p.v)
+    expected, _ = dense(q, k, v, p.allowed(), kept=kept / 0.7)
+    expected.backward(p.grad)
+    arguments = p.arguments(whole(9), whole(9), seed=seed, dropout_p=0.3)
+    out, lse = sp.attend(p.q, p.k, p.v, *arguments)
+    torch.testing.assert_close(out, expected.detach())
+    *grads, _ = sp.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *arguments, False)
+    for got, x in zip(grads, (q, k, v)):
+        torch.testing.assert_close(got, x.grad)
+
+
+def test_dropout_is_the_same_however_the_work_is_cut() -> None:
+    p, seed = Problem("causal", 8, 8), torch.tensor(11)
+    expected, _ = sp.attend(p.q, p.k, p.v, *p.arguments(whole(8), whole(8), seed=seed, dropout_p=0.5))
+
+    def by_sequence(rank: int) -> Tensor:
+        spans = [[2, 2, 1, shift, 0, 8] for shift in range(2)]
+        q = shard(p.q, spans[0], rank)
+        parts = [
+            sp.attend(
+                q, *(shard(x, span, rank) for x in (p.k, p.v)),
+                *p.arguments(spans[0], span, GROUP, seed=seed, dropout_p=0.5),
+            )
+            for span in spans
+        ]  # fmt: skip
+        return merge(*parts[0], *parts[1])[0]
+
+    def by_head(rank: int) -> Tensor:
+        assert current().rank(GROUP) == rank
+        q, k, v = (x[:, 2 * rank : 2 * rank + 2] for x in (p.q, p.k, p.v))
+        arguments = p.arguments(whole(8), whole(8), GROUP, seed=seed, dropout_p=0.5, split_heads=2)
+        return sp.attend(q, k, v, *arguments)[0]
+
+    for rank, out in enumerate(run_ranks(2, by_sequence)):
+        torch.testing.assert_close(out, shard(expected, [2, 2, 1, 0, 0, 8], rank))
+    torch.testing.assert_close(torch.cat(run_ranks(2, by_head), 1), expected)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "all"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_large_blocks_are_cut(
+    name: str, masked: bool, dropout_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a kernel would make tensors of every score, few query rows go at a time: the same results."""
+    p = Problem(name, 12, 12, key_heads=2)
+    mask = randn(1, 1, 12, 12) if masked else None
+    arguments = p.arguments(whole(12), whole(12), mask=mask, seed=torch.tensor(3), dropout_p=dropout_p)
+
+    def results() -> list[Tensor]:
+        out, lse = sp.attend(p.q, p.k, p.v, *arguments)
+        return [out, lse, *sp.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *arguments, masked)]
+
+    expected = results()
+    monkeypatch.setattr(blockwise, "CPU_SCORES", 300)
+    torch.testing.assert_close(results(), expected)

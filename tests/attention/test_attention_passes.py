@@ -1,0 +1,151 @@
+"""Golden graphs of the attention passes, run by hand on an exported graph. EXPECTTEST_ACCEPT=1 rewrites them."""
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from support.golden import captured, show
+
+from sp_compile.config import Ranks
+from sp_compile.errors import SpError
+from sp_compile.lowering.simulate import GROUP
+from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.rewrite import Settings
+from sp_compile.passes.strategies.attention.gathered import Gathered
+from sp_compile.passes.strategies.attention.hybrid import Hybrid
+from sp_compile.passes.strategies.attention.ring import Ring
+from sp_compile.passes.strategies.attention.ulysses import Ulysses
+
+FOUR = Ranks(4, GROUP)
+
+
+def split(x):
+    return (x * 2).unflatten(-1, (4, 4)).transpose(1, 2)
+
+
+def causal(x):
+    q = split(x)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def windowed(x):
+    q, i = split(x), torch.arange(x.shape[1])
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=(i[:, None] >= i) & (i[:, None] - i < 3))
+
+
+def grouped(x):
+    q = split(x)
+    return F.scaled_dot_product_attention(q, q[:, :2], q[:, :2], enable_gqa=True)
+
+
+class Goldens(expecttest.TestCase):
+    def test_ring(self):
+        gm = captured(causal, torch.randn(1, 16, 16))
+        Ring(FOUR)(gm)
+        self.assertExpectedInline(
+            show(gm),
+            """\
+x: [1, 16, 16] = placeholder
+mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
+unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
+transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
+ring_attention_default: [1, 4, 16, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], k <= q, None, 0.0, None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 4, travel)
+return (ring_attention_default,)""",
+        )
+
+    def test_ring_of_a_window_needs_fewer_steps(self):
+        gm = captured(windowed, torch.randn(1, 16, 16))
+        Canonicalize()(gm)
+        Ring(FOUR)(gm)
+        self.assertExpectedInline(
+            show(gm),
+            """\
+x: [1, 16, 16] = placeholder
+mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
+unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
+transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
+ring_attention_default: [1, 4, 16, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], (k <= q) & (-k + q < 3), None, 0.0, None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 2, travel)
+return (ring_attention_default,)""",
+        )
+
+    def test_zigzag(self):
+        gm = captured(causal, torch.randn(1, 13, 16))
+        Ring(Settings(FOUR, folds=2))(gm)
+        self.assertExpectedInline(
+            show(gm),
+            """\
+x: [1, 13, 16] = placeholder
+mul: [1, 13, 16] = aten.mul.Tensor(x, 2)
+unflatten: [1, 13, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
+transpose: [1, 4, 13, 4] = aten.transpose.int(unflatten, 1, 2)
+ring_attention_default: [1, 4, 13, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], k <= q, None, 0.0, None, [1, 13, 0, 13, 2], [1, 13, 0, 13, 2], 4, sim, False, 4, travel)
+return (ring_attention_default,)""",
+        )
+
+    def test_hybrid(self):
+        gm = captured(causal, torch.randn(1, 16, 16))
+        Hybrid(FOUR)(gm)
+        self.assertExpectedInline(
+            show(gm),
+            """\
+x: [1, 16, 16] = placeholder
+mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
+unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
+transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
+hybrid_attention_default: [1, 4, 16, 4] = sp.hybrid_attention(transpose, transpose, transpose, None, [], [], [], k <= q, None, 0.0, None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 2, travel)
+return (hybrid_attention_default,)""",
+        )
+
+    def test_gathered(self):
+        gm = captured(causal, torch.randn(1, 16, 16))
+        Gathered(FOUR)(gm)
+        self.assertExpectedInline(
+            show(gm),
+            """\
+x: [1, 16, 16] = placeholder
+mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
+unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
+transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
+gathered_attention_default: [1, 4, 16, 4] = sp.gathered_attention(transpose, transpose, transpose, None, [], [], [], k <= q, None, 0.0, None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False)
+return (gathered_attention_default,)""",
+        )
+
+    def test_ulysses_repeats_key_heads_for_the_ranks(self):
+        gm = captured(grouped, torch.randn(1, 16, 16))
+        Ulysses(FOUR)(gm)
+        self.assertExpectedInline(
+            show(gm),
+            """\
+x: [1, 16, 16] = placeholder
+mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
+unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
+transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
+slice_1: [1, 2, 16, 4] = aten.slice.Tensor(transpose, 1, 0, 2)
+slice_2: [1, 2, 16, 4] = aten.slice.Tensor(transpose, 1, 0, 2)
+unsqueeze_default: [1, 2, 1, 16, 4] = aten.unsqueeze(slice_1, -3)
+expand_default: [1, 2, 2, 16, 4] = aten.expand(unsqueeze_default, [1, 2, 2, 16, 4])
+reshape_default: [1, 4, 16, 4] = aten.reshape(expand_default, [1, 4, 16, 4])
+unsqueeze_default_1: [1, 2, 1, 16, 4] = aten.unsqueeze(slice_2, -3)
+expand_default_1: [1, 2, 2, 16, 4] = aten.expand(unsqueeze_default_1, [1, 2, 2, 16, 4])
+reshape_default_1: [1, 4, 16, 4] = aten.reshape(expand_default_1, [1, 4, 16, 4])
+all_to_all_default:  = sp.all_to_all([transpose, reshape_default, reshape_default_1], 1, [1, 4, 0, 4], 2, [1, 16, 0, 16], 4, sim)
+getitem: [1, 4, 16, 4] = getitem(all_to_all_default, 0)
+getitem_1: [1, 4, 16, 4] = getitem(all_to_all_default, 1)
+getitem_2: [1, 4, 16, 4] = getitem(all_to_all_default, 2)
+scaled_dot_product_attention: [1, 4, 16, 4] = aten.scaled_dot_product_attention(getitem, getitem_1, getitem_2, enable_gqa=True)
+all_to_all_default_1:  = sp.all_to_all([scaled_dot_product_attention], 2, [1, 16, 0, 16], 1, [1, 4, 0, 4], 4, sim)
+getitem_3: [1, 4, 16, 4] = getitem(all_to_all_default_1, 0)
+return (getitem_3,)""",
+        )
+
+
+def test_ulysses_that_was_asked_for_and_cannot_be():
+    gm = captured(causal, torch.randn(1, 15, 16))
+    with pytest.raises(SpError, match=r"3 ranks do not divide the 4 heads .* \[1, 4, 15, 4\]; use 'hybrid'"):
+        Ulysses(Ranks(3, GROUP), attention="ulysses")(gm)
+
+
+def test_a_hybrid_of_ranks_that_do_not_factor():
+    gm = captured(causal, torch.randn(1, 15, 16))
+    with pytest.raises(SpError, match="no U > 1 with 1 < U < n does not factor 3 ranks"):
+        Hybrid(Ranks(3, GROUP))(gm)

@@ -1,0 +1,192 @@
+"""Attention by hand that does not fit: one clear SpError on every rank, and never a rank that waits for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks as in_rank
+from torch import Tensor
+
+import sp_compile
+from sp_compile import SpError, gathered_attention, hybrid_attention, ring_attention, ulysses_attention
+from sp_compile.config import Ranks
+from sp_compile.lowering.simulate import GROUP, run_ranks
+
+TIMEOUT = 30.0
+
+
+def operands(heads: int = 4, kv_heads: int = 4, s: int = 8, t: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(1, heads, s, 4), torch.randn(1, kv_heads, t, 4), torch.randn(1, kv_heads, t, 4)
+
+
+def _raised(call: Callable[[int], Any]) -> str:
+    """What this rank's call raises."""
+    try:
+        call(dist.get_rank())
+    except SpError as error:
+        return str(error)
+    return "nothing"
+
+
+# Each call differs from rank to rank, or is wrong on every rank.
+
+
+def _unequal_queries(rank: int) -> Tensor:
+    return ring_attention(*operands(s=8 + 2 * rank), mesh=in_rank.group())
+
+
+def _unequal_keys(rank: int) -> Tensor:
+    return gathered_attention(*operands(t=8 + rank), mesh=in_rank.group())
+
+
+def _other_dtype(rank: int) -> Tensor:
+    dtype = torch.bfloat16 if rank else torch.float32
+    return ring_attention(*(x.to(dtype) for x in operands()), mesh=in_rank.group())
+
+
+def _other_op(rank: int) -> Tensor:
+    op = (ring_attention, ulysses_attention)[rank]
+    return op(*operands(), mesh=in_rank.group())
+
+
+def _other_option(rank: int) -> Tensor:
+    return ring_attention(*operands(), mesh=in_rank.group(), is_causal=True, window=4 + rank)
+
+
+def _other_gradients(rank: int) -> Tensor:
+    q, k, v = operands()
+    return ulysses_attention(q.requires_grad_(), k.requires_grad_(rank == 0), v, mesh=in_rank.group())
+
+
+def _three_dims_on_one_rank(rank: int) -> Tensor:
+    q, k, v = operands()
+    return ring_attention(q[0] if rank else q, k, v, mesh=in_rank.group())
+
+
+def _unknown_on_one_rank(rank: int) -> Tensor:
+    options = {"windows": 3} if rank else {}
+    return ring_attention(*operands(), mesh=in_rank.group(), **options)
+
+
+def _way_home_on_one_rank(rank: int) -> Tensor:
+    return ring_attention(*operands(), mesh=in_rank.group(), kv_grads=("travel", "fly")[rank])
+
+
+def _odd_zigzag(rank: int) -> Tensor:
+    return ring_attention(*operands(s=7, t=7), mesh=in_rank.group(), layout="zigzag")
+
+
+def _heads(rank: int) -> Tensor:
+    return ulysses_attention(*operands(heads=3, kv_heads=3), mesh=in_rank.group())
+
+
+def _no_factor(rank: int) -> Tensor:
+    return hybrid_attention(*operands(heads=6, kv_heads=6), mesh=in_rank.group(), ulysses=3)
+
+
+DIFFER = {
+    _unequal_queries: "rank 1: q [1, 4, 10, 4]",
+    _unequal_keys: "rank 1: q [1, 4, 8, 4], k [1, 4, 9, 4]",
+    _other_dtype: "rank 1: q [1, 4, 8, 4], k [1, 4, 8, 4], v [1, 4, 8, 4], torch.bfloat16",
+    _other_op: "ulysses over 2 x 1 ranks",
+    _other_option: "window=5",
+    _other_gradients: "gradients of q, k, v: [True, False, False]",
+}
+WRONG = {
+    _three_dims_on_one_rank: "rank 1: attention: expected q (B, H, s, D)",
+    _unknown_on_one_rank: "rank 1: attention: unknown option 'windows' (did you mean 'window'?)",
+    _way_home_on_one_rank: "rank 1: attention: kv_grads='fly': expected 'travel' or 'scatter'",
+    _odd_zigzag: "rank 0: attention: zigzag shards are two equal chunks",
+    _heads: "rank 1: ulysses_attention: 2 ranks that share heads must divide the 2 ranks and the 3 query heads",
+    _no_factor: "rank 0: hybrid_attention: 3 ranks that share heads must divide the 2 ranks",
+}
+
+
+@pytest.mark.parametrize(("call", "told"), [*DIFFER.items(), *WRONG.items()])
+def test_every_rank_raises_the_same(ranks, call: Callable[[int], Any], told: str) -> None:
+    first, second = ranks.run(2, _raised, call, timeout=TIMEOUT)
+    assert first == second
+    assert told in first
+
+
+def _raised_then_right(call: Callable[[int], Any]) -> tuple[str, Tensor]:
+    told = _raised(call)
+    return told, ring_attention(*operands(), mesh=in_rank.group())
+
+
+def test_the_group_is_whole_after_an_error(ranks) -> None:
+    for told, out in ranks.run(2, _raised_then_right, _unequal_queries, timeout=TIMEOUT):
+        assert "calls differ" in told
+        assert out.shape == (1, 4, 8, 4)
+
+
+def test_simulated_ranks_raise_as_well() -> None:
+    def live(rank: int) -> Tensor:
+        return ring_attention(*operands(s=8 + rank), mesh=Ranks(2, GROUP))
+
+    with pytest.raises(SpError, match="calls differ"):
+        run_ranks(2, live)
+
+
+# One rank is enough for what does not depend on the others.
+
+
+WHOLE = (1, 4, 8, 8)
+ALONE: dict[str, dict[str, Any]] = {
+    "layout='zigzags'": {"layout": "zigzags"},
+    "window=0: expected at least 1": {"window": 0},
+    "length=10: expected 1 to 8": {"length": 10},
+    "documents are whole on every rank": {"documents": torch.zeros(1, 4, dtype=torch.int64)},
+    "documents are integers": {"documents": torch.zeros(1, 8)},
+    "attn_mask is whole on every rank, it broadcasts to": {"attn_mask": torch.ones(1, 1, 4, 8)},
+    "attn_mask is bool": {"attn_mask": torch.ones(WHOLE, dtype=torch.int64)},
+    "0 <= dropout_p < 1": {"dropout_p": 1.0},
+    "seed is an int or": {"dropout_p": 0.1, "seed": torch.tensor([1])},
+}
+
+
+@pytest.mark.parametrize("told", ALONE)
+def test_options(told: str) -> None:
+    with pytest.raises(SpError) as error:
+        sp_compile.ring_attention(*operands(), **ALONE[told])
+    assert told in str(error.value)
+
+
+def test_operands() -> None:
+    q, k, v = operands()
+    for wrong, told in (
+        ((q, k, v[:, :, :4]), "expected q"),
+        ((q, k.double(), v), "of one floating-point dtype"),
+        ((q.long(), k.long(), v.long()), "of one floating-point dtype"),
+        ((q, k.to("meta"), v), "on one device"),
+        (operands(kv_heads=3), "the 3 key heads do not divide the 4 query heads"),
+    ):
+        with pytest.raises(SpError, match=told):
+            sp_compile.gathered_attention(*wrong)
+
+
+def test_shapes_alone() -> None:
+    operands_without_data = (x.to("meta") for x in operands(kv_heads=2))
+    assert sp_compile.ring_attention(*operands_without_data, is_causal=True).shape == (1, 4, 8, 4)
+
+
+def test_a_hybrid_must_be_told_its_width() -> None:
+    def live(rank: int) -> Tensor:
+        return hybrid_attention(*operands(), mesh=Ranks(2, GROUP))
+
+    with pytest.raises(SpError, match=r"pass ulysses=\.\.\."):
+        run_ranks(2, live)
+    assert hybrid_attention(*operands(), ulysses=2).shape == (1, 4, 8, 4)  # one rank needs none
+
+
+def _outside() -> str:
+    group = dist.new_group([0])
+    return _raised(lambda rank: ring_attention(*operands(), mesh=group))
+
+
+def test_a_rank_outside_the_group(ranks) -> None:
+    assert "not in the process group" in ranks.run(4, _outside, timeout=TIMEOUT)[1]

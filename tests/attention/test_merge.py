@@ -1,0 +1,84 @@
+"""The merge of two attention results: expression, Inductor and Triton against float64 softmax by hand."""
+
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.attention.merge import merge
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def attention(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax average and log-sum-exp in float64; 0 and -inf of a row of -inf."""
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    return weights @ v, lse
+
+
+def halves(scale: float) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """out and lse over each half of the keys, some of them masked, and over all."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 3, 40, 10, generator=generator, dtype=torch.float64) * scale
+    scores[0, :, :5, :5] = -math.inf
+    scores[0, :, 3:8, 5:] = -math.inf
+    v = torch.randn(2, 3, 10, 7, generator=generator, dtype=torch.float64)
+    parts = [*attention(scores[..., :5], v[..., :5, :]), *attention(scores[..., 5:], v[..., 5:, :])]
+    return parts, attention(scores, v)
+
+
+def check(fn: object, dtype: torch.dtype = torch.float64, lse_dtype: torch.dtype = torch.float64) -> None:
+    for scale in (1.0, 1e4):
+        (out_a, lse_a, out_b, lse_b), expected = halves(scale)
+        given = out_a.to(dtype), lse_a.to(lse_dtype), out_b.to(dtype).mT.contiguous().mT, lse_b.to(lse_dtype)
+        got = fn(*given)  # type: ignore[operator]
+        assert [x.dtype for x in got] == [lse_dtype] * 2
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-3, torch.bfloat16: 2e-2}[dtype]
+        for a, b in zip(got, expected):
+            torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "lse_dtype"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_merge(compiled: bool, dtype: torch.dtype, lse_dtype: torch.dtype) -> None:
+    check(torch.compile(merge, fullgraph=True) if compiled else merge, dtype, lse_dtype)
+
+
+def test_order_does_not_matter() -> None:
+    """Three parts in any order give the same, however far apart their logits are."""
+    out = torch.randn(3, 5, 4, dtype=torch.float64)
+    lse = torch.tensor([[-1e30, 0.0, 700.0, -math.inf, 3.0]] * 3) * torch.tensor([[1.0], [0.5], [-1.0]])
+    lse[:, 3] = -math.inf
+    lse = lse.double()
+    parts = list(zip(out, lse))
+    a = merge(*merge(*parts[0], *parts[1]), *parts[2])
+    b = merge(*merge(*parts[2], *parts[0]), *parts[1])
+    torch.testing.assert_close(a, b)
+    assert a[0].isfinite().all()
+    assert not a[1].isnan().any()
+
+
+PROGRAM = """
+import torch
+import test_merge
+from sp_compile.lowering.triton.merge import launch
+for dtypes in ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+    test_merge.check(launch, *dtypes)
+"""
+
+
+@needs_triton
+def test_triton_kernel_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET when it is imported: in a process of its own."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.path.dirname(__file__)}
+    run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,146 @@
+"""The predicate language against evaluation of every pair."""
+
+import itertools
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sp_compile.errors import SpError
+from sp_compile.lowering.attention.predicate import (
+    always_attends,
+    causal_shift,
+    check_known,
+    conjuncts,
+    evaluate,
+    is_causal,
+    over,
+    parse,
+    symbols,
+)
+
+PREDICATES = [
+    "",
+    "k <= q",
+    "k < q + n0",
+    "(k <= q) & (q - k < 4)",
+    "Abs(q - k) <= 3",
+    "(k < n0) | (k <= q)",
+    "Eq(row0, col0) & (k <= q)",
+    "Ne(col0, 0)",
+    "~(Eq(col0, 0) & (k > 2))",
+    "Eq(floor(q/4), floor(k/4))",
+    "Eq(q//4, k//4)",
+    "Eq(Mod(q - k, 3), 0) | (k < 2)",
+    "Max(q, k) - Min(q, k) < row0 + 2",
+    "2*k <= 3*q - n0*row0",
+    "k/2 <= q/3 + 1/2",
+]
+
+
+def truth(text: str, pair: dict[str, int]) -> bool:
+    """The predicate of one pair, by sympy."""
+    return bool(parse(text).subs({sympy.Symbol(name, integer=True): value for name, value in pair.items()}))
+
+
+def pairs(box: dict[str, tuple[int, int]]) -> list[dict[str, int]]:
+    """Every assignment inside the box."""
+    ranges = [range(low, high + 1) for low, high in box.values()]
+    return [dict(zip(box, values)) for values in itertools.product(*ranges)]
+
+
+def bounds(least: int, most: int, width: int) -> Any:
+    return st.tuples(st.integers(least, most), st.integers(0, width)).map(lambda x: (x[0], x[0] + x[1]))
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.sampled_from(PREDICATES), st.data())
+def test_verdicts_hold_for_every_pair(text: str, data: st.DataObject) -> None:
+    limits = {"q": (0, 12, 4), "k": (0, 12, 4), "row0": (0, 3, 1), "col0": (-1, 2, 1), "n0": (0, 5, 0)}
+    box = {name: data.draw(bounds(*limits[name])) for name in sorted(symbols(text))}
+    found = {truth(text, pair) for pair in pairs(box)}
+    verdict = over(text, box)
+    assert verdict is None or found == {verdict}
+
+
+@pytest.mark.parametrize(
+    "text", ["k <= q", "(k <= q) & (q - k < 3)", "k < n0", "Eq(row0, col0)", "Ne(col0, 0)"]
+)
+def test_verdicts_are_exact(text: str) -> None:
+    """None only where some pairs may attend and some not."""
+    stretches = [(a, b) for a in range(0, 7) for b in range(a, 7)]
+    names = sorted(symbols(text))
+    fixed = {"n0": [(3, 3)]}
+    for box in itertools.product(*(fixed.get(name, stretches) for name in names)):
+        named = dict(zip(names, box))
+        found = {truth(text, pair) for pair in pairs(named)}
+        assert over(text, named) == (found.pop() if len(found) == 1 else None)
+
+
+@pytest.mark.parametrize("text", PREDICATES)
+def test_masks(text: str) -> None:
+    """The tensor holds the value of every pair."""
+    q, k = torch.arange(9), torch.arange(11)
+    row, col = q % 3, k % 4
+    values = {"q": q[:, None], "k": k[None], "row0": row[:, None], "col0": col[None], "n0": 3}
+    mask = torch.as_tensor(evaluate(text, values)).expand(9, 11)
+    for i, j in itertools.product(range(9), range(11)):
+        pair = {"q": i, "k": j, "row0": int(row[i]), "col0": int(col[j]), "n0": 3}
+        assert bool(mask[i, j]) == truth(text, pair)
+
+
+def test_text_is_canonical() -> None:
+    assert str(parse("(q >= k) & (q - k < 4)")) == str(parse(str(parse("(q >= k) & (q - k < 4)"))))
+    assert conjuncts("Eq(row0, col0) & (k <= q)") == ("Eq(col0, row0)", "k <= q") or conjuncts(
+        "Eq(row0, col0) & (k <= q)"
+    ) == ("Eq(row0, col0)", "k <= q")
+    assert conjuncts("") == ()
+    assert symbols("Eq(row10, col2) & (k < n1)") == {"row10", "col2", "k", "n1"}
+
+
+def test_causal() -> None:
+    assert all(is_causal(text) for text in ("k <= q", "q >= k", "k < q + 1", "k - q <= 0"))
+    assert not any(
+        is_causal(text) for text in ("", "k < q", "q <= k", "k <= q + 1", "(k <= q) & (k < 4)", "k <= 2*q")
+    )
+    assert causal_shift("k <= q + n0 - 2", (5,)) == 3
+    assert causal_shift("k <= q + n0", ()) is None
+    assert causal_shift("k <= q + row0", ()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "same", "expected"),
+    [
+        ("", (), True),
+        ("k <= q", (), True),
+        ("k < q", (), False),
+        ("(k <= q) & (q - k < 4)", (), True),
+        ("(k <= q) & (q - k < n0)", (), False),
+        ("(k < n0) | (k <= q)", (), True),
+        ("k < n0", (), False),
+        ("Eq(row0, col0) & (k <= q)", (), False),
+        ("Eq(row0, col0) & (k <= q)", ((0, 0),), True),
+        ("Eq(row0, col1)", ((0, 0),), False),
+        ("Eq(row0, col1) & Eq(row2, col0)", {(0, 1), (2, 0)}, True),
+        ("Ne(col0, 0) & (k <= q)", ((0, 0),), False),
+        ("Eq(floor(q/4), floor(k/4))", (), True),
+    ],
+)
+def test_always_attends(text: str, same: Any, expected: bool) -> None:
+    assert always_attends(text, same) is expected
+
+
+@pytest.mark.parametrize(
+    "text", ["k <= p", "k +", "k", "q + k", "f(q) < k", "k <= position", "'x'", "lambda: k"]
+)
+def test_errors(text: str) -> None:
+    with pytest.raises(SpError, match="mask predicate"):
+        over(text, {"q": (0, 1), "k": (0, 1)})
+
+
+def test_missing_values_are_named() -> None:
+    with pytest.raises(SpError, match="row3"):
+        check_known("Eq(row3, col0)", {"q", "k", "col0"})

@@ -1,0 +1,132 @@
+"""Ring, hybrid and gathered attention as ops on local shards, against attention of the whole on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.simulate import GROUP, run_ranks
+
+sp = torch.ops.sp
+BATCH, DIM = 2, 4
+Mask = tuple[Tensor | None, list[Tensor], list[Tensor], list[int], str]
+MASKS = {
+    "full": lambda s, t: (None, [], [], [], ""),
+    "causal": lambda s, t: (None, [], [], [], "k <= q"),
+    "window": lambda s, t: (None, [], [], [], "(k <= q) & (q - k < 4)"),
+    "padding": lambda s, t: (
+        None,
+        [],
+        [(torch.arange(t) < t - 3).expand(BATCH, t)],
+        [],
+        "Ne(col0, 0) & (k <= q)",
+    ),
+    "documents": lambda s, t: (None, [_documents(s)], [_documents(t)], [], "Eq(row0, col0)"),
+    "prefix": lambda s, t: (None, [], [], [3], "(k <= q) | (k < n0)"),
+    "bias": lambda s, t: (_random(1, 4, s, t, seed=9), [], [], [], "k <= q"),
+    "keys only": lambda s, t: (_random(BATCH, 1, 1, t, seed=9), [], [], [], ""),
+}
+
+
+def _documents(length: int) -> Tensor:
+    return (torch.arange(length) // 5).expand(BATCH, length)
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, allowed: Tensor) -> Tensor:
+    """Attention spelt out on whole sequences, float64."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores + mask
+    return scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v
+
+
+def allowed(lookups: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int], str], s: int, t: int) -> Tensor:
+    """The predicate as a mask of the whole, by Python's own reading of it."""
+    rows, cols, sizes, predicate = lookups
+    names = {"q": torch.arange(s)[:, None], "k": torch.arange(t), "Eq": torch.eq, "Ne": torch.ne}
+    names |= {f"row{i}": x[:, None, :, None] for i, x in enumerate(rows)}
+    names |= {f"col{i}": x[:, None, None, :] for i, x in enumerate(cols)}
+    names |= {f"n{i}": x for i, x in enumerate(sizes)}
+    true = torch.ones(1, 1, s, t, dtype=torch.bool)
+    return true & eval(predicate, {}, names) if predicate else true
+
+
+def cut(x: Tensor, frame: list[int], n: int) -> Tensor:
+    return sp.shard(x, 2, frame, n, GROUP)
+
+
+Op = Callable[[Tensor, Tensor, Tensor, tuple], Tensor]
+OPS: dict[str, tuple[int, Op]] = {
+    "ring": (1, lambda q, k, v, a, n: sp.ring_attention(q, k, v, *a, n, "travel")),
+    "ring, scattered": (1, lambda q, k, v, a, n: sp.ring_attention(q, k, v, *a, n, "scatter")),
+    "gathered": (1, lambda q, k, v, a, n: sp.gathered_attention(q, k, v, *a)),
+    "hybrid": (2, lambda q, k, v, a, n: sp.hybrid_attention(q, k, v, *a, 2, "travel")),
+    "hybrid, scattered": (2, lambda q, k, v, a, n: sp.hybrid_attention(q, k, v, *a, 2, "scatter")),
+}
+
+
+def check(
+    op: str, mask: str, n: int, s: int, t: int, kv_heads: int, folds: list[int], balance: bool = False
+) -> None:
+    """Value and every gradient of the op on n simulated ranks, against `dense`."""
+    given, rows, cols, sizes, predicate = MASKS[mask](s, t)
+    q, k, v = (
+        _random(BATCH, h, x, DIM, seed=i) for i, (h, x) in enumerate([(4, s), (kv_heads, t), (kv_heads, t)])
+    )
+    grad = _random(BATCH, 4, s, DIM, seed=3)
+    leaves = [x.requires_grad_() for x in (q, k, v, *([given] if given is not None else []))]
+    whole = dense(q, k, v, given, allowed((rows, cols, sizes, predicate), s, t))
+    expected = torch.autograd.grad(whole, leaves, grad)
+    frames = [1, s, 0, s, *folds], [1, t, 0, t, *folds]
+
+    def live(rank: int) -> list[Tensor]:
+        mine = [x.detach().clone().requires_grad_() for x in leaves]
+        shards = [cut(x, f, n) for x, f in zip(mine, (frames[0], frames[1], frames[1]))]
+        bias = sp.reduce_grad(mine[3:], "reduce", n, GROUP)[0] if given is not None else None
+        scores = (bias, rows, cols, sizes, predicate, None, 0.0, None)
+        out = OPS[op][1](*shards, (*scores, *frames, n, GROUP, balance), n)
+        out = sp.unshard(out, 2, frames[0], n, GROUP)
+        return [out.detach(), *torch.autograd.grad(out, mine, grad)]
+
+    for results in run_ranks(n, live):
+        for found, wanted in zip(results, [whole.detach(), *expected], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("folds", [[], [2]], ids=["contiguous", "zigzag"])
+def test_equals_one_device(op: str, mask: str, folds: list[int]) -> None:
+    check(op, mask, 4, 16, 16, 2, folds)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize(("n", "s"), [(2, 13), (4, 19), (6, 16), (8, 21), (4, 3)])
+@pytest.mark.parametrize("folds", [[], [2]], ids=["contiguous", "zigzag"])
+def test_any_heads_and_lengths(op: str, kv_heads: int, n: int, s: int, folds: list[int]) -> None:
+    check(op, "causal", n, s, s, kv_heads, folds)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("s", "t"), [(16, 9), (7, 18)])
+@pytest.mark.parametrize("mask", ["full", "causal", "keys only"])
+def test_cross_attention(op: str, s: int, t: int, mask: str) -> None:
+    check(op, mask, 2, s, t, 2, [])
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_balanced_inside(op: str, n: int) -> None:
+    check(op, "causal", n, 16, 16, 2, [], balance=True)

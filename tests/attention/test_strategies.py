@@ -1,0 +1,147 @@
+"""Every strategy x mask x heads x length, on simulated ranks: the loss of one device, and every gradient."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import Decoder, check, rotated, seeded, tokens
+from torch import Tensor
+
+import sp_compile
+
+STRATEGIES = ("ulysses", "ring", "hybrid", "gather", "auto")
+LAYOUTS = ("auto", "contiguous", "zigzag")
+HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
+LENGTHS = (16, 13)
+
+
+class Model(Decoder):
+    """forward(ids, padding, documents); `mask` makes a bool mask (or "causal", None) of the two and the length."""
+
+    def __init__(self, mask: Callable[..., Tensor | str | None], heads: tuple[int, int]) -> None:
+        super().__init__(_attend, *heads)
+        self.mask = mask
+
+    def forward(self, ids: Tensor, padding: Tensor, documents: Tensor) -> Tensor:
+        self.given = self.mask(ids.shape[1], padding, documents)
+        return super().forward(ids)
+
+
+def _attend(model: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, grouped = rotated(q), rotated(k), q.shape[1] != k.shape[1]
+    if isinstance(model.given, str):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=model.given, enable_gqa=grouped)
+
+
+def _before(length: int) -> Tensor:
+    i = torch.arange(length)
+    return i[:, None] >= i
+
+
+def _window(length: int) -> Tensor:
+    i = torch.arange(length)
+    return _before(length) & (i[:, None] - i < 5)
+
+
+MASKS: dict[str, Callable[..., Tensor | str | None]] = {
+    "causal": lambda s, padding, documents: "causal",
+    "full": lambda s, padding, documents: None,
+    "sliding window": lambda s, padding, documents: _window(s),
+    "padding": lambda s, padding, documents: _before(s) & padding[:, None, None],
+    "documents": lambda s, padding, documents: (
+        _before(s) & (documents[:, None, :, None] == documents[:, None, None])
+    ),
+}
+
+
+def inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    padding = torch.arange(length) < torch.tensor([[length - 3], [length]])
+    documents = torch.stack([torch.arange(length) // 4, torch.arange(length) // 7])
+    return tokens(length), padding, documents
+
+
+def run(
+    strategy: str, mask: str, heads: str, length: int, ranks: int, layout: str = "auto"
+) -> sp_compile.Report:
+    model = seeded(lambda: Model(MASKS[mask], HEADS[heads]))
+    return check(model, *inputs(length), sp=ranks, attention=strategy, layout=layout)
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equals_one_device(strategy: str, mask: str, heads: str) -> None:
+    length = LENGTHS[(list(MASKS).index(mask) + list(HEADS).index(heads)) % 2]
+    report = run(strategy, mask, heads, length, 4)
+    done = {"gather": "gathered"}.get(strategy, strategy)
+    assert strategy == "auto" or any(note.done == done for note in report.notes), str(report)
+    assert not report.fallbacks
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_layouts(strategy: str, layout: str) -> None:
+    run(strategy, "causal", "GQA", 16, 4, layout)
+    run(strategy, "documents", "GQA", 13, 4, layout)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("strategy", ["ring", "gather", "auto"])
+def test_any_number_of_ranks(strategy: str, ranks: int) -> None:
+    run(strategy, "causal", "GQA", 24, ranks)
+    run(strategy, "padding", "MQA", 13, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("strategy", "mask", "heads"), list(itertools.product(STRATEGIES, MASKS, HEADS)))
+def test_all(strategy: str, mask: str, heads: str, layout: str, length: int, ranks: int) -> None:
+    if strategy in ("ulysses", "hybrid") and not _fits(strategy, ranks, HEADS[heads][0]):
+        with pytest.raises(sp_compile.SpError, match="heads"):
+            run(strategy, mask, heads, length, ranks, layout)
+    else:
+        run(strategy, mask, heads, length, ranks, layout)
+
+
+def _fits(strategy: str, ranks: int, heads: int) -> bool:
+    if strategy == "ulysses":
+        return heads % ranks == 0
+    return any(ranks % u == 0 and heads % u == 0 for u in range(2, ranks))
+
+
+class Mixed(torch.nn.Module):
+    """A layer that sees a window, then one that sees all, as in Gemma."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = Decoder(lambda m, q, k, v: _window_of(3, q, k, v))
+        self.far = Decoder(lambda m, q, k, v: _window_of(1000, q, k, v))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.near(ids) + self.far(ids)
+
+
+def _window_of(width: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(i[:, None] >= i) & (i[:, None] - i < width))
+
+
+@pytest.mark.parametrize("flops", [1e3, 1e15], ids=["compute counts", "bytes count"])
+def test_one_layout_for_layers_that_want_different_ones(flops: float) -> None:
+    """What `explain` prints is what runs: all candidates are priced in the order that the program keeps."""
+    report = check(
+        seeded(Mixed), tokens(64), sp=4, attention="ring", cost={"flops": flops, "block_keys": 1e-9}
+    )
+    shifts = [note.why.split()[0] for note in report.notes if note.done == "ring"]
+    hops = sorted(d.chosen.rounds[0] - 2 * d.chosen.relayout for d in report.attention)
+    assert sorted(map(int, shifts)) == hops

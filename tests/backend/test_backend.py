@@ -1,0 +1,287 @@
+"""torch.compile(model, backend="sp") on real ranks: the loss and every gradient of one device."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import ranks as worker
+from support.parity import (
+    VOCAB,
+    Decoder,
+    Outcome,
+    against_eager,
+    build,
+    check,
+    difference,
+    error_text,
+    gradients,
+    outcome,
+    sp,
+    text,
+    train_step,
+)
+from support.ranks import Ranks
+from support.recording import Recorder
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def one_step(seq: int, dynamic: bool | None = None, compiler: str = "aot_eager", **model: Any) -> Outcome:
+    return against_eager(build(**model), *text(seq), mesh=worker.mesh(), dynamic=dynamic, compiler=compiler)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_decoder(ranks: Ranks, n: int) -> None:
+    check(ranks.run(n, one_step, 13))
+
+
+def mostly_prompt() -> Outcome:
+    return against_eager(build(layers=1), *text(12, prompt=0.9), mesh=worker.mesh())
+
+
+def test_ranks_without_a_valid_label(ranks: Ranks) -> None:
+    check(ranks.run(3, mostly_prompt))
+
+
+def test_fewer_positions_than_ranks(ranks: Ranks) -> None:
+    check(ranks.run(3, one_step, 2))
+
+
+def test_one_device_needs_no_process_group() -> None:
+    check([against_eager(build(), *text(9))])
+
+
+class Counter:
+    """A compiler that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self.calls += 1
+        return gm.forward
+
+
+def sweep(lengths: list[int]) -> tuple[list[Outcome], int, str]:
+    model, counter = build(layers=1), Counter()
+    run = sp(model, mesh=worker.mesh(), dynamic=True, compiler=counter)
+    outcomes = [against_eager(model, *text(seq), run=run) for seq in lengths]
+    calls, rank = counter.calls, worker.mesh().get_rank()
+    return outcomes, calls, error_text(lambda: run(*text(20 + 2 * (rank == 1))))
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_lengths_share_compilations(ranks: Ranks, n: int) -> None:
+    results = ranks.run(n, sweep, [12, 13, 7, 30, 18, 2, 31, 40])
+    for outcomes in zip(*(steps for steps, _, _ in results)):
+        check(outcomes)
+    for _, compiles, refusal in results:
+        assert compiles <= 2
+        assert "inputs of different sizes" in refusal
+        assert "rank 1: l_ids_ (2, 22)" in refusal
+
+
+class Toggled(nn.Module):
+    """BatchNorm over batch and sequence, a moving average, and dropout that eval turns off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder(layers=1)
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("average", torch.zeros(16))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.decoder.hidden(ids)
+        if self.training:
+            self.steps += 1
+            self.average.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        x = self.norm(x.flatten(0, 1)).view_as(x)
+        logits = self.decoder.head(x + self.average)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def toggle() -> list[Outcome]:
+    model = build(Toggled)
+    alone, run = copy.deepcopy(model), sp(model, mesh=worker.mesh())
+    outcomes = []
+    for step, training in enumerate((True, False, True)):
+        model.train(training)
+        alone.train(training)
+        batch = text(11, seed=step)
+        outcomes.append(outcome(*train_step(run, model, batch), *train_step(alone, alone, batch)))
+        for name, buffer in alone.named_buffers():
+            assert difference(model.get_buffer(name), buffer) < 1e-9, name
+    return outcomes
+
+
+def test_buffers_and_train_eval(ranks: Ranks) -> None:
+    for outcomes in zip(*ranks.run(2, toggle)):
+        check(outcomes)
+
+
+def accumulate() -> Outcome:
+    model = build(layers=1, tie=True)
+    alone, run = copy.deepcopy(model), sp(model, mesh=worker.mesh())
+    losses = []
+    for step in (run, alone):
+        losses.append(sum(step(*text(10, seed=seed)) for seed in (1, 2)))
+        losses[-1].backward()
+        step(*text(10, seed=3)).backward()
+    return outcome(losses[0], gradients(model), losses[1], gradients(alone))
+
+
+def test_gradients_accumulate_and_tied_weights(ranks: Ranks) -> None:
+    check(ranks.run(2, accumulate))
+
+
+class Checkpointed(Decoder):
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.norm(x)
+
+
+def test_checkpointed_blocks(ranks: Ranks) -> None:
+    check(ranks.run(2, one_step_of, Checkpointed))
+
+
+def one_step_of(model: type, seq: int = 9, **how: Any) -> Outcome:
+    return against_eager(build(model), *text(seq), mesh=worker.mesh(), **how)
+
+
+class Autocast(Decoder):
+    def hidden(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().hidden(ids)
+
+
+def autocast(ambient: bool) -> Outcome:
+    model = build(layers=1).float() if ambient else build(Autocast, layers=1).float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=ambient):
+        return against_eager(model, *text(12), mesh=worker.mesh())
+
+
+@pytest.mark.parametrize("ambient", [True, False], ids=["around the step", "in the model"])
+def test_autocast(ranks: Ranks, ambient: bool) -> None:
+    check(ranks.run(2, autocast, ambient), tolerance=0.05)
+
+
+def two_models() -> list[Outcome]:
+    """Two halves of the ranks train one model each, and all of them, the default group, a second one."""
+    first, second = build(layers=1), build(layers=1, tie=True)
+    halves = sp(first, mesh=worker.mesh2d(2, 2)["sp"])
+    whole = sp(second)
+    outcomes = []
+    for seed in (1, 2):
+        outcomes.append(against_eager(first, *text(10, seed=seed), run=halves))
+        outcomes.append(against_eager(second, *text(10, seed=seed), run=whole))
+    return outcomes
+
+
+def test_two_meshes_in_one_process(ranks: Ranks) -> None:
+    for outcomes in zip(*ranks.run(4, two_models)):
+        check(outcomes)
+
+
+class Breaks(Decoder):
+    """Three graph breaks: a printed value, an .item(), and a branch on data."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        scale = x.detach().abs().max().item()
+        x = self.blocks[1](x / scale)
+        if x.sum() > 1e6:
+            x = x * 2
+        logits = self.head(self.norm(x))
+        return self.loss(logits, labels)
+
+    @torch._dynamo.disable
+    def note(self, logits: Tensor) -> None:
+        self.seen = logits.shape
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.note(logits)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_graph_breaks(ranks: Ranks) -> None:
+    check(ranks.run(2, one_step_of, Breaks))
+
+
+class LossInItsOwnFrame(Decoder):
+    """A print breaks the outer frame and the loss function's too; neither piece holds attention."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return spoken_loss(self.head(self.hidden(ids)), labels)
+
+
+def spoken_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    print("logits", logits.shape)  # noqa: T201  (the graph break)
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+
+
+def test_pieces_without_a_sequence_are_no_error(ranks: Ranks) -> None:
+    check(ranks.run(2, one_step_of, LossInItsOwnFrame))
+
+
+def recomputes() -> tuple[int, int]:
+    """Exchanges in the backward graph, without and with checkpointed blocks."""
+    return tuple(backward_exchanges(model) for model in (Decoder, Checkpointed))
+
+
+def backward_exchanges(model: type) -> int:
+    recorder = Recorder()
+    against_eager(build(model, layers=1), *text(9), mesh=worker.mesh(), compiler=recorder)
+    return len(recorder.collectives("backward", "all_to_all_single"))
+
+
+def test_checkpointed_blocks_run_again_in_the_backward(ranks: Ranks) -> None:
+    assert ranks.run(2, recomputes) == [(2, 4)] * 2
+
+
+def shards(seq: int) -> tuple[list[Outcome], str]:
+    """Each rank passes its part of the tokens and targets, and gets its part of the hidden states.
+
+    At last it passes a part of another length than the others do.
+    """
+    mesh = worker.mesh()
+    model = build(Shards, layers=1)
+    alone = copy.deepcopy(model)
+    run = sp(model, mesh=mesh, inputs="local", outputs="local", dynamic=True)
+    outcomes = []
+    for seed in (1, 2):
+        ids, targets = text(seq * seed, seed=seed)
+        mine = slice(
+            mesh.get_rank() * ids.shape[1] // mesh.size(), (mesh.get_rank() + 1) * ids.shape[1] // mesh.size()
+        )
+        for m in (model, alone):
+            m.zero_grad()
+        loss, hidden = run(ids[:, mine], targets[:, mine])
+        right, whole = alone(ids, targets)
+        assert difference(hidden, whole[:, mine]) < 1e-9
+        loss.backward()
+        right.backward()
+        outcomes.append(outcome(loss, gradients(model), right, gradients(alone)))
+    return outcomes, error_text(lambda: run(*text(9 - mesh.get_rank())))
+
+
+class Shards(Decoder):
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.hidden(ids)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), x.detach()
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_local_inputs_and_outputs(ranks: Ranks, n: int) -> None:
+    results = ranks.run(n, shards, 12)
+    for outcomes in zip(*(steps for steps, _ in results)):
+        check(outcomes)
+    for _, refusal in results:
+        assert "inputs of different sizes" in refusal
+        assert "rank 1: l_ids_ (2, 8)" in refusal

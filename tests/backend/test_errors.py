@@ -1,0 +1,210 @@
+"""What is refused: a readable SpError on every rank, and no rank hangs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks as worker
+from support.parity import Decoder, build, error_text, sp, text
+from support.ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import sp_compile
+
+ALL = 2
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    torch._dynamo.reset()
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def other_length() -> str:
+    run = sp(build(layers=1), mesh=worker.mesh())
+    return error_text(lambda: run(*text(12 + rank())))
+
+
+def other_batch() -> str:
+    run = sp(build(layers=1), mesh=worker.mesh())
+    return error_text(lambda: run(*text(12, batch=1 + rank())))
+
+
+def other_model() -> str:
+    run = sp(build(layers=1 + rank()), mesh=worker.mesh())
+    return error_text(lambda: run(*text(12)))
+
+
+class ReadsItsRank(Decoder):
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = super().hidden(ids)
+        return x.sin() if rank() else x
+
+
+def other_code() -> str:
+    run = sp(build(ReadsItsRank, layers=1), mesh=worker.mesh())
+    return error_text(lambda: run(*text(12)))
+
+
+def fails_on_one() -> str:
+    def compiler(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        if rank() == 1:
+            raise MemoryError("no room for the code")
+        return gm.forward
+
+    run = sp(build(layers=1), mesh=worker.mesh(), compiler=compiler)
+    return error_text(lambda: run(*text(12)))
+
+
+def typo_on_one() -> str:
+    options = {"mesh": worker.mesh(), **({"atention": "gather"} if rank() == 1 else {})}
+    run = sp(build(layers=1), **options)
+    return error_text(lambda: run(*text(12)))
+
+
+def local_with_a_break() -> str:
+    run = sp(build(Breaks, layers=1), mesh=worker.mesh(), outputs="local")
+    return error_text(lambda: run(*text(12)))
+
+
+class Breaks(Decoder):
+    def hidden(self, ids: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().hidden(ids)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (other_length, ["inputs of different sizes", "rank 1: l_ids_ (2, 13)"]),
+        (other_batch, ["l_ids_ (2, 12)", "l_ids_ (1, 12)"]),
+        (other_model, ["different programs", "blocks_modules_1", "missing"]),
+        (other_code, ["different programs", "What differs first", "sin", "return x.sin() if rank() else x"]),
+        (fails_on_one, ["could not be compiled on rank 1", "MemoryError: no room for the code"]),
+        (local_with_a_break, ["outputs='local'", "without graph breaks"]),
+        (typo_on_one, ["could not be compiled on rank 1", "did you mean 'attention'?"]),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+def test_every_rank_hears_of_it(ranks: Ranks, case: Callable[[], str], words: list[str]) -> None:
+    messages = ranks.run(ALL, case, timeout=60)
+    assert len(set(messages)) == 1
+    for word in words:
+        assert word in messages[0], messages[0]
+
+
+def with_options(options: dict[str, Any]) -> str:
+    return error_text(lambda: sp(build(layers=1), **options)(*text(8)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"param_grad": "reduce"}, ["unknown option 'param_grad'", "did you mean 'param_grads'?"]),
+        ({"attention": "torus"}, ["attention='torus'", "'auto', 'ulysses', 'ring', 'hybrid', 'gather'"]),
+        ({"layout": "zig"}, ["layout='zig'", "did you mean 'zigzag'?"]),
+        ({"attention": "ulyses"}, ["did you mean 'ulysses'?"]),
+        ({"outputs": "global"}, ["outputs='global'", "'gather', 'local'"]),
+        ({"seq_dims": 1}, ["seq_dims=1"]),
+        ({"seq_dims": {"tokens": 1}}, ["no input is called 'tokens'", "ids", "labels"]),
+        ({"seq_dims": {"ids": 2}}, ["seq_dims", "ids", "2"]),
+        ({"activation_memory_budget": 2}, ["activation_memory_budget=2"]),
+        ({"mesh": "sp"}, ["expected a torch.distributed DeviceMesh, got str"]),
+        ({"compiler": "inductr"}, ["compiler='inductr'", "did you mean 'inductor'?"]),
+    ],
+    ids=lambda x: "-".join(f"{k}" for k in x) if isinstance(x, dict) else "",
+)
+def test_options(options: dict[str, Any], words: list[str]) -> None:
+    message = with_options(options)
+    for word in words:
+        assert word in message, message
+
+
+def wrong_meshes() -> list[str]:
+    mesh = worker.mesh2d(2, 2)
+    outside = DeviceMesh("cpu", [0, 1], mesh_dim_names=("sp",))
+    messages = [with_options({"mesh": mesh, "mesh_dim": "tp"})]
+    messages.append(with_options({"mesh": mesh._flatten("all"), "mesh_dim": "sp"}))
+    unnamed = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    messages.append(with_options({"mesh": unnamed}))
+    if rank() > 1:
+        messages.append(with_options({"mesh": outside}))
+    return messages
+
+
+def test_meshes(ranks: Ranks) -> None:
+    for r, messages in enumerate(ranks.run(4, wrong_meshes, timeout=60)):
+        assert "no axis 'tp'" in messages[0]
+        assert "only ('all',)" in messages[1]
+        assert "2 axes" in messages[2]
+        assert "mesh_dim" in messages[2]
+        if r > 1:
+            assert f"this rank ({r}) is not in the mesh" in messages[3]
+
+
+def no_sequence() -> str:
+    run = sp(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), mesh=worker.mesh())
+    return error_text(lambda: run(torch.randn(3, 4)))
+
+
+def test_no_sequence(ranks: Ranks) -> None:
+    messages = ranks.run(2, no_sequence, timeout=60)
+    assert messages[0] == messages[1]
+    assert "no sequence found" in messages[0]
+    assert "seq_dims" in messages[0]
+    assert "input" in messages[0]
+
+
+class Gathers(Decoder):
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = super().hidden(ids)
+        return x.sort(dim=1).values  # the line that the error has to show
+
+
+def forbids() -> str:
+    run = sp(build(Gathers, layers=1), mesh=worker.mesh(), fallback="error")
+    return error_text(lambda: run(*text(12)))
+
+
+def test_fallback_error_names_node_line_and_shapes(ranks: Ranks) -> None:
+    messages = ranks.run(2, forbids, timeout=60)
+    assert messages[0] == messages[1]
+    where = ("test_errors.py", "the line that the error has to show")
+    for word in ("sort", *where, "[2, 12, 16]", "fallback='gather'"):
+        assert word in messages[0], messages[0]
+
+
+def test_an_error_is_raised_at_every_call() -> None:
+    run = sp(build(layers=1), attention="torus")
+    for _ in range(2):
+        with pytest.raises(sp_compile.SpError, match="torus"):
+            run(*text(8))
+
+
+def with_other_values(what: str) -> str:
+    """One rank has other weights, or other tokens: the loss would be that of a mixture."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank if what == "weights" else 0)
+    model = nn.Sequential(
+        nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    )
+    torch.manual_seed(rank if what == "tokens" else 0)
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "mesh": worker.mesh(2)})
+    try:
+        run(torch.randint(0, 16, (1, 8)))
+    except sp_compile.SpError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["weights", "tokens"])
+def test_ranks_with_other_values_all_raise(ranks: Ranks, what: str) -> None:
+    for message in ranks.run(2, with_other_values, what):
+        assert "different values" in message
+        assert "checksum" in message

@@ -1,0 +1,165 @@
+"""explain and verify: no processes, golden text, errors that can be seen."""
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sp_compile
+
+
+class Decoder(nn.Module):
+    def __init__(self, heads=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = heads
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.qkv = nn.Linear(16, 48, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for _ in range(2):
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def text(length):
+    torch.manual_seed(0)
+    return torch.randint(0, 32, (1, length)), torch.randint(0, 32, (1, length))
+
+
+class Goldens(expecttest.TestCase):
+    def test_explain(self):
+        self.assertExpectedInline(
+            str(sp_compile.explain(Decoder(), *text(64), sp=4)),
+            """\
+4 ranks; the sequence is ids dim 1, labels dim 1
+
+Constraints
+  sequence of 64: 16 positions a rank
+  4 ranks divide the 4 heads (dim 1)
+
+Rewrites
+  nodes  pass     at                                                        what and why
+-------  -------  --------------------------------------------------------  ---------------------------------------------------
+      1  mean     tests/backend/test_explain.py:25: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
+                                                                            whole sequence
+      2  ulysses  tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...  3 operands in 1 all-to-all, 1 back
+      1  reduce   tests/backend/test_explain.py:25: return F.cross_entropy(self...  partial sums of the ranks added
+
+Attention, predicted
+2 x batch 1, 4 heads x 4, 64 positions, causal
+attention    U x R    layout           forward ms    backward ms    total ms    memory MiB  why
+-----------  -------  -------------  ------------  -------------  ----------  ------------  ---------------
+ulysses      4 x 1    contiguous            0.707          0.710       1.417         0.004  chosen: fastest
+gather       1 x 4    contiguous            0.616          0.934       1.550         0.008  +9.4%
+hybrid       2 x 2    contiguous            1.211          1.522       2.733         0.017  +92.9%
+gather       1 x 4    zigzag, moved         1.522          1.838       3.360         0.008  +137.1%
+ring         1 x 4    contiguous            1.619          1.944       3.563         0.021  +151.4%
+hybrid       2 x 2    zigzag, moved         2.016          2.327       4.343         0.017  +206.5%
+ring         1 x 4    zigzag, moved         2.627          2.952       5.579         0.021  +293.7%
+
+Collectives, bytes that one rank sends
+  times  exchange     local shape                                     sent forward    sent backward    at
+-------  -----------  ----------------------------------------------  --------------  ---------------  --------------------------------------------------------
+      1  shard        1 x 16                                          0 B             0 B              tests/backend/test_explain.py:21: x = self.embed(ids)
+      1  reduce_grad  32 x 16, 48 x 16, 32 x 16, ... (4 tensors)      0 B             10.7 KiB         the parameters
+      2  all_to_all   1 x 4 x 16 x 4, 1 x 4 x 16 x 4, 1 x 4 x 16 x 4  2.2 KiB         2.2 KiB          tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...
+      2  all_to_all   1 x 1 x 64 x 4                                  768 B           768 B            tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...
+      1  shard        16                                              0 B             0 B              tests/backend/test_explain.py:25: return F.cross_entropy(self...
+      1  all_reduce                                                   6 B             0 B              tests/backend/test_explain.py:25: return F.cross_entropy(self...
+         total                                                        6.0 KiB         16.7 KiB""",
+        )
+
+    def test_explain_a_ring(self):
+        report = sp_compile.explain(Decoder(heads=2), *text(10), sp=4, attention="ring")
+        self.assertExpectedInline(
+            str(report),
+            """\
+4 ranks; the sequence is ids dim 1, labels dim 1
+
+Constraints
+  sequence of 10: 3 positions a rank, padded to 4 * 3
+
+Rewrites
+  nodes  pass    at                                                        what and why
+-------  ------  --------------------------------------------------------  -------------------------------------------------------
+      1  mean    tests/backend/test_explain.py:25: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
+                                                                           whole sequence
+      2  ring    tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...  3 shifts of keys and values forward, at most 7 backward
+      1  reduce  tests/backend/test_explain.py:25: return F.cross_entropy(self...  partial sums of the ranks added
+
+Attention, predicted
+2 x batch 1, 2 heads x 8, 10 positions, causal
+attention    U x R    layout           forward ms    backward ms    total ms    memory MiB  why
+-----------  -------  -------------  ------------  -------------  ----------  ------------  -----------------------------------
+ring         1 x 4    contiguous            1.603          1.907       3.510         0.004  chosen: asked for
+gather       1 x 4    contiguous            0.603          0.906       1.509         0.001  -57.0%
+hybrid       2 x 2    contiguous            1.202          1.503       2.705         0.003  -22.9%
+gather       1 x 4    zigzag, moved         1.504          1.807       3.311         0.001  -5.7%
+hybrid       2 x 2    zigzag, moved         2.003          2.304       4.307         0.003  +22.7%
+ring         1 x 4    zigzag, moved         2.604          2.908       5.513         0.004  +57.1%
+ulysses      4 x 1    contiguous                                                            4 ranks do not divide 2 query heads
+
+Collectives, bytes that one rank sends
+  times  exchange        local shape                                  sent forward    sent backward    at
+-------  --------------  -------------------------------------------  --------------  ---------------  --------------------------------------------------------
+      1  shard           1 x 3                                        0 B             0 B              tests/backend/test_explain.py:21: x = self.embed(ids)
+      1  reduce_grad     32 x 16, 48 x 16, 32 x 16, ... (4 tensors)   0 B             10.7 KiB         the parameters
+      2  ring_attention  1 x 2 x 3 x 8, 1 x 2 x 3 x 8, 1 x 2 x 3 x 8  1.1 KiB         2.2 KiB          tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...
+      1  shard           3                                            0 B             0 B              tests/backend/test_explain.py:25: return F.cross_entropy(self...
+      1  all_reduce                                                   6 B             0 B              tests/backend/test_explain.py:25: return F.cross_entropy(self...
+         total                                                        2.3 KiB         15.2 KiB""",
+        )
+
+
+def test_explain_needs_no_processes_for_64_ranks():
+    report = sp_compile.explain(Decoder(heads=16), *text(64), sp=64)
+    assert not torch.distributed.is_initialized()
+    assert report.n == 64
+    assert not report.fallbacks, "64 ranks do not divide 16 heads, which hybrid attention does not need"
+    assert report.attention[0].chosen.kind in ("hybrid", "ring", "gather")
+
+
+def test_bytes_of_ulysses_are_those_of_the_formula():
+    """(n-1)/n of q, k, v and of the output: 2 Hq + 2 Hkv heads of S/n x D."""
+    n, length, width, size = 4, 64, 16, 4
+    report = sp_compile.explain(Decoder(), *text(length), sp=n)
+    sent = sum(e.forward for e in report.exchanges if e.op == "all_to_all")
+    layers, tensors = 2, 4
+    assert sent == layers * tensors * (n - 1) * (length // n) * width * size // n
+    assert report.count("all_to_all") == 2 * layers
+
+
+@pytest.mark.parametrize(("n", "length"), [(1, 8), (2, 9), (3, 8), (4, 3)])
+def test_verify(n, length):
+    report = sp_compile.verify(Decoder().double(), *text(length), sp=n)
+    assert report.worst < 1e-12
+    assert len(report.errors) == 1 + len(list(Decoder().parameters()))
+
+
+def test_verify_sees_a_wrong_program(monkeypatch):
+    """A helper that cannot fail proves nothing: break an exchange and look."""
+    from sp_compile.lowering.communicator import Communicator
+
+    monkeypatch.setattr(Communicator, "all_to_all", lambda self, x, n, group: x)
+    assert sp_compile.verify(Decoder().double(), *text(8), sp=2).worst > 1e-3
+
+
+@pytest.mark.parametrize(("attention", "ulysses"), [("ring", 1), ("hybrid", 2), ("gather", 1)])
+def test_bytes_of_the_other_strategies(attention, ulysses):
+    """Keys and values: (R-1) shards in a ring or a gather of R; hybrid: also (U-1)/U of q, k, v and of the output."""
+    n, length, size, heads, width = 4, 64, 4, 4, 4
+    report = sp_compile.explain(Decoder(), *text(length), sp=n, attention=attention, layout="contiguous")
+    head = length // n * width * size
+    ring = n // ulysses
+    keys = 2 * heads * head
+    others = (ulysses - 1) * 4 * heads * head // ulysses
+    sent = [e for e in report.exchanges if e.op.endswith("_attention")]
+    assert [e.forward for e in sent] == [others + (ring - 1) * keys] * 2
+    home = {"ring": ring, "hybrid": ring, "gather": n - 1}[attention]
+    if any("scatter" in str(d.chosen.ring_grads) for d in report.attention):
+        home = ring - 1
+    assert [e.backward for e in sent] == [others + (ring - 1) * keys + home * keys] * 2

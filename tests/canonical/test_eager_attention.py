@@ -1,0 +1,182 @@
+"""Attention that is spelled out: which spellings become the fused op, which stay, and that values are what they were."""
+
+from __future__ import annotations
+
+import math
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from support.capturing import compile_function
+from support.golden import show
+from support.models import floats
+from support.spellings.eager_spellings import (
+    LOWEST,
+    SPELLINGS,
+    STAYS,
+    Attend,
+    B,
+    D,
+    H,
+    S,
+    additive,
+    before,
+    repeated,
+)
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.sharding.attention import ATTENTION
+
+aten = torch.ops.aten
+
+
+class Model(nn.Module):
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v)
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    return tuple(floats(B, H, S, D, seed=seed).to(dtype) * 2 - 1 for seed in range(3))
+
+
+def canonical(
+    attend: Attend, dtype: torch.dtype = torch.float64, differentiable: bool = True
+) -> torch.fx.GraphModule:
+    gm = sp_compile.capture_export(torch.export.export(Model(attend), inputs(dtype)))
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["sp_grad"] = differentiable
+    Canonicalize()(gm)
+    return gm
+
+
+def test_a_bias_that_may_hold_anything_stays() -> None:
+    """Floats from outside that nobody trains: a row of finfo.min would have another gradient as fused attention."""
+    gm = canonical(SPELLINGS["bias"][0], differentiable=False)
+    assert not [n for n in gm.graph.nodes if n.target in ATTENTION]
+
+
+def said(gm: torch.fx.GraphModule) -> tuple[str, float]:
+    (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
+    if node.target is torch.ops.sp.masked_attention.default:
+        return str(node.args[6]), node.args[8]
+    mask = "k <= q" if True in node.args[5:6] else "" if node.args[3] is None else "data"
+    return mask, node.kwargs["scale"]
+
+
+def grads(run: Attend, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    given = [t.clone().requires_grad_() for t in inputs(dtype)]
+    torch.manual_seed(3)
+    out = run(*given)
+    loss = (out.sin() * floats(*out.shape, seed=9)).sum()
+    return [out, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(name: str) -> None:
+    attend, expected = SPELLINGS[name]
+    gm = canonical(attend)
+    assert said(gm) == expected
+    assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
+    torch.testing.assert_close(grads(gm), grads(attend), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_stays(name: str) -> None:
+    gm = canonical(STAYS[name])
+    assert not [n for n in gm.graph.nodes if n.target in ATTENTION]
+    torch.testing.assert_close(grads(gm), grads(STAYS[name]), rtol=0, atol=0)
+
+
+HALVES: dict[str, Attend] = {
+    "plain": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+    "softmax in float32": lambda q, k, v: F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
+    "scores in float32": lambda q, k, v: F.softmax((q @ k.mT).float(), -1).to(q.dtype) @ v,
+    "product in float32": lambda q, k, v: F.softmax(q.float() @ k.float().mT, -1).type_as(q) @ v,
+    "mask in float32": lambda q, k, v: (
+        F.softmax((q @ k.mT).float() + additive(-math.inf).float(), -1).to(q.dtype) @ v
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HALVES)
+def test_half_types_lose_nothing(name: str, dtype: torch.dtype) -> None:
+    """The fused op is at least as close to float64."""
+    attend = HALVES[name]
+    gm = canonical(attend, dtype)
+    assert said(gm)[0] == ("k <= q" if "mask" in name else "")
+    exact = grads(lambda *x: attend(*(t.to(dtype).double() for t in x)))
+    for fused, spelt, wanted in zip(grads(gm, dtype), grads(attend, dtype), exact):
+        assert fused.dtype == dtype
+        limit = 2 * (spelt - wanted).abs().max() + torch.finfo(dtype).eps / 4
+        assert (fused - wanted).abs().max() <= limit
+
+
+def test_dropout_goes_into_the_op() -> None:
+    gm = canonical(lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.25, True) @ v)
+    (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
+    assert node.args[4] == 0.25
+    assert not any("dropout.default" in str(n.target) for n in gm.graph.nodes)
+    torch.manual_seed(0)
+    mean = torch.stack([gm(*inputs()) for _ in range(400)]).mean(0)
+    assert (mean - F.scaled_dot_product_attention(*inputs(), scale=1.0)).abs().max() < 0.15
+
+
+def test_numbers_that_dynamo_lifted_out_of_the_graph() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / torch.tensor(2.5, dtype=q.dtype)
+        return torch.where(before(), scores, torch.tensor(-1e9, dtype=q.dtype)).softmax(-1) @ v
+
+    run, backend = compile_function(attend)
+    run(*inputs())
+    (gm,) = backend.graphs
+    Canonicalize()(gm)
+    assert said(gm) == ("k <= q", 0.4)
+
+
+class Goldens(expecttest.TestCase):
+    def test_everything_at_once(self):
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = torch.einsum("bqhd,bkhd->bhqk", *(t.transpose(1, 2) for t in (q, repeated(k)))) * 0.5
+            weights = F.dropout(F.softmax(scores.masked_fill(~before(), LOWEST), -1), 0.1, True)
+            return torch.einsum("bhqk,bkhd->bqhd", weights, repeated(v).transpose(1, 2))
+
+        self.assertExpectedInline(
+            show(canonical(attend)),
+            """\
+q: [2, 4, 8, 4] = placeholder
+k: [2, 4, 8, 4] = placeholder
+v: [2, 4, 8, 4] = placeholder
+slice_1: [2, 2, 8, 4] = aten.slice.Tensor(k, 1, 0, 2)
+slice_2: [2, 2, 8, 4] = aten.slice.Tensor(v, 1, 0, 2)
+scaled_dot_product_attention_default: [2, 4, 8, 4] = aten.scaled_dot_product_attention(q, slice_1, slice_2, None, 0.1, True, scale=0.5, enable_gqa=True)
+permute_default: [2, 8, 4, 4] = aten.permute(scaled_dot_product_attention_default, [0, 2, 1, 3])
+return (permute_default,)""",
+        )
+
+    def test_bias_and_fill(self):
+        attend = SPELLINGS["bias and fill"][0]
+        self.assertExpectedInline(
+            show(canonical(attend)),
+            """\
+q: [2, 4, 8, 4] = placeholder
+k: [2, 4, 8, 4] = placeholder
+v: [2, 4, 8, 4] = placeholder
+mean: [2, 4, 8] = aten.mean.dim(v, [-1])
+unsqueeze: [2, 4, 1, 8] = aten.unsqueeze(mean, 2)
+arange: [8] = aten.arange(8, device=cpu, pin_memory=False)
+unsqueeze_1: [8, 1] = aten.unsqueeze(arange, 1)
+ge: [8, 8] = aten.ge.Tensor(unsqueeze_1, arange)
+bitwise_not: [8, 8] = aten.bitwise_not(ge)
+logical_not_default: [8, 8] = aten.logical_not(bitwise_not)
+where_scalar_other: [2, 4, 8, 8] = aten.where.ScalarOther(logical_not_default, unsqueeze, -inf)
+scaled_dot_product_attention_default: [2, 4, 8, 4] = aten.scaled_dot_product_attention(q, k, v, where_scalar_other, 0.0, scale=1.0)
+return (scaled_dot_product_attention_default,)""",
+        )

@@ -1,0 +1,105 @@
+"""Loops over time that tracing unrolled become scans, equal to eager in value and gradient, on ranks too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.golden import show
+from support.models import check, floats, seeded
+from support.spellings.loops import LOOPS, WIDTH, Loop, inputs, rolled
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import sp_compile
+
+
+def values_and_gradients(fn: Loop, args: tuple[Tensor, ...]) -> list[Tensor | None]:
+    leaves = [x.clone().requires_grad_() for x in args]
+    values = [v for v in tree_leaves(fn(*leaves)) if isinstance(v, Tensor)]
+    wanted = [v for v in values if v.requires_grad]
+    total = sum((v.sin().sum() for v in wanted), torch.zeros(()))
+    grads = torch.autograd.grad(total, leaves, allow_unused=True) if wanted else []
+    return [*values, *grads]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_equal_to_the_loop(name: str) -> None:
+    fn, args = LOOPS[name][0], inputs(name)
+    expected = values_and_gradients(fn, args)
+    torch.testing.assert_close(values_and_gradients(rolled(fn, args), args), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_node_of_a_single_step_remains(name: str) -> None:
+    """The graph is as large for any number of steps."""
+    few, many = (show(rolled(LOOPS[name][0], inputs(name, steps))).count("\n") for steps in (5, 11))
+    assert few == many
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_on_ranks(name: str) -> None:
+    """What crosses ranks is scans, shifts by a row, and single rows."""
+    fn = LOOPS[name][0]
+
+    def model(x: Tensor, *others: Tensor) -> object:
+        return fn(
+            *(v.sin() if v.ndim > 2 else v for v in (x, *others))
+        )  # sequences are computed, and so sharded
+
+    args = [x.requires_grad_() for x in inputs(name)]
+    report = check(model, *args, sp=3, seq_dims={"x": 2 if args[0].ndim == 4 else 1})
+    assert not report.fallbacks or name == "in blocks", report  # which a sequence is not cut into on shards
+
+
+class Gated(nn.Module):
+    """A gated recurrence with a linear layer in the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            forget, what = self.gates(x[:, t]).chunk(2, -1)
+            h = forget.sigmoid() * h + what
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+class Checkpointed(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class WithoutGradients(Gated):
+    """Of the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = super().forward(x)
+        return y * self.gates(x)[..., :WIDTH]
+
+
+class Autocast(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [Gated, Checkpointed, WithoutGradients])
+def test_regions(model: type[Gated]) -> None:
+    """A number of texts that may change, and regions that the loop is in."""
+    x = floats(4, 10, WIDTH)
+    torch._dynamo.mark_dynamic(x, 0)
+    report = check(seeded(model), x, sp=3)
+    assert report.count("linear_scan") == 1
+    assert not report.fallbacks
+
+
+def test_autocast() -> None:
+    """The loop's products are in bfloat16, as those of one device are; their sums are rounded less often."""
+    report = sp_compile.verify(seeded(Autocast).float(), floats(4, 10, WIDTH).float(), sp=2)
+    assert report.worst < 0.03
+    assert report.count("linear_scan") == 1

@@ -1,0 +1,119 @@
+"""Loops over time that are no scans stay as they are, and looking for scans takes linear time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.golden import captured, show
+from support.models import BATCH, check, floats
+from support.spellings.loops import WIDTH, Loop, moving_average, rolled
+from torch import Tensor
+
+from sp_compile.passes.canonical.loops.reroll import Reroll
+from sp_compile.passes.canonical.spellings import respell
+
+# Loops that stay.
+
+
+def steps_of(step: Callable[[Tensor, Tensor, int], Tensor]) -> Loop:
+    def loop(x: Tensor, y: Tensor) -> Tensor:
+        h, out = y, []
+        for t in range(x.shape[1]):
+            h = step(h, x[:, t], t)
+            out.append(h)
+        return torch.stack(out, 1)
+
+    return loop
+
+
+def coupled(x: Tensor, y: Tensor) -> Tensor:
+    h, g, out = y, y, []
+    for t in range(x.shape[1]):
+        h, g = h * x[:, t] + g, g * 0.5 + h
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def without_a_state(x: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([x[:, t].exp() @ y.mT for t in range(x.shape[1])], 1)
+
+
+def in_grad_modes(x: Tensor, y: Tensor) -> Tensor:
+    h, out = y, []
+    for t in range(x.shape[1]):
+        with torch.no_grad():
+            scale = x[:, t].exp()
+        h = h * scale + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def read_of_a_later_step(x: Tensor, y: Tensor) -> Tensor:
+    """The second input of the loop is made from what the first step computes."""
+    h, out, z = y, [], x
+    for t in range(x.shape[1]):
+        h = h * x[:, t] + z[:, t]
+        if t == 0:
+            z = z * h[:, None]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+STAY: dict[str, Loop] = {
+    "tanh": steps_of(lambda h, x, t: torch.tanh(h + x)),
+    "a matrix times the state": steps_of(lambda h, x, t: h @ x.mT @ x),
+    "a square": steps_of(lambda h, x, t: h * h + x),
+    "a product of two": steps_of(lambda h, x, t: h * (h + x)),
+    "steps that differ": steps_of(lambda h, x, t: h * x + x if t % 2 else h + x),
+    "powers of the step": steps_of(lambda h, x, t: h * 0.5**t + x),
+    "a cast": steps_of(lambda h, x, t: (h * x + x).float().double()),
+    "a detached state": steps_of(lambda h, x, t: h.detach() * x + x),
+    "a norm of the state": steps_of(lambda h, x, t: h * h.norm() + x),
+    "random numbers": steps_of(lambda h, x, t: h * 0.5 + F.dropout(x, 0.0)),
+    "a state of the batch": steps_of(lambda h, x, t: h.flip(0) * 0.5 + x),
+    "two states": coupled,
+    "no state": without_a_state,
+    "grad modes": in_grad_modes,
+    "a later read": read_of_a_later_step,
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_stays(name: str) -> None:
+    args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
+    gm = captured(STAY[name], *args)
+    respell(gm)
+    before = show(gm)
+    Reroll(gm).run()
+    assert show(gm) == before
+    check(STAY[name], *(x.requires_grad_() for x in args), sp=2, seq_dims={"x": 1})
+
+
+def test_a_step_that_is_read_before_the_loop_ends() -> None:
+    def early(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h, out, loss = y, [], x.sum()
+        for t in range(x.shape[1]):
+            h = h * x[:, t] + x[:, t]
+            loss = loss + h.square().sum() if t == 2 else loss
+            out.append(h)
+        return torch.stack(out, 1), loss
+
+    args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
+    torch.testing.assert_close(rolled(early, args)(*args), early(*args))
+
+
+def test_time_is_linear_in_the_nodes() -> None:
+    """Nodes that are looked at, of a loop and of one that stays."""
+    for fn in (moving_average, lambda x: STAY["tanh"](x, x[:, 0])):
+        looked = []
+        for steps in (20, 80):
+            gm = captured(fn, floats(BATCH, steps, WIDTH))
+            respell(gm)
+            reroll = Reroll(gm)
+            before = reroll.budget
+            reroll.run()
+            looked.append(before - reroll.budget)
+        assert looked[1] <= 4.5 * looked[0]

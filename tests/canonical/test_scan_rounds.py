@@ -1,0 +1,167 @@
+"""Scans that were unrolled into rounds of strided slices are scans again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from support.golden import captured, show
+from support.models import BATCH, check, floats
+from torch import Tensor
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch.fx import GraphModule
+
+from sp_compile.passes.canonical.scan_rounds import ScanRounds
+
+WIDTH = 3
+LENGTHS = [2, 3, 4, 7, 8, 13]
+Combine = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]]
+Scan = Callable[[Combine, tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+def odd_and_even(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """As jax.lax.associative_scan: pairs, the scan of these, and what stands between."""
+    length = xs[0].shape[0]
+    if length < 2:
+        return xs
+    pairs = combine(tuple(x[:-1:2] for x in xs), tuple(x[1::2] for x in xs))
+    odd = odd_and_even(combine, pairs)
+    rest = combine(tuple(y[: (length - 1) // 2] for y in odd), tuple(x[2::2] for x in xs))
+    even = [torch.cat([x[:1], y]) for x, y in zip(xs, rest)]
+    short = [torch.nn.functional.pad(y, (0, 0, 0, 0, 0, len(e) - len(y))) for y, e in zip(odd, even)]
+    return tuple(torch.stack([e, o], 1).flatten(0, 1)[:length] for e, o in zip(even, short))
+
+
+def doubling(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Hillis and Steele: 1, 2, 4, ... rows back."""
+    step = 1
+    while step < xs[0].shape[0]:
+        new = combine(tuple(x[:-step] for x in xs), tuple(x[step:] for x in xs))
+        xs = tuple(torch.cat([x[:step], y]) for x, y in zip(xs, new))
+        step *= 2
+    return xs
+
+
+def one_by_one(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    rows = [tuple(x[:1] for x in xs)]
+    for t in range(1, xs[0].shape[0]):
+        rows.append(combine(rows[-1], tuple(x[t : t + 1] for x in xs)))
+    return tuple(torch.cat([row[i] for row in rows]) for i in range(len(xs)))
+
+
+def recurrence(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    (a, b), (c, d) = left, right
+    return a * c, c * b + d
+
+
+COMBINES: dict[str, Combine] = {
+    "sum": lambda x, y: (x[0] + y[0],),
+    "prod": lambda x, y: (x[0] * y[0],),
+    "logsumexp": lambda x, y: (torch.logaddexp(x[0], y[0]),),
+    "recurrence": recurrence,
+    "recurrence, other way round": lambda x, y: (y[0] * x[0], y[1] + x[1] * y[0]),
+}
+ROUNDS: dict[str, Scan] = {"odd and even": odd_and_even, "doubling": doubling, "one by one": one_by_one}
+
+
+def scanned(scan: Scan, combine: Combine) -> Callable[[Tensor, Tensor], Tensor]:
+    """The states alone: of a recurrence, what the factors come to is not used."""
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        leaves = (x, y) if len(combine((x, y), (x, y))) == 2 else (x,)
+        return scan(combine, tuple(v.movedim(1, 0) for v in leaves))[-1].movedim(0, 1)
+
+    return model
+
+
+def inputs(length: int) -> tuple[Tensor, Tensor]:
+    return floats(BATCH, length, WIDTH), floats(BATCH, length, WIDTH, seed=3)
+
+
+def rolled(model: Callable[..., object], length: int) -> GraphModule:
+    gm = captured(model, *inputs(length))
+    gm.graph.eliminate_dead_code()  # the products that a recurrence's last round makes for no one
+    assert ScanRounds(gm).run()
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def gradients(model: Callable[..., Tensor], length: int) -> list[Tensor | None]:
+    leaves = [x.requires_grad_() for x in inputs(length)]
+    out = model(*leaves)
+    return [out, *torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("combine", COMBINES)
+@pytest.mark.parametrize("rounds", ["odd and even", "doubling"])
+def test_rounds(rounds: str, combine: str, length: int) -> None:
+    model = scanned(ROUNDS[rounds], COMBINES[combine])
+    gm = rolled(model, length)
+    torch.testing.assert_close(gradients(gm, length), gradients(model, length), rtol=1e-12, atol=1e-12)
+    assert len([n for n in gm.graph.nodes if n.op == "call_function"]) <= 4
+
+
+def test_rows_one_by_one() -> None:
+    """What a loop over slices does is a scan, too."""
+    model = scanned(one_by_one, COMBINES["recurrence"])
+    torch.testing.assert_close(gradients(rolled(model, 6), 6), gradients(model, 6), rtol=1e-12, atol=1e-12)
+
+
+def test_golden() -> None:
+    assert_expected_inline(
+        show(rolled(scanned(odd_and_even, recurrence), 13)),
+        """\
+x: [2, 13, 3] = placeholder
+y: [2, 13, 3] = placeholder
+linear_scan_default: [2, 13, 3] = sp.linear_scan(x, y, None, 1)
+movedim_int: [13, 2, 3] = aten.movedim.int(linear_scan_default, 1, 0)
+movedim_2: [2, 13, 3] = aten.movedim.int(movedim_int, 0, 1)
+return (movedim_2,)""",
+    )
+
+
+def test_both_results() -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return torch.stack(odd_and_even(recurrence, (x.movedim(1, 0), y.movedim(1, 0))))
+
+    torch.testing.assert_close(gradients(rolled(model, 5), 5), gradients(model, 5), rtol=1e-12, atol=1e-12)
+
+
+def token_shift(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x[:, :1], x[:, 1:] * x[:, :-1]], 1)
+
+
+STAY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a difference": scanned(odd_and_even, lambda x, y: (y[0] - x[0],)),
+    "a maximum": scanned(odd_and_even, lambda x, y: (torch.maximum(x[0], y[0]),)),
+    "another recurrence": scanned(odd_and_even, lambda x, y: (x[0] * y[0], x[0] * y[1] + x[1])),
+    "a round alone": lambda x, y: torch.cat([x[:, :2], x[:, 2:] + x[:, :-2]], 1),
+    "a row and its neighbour": token_shift,
+    "a scaled sum": scanned(doubling, lambda x, y: (x[0] + 0.5 * y[0],)),
+    "a weighted sum": scanned(doubling, lambda x, y: (torch.add(x[0], y[0], alpha=2),)),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_stays(name: str) -> None:
+    gm = captured(STAY[name], *inputs(8))
+    gm.graph.eliminate_dead_code()
+    before = show(gm)
+    assert not ScanRounds(gm).run()
+    assert show(gm) == before
+
+
+@pytest.mark.parametrize("length", [9, 12])
+def test_associative_scan_on_ranks(length: int) -> None:
+    """torch unrolls combine_mode="generic" under torch.compile."""
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return associative_scan(recurrence, (x.sigmoid(), y.sin()), dim=1, combine_mode="generic")[1]
+
+    report = check(model, *(x.requires_grad_() for x in inputs(length)), sp=3)
+    assert not report.fallbacks, report
+    assert report.count("linear_scan") == 1

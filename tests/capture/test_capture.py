@@ -1,0 +1,238 @@
+"""capture: the captured program, run by aot_eager, does to every value what the model does in eager mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.capturing import Backend, assert_same, compile_function, step
+from support.programs import PROGRAMS, D, Model
+from torch import nn
+from torch.fx import GraphModule
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from sp_compile.capture.capture import capture, capture_export, fake_inputs
+from sp_compile.errors import SpError
+
+aten = torch.ops.aten
+KEEPS_PRIVATE_MUTATION = {"no_functional_form"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def mutations(gm: GraphModule) -> list[torch.fx.Node]:
+    return [
+        n
+        for n in gm.graph.nodes
+        if n.op == "call_function" and hasattr(n.target, "_schema") and n.target._schema.is_mutable
+    ]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(name: str) -> None:
+    torch.manual_seed(2)
+    x = torch.randn(2, 8, D)
+    model = Model(PROGRAMS[name])
+    compiled = copy.deepcopy(model)
+    backend = Backend()
+    expected = step(model, model, x)
+    assert_same(step(torch.compile(compiled, backend=backend), compiled, x), expected)
+    assert backend.graphs
+    if name not in KEEPS_PRIVATE_MUTATION:
+        for graph in backend.graphs:
+            changes = mutations(graph)
+            assert all(n.target is aten.copy_.default and n.args[0].op == "placeholder" for n in changes)
+
+
+def test_ops_stay_whole_and_know_their_line() -> None:
+    def f(q, w, labels):
+        y = F.linear(F.scaled_dot_product_attention(q, q, q, is_causal=True), w)
+        return F.cross_entropy(y.flatten(0, -2), labels)
+
+    compiled, backend = compile_function(f)
+    compiled(
+        torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(5, 8), torch.zeros(16, dtype=torch.long)
+    )
+    calls = [n for n in backend.graphs[0].graph.nodes if n.op == "call_function"]
+    assert [n.target for n in calls] == [
+        aten.scaled_dot_product_attention.default,
+        aten.linear.default,
+        aten.flatten.using_ints,
+        aten.cross_entropy_loss.default,
+    ]
+    assert all(__file__ in n.meta["stack_trace"] for n in calls)
+
+
+def clamp_without_grad(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y.clamp_(-1, 1)
+    return y.sum()
+
+
+def clamp_data(x: torch.Tensor) -> torch.Tensor:
+    x.data.clamp_(-1, 1)
+    return (x * x).sum()
+
+
+def change_unfolded(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(8)
+    y.unfold(0, 2, 2).add_(1)
+    return (x[0] * y).sum()
+
+
+@pytest.mark.parametrize(
+    ("f", "line", "advice"),
+    [
+        (clamp_without_grad, "y.clamp_(-1, 1)", "x = x.clone()"),
+        (clamp_data, "x.data.clamp_(-1, 1)", "x = x.clone()"),
+        (change_unfolded, "y.unfold(0, 2, 2).add_(1)", "clone the view"),
+    ],
+)
+def test_refusal_names_the_line_and_the_cure(f: Callable[..., Any], line: str, advice: str) -> None:
+    compiled, _ = compile_function(f)
+    with pytest.raises(Exception, match="SpError") as caught:
+        compiled(torch.randn(4, 8, requires_grad=True))
+    assert "test_capture.py:" in str(caught.value)
+    assert line in str(caught.value)
+    assert advice in str(caught.value)
+
+
+def test_refuses_a_changed_input_that_overlaps_another() -> None:
+    def f(x, y):
+        x.add_(1)
+        return x.sum() + y.sum()
+
+    compiled, _ = compile_function(f)
+    x = torch.zeros(4, 4)
+    with pytest.raises(Exception, match="shares memory with the input l_y_"):
+        compiled(x, x[0])
+    assert compiled(x, x[0].clone()) == 16
+
+
+def test_capture_needs_a_running_compilation() -> None:
+    with pytest.raises(SpError, match="capture_export"):
+        capture(torch.fx.symbolic_trace(lambda x: x.sin()), [torch.ones(1)])
+
+
+# ---- models, sizes, exported programs
+
+
+def tiny(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32))
+        model.loss_type = "ForCausalLM"  # else its loss logs a warning, at which Dynamo breaks the graph
+        return model
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_language_model_with_a_dynamic_sequence(name: str) -> None:
+    model = tiny(name)
+    backend = Backend()
+    compiled = torch.compile(model, backend=backend)
+    for length in (12, 17):
+        ids = torch.randint(0, 64, (2, length))
+        torch._dynamo.mark_dynamic(ids, 1)
+        outcomes = []
+        for run in (model, compiled):
+            model.zero_grad()
+            torch.manual_seed(1)
+            loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            outcomes.append([loss, *(p.grad for p in model.parameters())])
+        assert_same(outcomes[1], outcomes[0])
+    assert len(backend.graphs) == 1
+
+
+def test_capture_for_another_size() -> None:
+    shapes = []
+
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
+        mode, fakes = fake_inputs(example_inputs)
+        with mode:
+            fakes = [torch.empty(2, 6, D) if isinstance(f, torch.Tensor) else f for f in fakes]
+        wider = capture(gm, example_inputs, fakes=fakes)
+        shapes.extend(n.meta["val"].shape for n in wider.graph.nodes if n.op == "call_function")
+        return gm.forward
+
+    torch.compile(lambda x: x.view(2, -1), backend=backend)(torch.randn(2, 3, D))
+    assert shapes == [(2, 6 * D)]
+
+
+def test_what_can_not_run_names_the_line() -> None:
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
+        mode, fakes = fake_inputs(example_inputs)
+        with (
+            mode,
+            pytest.raises(
+                SpError, match=r"matmul could not be captured at .*test_capture.py:\d+: return x @ w"
+            ),
+        ):
+            capture(gm, example_inputs, fakes=[torch.empty(2, 3) for _ in fakes])
+        return gm.forward
+
+    def f(x, w):
+        return x @ w
+
+    torch.compile(f, backend=backend)(torch.ones(2, 3), torch.ones(3, 2))
+
+
+class Exported(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.bn = nn.Linear(D, D), nn.Linear(D, D), nn.BatchNorm1d(D)
+        self.two.weight = self.one.weight
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *, scale: dict[str, torch.Tensor]) -> dict[str, Any]:
+        self.count.add_(1)
+        with torch.no_grad():
+            t = self.one(x).pow(2)
+        with torch.autocast("cpu", torch.bfloat16):
+            u = self.two(x)
+        y = self.two(self.one(x))
+        y.mul_(2)
+        y[:, :2] = 0
+        y = self.bn(y.flatten(0, 1)).view_as(y)
+        return {"loss": (y * t + u.float() * scale["k"]).sum() * self.count, "y": [y]}
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_exported_program(as_module: bool) -> None:
+    model = Exported()
+    x, scale = torch.randn(2, 6, D), {"k": torch.tensor(2.0)}
+    sequence = torch.export.Dim("sequence", min=4, max=64)
+    shapes = {"x": {1: sequence}, "scale": {"k": None}}
+    program = torch.export.export(copy.deepcopy(model), (x,), {"scale": scale}, dynamic_shapes=shapes)
+    given = program.module() if as_module else program
+    before = str(given.graph)
+    captured = capture_export(given)
+    assert str(given.graph) == before
+    assert all("val" in n.meta for n in captured.graph.nodes)
+    assert not captured.graph.find_nodes(op="call_module")
+    assert {n.target for n in mutations(captured)} == {aten.copy_.default}
+    for length in (6, 9):
+        x = torch.randn(2, length, D)
+        outcomes = []
+        for run in (model, captured):
+            run.zero_grad()
+            loss, y = (out := run(x, scale=scale))["loss"], out["y"][0]
+            loss.backward()
+            grads = {k: p.grad for k, p in run.named_parameters() if k != "one.weight" and k != "two.weight"}
+            state = dict(run.named_buffers())
+            tensors = [grads[k] for k in sorted(grads)] + [state["count"], state["bn.running_mean"]]
+            outcomes.append([loss, y, *tensors])
+        assert_same(outcomes[1], outcomes[0])
+    assert len(list(captured.parameters())) == len(list(model.parameters()))

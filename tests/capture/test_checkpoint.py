@@ -1,0 +1,117 @@
+"""Checkpoint regions are inlined and tagged: the partitioner recomputes what torch itself would recompute."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.capturing import Backend, assert_same, compile_function, step
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+D = 16
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.LayerNorm(D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.3)
+
+
+class Stack(nn.Module):
+    def __init__(self, wrap: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.wrap = nn.ModuleList(Block() for _ in range(3)), wrap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.wrap(block, x)
+        return x.pow(2).sum()
+
+
+def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(x)
+
+
+def recompute(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    save = op in (aten.mm.default, aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def saved_elements(wrap: Callable[..., Any], capturing: bool = True) -> tuple[int, list[torch.Tensor | None]]:
+    """How many floats the forward hands to the backward, inputs aside, and what one training step computes."""
+    saved = []
+
+    def forward_compiler(gm: GraphModule, example_inputs: list[Any]) -> Any:
+        results = [n for n in gm.graph.output_node().args[0] if isinstance(n, torch.fx.Node)]
+        values = [n.meta["val"] for n in results if n.op != "placeholder"]
+        saved.extend(v.numel() for v in values if v.is_floating_point())
+        return boxed_nop(gm, example_inputs)
+
+    aot = aot_autograd(
+        fw_compiler=forward_compiler, bw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition
+    )
+    torch._dynamo.reset()
+    model = Stack(wrap)
+    run = torch.compile(model, backend=Backend(aot) if capturing else aot, fullgraph=True)
+    outcome = step(run, model, torch.ones(2, 8, D))
+    return sum(saved), outcome
+
+
+def test_checkpoint_saves_less_and_computes_the_same() -> None:
+    model = Stack(recompute)
+    expected = step(model, model, torch.ones(2, 8, D))
+    kept_all, _ = saved_elements(plain)
+    kept_by_torch, _ = saved_elements(recompute, capturing=False)
+    kept, outcome = saved_elements(recompute)
+    assert kept == kept_by_torch
+    assert kept * 4 < kept_all
+    assert_same(outcome, expected)
+
+
+def test_checkpoint_regions_are_tagged() -> None:
+    compiled, backend = compile_function(Stack(recompute))
+    compiled(torch.ones(2, 8, D, requires_grad=True))
+    tagged = [n for n in backend.graphs[0].graph.nodes if "recompute" in n.meta]
+    assert [n.target for n in tagged].count(aten.layer_norm.default) == 3
+    assert {n.meta["recompute"] for n in tagged} == {CheckpointPolicy.PREFER_RECOMPUTE}
+    assert len({n.meta["ac_graph_id"] for n in tagged}) == 3
+
+
+def test_selective_checkpoint_is_full_recompute(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack(selective)
+    expected = step(model, model, torch.ones(2, 8, D))
+    full, _ = saved_elements(recompute)
+    with caplog.at_level(logging.WARNING, "sp_compile.capture.capture.regions"):
+        kept, outcome = saved_elements(selective)
+    assert "full recompute" in caplog.text
+    assert kept == full
+    assert_same(outcome, expected)

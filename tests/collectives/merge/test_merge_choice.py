@@ -1,0 +1,192 @@
+"""Over which groups merge_reductions merges, in which order of ranks, and when the cost model lets it."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.parallel.merging import GRID, X, ag, ar, c10d, collectives, left, merged, rs, traced, two
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sp_compile.cost.reductions import Line, Links, fitted
+from sp_compile.errors import SpError
+from sp_compile.passes.collectives.merge.merge import MergeReductions, merge_reductions
+from sp_compile.spmd.groups import Groups
+
+# Groups.
+
+OVERLAPPING = Groups(
+    {
+        "p": ((0, 1), (2, 3)),
+        "q": ((1, 2), (3, 0)),
+        "r": ((0, 2), (1, 3)),
+        "all": ((0, 1, 2, 3),),
+        "some": ((0, 2),),
+    },
+    dict.fromkeys(range(4), 0),
+)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+def test_groups_that_are_no_grid(op: str) -> None:
+    for one, other in (("p", "p"), ("all", "p"), ("p", "all")):
+        why = left(two(op, op, one, other), X, OVERLAPPING)
+        assert f"the groups '{one}' and '{other}' are not the axes of a full grid" in why
+    for one, other in (("p", "q"), ("q", "r")):  # no rows and columns, but every rank counts once
+        gm, _ = merged(two(op, op, one, other), X, OVERLAPPING)
+        assert collectives(gm) == ["all_reduce all"]
+    gm = traced(two(op, op, "p", "some"), X)
+    assert not MergeReductions(OVERLAPPING, "always")(gm).modified
+
+
+def test_undeclared() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return ar(ar(x, "sum", "a"), "sum", "z")
+
+    gm = traced(fn, X)
+    with pytest.raises(
+        SpError, match=r"all_reduce_1 at .*group 'z' is not declared .*declare_groups\(mesh\)"
+    ):
+        MergeReductions(GRID)(gm)
+    (note,) = merge_reductions(gm, "always", GRID)
+    assert "group 'z' is not declared" in note.why
+    (note,) = merge_reductions(gm)
+    assert "not declared (none is)" in note.why
+    only_axes = Groups({k: GRID.members[k] for k in "ab"}, GRID.nodes)
+    why = left(two("sum", "sum"), X, only_axes)
+    assert why == "no communicator is declared for the ranks of 'a' and 'b' together"
+
+
+def test_bad_input() -> None:
+    with pytest.raises(SpError, match="merge_reductions='sometimes': expected one of 'auto', 'always'"):
+        MergeReductions(GRID, "sometimes")
+    with pytest.raises(SpError, match="no reduction is called 'median'; known: sum, avg"):
+        MergeReductions(GRID)(traced(lambda x: ar(x, "median", "a"), X))
+    (note,) = merge_reductions(traced(two("band", "band"), X), "always", GRID)
+    assert note.why == "reductions by 'band' are not merged"
+    gm = traced(two("sum", "sum"), X)
+    for node in gm.graph.nodes:
+        node.meta.clear()
+    with pytest.raises(SpError, match="run FakeTensorProp"):
+        MergeReductions(GRID)(gm)
+    with pytest.raises(SpError, match="bandwidth=0: expected a number above 0"):
+        Links(call=0, hop=0, bandwidth=0, inter_hop=0, inter_bandwidth=1)
+
+
+# Gathering and scattering.
+
+
+def test_order_of_chunks() -> None:
+    x = torch.ones(12, 2, dtype=torch.float64)
+    gm, _ = merged(lambda x: rs(rs(x, "sum", 2, "a"), "avg", 3, "b"), x)
+    assert collectives(gm) == ["reduce_scatter a+b"]
+    assert gm.graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default)[0].args[2] == 6
+    why = left(lambda x: rs(rs(x, "sum", 3, "b"), "sum", 2, "a"), x)
+    assert why == (
+        "no communicator is declared for the ranks of 'b' and 'a' together, in the order of their chunks"
+    )
+    gm, _ = merged(lambda x: ag(ag(x, 3, "b") * 2, 2, "a"), x)
+    assert collectives(gm) == ["all_gather a+b"]
+    assert "in the order of their chunks" in left(lambda x: ag(ag(x, 2, "a"), 3, "b"), x)
+
+
+def test_rows_that_the_ranks_do_not_divide() -> None:
+    """Torch tells no such reduce_scatter from a right one before it runs."""
+    gm = traced(lambda x: rs(rs(x, "sum", 2, "a"), "sum", 3, "b"), torch.ones(10, 2))
+    rewrite = MergeReductions(GRID, "always")
+    assert not rewrite(gm).modified
+    assert rewrite.notes[0].why == "the 6 ranks of 'a' and 'b' are not known to divide the rows"
+
+
+def test_kinds_do_not_mix() -> None:
+    gm = traced(lambda x: ar(rs(ar(ag(x, 3, "b"), "sum", "a"), "sum", 3, "b"), "sum", "a"), X)
+    assert not MergeReductions(GRID, "always")(gm).modified
+    gm = traced(lambda x: rs(rs(x, "sum", 2, "a").view(12), "sum", 3, "b"), X)
+    assert not MergeReductions(GRID, "always")(gm).modified  # a view may move rows between chunks
+
+
+# Policies.
+
+SLOW_UNION = {"a": Line(1e-3, 1e9), "b": Line(1e-3, 1e9), "a+b": Line(3e-3, 1.9e9)}
+
+
+def sized(rows: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: ar(ar(x.expand(rows, 1 << 10), "sum", "a"), "sum", "b")
+
+
+def test_auto_follows_the_sizes() -> None:
+    """1 ms less to start with, half of the time for every byte: 2 + 2 M = 3 + M / 1.9 where M is 0.68 MB."""
+    groups = Groups(GRID.members, GRID.nodes, SLOW_UNION)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    for rows, expected in ((1, 2), (40, 2), (80, 1), (120, 1)):
+        gm = traced(sized(rows), x)
+        notes = merge_reductions(gm, "auto", groups)
+        assert len(collectives(gm)) == expected, rows
+        assert " ms instead of " in notes[0].why
+        for policy, count in (("always", 1), ("never", 2), ("intra_node", 1)):
+            gm = traced(sized(rows), x)
+            merge_reductions(gm, policy, groups)
+            assert len(collectives(gm)) == count
+    assert merge_reductions(traced(sized(1), x), "auto", groups)[0].why == (
+        "predicted to be slower merged: 3 ms instead of 2.02 ms"
+    )
+
+
+def test_ties_take_fewer_collectives() -> None:
+    near = {"a": Line(1e-3, math.inf), "b": Line(1e-3, math.inf), "a+b": Line(2.09e-3, math.inf)}
+    gm = traced(sized(1), torch.ones(1, 1))
+    merge_reductions(gm, "auto", Groups(GRID.members, GRID.nodes, near))
+    assert len(collectives(gm)) == 1
+
+
+def test_machines() -> None:
+    """Two machines of four: a crosses them, b and c do not."""
+    groups = Groups.of((2, 2, 2), ("a", "b", "c"), ranks_per_node=4)
+
+    def fn(x: Tensor) -> Tensor:
+        return ar(ar(ar(x, "sum", "b"), "sum", "a"), "sum", "c")
+
+    gm, notes = merged(fn, X, groups, "intra_node")
+    assert collectives(gm) == ["all_reduce a", "all_reduce b+c"]
+    assert [note.done for note in notes] == ["merge_reductions"]
+    why = left(lambda x: ar(ar(x, "sum", "b"), "sum", "a"), X, groups, "intra_node")
+    assert why == "the policy is 'intra_node', and the ranks are on several machines"
+    # Inside 100 times as fast as between: of a large value only the inner two are worth merging.
+    fast = Links(call=1e-5, hop=0, bandwidth=1e11, inter_hop=0, inter_bandwidth=1e9)
+    gm = traced(lambda x: fn(x.expand(1 << 14, 1 << 10)), torch.ones(1, 1))
+    MergeReductions(groups, "auto", links=fast)(gm)
+    assert collectives(gm) == ["all_reduce a", "all_reduce b+c"]
+    gm = traced(fn, torch.ones(2))
+    MergeReductions(groups, "auto", links=fast)(gm)
+    assert collectives(gm) == ["all_reduce a+b+c"]
+
+
+def test_dynamic_sizes() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return ar(ar(x, "sum", "a").view(-1), "sum", "b")
+
+    gm = make_fx(fn, tracing_mode="symbolic")(torch.ones(1 << 10, 80, dtype=torch.float64))
+    merge_reductions(gm, "auto", Groups(GRID.members, GRID.nodes, SLOW_UNION))
+    assert collectives(gm) == ["all_reduce a+b"]
+    gm = make_fx(fn, tracing_mode="symbolic")(torch.ones(8, 8, dtype=torch.float64))
+    merge_reductions(gm, "auto", Groups(GRID.members, GRID.nodes, SLOW_UNION))
+    assert len(collectives(gm)) == 2
+
+
+def test_fitted_lines() -> None:
+    sizes = (1 << 10, 1 << 16, 1 << 20)
+    exact = fitted(sizes, [2e-4 + size / 5e8 for size in sizes])
+    assert (exact.latency, exact.bandwidth) == pytest.approx((2e-4, 5e8))
+    assert fitted(sizes, [3e-3, 2e-3, 1e-3]) == Line(2e-3, math.inf)  # noise
+    from_zero = fitted(sizes, [size / 1e9 - 1e-7 for size in sizes])
+    assert from_zero.latency == 0
+    assert from_zero.bandwidth > 1e9
+
+
+def test_rings() -> None:
+    """call + 2 (k - 1) hop + 2 M (k - 1) / k / bandwidth, and half of it to gather or scatter."""
+    links = Links(call=1e-3, hop=1e-4, bandwidth=1e9, inter_hop=2e-4, inter_bandwidth=1e8)
+    assert links.line(4, inside=True).seconds(1e6) == pytest.approx(1e-3 + 6e-4 + 1.5e-3)
+    assert links.line(4, inside=False).seconds(1e6) == pytest.approx(1e-3 + 12e-4 + 15e-3)
+    assert links.line(1, inside=True).seconds(1e6) == 1e-3

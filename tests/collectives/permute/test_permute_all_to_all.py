@@ -1,0 +1,188 @@
+"""The pass that finds exchanges of two dims: every spelling, in graphs of three tracers, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from support.golden import show
+from support.spellings.exchange_spellings import (
+    NEAR_MISSES,
+    SPELLINGS,
+    Spelling,
+    deepspeed_heads,
+    four_d_heads,
+    four_d_rows,
+    two_groups,
+)
+from support.spellings.tracing_exchanges import N, aot, count, one_of, traced
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from sp_compile.lowering.simulate import run_ranks
+from sp_compile.passes.collectives.permute.arrangement import name_of
+from sp_compile.passes.collectives.permute.permute import PermuteAllToAll, permute_all_to_all
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    with one_of(N) as ranks:
+        yield ranks
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def check_values(spelling: Spelling, gm: GraphModule, before: Any = same, after: Any = same) -> None:
+    """The rewritten graph on simulated ranks; before and after: what it does besides."""
+    xs = [torch.randn(spelling.shape) for _ in range(N)]
+    for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
+        y = y[0] if isinstance(y, tuple) else y
+        true = torch.cat([before(x).chunk(N, spelling.scatter)[rank] for x in xs], spelling.gather)
+        assert torch.equal(y, after(true.reshape(spelling.result or true.shape)))
+
+
+@pytest.mark.parametrize("tracer", ["capture", "dynamo"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(group: Any, name: str, tracer: str) -> None:
+    spelling = SPELLINGS[name]
+    gm = traced(lambda x: spelling.fn(x, N, group), torch.randn(spelling.shape), tracer=tracer)
+    rewrite = PermuteAllToAll()
+    assert rewrite(gm).modified
+    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    assert str(calls[0].target) == "sp.all_to_all_permute.default"
+    assert calls[0].args[1:4] == (spelling.scatter, spelling.gather, N)
+    # Results keep their strides, and a shape that is not that of x.
+    assert {name_of(n) for n in calls[1:]} <= {"clone", "permute", "reshape"}
+    assert [n.done for n in rewrite.notes] == ["permute_all_to_all"]
+    check_values(spelling, gm)
+    assert not rewrite(gm).modified
+
+
+@pytest.mark.parametrize("name", ["DeepSpeed, heads", "4D, rows", "blog, heads", "matrix, rows"])
+def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
+    """Forward and backward, each with one collective and fewer copies; of a matrix's rows there was only one."""
+    spelling = SPELLINGS[name]
+    graphs = aot(lambda x: spelling.fn(x, N, group).sin(), torch.randn(spelling.shape, requires_grad=True))
+    for part in ("forward", "backward"):
+        assert count(graphs[part], "all_to_all_single") == 1
+        assert count(graphs[part], "sp.") == 0
+    assert count(graphs["joint"], "clone") < aot_copies(spelling, group) + (name == "matrix, rows")
+
+
+def aot_copies(spelling: Spelling, group: Any) -> int:
+    found: list[int] = []
+
+    def partition(joint: GraphModule, examples: Any, **options: Any) -> Any:
+        found.append(count(joint, "clone") + count(joint, "cat") + count(joint, "aten.copy"))
+        return min_cut_rematerialization_partition(joint, examples, **options)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), partition_fn=partition)
+    x = torch.randn(spelling.shape, requires_grad=True)
+    torch.compile(lambda x: spelling.fn(x, N, group).sin(), backend=backend, fullgraph=True)(x)
+    return found[0]
+
+
+def test_in_an_exported_program(group: Any) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return four_d_heads(x.cos(), N, group)
+
+    program = torch.export.export(Model(), (torch.randn(2, 3, 8, 5),), strict=True)
+    gm = program.module()
+    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    assert count(gm, "sp.all_to_all_permute") == 1
+
+
+def test_sizes_may_be_symbolic(group: Any) -> None:
+    x = torch.randn(2, 3, 8, 5)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(x, 1)
+    gm = traced(lambda x: deepspeed_heads(x, N, group), x)
+    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    assert count(gm, "sp.all_to_all_permute") == 1
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_miss(group: Any, name: str) -> None:
+    fn, shape = NEAR_MISSES[name]
+    gm = traced(lambda x: fn(x, N, group), torch.randn(shape))
+    before = show(gm)
+    rewrite = PermuteAllToAll()
+    assert not rewrite(gm).modified
+    assert show(gm) == before
+    why = "the shares are not equal" if name == "uneven" else "no exchange of two dims"
+    assert [(n.done, n.why) for n in rewrite.notes] == [("not permute_all_to_all", why)]
+
+
+def test_another_group_between(group: Any) -> None:
+    other = dist.new_group(range(N))
+    gm = traced(lambda x: two_groups(x, N, group, other), torch.randn(2, 3, 8, 5))
+    before = show(gm)
+    assert [n.done for n in permute_all_to_all(gm)] == ["not permute_all_to_all"] * 2
+    assert show(gm) == before
+
+
+def test_there_and_back_is_nothing(group: Any) -> None:
+    gm = traced(
+        lambda x: four_d_rows(four_d_heads(x.sin(), N, group), N, group).cos(), torch.randn(2, 3, 8, 5)
+    )
+    permute_all_to_all(gm)
+    assert_expected_inline(
+        show(gm),
+        """\
+l_x_: [2, 3, 8, 5] = placeholder
+sin: [2, 3, 8, 5] = aten.sin(l_x_)
+cos: [2, 3, 8, 5] = aten.cos(sin)
+return (cos,)""",
+    )
+
+
+def test_there_and_back_is_a_copy_of_an_input(group: Any) -> None:
+    gm = traced(lambda x: four_d_rows(four_d_heads(x, N, group), N, group), torch.randn(2, 3, 8, 5))
+    notes = permute_all_to_all(gm)
+    assert [n.done for n in notes] == ["permute_all_to_all", "permute_all_to_all", "cancelled"]
+    x = torch.randn(2, 3, 8, 5)
+    assert torch.equal(gm(x)[0], x)
+    assert gm(x)[0].data_ptr() != x.data_ptr()
+
+
+def test_twice_the_same_way_stays(group: Any) -> None:
+    """Heads to rows, and then other heads to rows again."""
+    gm = traced(lambda x: four_d_heads(four_d_heads(x, N, group), N, group), torch.randn(2, 3, 16, 5))
+    permute_all_to_all(gm)
+    assert count(gm, "sp.all_to_all_permute") == 2
+
+
+def test_back_over_another_group_stays(group: Any) -> None:
+    other = dist.new_group(range(N))
+    gm = traced(lambda x: four_d_rows(four_d_heads(x, N, group), N, other), torch.randn(2, 3, 8, 5))
+    permute_all_to_all(gm)
+    assert count(gm, "sp.all_to_all_permute") == 2
+
+
+def test_views_that_follow_become_reshapes(group: Any) -> None:
+    gm = traced(lambda x: deepspeed_heads(x, N, group).view(2, 12, 10).sin(), torch.randn(2, 3, 8, 5))
+    permute_all_to_all(gm)
+    xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
+    for rank, (y,) in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
+        assert torch.equal(y, torch.cat([x.chunk(N, 2)[rank] for x in xs], 1).flatten(2).sin())
+
+
+def test_dtensors_own_exchange(group: Any) -> None:
+    """Which DTensor uses on GPUs; on a CPU it gathers."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.ops._dtensor.shard_dim_alltoall(x.sin(), 1, 2, group.group_name).cos()
+
+    gm = traced(step, torch.randn(2, 3, 8, 5))
+    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    check_values(Spelling(step, (2, 3, 8, 5), 2, 1), gm, lambda x: x.sin(), torch.cos)

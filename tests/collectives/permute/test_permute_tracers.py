@@ -1,0 +1,273 @@
+"""The pass that finds exchanges of two dims, in graphs of torch.export, make_fx and AOTAutograd, by brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from support.spellings.exchange_spellings import (
+    NEAR_MISSES,
+    SPELLINGS,
+    Spelling,
+    deepspeed_heads,
+    swap_functional,
+)
+from support.spellings.more_spellings import MORE
+from support.spellings.tracing_exchanges import N, count, one_of, traced
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sp_compile.lowering.simulate import run_ranks
+from sp_compile.passes.collectives.permute.permute import PermuteAllToAll, permute_all_to_all
+
+ALL = {**SPELLINGS, **MORE}
+Fn = Callable[[Tensor], Any]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    with one_of(N) as ranks:
+        yield ranks
+
+
+def exported(fn: Fn, x: Tensor) -> GraphModule:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return fn(x)
+
+    return torch.export.export(Model(), (x,)).module()
+
+
+def by_make_fx(fn: Fn, x: Tensor) -> GraphModule:
+    return make_fx(fn, tracing_mode="fake")(x)
+
+
+def by_make_fx_really(fn: Fn, x: Tensor) -> GraphModule:
+    """As it is by default: every node's value is of a fake mode of its own."""
+    return make_fx(fn)(x)
+
+
+TRACERS: dict[str, Callable[[Fn, Tensor], GraphModule]] = {
+    "dynamo": lambda fn, x: traced(fn, x, tracer="dynamo"),
+    "capture": lambda fn, x: traced(fn, x),
+    "export": exported,
+    "make_fx": by_make_fx,
+    "real": by_make_fx_really,
+}
+SAMPLE = [*list(SPELLINGS)[::3], *list(MORE)[::3]]
+
+
+def definition(xs: list[Tensor], rank: int, scatter: int, gather: int) -> Tensor:
+    return torch.cat([x.chunk(N, scatter)[rank] for x in xs], gather)
+
+
+def check(spelling: Spelling, gm: GraphModule) -> None:
+    xs = [torch.randn(spelling.shape) for _ in range(N)]
+    for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
+        y = y[0] if isinstance(y, list | tuple) else y
+        true = definition(xs, rank, spelling.scatter, spelling.gather)
+        assert torch.equal(y, true.reshape(spelling.result or true.shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "tracer"),
+    [
+        (name, tracer)
+        for name in ALL
+        for tracer in ("export", "make_fx", "real")
+        if tracer != "real" or name in SAMPLE
+    ],
+)
+def test_spelling(group: Any, name: str, tracer: str) -> None:
+    spelling = ALL[name]
+    gm = TRACERS[tracer](lambda x: spelling.fn(x, N, group), torch.randn(spelling.shape))
+    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    assert count(gm, "sp.all_to_all_permute") == 1
+    assert count(gm, "all_to_all_single") + count(gm, "alltoall") == 0
+    check(spelling, gm)
+
+
+@pytest.mark.parametrize("tracer", ["dynamo", "capture"])
+@pytest.mark.parametrize("name", MORE)
+def test_more_spellings(group: Any, name: str, tracer: str) -> None:
+    gm = TRACERS[tracer](lambda x: MORE[name].fn(x, N, group), torch.randn(MORE[name].shape))
+    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    check(MORE[name], gm)
+
+
+def joint(fn: Fn, x: Tensor) -> GraphModule:
+    """Forward and backward in one graph, rewritten and not decomposed, so that simulated ranks can run it."""
+    found: list[GraphModule] = []
+
+    def partition(graph: GraphModule, examples: Any, **options: Any) -> Any:
+        permute_all_to_all(graph)
+        found.append(graph)
+        return min_cut_rematerialization_partition(graph, examples, **options)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), partition_fn=partition)
+    torch.compile(fn, backend=backend, fullgraph=True)(x)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
+    """Backward too, where cats and slices have become sums of padded pieces."""
+    spelling = ALL[name]
+    gm = joint(lambda x: spelling.fn(x, N, group).sin(), torch.randn(spelling.shape, requires_grad=True))
+    assert count(gm, "sp.all_to_all_permute") == 2
+    assert count(gm, "all_to_all_single") == 0
+    xs, back = [torch.randn(spelling.shape) for _ in range(N)], (spelling.gather, spelling.scatter)
+    ys = [definition(xs, rank, spelling.scatter, spelling.gather) for rank in range(N)]
+    shape = spelling.result or ys[0].shape
+    tangents = [torch.randn(shape) for _ in range(N)]
+    moved = [t.view(y.shape) * y.cos() for t, y in zip(tangents, ys)]
+    for rank, (y, grad) in enumerate(run_ranks(N, lambda r: gm(xs[r], tangents[r]))):
+        torch.testing.assert_close(y, ys[rank].sin().view(shape))
+        torch.testing.assert_close(grad, definition(moved, rank, *back))
+
+
+@pytest.mark.parametrize("tracer", ["export", "make_fx"])
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_miss(group: Any, name: str, tracer: str) -> None:
+    fn, shape = NEAR_MISSES[name]
+    gm = TRACERS[tracer](lambda x: fn(x, N, group), torch.randn(shape))
+    assert not PermuteAllToAll()(gm).modified
+    assert count(gm, "all_to_all_single") == 1
+
+
+# Graphs that are not functional.
+
+
+def there(x: Tensor, group: Any) -> Tensor:
+    b, s, heads, d = x.shape
+    sent = x.reshape(b, s, N, heads // N, d).permute(2, 0, 1, 3, 4).contiguous()
+    return swap_functional(sent, N, group).permute(1, 0, 2, 3, 4).reshape(b, N * s, heads // N, d)
+
+
+def back(x: Tensor, group: Any) -> Tensor:
+    b, rows, h, d = x.shape
+    sent = x.reshape(b, N, rows // N, h, d).transpose(0, 1).contiguous()
+    return swap_functional(sent, N, group).permute(1, 2, 0, 3, 4).reshape(b, rows // N, N * h, d)
+
+
+def written_between(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """The pack reads x before it is changed."""
+    x = x * 1
+    b, s, heads, d = x.shape
+    sent = x.reshape(b, s, N, heads // N, d).permute(2, 0, 1, 3, 4).contiguous()
+    x.add_(1)
+    return swap_functional(sent, N, group).permute(1, 0, 2, 3, 4).reshape(b, N * s, heads // N, d), x
+
+
+def written_after(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """What came back is changed, what was sent is not."""
+    x = x * 1
+    y = back(there(x, group), group)
+    y += 1
+    return x * 2, y
+
+
+def written_before_the_second(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    x = x * 1
+    first = there(x, group)
+    x[:, 0] = 7
+    return first, there(x, group)
+
+
+def expected(fn: Any, xs: list[Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    exchanged = definition(xs, rank, 2, 1)
+    if fn is written_between:
+        return exchanged, xs[rank] + 1
+    if fn is written_after:
+        return xs[rank] * 2, xs[rank] + 1
+    changed = [torch.cat([torch.full_like(x[:, :1], 7), x[:, 1:]], 1) for x in xs]
+    return exchanged, definition(changed, rank, 2, 1)
+
+
+@pytest.mark.parametrize("tracer", ["dynamo", "make_fx", "real"])
+@pytest.mark.parametrize("fn", [written_between, written_after, written_before_the_second])
+def test_nothing_is_read_across_a_write(group: Any, fn: Any, tracer: str) -> None:
+    gm = TRACERS[tracer](lambda x: fn(x, group), torch.randn(2, 3, 8, 5))
+    permute_all_to_all(gm)
+    if fn is written_between:
+        assert count(gm, "sp.") == 0
+        return  # the collective that is there is none of simulated ranks
+    xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
+    for rank, found in enumerate(run_ranks(N, lambda r: gm(xs[r].clone()))):
+        assert all(map(torch.equal, found, expected(fn, xs, rank)))
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_several_exchanges_of_values_of_several_modes(group: Any, decomposed: bool) -> None:
+    """make_fx in its default mode; exchanges that are packed, and what is made of their results."""
+
+    def fn(x: Tensor) -> Tensor:
+        return there(x.sin(), group) + there(x.cos(), group) * there(x.exp(), group)
+
+    gm = make_fx(fn)(torch.randn(2, 3, 8, 5))
+    assert permute_all_to_all(gm, decomposed)[-1].done == "packed"
+    if decomposed:
+        assert count(gm, "all_to_all_single") == 1
+        return
+    xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
+    for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
+        sin, cos, exp = (
+            definition([f(x) for x in xs], rank, 2, 1) for f in (torch.sin, torch.cos, torch.exp)
+        )
+        torch.testing.assert_close(y, sin + cos * exp)
+
+
+# Dims that are merged behind an exchange.
+
+
+def test_heads_are_flattened_before_they_return(group: Any) -> None:
+    """The projection reads what arrives; with heads apart that takes a copy."""
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return back(x, group).flatten(2) @ w
+
+    x, w = torch.randn(2, 8, 3, 5), torch.randn(60, 7)
+    gm = traced(step, x, w)
+    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    (node,) = [n for n in gm.graph.nodes if "all_to_all_permute" in str(n.target)]
+    assert (node.meta["val"].shape, node.args[1:3]) == ((2, 2, 60), (1, 2))
+    assert next(iter(node.users)).target is torch.ops.aten.matmul.default
+    xs = [torch.randn(2, 8, 3, 5) for _ in range(N)]
+    for rank, (y,) in enumerate(run_ranks(N, lambda r: gm(xs[r], w))):
+        torch.testing.assert_close(y, definition(xs, rank, 1, 2).flatten(2) @ w)
+
+
+@pytest.mark.parametrize("kind", ["one sequence", "rows merged", "returned"])
+def test_heads_that_are_not_flattened_first(group: Any, kind: str) -> None:
+    fns = {
+        "one sequence": lambda x: back(x, group).flatten(2) * 2,  # sent as it lies, copied on arrival
+        "rows merged": lambda x: back(x, group).flatten(0, 1) * 2,
+        "returned": lambda x: back(x, group).flatten(2),  # in the layout that it had
+    }
+    gm = traced(fns[kind], torch.randn(1 if kind == "one sequence" else 2, 8, 3, 5))
+    permute_all_to_all(gm)
+    (node,) = [n for n in gm.graph.nodes if "all_to_all_permute" in str(n.target)]
+    assert node.meta["val"].ndim == 4
+
+
+def test_pieces_that_do_not_make_a_whole_stay(group: Any) -> None:
+    """Two thirds of a gradient, and one that is there twice."""
+
+    def step(x: Tensor) -> Tensor:
+        first, _, last = x.split(8, 2)
+        return deepspeed_heads(first, N, group) + deepspeed_heads(last + first, N, group)
+
+    gm = joint(step, torch.randn(2, 3, 24, 5, requires_grad=True))
+    xs = [torch.randn(2, 3, 24, 5) for _ in range(N)]
+    tangents = [torch.randn(2, 12, 2, 5) for _ in range(N)]
+    for rank, (y, grad) in enumerate(run_ranks(N, lambda r: gm(xs[r], tangents[r]))):
+        sums = [2 * x[:, :, :8] + x[:, :, 16:] for x in xs]
+        torch.testing.assert_close(y, definition(sums, rank, 2, 1))
+        there = definition(tangents, rank, 1, 2)
+        torch.testing.assert_close(grad, torch.cat([2 * there, torch.zeros_like(there), there], 2))

@@ -1,0 +1,150 @@
+"""The kernels that permute, and how their tiles are cut: in Triton's interpreter, and compiled for a GPU."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from scan.kernels.test_scan_triton import python
+
+from sp_compile.lowering.collectives import all_to_all_permute
+from sp_compile.lowering.collectives import all_to_all_permute as lowering
+from sp_compile.lowering.triton import MOST_DIMS, usable
+from sp_compile.lowering.triton.move import TILE, tiling
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+@pytest.mark.parametrize("check", ["copies", "narrow_runs", "many_dims", "peers", "row"])
+def test_kernel(check: str) -> None:
+    python(f"from support.attention import triton_moves as t; t.check_{check}()")
+
+
+def cut(shape: tuple[int, ...], read: tuple[int, ...], itemsize: int = 2):
+    return tiling(shape, read, torch.empty(shape).stride(), itemsize)
+
+
+def test_tiles() -> None:
+    """Read and written in lines of 128 bytes at least wherever the tensor has them, 16 bytes a thread at a time."""
+    pack = cut((8, 1024, 4, 128), (512, 4096, 128, 1))  # (s, n * h, D) -> (n, s, h, D): runs of 1 KB
+    assert (pack.unit, pack.run, pack.columns.size, pack.tile) == (16, 64, 1, (16, 1, 128))
+    narrow = cut((8, 8192, 8), (8, 64, 1))  # runs of 16 bytes
+    assert (narrow.unit, narrow.run, narrow.tile) == (16, 1, (128, 8, 2))
+    assert narrow.rows.written == narrow.columns.read == 1
+    transpose = cut((4096, 8192), (1, 4096))
+    assert (transpose.unit, transpose.run, transpose.tile) == (2, 1, (64, 128, 1))
+    odd = cut((2, 100, 3), (3, 6, 1), itemsize=1)
+    assert (odd.unit, odd.run) == (1, 3)
+    assert cut((4, 8), (8, 1)).programs == 1
+    for plan in (pack, narrow, transpose, odd):
+        rows, columns, run = plan.tile
+        assert rows * columns * run * plan.word <= TILE
+
+
+def test_whatever_divides_no_address_is_moved_in_smaller_words() -> None:
+    assert tiling((4, 64), (64, 1), (64, 1), 2, aligned=4).unit == 4
+    assert tiling((4, 64), (65, 1), (64, 1), 2).unit == 2
+
+
+def test_too_many_dims() -> None:
+    shape = (2,) * 9
+    read = tuple(2**i for i in (0, 2, 4, 6, 8, 1, 3, 5, 7))
+    assert cut(shape, read) is None
+
+
+def test_rows_without_a_gpu() -> None:
+    """Nothing but packing fits, whatever is declared."""
+    x = torch.zeros(2, 4)
+    all_to_all_permute.keep(
+        "declared",
+        all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 0, lambda: None),
+    )
+    try:
+        assert lowering.choose(lowering.Problem(x, 1, 0, 2, "declared")).name == "packed"
+    finally:
+        all_to_all_permute.forget("declared")
+    assert all_to_all_permute.buffer_of("declared") is None
+    assert not usable(x)
+
+
+def test_what_decides_for_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are memory as well, on whichever ranks; complex numbers have one dim more."""
+    monkeypatch.setattr(lowering.triton, "reads_peers", lambda x: True)
+    all_to_all_permute.keep(
+        "declared",
+        all_to_all_permute.Buffer(torch.zeros(4096, dtype=torch.uint8), torch.zeros(2), 0, lambda: None),
+    )
+    x, many = torch.zeros(2, 4), torch.zeros((2,) * MOST_DIMS)
+    try:
+        ways = [
+            lowering.choose(lowering.Problem(x, 1, 0, 2, "declared")).name
+            for x in (x, torch.nn.Parameter(x), many, many[0].to(torch.complex64), many.to(torch.complex64))
+        ]
+    finally:
+        all_to_all_permute.forget("declared")
+    assert ways == ["symmetric"] * 4 + ["packed"]
+
+
+def test_torchs_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has all_to_all_nd and there is symmetric memory, a matrix is exchanged by it."""
+    barriers: list[int] = []
+    buffer = all_to_all_permute.Buffer(
+        torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 1, lambda: barriers.append(1)
+    )
+    given: list[object] = []
+
+    def nd(x: torch.Tensor, out: torch.Tensor, scatter: int, gather: int, *, group: str) -> None:
+        given.extend((x.clone(), scatter, gather, group))
+        out.fill_(7)
+
+    monkeypatch.setattr(lowering, "symmetric_all_to_all", lambda: nd)
+    all_to_all_permute.keep("declared", buffer)
+    try:
+        x = torch.arange(8.0).view(2, 4)
+        out = torch.ops.sp.all_to_all_permute(x, 1, 0, 2, "declared")
+    finally:
+        all_to_all_permute.forget("declared")
+    assert torch.equal(given[0], x)
+    assert given[1:] == [1, 0, "declared"]
+    assert torch.equal(out, torch.full((4, 2), 7.0))
+    assert len(barriers) == 2
+
+
+COMPILE = """
+import re
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class Hopper:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+driver.set_active(Hopper())
+compiled = []
+JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled.append(
+    JITFunction.run(kernel, *args, grid=grid, warmup=True, **options)
+)
+
+from sp_compile.lowering.triton import move
+
+bf16, peers = torch.bfloat16, torch.zeros(4, dtype=torch.int64)
+wide, narrow = torch.empty(1024, 8, 512, dtype=bf16).movedim(1, 0), torch.empty(8192, 8, 8, dtype=bf16).movedim(1, 0)
+for x in (wide, narrow, torch.empty(512, 512, dtype=bf16).mT, torch.empty(64, 8, 3, dtype=torch.bool).movedim(1, 0)):
+    assert move.copy(torch.empty(x.shape, dtype=x.dtype), x)
+x = torch.empty(64, 16, 128, dtype=bf16).narrow(1, 0, 4)
+assert move.from_peers(torch.empty(256, 4, 128, dtype=bf16), peers, 512, x.stride(), 0, 1)
+assert len(compiled) == 5
+for kernel in (compiled[0], compiled[1], compiled[4]):  # 16 bytes at a time, both ways
+    moves = set(re.findall(r"(?:ld|st)[.]global[.v2]*[.]b64", kernel.asm["ptx"]))
+    assert {"ld.global.v2.b64", "st.global.v2.b64"} <= moves, moves
+"""
+
+
+@needs_triton
+def test_kernels_compile_for_hopper() -> None:
+    python(COMPILE, interpret=False)

@@ -1,0 +1,46 @@
+"""How decisions about attention are printed and put together."""
+
+from dataclasses import replace
+
+from cost.test_cost import candidate, shape
+
+from sp_compile.cost.attention import candidates, choose
+from sp_compile.cost.decision import Decision, described, merged, table
+from sp_compile.cost.machine import GPU
+from sp_compile.explain import Report
+
+
+def test_table() -> None:
+    found = candidates(shape(4, 6, 2, zigzag=False), GPU)
+    chosen = choose(found)
+    lines = table(found, chosen).splitlines()
+    assert lines[0].split() == "attention U x R layout forward ms backward ms total ms memory MiB why".split()
+    assert lines[2].startswith(chosen.kind)
+    assert "chosen: " in lines[2]
+    assert len(lines) == 2 + len(found)
+    assert lines[-1].split("  ")[0] == "ulysses"
+    assert lines[-1].endswith("4 ranks do not divide 6 query heads")
+    assert "zigzag, moved" in table(found, chosen)
+    other = next(c for c in found if c != chosen and c.legal is None)
+    assert "chosen: asked for" in table(found, other)
+    tied = [candidate("ring", 1.0, 6), candidate("ulysses", 1.04)]
+    assert "chosen: within 5 % of ring 1 x 4, 4 collectives instead of 6" in table(tied, tied[1])
+
+
+def test_report() -> None:
+    s = shape(2, 8, 8)
+    found = candidates(s, GPU)
+    one = Decision(s, found, choose(found))
+    assert [d.nodes for d in merged([one, one, one])] == [3]
+    report, other = Report(n=2, attention=[one]), Report(n=2, attention=[one])
+    report.merge(other)
+    assert [d.nodes for d in report.attention] == [2]
+    assert "Attention, predicted\n2 x batch 1, 8 heads x 128, 2048 positions, causal\nattention " in str(
+        report
+    )
+    cross = replace(
+        shape(2, 8, 2, causal=False, training=False, mask=True), kv_len=77, v_head_dim=64, window=9
+    )
+    assert described(cross) == (
+        "batch 1, 8 heads (2 of keys) x 128/64, 2048 x 77 keys positions, window 9, mask as data, no gradient"
+    )

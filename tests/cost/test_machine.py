@@ -1,0 +1,37 @@
+"""Times that follow from a machine's constants, and how the constants are replaced."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from sp_compile.cost.machine import CPU, GPU, Machine
+from sp_compile.errors import SpError
+
+
+def test_nodes() -> None:
+    assert GPU.all_to_all(8.0, 8) == pytest.approx(7 / 296e9 + 1e-5)
+    assert GPU.all_to_all(16.0, 16) == pytest.approx(8 / 45e9 + 1e-5)
+    assert GPU.all_gather(1.0, 16) == pytest.approx(max(15 / 370e9, 1 / 45e9) + 1e-5)
+    assert GPU.all_gather(1.0, 2, stride=8) == pytest.approx(1 / 45e9 + 1e-5)
+    assert GPU.hop(1.0, 8) == pytest.approx(1 / 370e9 + 1e-5)
+    assert GPU.hop(1.0, 9) == pytest.approx(1 / 45e9 + 1e-5)
+    assert GPU.together(3.0, 2.0) == 3.0
+    assert CPU.together(3.0, 2.0) == 5.0
+
+
+def test_overrides() -> None:
+    assert Machine.of("cpu") == CPU
+    assert Machine.of("cuda") == GPU
+    assert Machine.of("cuda", {"flops": 1e15, "ranks_per_node": 4}) == replace(
+        GPU, flops=1e15, ranks_per_node=4
+    )
+    with pytest.raises(
+        SpError, match=r"unknown constant 'flop' \(did you mean 'flops'\?\); known: flops, block_keys"
+    ):
+        Machine.of("cpu", {"flop": 1})
+    for name, value in [("flops", 0), ("flops", "1"), ("flops", math.nan), ("overlap", 1.5), ("call", -1)]:
+        with pytest.raises(SpError, match=f"machine: {name}=.*: expected a number"):
+            Machine.of("cpu", {name: value})
+    with pytest.raises(SpError, match="expected a number from 1"):
+        Machine.of("cpu", {"ranks_per_node": True})

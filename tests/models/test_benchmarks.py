@@ -1,0 +1,80 @@
+"""The benchmarks of attention run, at sizes whose times mean nothing; that they compare right values, they check."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *flags: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, f"benchmarks/{script}", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_attention(tmp_path: Path) -> None:
+    report = tmp_path / "attention.md"
+    tiny = ["--seq", "64", "--heads", "4", "--head-dim", "8", "--ranks", "2", "--rounds", "1"]
+    run("attention.py", *tiny, "--output", str(report))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.read_text().splitlines()]
+    collectives = {tuple(row[1:3]): int(row[4]) for row in rows if len(row) == 7 and row[0] == "2"}
+    assert set(collectives) == {
+        (kind, how) for kind in ("ulysses", "ring") for how in ("compiled", "op", "by hand")
+    }
+    for kind in ("ulysses", "ring"):
+        assert collectives[kind, "compiled"] < collectives[kind, "by hand"]
+
+
+@pytest.mark.slow
+def test_gpu_attention(tmp_path: Path) -> None:
+    run("gpu_attention.py", "--device", "cpu", "--small", "--output", str(tmp_path))
+    (report,) = tmp_path.glob("attention_*.md")
+    text = report.read_text()
+    assert all(f"| {way} | both |" in text for way in ("ulysses", "ring", "gathered"))
+
+
+@pytest.mark.slow
+def test_scans(tmp_path: Path) -> None:
+    report = tmp_path / "scans.md"
+    run("scans.py", "--small", "--length", "64", "--rounds", "1", "--output", str(report))
+    text = report.read_text()
+    parts = (
+        "sum along another dim",
+        "sum along the last dim",
+        "others",
+        "recurrence",
+        "torch.compile",
+        "(S, 8)",
+    )
+    assert all(f"\n| {part}" in text for part in parts)
+    assert "| target | 4, slope 1.05: met |" in text
+
+
+@pytest.mark.slow
+def test_gpu_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "tiny values are right" in run("gpu_scans.py")
+
+
+@pytest.mark.slow
+def test_merge_reductions(tmp_path: Path) -> None:
+    report = tmp_path / "merge.md"
+    run("merge_reductions.py", "--sizes", "1024", "65536", "--rounds", "3", "--output", str(report))
+    text = report.read_text()
+    assert text.count("| sequential |") + text.count("| merged |") == 2
+    assert all(f"\n| {policy} |" in text for policy in ("auto", "always", "never"))
+
+
+@pytest.mark.slow
+def test_gpu_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "copies are right" in run("gpu_collectives.py", "--smoke")

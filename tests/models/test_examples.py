@@ -1,0 +1,126 @@
+"""The examples run, and so does the code of the README."""
+
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_by_hand():
+    out = run("examples/by_hand.py")
+    assert "== Ulysses: rewrote the graph" in out
+    losses = re.findall(r"rank \d: (\S+) +one device: (\S+)", out)
+    assert len(losses) == 2
+    assert all(found == expected for found, expected in losses)
+
+
+def test_explain_llama():
+    assert "ulysses" in run("examples/explain_llama.py", "2")
+
+
+def torchrun(processes, *command):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+    return run(*launch, *command)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_data_and_sequence(kind):
+    assert f"{kind}: largest relative error" in torchrun(4, "examples/data_and_sequence.py", kind)
+
+
+def test_attention_by_hand():
+    assert (
+        torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
+    )
+
+
+def test_attention_strategies():
+    out = run("examples/attention_strategies.py")
+    assert out.count("chosen: fastest") == 2
+    assert "64 ranks do not divide 16 query heads" in out
+    assert re.findall(r"(\w+) +on 4 ranks", out) == ["ulysses", "ring", "hybrid", "gather", "auto"]
+
+
+# Each compares some values by hand and one compiled model with one device.
+SCANS = {
+    "moe_routing": 4,
+    "packed_sequences": 5,
+    "cumulative_masks": 6,
+    "batch_slicing": 3,
+    "distributed_softmax": 3,
+}
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("name", SCANS)
+def test_scans_alone(name):
+    out = run(f"examples/{name}.py")
+    assert out.count("4 ranks ") == out.count("largest relative error against one device") == SCANS[name]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "moe_routing" else pytest.mark.slow) for n in SCANS]
+)
+def test_scans_of_processes(name):
+    out = torchrun(2, f"examples/{name}.py")
+    assert out.count("2 ranks ") == out.count("largest relative error against one device") == SCANS[name]
+
+
+def test_readme():
+    """Every python block, in order, in one namespace; the process group is one of a single rank."""
+    DecoderLM = runpy.run_path(str(ROOT / "examples" / "models.py"))["DecoderLM"]
+    torch.manual_seed(0)
+    ids = torch.randint(0, 256, (1, 24))
+    torch.library.define("mylib::scale_rows", "(Tensor x, Tensor w) -> Tensor")
+    names = {"model": DecoderLM(dim=32, layers=1, heads=8), "input_ids": ids, "labels": ids}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 3
+    for block in blocks:
+        exec(block.replace("dist.init_process_group()", "pass"), names)
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    """`make demo` in small."""
+    small = [
+        "--seq",
+        "256",
+        "--steps",
+        "2",
+        "--dim",
+        "32",
+        "--layers",
+        "1",
+        "--chart",
+        str(tmp_path / "chart.png"),
+    ]
+    out = run("examples/train_lm.py", *small)
+    assert "largest relative gradient difference" in out
+    assert (tmp_path / "chart.png").exists()
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("processes", [4, 2])
+def test_expert_parallel(processes):
+    assert "largest relative error against one device" in torchrun(processes, "examples/expert_parallel.py")

@@ -1,0 +1,87 @@
+"""The C++ scans and their compiler: many processes at once, one that is missing, one that fails."""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sp_compile.lowering.scan.kernels import native
+from sp_compile.lowering.scan.table import Problem
+
+needs_compiler = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_processes_compile_at_the_same_time(tmp_path: Path) -> None:
+    """As ranks do that start with an empty cache."""
+    code = (
+        "import torch; from sp_compile.lowering.scan import native; "
+        "print(native.scan(torch.ones(1, 9, 3), None, 'sum', False, False, torch.float32, torch.float64)[0].sum())"
+    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    work = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::UserWarning", "-c", code], env=environment, stdout=-1, stderr=-1
+        )
+        for _ in range(3)
+    ]
+    for process in work:
+        out, error = process.communicate(timeout=300)
+        assert out.decode().strip() == "tensor(135.)", error.decode()
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(native, "_failures", [])
+    native._compiled.cache_clear()
+    yield
+    native._compiled.cache_clear()
+
+
+PROBLEM = Problem("scan", "cpu", 1, 8, 8, torch.float32, torch.float32, torch.float64, op="sum")
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_without_a_compiler_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_cpp_compiler", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not native.available()
+        assert not native.fits(PROBLEM)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_compiler_that_fails_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: str, flags: object) -> None:
+        raise RuntimeError("C++ compile error")
+
+    monkeypatch.setattr(native, "compile_cpp", fail)
+    monkeypatch.setattr(native, "has_cpp_compiler", lambda: True)
+    with pytest.warns(UserWarning, match="C\\+\\+ compile error"):
+        assert not native.fits(PROBLEM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not native.fits(PROBLEM)
+        assert not native.fits(Problem("linear", "cpu", 1, 8, 8, *[torch.float64] * 3))
+        assert not native.available()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem("scan", "cuda", 1, 8, 8, torch.float32, torch.float32, torch.float64, op="sum"),
+        Problem("scan", "cpu", 1, 8, 8, torch.complex64, torch.complex64, torch.complex64, op="sum"),
+        Problem("scan", "cpu", 1, 8, 8, torch.uint16, torch.int64, torch.int64, op="sum"),
+        Problem("scan", "cpu", 1, 8, 8, torch.bfloat16, torch.bfloat16, torch.bfloat16, op="sum"),
+        Problem("scan", "cpu", 1, 8, 8, torch.int64, torch.int64, torch.int32, op="sum"),
+        Problem("linear", "cpu", 1, 8, 8, torch.int64, torch.int64, torch.int64),
+    ],
+)
+def test_does_not_fit(problem: Problem) -> None:
+    assert not native.fits(problem)

@@ -1,0 +1,77 @@
+"""Which row of the lowering table runs a scan."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sp_compile import SpError
+from sp_compile.lowering.scan.kernels import native
+from sp_compile.lowering.scan.table import Problem, choose, using
+
+sp = torch.ops.sp
+
+
+def problem(**changes: Any) -> Problem:
+    base = Problem("scan", "cpu", 4, 100, 1, torch.float32, torch.float32, torch.float64, "sum", total=False)
+    return base._replace(**changes)
+
+
+def test_torch_runs_what_is_small_along_the_last_dim() -> None:
+    assert choose(problem()) == "aten"
+    assert choose(problem(exclusive=True, reverse=True)) == "aten"
+    assert (
+        choose(problem(dtype=torch.int32, result=torch.int64, accumulate=torch.int64, total=True)) == "aten"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inner": 64},
+        {"segmented": True},
+        {"total": True},
+        {"result": torch.bfloat16, "dtype": torch.bfloat16},
+        {"kind": "linear"},
+        {"kind": "linear_total"},
+    ],
+)
+def test_torch_does_not_run_the_rest(changes: dict[str, Any]) -> None:
+    """Other dims, other kinds, and what it would round: a total to the result, half precision in less than double."""
+    with using("aten"), pytest.raises(SpError, match="does not fit"):
+        choose(problem(**changes))
+
+
+def test_what_is_large_is_compiled() -> None:
+    large = problem(length=1 << 20)
+    assert choose(large) == ("native" if native.available() else "aten")
+    assert choose(large._replace(inner=64)) == ("native" if native.available() else "blocked")
+
+
+def test_torch_runs_many_short_lines() -> None:
+    short = problem(outer=1 << 16, length=63)
+    compiled = "native" if native.available() else "aten"
+    assert choose(short) == "aten"
+    assert choose(short._replace(length=64)) == compiled
+    assert choose(short._replace(op="logsumexp")) == compiled
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "fits", lambda problem: False)
+    assert choose(problem(length=1 << 20)) == "aten"
+    for changes in ({"inner": 64}, {"segmented": True}, {"kind": "linear"}, {"total": True}):
+        assert choose(problem(**changes)) == "blocked"
+
+
+def test_a_row_can_be_forced() -> None:
+    for row in ("blocked", "tree"):
+        with using(row):
+            assert choose(problem()) == row
+    assert choose(problem()) == "aten"
+
+
+def test_a_row_that_does_not_fit_is_refused() -> None:
+    with using("aten"), pytest.raises(SpError, match="'aten' row of the lowering table does not fit"):
+        sp.local_linear_total(*torch.rand(2, 3), 0, False, False, torch.float64)
+    with pytest.raises(SpError, match="no row 'fast'"), using("fast"):
+        pass

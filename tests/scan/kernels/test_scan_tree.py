@@ -1,0 +1,172 @@
+"""The scans of any associative function, tree and blocks: right, and with no more work than they say, counted."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.scans.scanning import linear_by_hand
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sp_compile._compat import make_fx, pytree
+from sp_compile.lowering.scan.kernels import blocked, tree
+from sp_compile.lowering.scan.monoids import MONOIDS, compose, segmented, selecting
+
+ALGORITHMS = {
+    "tree": tree.inclusive,
+    "blocked": lambda combine, states, dim: blocked.inclusive(combine, states, dim)[0],
+}
+TOTALS = {"tree": tree.total, "blocked": blocked.total}
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 1000, 1024, 1025)
+algorithms = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+def matrix_product(left: Tensor, right: Tensor) -> Tensor:
+    """Associative, and does not commute."""
+    return right @ left
+
+
+@algorithms
+@pytest.mark.parametrize("n", LENGTHS)
+def test_combines_in_order(name: str, n: int) -> None:
+    angles = torch.rand(n, 3, dtype=torch.float64)
+    states = torch.linalg.matrix_exp(torch.randn(n, 3, 3, dtype=torch.float64) - torch.diag_embed(angles))
+    states = states / torch.linalg.matrix_norm(states, 2)[:, None, None]
+    expected = [states[0]]
+    for state in states[1:]:
+        expected.append(matrix_product(expected[-1], state))
+    torch.testing.assert_close(ALGORITHMS[name](matrix_product, states, 0), torch.stack(expected))
+    torch.testing.assert_close(TOTALS[name](matrix_product, states, 0), expected[-1][None])
+
+
+@algorithms
+@pytest.mark.parametrize("n", [1, 2, 33, 100])
+@pytest.mark.parametrize("dim", [0, 1, -2])
+def test_takes_trees_of_states_along_any_dim(name: str, n: int, dim: int) -> None:
+    shape = [4, 2, 3]
+    shape[dim] = n
+    a, b = torch.rand(2, *shape, dtype=torch.float64)
+
+    def combine(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
+        a, b = compose((left["a"], left["b"]), (right["a"], right["b"]))
+        return {"a": a, "b": b}
+
+    out = ALGORITHMS[name](combine, {"a": a, "b": b}, dim)
+    torch.testing.assert_close(out["a"], a.cumprod(dim))
+    torch.testing.assert_close(out["b"], linear_by_hand(a, b, dim))
+
+
+@algorithms
+def test_of_no_states(name: str) -> None:
+    assert ALGORITHMS[name](torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
+    assert TOTALS[name](torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
+
+
+@algorithms
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_differentiable_twice(name: str, n: int) -> None:
+    a, b = (x.requires_grad_() for x in torch.rand(2, 2, n, dtype=torch.float64))
+
+    def h(a: Tensor, b: Tensor) -> Tensor:
+        return ALGORITHMS[name](compose, (a, b), 1)[1]
+
+    assert torch.autograd.gradcheck(h, (a, b))
+    assert torch.autograd.gradgradcheck(h, (a, b))
+
+
+# The combine functions of the five operations, of segments, of indices and of the recurrence.
+STATES = {
+    "sum": (torch.add, 1),
+    "logsumexp": (MONOIDS["logsumexp"].combine, 1),
+    "extremes": (selecting("max"), 2),
+    "recurrence": (compose, 2),
+    "segmented": (segmented(torch.add), 2),
+}
+
+
+def states_of(name: str, n: int) -> Any:
+    """n states of three columns."""
+    first, second = torch.rand(2, n, 3, dtype=torch.float64)
+    return {
+        "sum": first,
+        "logsumexp": first,
+        "extremes": (first, torch.arange(n)[:, None].expand(n, 3)),
+        "recurrence": (first, second),
+        "segmented": (first > 0.9, second),
+    }[name]
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements that operations compute; a view computes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.computed += sum(x.numel() for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
+        return out
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize(("name", "moves"), [("tree", 6), ("blocked", 2.5)])
+def test_work_is_linear(name: str, moves: float, kind: str) -> None:
+    """Two combinations an element or little more, and the rows that are moved to their places."""
+    combine, leaves = STATES[kind]
+    for n in (100, 500, 4096, 10_001, 65_535, 65_536, 300_000):
+        states = states_of(kind, n)
+        with Elements() as once:
+            combine(states, states)
+        with Elements() as scan:
+            ALGORITHMS[name](combine, states, 0)
+        assert scan.computed <= 2.2 * once.computed + moves * 3 * n * leaves, n
+
+
+@pytest.mark.parametrize("n", [2, 7, 64, 1000, 1023, 1024])
+def test_the_tree_combines_fewer_than_two_n(n: int) -> None:
+    combined = []
+
+    def combine(left: Tensor, right: Tensor) -> Tensor:
+        combined.append(len(left))
+        return left + right
+
+    torch.testing.assert_close(tree.inclusive(combine, torch.ones(n), 0), torch.arange(1.0, n + 1))
+    assert sum(combined) < 2 * n
+    assert len(combined) <= 2 * math.ceil(math.log2(n))
+
+
+def depth(name: str, n: int) -> int:
+    """The operations of the longest chain in which each needs the one before."""
+    scan = make_fx(lambda x: ALGORITHMS[name](torch.add, x, 0), tracing_mode="fake")
+    graph = scan(torch.rand(n, 1)).graph
+    longest: dict[Any, int] = {}
+    for node in graph.nodes:
+        before = max((longest[other] for other in node.all_input_nodes), default=0)
+        longest[node] = before + (node.op == "call_function")
+    return max(longest.values())
+
+
+@pytest.mark.parametrize(("name", "each", "once"), [("tree", 10, 5), ("blocked", 12, 50)])
+def test_depth_is_logarithmic(name: str, each: float, once: int) -> None:
+    for n in (4, 33, 1000, 33_000):
+        assert depth(name, n) <= each * math.log2(n) + once, n
+
+
+def test_the_backward_of_the_tree_keeps_linear_memory() -> None:
+    def kept(n: int) -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        a, b = (x.requires_grad_() for x in torch.rand(2, n, dtype=torch.float64))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            tree.inclusive(compose, (a, b), 0)
+        return sum(sizes.values())
+
+    assert kept(1 << 14) <= 10 * 8 * (1 << 14)
+    assert kept(1 << 14) / kept(1 << 10) == pytest.approx(16, rel=0.05)

@@ -1,0 +1,102 @@
+"""The Triton row of the scans' lowering table: in Triton's interpreter against loops, and its compilation."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from sp_compile.lowering.scan.kernels.triton import scan as row
+from sp_compile.lowering.scan.table import Problem
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def python(program: str, interpret: bool = True) -> None:
+    """Triton reads TRITON_INTERPRET when it is imported: in a process of its own, where the tests can be imported."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = environment | {"TRITON_INTERPRET": "1" if interpret else "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.sampled(every=3)
+@needs_triton
+@pytest.mark.parametrize("way", ["one", "parts", "look-back"])
+def test_way(way: str) -> None:
+    python(f"from support.scans import triton_scans as t; t.check_way({way!r})")
+
+
+@needs_triton
+def test_row() -> None:
+    calls = "t.check_operators(); t.check_public(); t.check_empty(); t.check_choice()"
+    python(f"from support.scans import triton_scans as t; {calls}")
+
+
+def test_without_triton() -> None:
+    """The row can be imported, and fits nothing."""
+    python(
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from sp_compile.lowering.scan.table import Problem\n"
+        "from sp_compile.lowering.triton import scan\n"
+        "f32 = torch.float32\n"
+        "assert not scan.fits(Problem('scan', 'cuda', 1, 9, 1, f32, f32, f32))"
+    )
+
+
+@needs_triton
+def test_fits() -> None:
+    """Any tensor on a GPU of a dtype that the kernels have."""
+    f32 = torch.float32
+    assert row.fits(Problem("scan", "cuda", 1, 9, 1, f32, f32, f32))
+    assert not row.fits(Problem("scan", "cuda", 1, 9, 1, torch.complex64, f32, f32))
+    assert not row.fits(Problem("scan", "mps", 1, 9, 1, f32, f32, f32))
+
+
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class Hopper:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+driver.set_active(Hopper())
+compiled = []
+JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled.append(
+    JITFunction.run(kernel, *args, grid=grid, warmup=True, **options)
+)
+
+from sp_compile.lowering.triton import scan
+from sp_compile.lowering.triton.scan_ways import using_way
+
+f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
+x, starts = torch.empty(1, 2**20, 1), torch.empty(1, 2**20, 1, dtype=torch.bool)
+few = torch.empty(1, 2**16, 8, dtype=torch.int32)
+for way in ("one", "parts", "look-back"):
+    with using_way(way):
+        scan.scan(x, None, "sum", False, False, f32, f32)
+        scan.scan(x.to(bf16), starts, "max", True, True, bf16, f32)
+        scan.scan(few, None, "sum", False, False, i64, i64)
+        scan.extremes(x, None, "min", False)
+        scan.linear(x, x, torch.empty(1, 1), True, True, f32, f32)
+        scan.scan(x, None, "logsumexp", False, False, f32, f32)
+assert len(compiled) == 6 * (1 + 3 + 1)
+assert all("mov" in kernel.asm["ptx"] for kernel in compiled)
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_kernels_compile_for_hopper() -> None:
+    """Triton and its assembler compile for a GPU that is not here: not all that the interpreter takes passes."""
+    python(COMPILE, interpret=False)

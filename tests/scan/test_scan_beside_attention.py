@@ -1,0 +1,50 @@
+"""Scans and attention in one model under backend='sp', contiguous and zigzag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support import ranks as worker
+from support.parity import VOCAB, Block, Outcome, against_eager, build, check, text
+from support.ranks import Ranks
+from torch import Tensor, nn
+
+import sp_compile
+
+
+class Mixed(nn.Module):
+    """A causal decoder that adds a running mean of its hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(VOCAB, 16), Block(16, 4)
+        self.head = nn.Linear(16, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.block(self.embed(ids))
+        count = torch.arange(1, x.shape[1] + 1)[:, None]
+        logits = self.head(x + x.cumsum(1) / count)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def mixed(**how: Any) -> Outcome:
+    return against_eager(build(Mixed), *text(16), mesh=worker.mesh(), **how)
+
+
+def mixed_zigzag() -> Outcome:
+    return mixed(attention="ring", layout="zigzag")
+
+
+def test_beside_attention(ranks: Ranks) -> None:
+    check(ranks.run(2, mixed))
+    check(ranks.run(2, mixed_zigzag))
+
+
+def test_scans_leave_zigzag_to_the_cost_model() -> None:
+    report = sp_compile.explain(build(Mixed), *text(1 << 12, batch=1), sp=2, attention="ring")
+    assert {d.chosen.layout for d in report.attention} == {"zigzag"}
+    assert not any(d.chosen.relayout for d in report.attention)
+    assert report.count("scan") == 1
+    assert not report.fallbacks

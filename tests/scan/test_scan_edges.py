@@ -1,0 +1,99 @@
+"""Scans by hand and shifts at their edges: empty dims, lone rows, options that do not apply, wrong operands."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sp_compile
+from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
+from sp_compile.config import Ranks
+from sp_compile.lowering.simulate import run_ranks
+
+N = 2
+GROUP = Ranks(N, "sim")
+
+
+@pytest.mark.parametrize("accumulate", [torch.int8, torch.int64])
+@pytest.mark.parametrize("scan", [inclusive_scan, exclusive_scan])
+@pytest.mark.parametrize("exchange", ["gather", "steps"])
+def test_extremes_are_not_rounded_on_their_way_to_other_ranks(scan, accumulate, exchange):
+    x = torch.arange(6, dtype=torch.int16) * 100
+    options = {"accumulate_dtype": accumulate, "exchange": exchange, "group": GROUP}
+    shards = run_ranks(N, lambda rank: scan(x.chunk(N)[rank], 0, "max", **options))
+    assert torch.cat(shards).equal(scan(x, 0, "max"))
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "logsumexp"])
+def test_a_dim_of_no_elements_beside_the_scanned_one(op):
+    def scan(rank):
+        x = torch.zeros(4, 0, requires_grad=True)
+        ids = torch.zeros(4, dtype=torch.int64)
+        out = exclusive_scan(x, 0, op, reverse=True, group=GROUP) + segmented_scan(x, ids, 0, op, group=GROUP)
+        out.sum().backward()
+        return out.shape, x.grad.shape
+
+    assert run_ranks(N, scan) == [((4, 0), (4, 0))] * N
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@pytest.mark.parametrize("widths", [(0, 2), (3, 0), (0, 7)])
+def test_a_shift_by_more_rows_than_there_are(length, widths):
+    def model(x):
+        sums = x.cumsum(1)
+        before, after = widths
+        return sums - F.pad(sums, (0, 0, before, after))[:, after : after + x.shape[1]]
+
+    x = torch.randn(2, length, 4, dtype=torch.float64, requires_grad=True)
+    assert sp_compile.verify(model, x, sp=N, compiler="aot_eager").worst < 1e-12
+
+
+def test_logsumexp_passes_a_gradient_to_what_comes_before_infinity():
+    x = torch.tensor([0.0, torch.inf, 2.0], dtype=torch.float64, requires_grad=True)
+    inclusive_scan(x, 0, "logsumexp").sum().backward()
+    assert x.grad[0] == 1
+    assert x.grad[2] == 0
+
+
+def test_a_number_for_every_step_of_a_recurrence():
+    assert linear_scan(0.5, torch.ones(3), 0, initial=2).tolist() == [2, 2, 2]
+
+
+X = torch.arange(3)
+WRONG = {
+    "x is a tensor": lambda: inclusive_scan([1, 2], 0, group=GROUP),
+    "segment_ids is a tensor": lambda: segmented_scan(X, None, 0, group=GROUP),
+    "op=": lambda: inclusive_scan(X, 0, ["sum"], group=GROUP),
+    "dtype='float32'": lambda: inclusive_scan(X, 0, dtype="float32", group=GROUP),
+    "accumulate_dtype=": lambda: linear_scan(X.double(), X.double(), 0, accumulate_dtype="f", group=GROUP),
+    "reverse=": lambda: inclusive_scan(X, 0, reverse="yes", group=GROUP),
+    "dim is an int": lambda: inclusive_scan(X, 0.0, group=GROUP),
+    "length is an int": lambda: inclusive_scan(X, 0, length=3.0, group=GROUP),
+    "uint64 is not supported": lambda: inclusive_scan(X.to(torch.uint64), 0, group=GROUP),
+    "needs a gradient": lambda: inclusive_scan(X.float().requires_grad_(), 0, dtype=torch.int64, group=GROUP),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_is_wrong_on_one_rank_is_raised_on_all(message):
+    def scan(rank):
+        with pytest.raises(SpError, match=f"rank 1: .*{message}"):
+            WRONG[message]() if rank == 1 else inclusive_scan(X, 0, group=GROUP)
+
+    run_ranks(N, scan)
+
+
+@pytest.mark.parametrize("size", [(20000,), (20000, 4)])
+def test_gradients_of_long_rows_are_as_precise_as_torchs(size):
+    """A rounded result would spoil a recurrence of exp(y_(j-1) - y_j) over thousands of rows."""
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+    def gradient(scan, x):
+        x = x.clone().requires_grad_()
+        scan(x).sum().backward()
+        return x.grad.double()
+
+    exact = gradient(lambda x: x.logcumsumexp(0), x.double())
+    ours = (gradient(lambda x: inclusive_scan(x, 0, "logsumexp"), x) - exact).abs()
+    torchs = (gradient(lambda x: x.logcumsumexp(0), x) - exact).abs()
+    assert ours.max() <= 2 * torchs.max()
+    assert ours.mean() <= 2 * torchs.mean()

@@ -1,0 +1,127 @@
+"""Scans of shards that do not fit: a clear SpError on every rank, and never a rank that waits for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks as in_rank
+from torch import Tensor
+
+import sp_compile
+from sp_compile import SpError
+
+TIMEOUT = 30.0
+
+
+def _raised(wrong: Callable[[int, Any], Any]) -> tuple[str, Tensor]:
+    """What this rank's call raises; and that the group still works."""
+    group, told = in_rank.group(), "nothing"
+    try:
+        wrong(dist.get_rank(), group)
+    except SpError as error:
+        told = str(error)
+    return told, sp_compile.inclusive_scan(torch.ones(2), 0, group=group)
+
+
+def _unequal_shards(rank: int, group: Any) -> Tensor:
+    return sp_compile.inclusive_scan(torch.ones(4 + rank), 0, group=group)
+
+
+def _bad_op(rank: int, group: Any) -> Tensor:
+    return sp_compile.inclusive_scan(torch.ones(4), 0, ("sum", "summ")[rank], group=group)
+
+
+def _other_op(rank: int, group: Any) -> Tensor:
+    return sp_compile.exclusive_scan(torch.ones(4), 0, ("sum", "max")[rank], group=group)
+
+
+def _other_function(rank: int, group: Any) -> Tensor:
+    if rank:
+        return sp_compile.linear_scan(torch.ones(4), torch.ones(4), 0, group=group)
+    return sp_compile.inclusive_scan(torch.ones(4), 0, group=group)
+
+
+def _attention_on_one_rank(rank: int, group: Any) -> Tensor:
+    x = torch.ones(1, 1, 4, 2)
+    if rank:
+        return sp_compile.ring_attention(x, x, x, mesh=group)
+    return sp_compile.inclusive_scan(x, 2, group=group)
+
+
+def _other_gradients(rank: int, group: Any) -> Tensor:
+    return sp_compile.inclusive_scan(torch.ones(4).requires_grad_(rank == 0), 0, group=group)
+
+
+def _ids_of_another_shape(rank: int, group: Any) -> Tensor:
+    return sp_compile.segmented_scan(torch.ones(4), torch.zeros(4 + rank, dtype=torch.int64), 0, group=group)
+
+
+def _ids_of_another_dtype(rank: int, group: Any) -> Tensor:
+    ids = torch.zeros(4, dtype=(torch.int64, torch.int32)[rank])
+    return sp_compile.segmented_scan(torch.ones(4), ids, 0, group=group)
+
+
+def _id_comes_again(rank: int, group: Any) -> Tensor:
+    ids = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 0]])[rank]
+    return sp_compile.segmented_scan(torch.ones(4), ids, 0, group=group)
+
+
+def _overflow_on_one_rank(rank: int, group: Any) -> Tensor:
+    return sp_compile.inclusive_scan(torch.tensor([2**62, rank]), 0, group=group)
+
+
+def _odd_zigzag(rank: int, group: Any) -> Tensor:
+    return sp_compile.inclusive_scan(torch.ones(3), 0, group=group, layout="zigzag")
+
+
+def _too_long(rank: int, group: Any) -> Tensor:
+    return sp_compile.inclusive_scan(torch.ones(3), 0, group=group, length=7)
+
+
+def _zigzag_steps(rank: int, group: Any) -> Tensor:
+    return sp_compile.inclusive_scan(torch.ones(4), 0, group=group, layout="zigzag", exchange="steps")
+
+
+def _initial_on_one_rank(rank: int, group: Any) -> Tensor:
+    first = torch.ones(2) if rank else None
+    return sp_compile.linear_scan(torch.ones(4, 2), torch.ones(4, 2), 0, initial=first, group=group)
+
+
+def _no_dims(rank: int, group: Any) -> Tensor:
+    return sp_compile.inclusive_scan(torch.ones(()), 0, group=group)
+
+
+WRONG = {
+    _unequal_shards: "rank 1: x [5] torch.float32",
+    _bad_op: "rank 1: inclusive_scan: unknown op 'summ' (did you mean 'sum'?)",
+    _other_op: "op=max",
+    _other_function: "rank 1: a [4] torch.float32",
+    _attention_on_one_rank: "calls differ",
+    _other_gradients: "gradient: False",
+    _ids_of_another_shape: "rank 1: segmented_scan: segment_ids hold one id for each of the 4 positions",
+    _ids_of_another_dtype: "segment_ids [4] torch.int32",
+    _id_comes_again: "segment_ids are not grouped",
+    _overflow_on_one_rank: "rank 1: inclusive_scan: the sum is about 9.22337e+18 at index (0,)",
+    _odd_zigzag: "zigzag shards are two equal chunks, but this one has 3 rows",
+    _too_long: "length=7: expected 0 to 6",
+    _zigzag_steps: "exchange='steps' is for layout='contiguous'",
+    _initial_on_one_rank: "initial [2] torch.float32",
+    _no_dims: "no dims",
+}
+
+
+@pytest.mark.parametrize(("wrong", "told"), WRONG.items())
+def test_every_rank_raises(ranks, wrong: Callable[[int, Any], Any], told: str) -> None:
+    for error, after in ranks.run(2, _raised, wrong, timeout=TIMEOUT):
+        assert told in error
+        assert after.tolist()[0] in (1, 3)
+
+
+def test_options_of_shards_need_a_group() -> None:
+    for options in ({"length": 3}, {"layout": "zigzag"}, {"exchange": "gather"}):
+        with pytest.raises(SpError, match="pass group="):
+            sp_compile.inclusive_scan(torch.ones(4), 0, **options)

@@ -1,0 +1,251 @@
+"""Sharding rules: each is run as it says on sharded operands; none lets a wrong factor pass, and few are timid."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.samples import brute, opinfo, samples
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sp_compile.errors import SpError
+from sp_compile.sharding.attention import SHARDED
+from sp_compile.sharding.placement import Frame, Shard
+from sp_compile.sharding.reshape import Reshape, Window, move
+from sp_compile.sharding.rule import POINTWISE, Factors, Rule, lookup, registered, rule
+
+aten = torch.ops.aten
+RUNS = ("pass", "sum", "mean", "total")
+# What sp::ring_attention and its like do with shards is no rule's business: tests/attention/test_sharded_attention.py.
+# Collectives over other ranks need those: tests/tensor_parallel/test_tensor_parallel.py, tests/tensor_parallel/test_own_rows.py.
+EXCHANGES = (torch.ops.sp.own_rows.default, torch.ops.sp.all_rows.default, torch.ops.sp.reduce_pair.default)
+RULES = {
+    op: function
+    for op, function in registered().items()
+    if op not in (POINTWISE, *SHARDED, *EXCHANGES) and op.namespace != "_c10d_functional"
+}
+OWN = samples.build()
+TABLE = Path(__file__).with_name("rules_table.txt")
+
+NOTHING_TO_SHARD = {aten.scalar_tensor.default: "a 0-d result"}
+TIMID_ON_PURPOSE = {
+    aten.feature_alpha_dropout.default: "random: only shapes are compared",
+    aten.feature_dropout.default: "random: only shapes are compared",
+    aten.new_full.default: "the operand's values do not matter, but it has no factor to go on with",
+    aten.new_ones.default: "as new_full",
+    aten.new_zeros.default: "as new_full",
+    aten.squeeze.default: "only a rank with one position drops the dim; see squeeze.dim",
+    aten.to.other: "as new_full",
+    aten.type_as.default: "as new_full",
+}
+
+
+def is_pointwise(op: Any) -> bool:
+    return RULES.get(op) is registered()[POINTWISE]
+
+
+def samples_of(op: Any) -> list[samples.Sample]:
+    return OWN.get(op) or (samples.of_pointwise(op) if is_pointwise(op) else [])
+
+
+@pytest.mark.parametrize("op", RULES, ids=str)
+def test_parts_make_the_whole(op: Any) -> None:
+    outcomes = [o for args, kwargs in samples_of(op) for o in brute.outcomes(op, args, kwargs)]
+    assert outcomes or op in NOTHING_TO_SHARD, "no sample in samples.py shards this op"
+    wrong = [o for o in outcomes if o.kind in RUNS and o.error]
+    assert not wrong
+    refused = [o for o in outcomes if o.kind not in RUNS]
+    timid = bool(refused) and all(o.error is None for o in refused)
+    assert timid == (op in TIMID_ON_PURPOSE), f"{refused}: sharding them never goes wrong"
+
+
+def test_parts_make_the_whole_on_torch_samples() -> None:
+    ops, wrong = set(), []
+    for op, (args, kwargs) in opinfo.samples():
+        for outcome in brute.outcomes(op, args, kwargs):
+            ops.add(op)
+            if outcome.kind in RUNS and outcome.error:
+                wrong.append((op, args, kwargs, outcome))
+    assert not wrong
+    assert len(ops) > 300
+
+
+def test_the_check_finds_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rules that look right: causal attention by its queries alone, and a bias beside a sum."""
+    table = dict(registered())
+    monkeypatch.setattr("sp_compile.sharding.rule._REGISTRY", table)
+    rule(
+        aten.scaled_dot_product_attention.default,
+        "b h q d, b h k d, b h k e -> b h q e",
+        attend="k",
+        whole="d",
+    )
+    rule(aten.linear.default, "... i, o i, o -> ... o", sum="i")
+    rule(aten.mse_loss.default, "..., ... -> ", sum="...")
+    q = samples.f(2, 4, 6, 4)
+    calls = [
+        (aten.scaled_dot_product_attention.default, (q, q, q), {"is_causal": True}, "q"),
+        (aten.linear.default, (samples.f(2, 6), samples.f(4, 6), samples.f(4)), {}, "i"),
+        (aten.mse_loss.default, (samples.f(6), samples.f(6), 1), {}, "~0"),
+    ]
+    for op, args, kwargs, factor in calls:
+        assert {o.factor for o in brute.outcomes(op, args, kwargs) if o.kind in RUNS and o.error} == {factor}
+
+
+def show(rule_: Rule | None) -> str:
+    if rule_ is None:
+        return "none"
+    if isinstance(rule_, Reshape):
+        return f"reshape {list(rule_.before)} -> {list(rule_.after)}"
+    if isinstance(rule_, Window):
+        return f"window of dim {rule_.dim}: {', '.join(f'{start}+{length}' for start, length in rule_.spans or ())}"
+    sides = [
+        ", ".join(" ".join(f or "1" for f in dims) for dims in side)
+        for side in (rule_.operands, rule_.results)
+    ]
+    kinds: dict[str, list[str]] = {}
+    for factor, kind in rule_.kinds.items():
+        kinds.setdefault(kind, []).append(factor)
+    options = [f"{kind}={' '.join(factors)}" for kind, factors in kinds.items()]
+    options += [
+        f"{name}={value}"
+        for name in ("sizes", "pad", "masks")
+        if (value := getattr(rule_, name)) not in (None, ())
+    ]
+    return "; ".join([" -> ".join(sides), *options, *(["lazy"] if rule_.lazy else [])])
+
+
+def test_table() -> None:
+    """The rule of every op at its first sample. EXPECTTEST_ACCEPT=1 writes the file anew: review its diff."""
+    lines = []
+    for op in sorted(RULES, key=str):
+        args, kwargs = samples_of(op)[0]
+        lines.append(f"{op}: {show(lookup(brute.node_of(op, args, kwargs)[0])[1])}\n")
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        TABLE.write_text("".join(lines))
+    assert "".join(lines) == TABLE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("a b, b c -> a c", {}, r"\['b'\] vanish from the result; say how: sum=, mean="),
+        ("a b -> a b", {"full": "b"}, r"unknown option \['full'\]; known: sum, mean"),
+        ("a b -> a", {"sum": "c"}, r"'c' is classified but names no dim"),
+        ("a b", {}, "no '->' between operands and results"),
+    ],
+)
+def test_refused_texts(text: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpError, match=message):
+        rule(aten.mm.default, text, **options)
+
+
+def test_factors_built_by_hand_are_held_to_the_same() -> None:
+    with pytest.raises(SpError, match=r"\['i'\] vanish and are not classified"):
+        Factors((("n", "i"),), (("n",),))
+    assert Factors((("n",),), (("n", "new"),)).kind("new") == "whole"
+    assert Factors((("n",),), (("n", "new"),), sizes="size").kind("new") == "pass"
+
+
+@st.composite
+def regroupings(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """Atoms, and two ways to multiply neighbours together."""
+    atoms = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5))
+
+    def grouped() -> list[int]:
+        cuts = draw(st.lists(st.booleans(), min_size=len(atoms) - 1, max_size=len(atoms) - 1))
+        out = [atoms[0]]
+        for atom, cut in zip(atoms[1:], cuts, strict=True):
+            if cut:
+                out.append(atom)
+            else:
+                out[-1] *= atom
+        return out
+
+    return atoms, grouped(), grouped()
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(regroupings())
+def test_reshape_finds_a_sequence_again(case: tuple[list[int], list[int], list[int]]) -> None:
+    atoms, before, after = case
+    x = samples.f(*before)
+    assert not [o for o in brute.outcomes(aten.reshape.default, (x, after), {}) if o.error]
+    for at, length in enumerate(atoms):
+        outer = torch.Size(atoms[:at]).numel()
+        home = _home(before, outer, length)
+        moved = move(Reshape(tuple(before), tuple(after)), home) if length > 1 else ()
+        assert moved is not None, f"{length} of {atoms} is whole in both {before} and {after}"
+
+
+def _home(shape: list[int], outer: int, length: int) -> Shard:
+    """Where the atom that `outer` rows precede lies in the shape."""
+    for dim, extent in enumerate(shape):
+        before = torch.Size(shape[:dim]).numel()
+        if (
+            outer % before == 0
+            and before * extent % (outer * length) == 0
+            and before * extent >= outer * length
+        ):
+            return Shard(dim, Frame.full(length), outer // before, before * extent // (outer * length))
+    raise AssertionError(shape)
+
+
+def nodes(function: Callable[..., Any], *args: Any) -> list[Node]:
+    """The calls of the function's graph with symbolic sizes."""
+    graph = make_fx(function, tracing_mode="symbolic")(*args).graph
+    return [
+        n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], torch.Tensor | list)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x[:, 1:], "window of dim 1: 1+s1 - 1"),
+        (lambda x: x[:, :-1], "window of dim 1: 0+s1 - 1"),
+        (lambda x: x[:, 1:-2], "window of dim 1: 1+s1 - 3"),
+        (lambda x: x[:, -3:], "window of dim 1: s1 - 3+3"),
+        (lambda x: x[:, 2:5], "window of dim 1: 2+3"),
+        (lambda x: x[:, ::2], "d0 d1 d2 -> d0 sliced1 d2; whole=d1 sliced1; lazy"),
+        (lambda x: x.reshape(-1, x.shape[2]), "reshape [s0, s1, s2] -> [s0*s1, s2]"),
+        (lambda x: x[:, None].expand(-1, 7, -1, -1), "d0 1 d2 d3 -> d0 d1 d2 d3; sizes=size; lazy"),
+        (lambda x: x.sum(1, keepdim=True), "d0 d1 d2 -> d0 1 d2; sum=d1"),
+        (lambda x: x + x[:, :1], "~2 ~1 ~0, ~2 1 ~0 -> ~2 ~1 ~0"),
+    ],
+)
+def test_symbolic_sizes(function: Callable[..., Any], expected: str) -> None:
+    x = torch.randn(4, 11, 6)
+    last = nodes(function, x)[-1]
+    assert symbols_renamed(show(lookup(last)[1]), nodes(lambda x: x + 1, x)[0]) == expected
+
+
+def symbols_renamed(text: str, like: Node) -> str:
+    for i, s in enumerate(like.meta["val"].shape):
+        text = text.replace(str(s), f"s{i}")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("shard", "spans", "expected"),
+    [
+        (Shard(1, Frame.full(8)), ((1, 7),), (Frame(8, 1, 7),)),
+        (Shard(1, Frame(8, 1, 7)), ((0, 6),), (Frame(8, 1, 6),)),
+        (Shard(1, Frame.full(8)), ((0, 4), (4, 4)), (Frame(8, 0, 4), Frame(8, 4, 4))),
+        (Shard(1, Frame.full(8)), ((0, 1),), None),
+        (Shard(1, Frame.full(4), outer=2), ((0, 7),), None),
+        (Shard(0, Frame.full(2)), ((0, 4), (4, 4)), (Frame.full(2), Frame.full(2))),
+    ],
+)
+def test_windows(
+    shard: Shard, spans: tuple[tuple[int, int], ...], expected: tuple[Frame, ...] | None
+) -> None:
+    moved = move(Window(1, spans), shard)
+    assert (moved and tuple(m.frame for m in moved)) == expected

@@ -1,0 +1,152 @@
+"""What ranks compare before they run, and options that must not be ignored; no processes needed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.config import resolve
+from sp_compile.lowering.collectives import checksums
+from sp_compile.spmd.check_run import fingerprint
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).sum()
+
+
+class Scaled(Attention):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.tensor([self.factor], dtype=x.dtype))
+
+
+def printed(model: nn.Module, dtype: torch.dtype) -> int:
+    x = torch.randn(1, 8, 8, dtype=dtype)
+    return fingerprint(sp_compile.parallelize(torch.export.export(model, (x,)), sp=2)).digest
+
+
+def test_fingerprint_sees_dtypes_and_constants() -> None:
+    assert printed(Attention(), torch.float32) == printed(Attention(), torch.float32)
+    assert printed(Attention(), torch.float32) != printed(Attention(), torch.float64)
+    assert printed(Scaled(1.0), torch.float32) != printed(Scaled(2.0), torch.float32)
+
+
+def test_options_are_not_ignored() -> None:
+    with pytest.raises(sp_compile.SpError, match="no mesh is given"):
+        resolve(None, "typo")
+    with pytest.raises(sp_compile.SpError, match="mode="):
+        torch.compile(Attention(), backend="sp", mode="max-autotune")(torch.randn(1, 8, 8))
+    with pytest.raises(sp_compile.SpError, match="attention='torus'"):
+        sp_compile.explain(Attention(), torch.randn(1, 8, 8), attention="torus")
+    with pytest.raises(sp_compile.SpError, match="outputs"):
+        sp_compile.verify(Attention(), torch.randn(1, 8, 8), outputs="local")
+
+
+def test_config_object_and_input_index() -> None:
+    options = sp_compile.SPConfig(seq_dims={0: -2}, compiler="aot_eager")
+    x = torch.randn(1, 8, 8)
+    torch.testing.assert_close(
+        torch.compile(Attention(), backend="sp", options=vars(options))(x), Attention()(x)
+    )
+    report = sp_compile.explain(Attention(), x, sp=2, seq_dims={0: -2})
+    assert report.inputs == {"x": [1]}
+
+
+class Half(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(y).flatten(0, 1), labels.flatten())
+
+
+def test_loss_of_half_precision_logits_is_as_good_as_on_one_device() -> None:
+    """At most twice the error of one device against float64."""
+    model, labels = Half().bfloat16(), torch.randint(0, 16, (1, 1000))
+    x = torch.randn(1, 1000, 8).bfloat16()
+    exact = Half().double()
+    exact.load_state_dict(model.state_dict())
+    truth = exact(x.double(), labels).item()
+    alone = abs(model(x, labels).item() - truth)
+    for n in (2, 3):
+        report = sp_compile.verify(model, x, labels, sp=n)
+        off = next(error for name, error in report.errors if name == "result 0") * abs(truth)
+        assert off <= 2 * alone + torch.finfo(torch.bfloat16).eps * abs(truth)
+
+
+def test_running_a_model_to_explain_it_leaves_its_buffers_alone() -> None:
+    norm = nn.BatchNorm1d(8)
+    model = nn.Sequential(norm)
+    x = torch.randn(4, 8, 5)
+    sp_compile.explain(model, x, sp=1)
+    assert norm.num_batches_tracked == 0
+
+
+def summed(x: Tensor) -> str:
+    """The checksum element by element, in Python's integers."""
+    plain = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    words = plain.resolve_neg().contiguous().reshape(-1).view(bits).tolist()
+    total = 0
+    for place, word in enumerate(words, 1):
+        z = (word ^ (place * 0x9E3779B97F4A7C15)) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        total += z ^ (z >> 31)
+    return str((total + 2**63) % 2**64 - 2**63)
+
+
+def one_hot(place: int) -> Tensor:
+    return torch.zeros(5000, dtype=torch.float64).index_fill(0, torch.tensor([place]), 1)
+
+
+def test_checksums_of_masks() -> None:
+    """Few bits, in many places: what a plain sum of bits times their places confuses."""
+    ends, middle = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 1, 1, 0])
+    for dtype in (torch.bool, torch.int64, torch.float64):
+        assert checksums.checksum(ends.to(dtype)) != checksums.checksum(middle.to(dtype))
+    assert checksums.checksum(one_hot(10)) != checksums.checksum(one_hot(10 + 4096))
+    masks = ((torch.arange(1 << 12)[:, None] >> torch.arange(12)) % 2).bool()
+    assert len({checksums.checksum(mask) for mask in masks}) == len(masks)
+
+
+LAYOUTS = [
+    lambda x: x,
+    lambda x: x.transpose(0, 2),
+    lambda x: x[1:, ::2],
+    lambda x: x[:1].expand(4, 5, 6),
+    lambda x: x.flatten(),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int8, torch.complex64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checksums_are_made_of_small_pieces(
+    monkeypatch: pytest.MonkeyPatch, layout: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = layout((torch.randn(4, 5, 6) * 3).round().to(dtype))
+    monkeypatch.setattr(checksums, "PIECE", 7)
+    assert checksums.checksum(x) == summed(x)
+    assert max(piece.numel() for piece in checksums.pieces(x)) <= 7
+    assert torch.equal(torch.cat(list(checksums.pieces(x))), x.reshape(-1))
+    assert not checksums.is_one_number(x)
+    assert checksums.is_one_number(x[..., :1].expand(x.shape).flatten()[:1].expand(3, 9))
+
+
+def test_checksums_of_lazy_signs() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    for lazy in (x.conj(), x.conj().imag):
+        assert checksums.checksum(lazy) == summed(lazy.clone())

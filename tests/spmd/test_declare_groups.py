@@ -1,0 +1,167 @@
+"""declare_groups on real ranks: no communicator too many, constants that all agree on, errors on every rank."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from merge.test_merge_ranks import names, reduced_twice
+from support import ranks as worker
+from support.ranks import Ranks
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import sp_compile
+from sp_compile._compat import process_groups
+from sp_compile.cost import reductions as reduction_cost
+from sp_compile.errors import SpError
+from sp_compile.passes.collectives.merge.merge import MergeReductions
+
+
+def declared_again() -> tuple[int, int, bool]:
+    """How many communicators there are more: after declaring a mesh, after its axes as groups; one table?"""
+    mesh = worker.mesh2d(2, 2)
+    before = len(process_groups())
+    groups = sp_compile.declare_groups(mesh, measure=False)
+    first = len(process_groups())
+    again = sp_compile.declare_groups(mesh.get_all_groups(), [("1", "0")], measure=False)
+    assert groups[dist.group.WORLD.group_name] == ((0, 1, 2, 3),)
+    assert groups[names(mesh)[0]] == ((0, 2), (1, 3))
+    assert groups[names(mesh)[1]] == ((0, 1), (2, 3))
+    assert all(groups.in_one_node(name) for name in groups.members)
+    return first - before, len(process_groups()) - first, groups == again
+
+
+def test_the_default_group_is_a_union(ranks: Ranks) -> None:
+    assert ranks.run(4, declared_again) == [(0, 0, True)] * 4
+
+
+def fitted(folder: str) -> tuple[list[dict], int, list[int]]:
+    """(lines by axis of four declarations, files that they left, how many communicators and turns each measured)."""
+    os.environ["SP_COMPILE_CACHE_DIR"] = folder
+    reduction_cost._measured.clear()
+    mesh = worker.mesh2d(2, 2)
+    labels = dict(zip([*names(mesh), dist.group.WORLD.group_name], "abu"))
+    timed: list[int] = []
+    plain = reduction_cost._fit
+    lines = []
+    with mock.patch.object(
+        reduction_cost, "_fit", lambda jobs, *a: timed.append(len(jobs)) or plain(jobs, *a)
+    ):
+        for axes, unions in ((mesh, []), (mesh, None), (mesh.get_all_groups(), None), (mesh, [])):
+            lines.append(sp_compile.declare_groups(axes, unions).lines)
+            if len(lines) == 3:
+                reduction_cost._measured.clear()
+    return [{labels[k]: v for k, v in found.items()} for found in lines], len(os.listdir(folder)), timed
+
+
+def test_lines_are_measured_once_and_alike(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks.run(4, fitted, str(tmp_path))
+    assert results == [results[0]] * 4
+    (axes, mesh, again, from_disk), files, timed = results[0]
+    assert timed == [2, 2]
+    assert files == 2
+    assert set(mesh) == set("abu")
+    assert mesh == again == {**mesh, **axes}
+    assert from_disk == axes
+    assert all(0 <= line.latency < 1 and line.bandwidth > 1e6 for line in mesh.values())
+
+
+def refused(what: str) -> str:
+    mesh: Any = worker.mesh2d(2, 2)
+    pair, _ = mesh.get_all_groups()
+    mine = dist.get_rank()
+    calls: dict[str, Callable[[], Any]] = {
+        "union": lambda: sp_compile.declare_groups(mesh, [("dp", "tp")]),
+        "no mesh": lambda: sp_compile.declare_groups("dp" if mine else mesh),
+        "no grid": lambda: sp_compile.declare_groups([pair, pair], [("0", "1")]),
+        "other axes": lambda: sp_compile.declare_groups([pair] if mine else [pair, pair]),
+        "measure": lambda: sp_compile.declare_groups(mesh, measure=mine > 1),
+        "other unions": lambda: sp_compile.declare_groups(mesh, [] if mine == 3 else None),
+        "left out": lambda: sp_compile.declare_groups([pair, None if mine == 2 else pair]),
+        "nobody's": lambda: sp_compile.declare_groups([pair, None]),
+        "no axes": lambda: sp_compile.declare_groups([]),
+        "letters": lambda: sp_compile.declare_groups(mesh, ["dp", "sp"]),  # type: ignore[list-item]
+        "no strings": lambda: sp_compile.declare_groups(mesh, [("dp", [mine])] if mine else None),
+        "overlap": lambda: sp_compile.declare_groups([worker.group(1) if mine == 0 else worker.group(4)]),
+    }
+    try:
+        calls[what]()
+    except SpError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("union", "unions: no axis ['tp'], only ['dp', 'sp']"),
+        (
+            "no mesh",
+            "expected a DeviceMesh, or for each axis the process group of this rank, got str (on ranks [1, 2, 3]",
+        ),
+        ("no grid", "unions: the groups of ('0', '1') are no full grid"),
+        (
+            "other axes",
+            "rank 1 passes axes ('0',), unions None and measure=True, rank 0 axes ('0', '1'), unions None and "
+            "measure=True: all ranks have to pass the same",
+        ),
+        (
+            "measure",
+            "rank 2 passes axes ('dp', 'sp'), unions None and measure=True, rank 0 axes ('dp', 'sp'), ",
+        ),
+        ("other unions", "rank 3 passes axes ('dp', 'sp'), unions () and measure=True, rank 0 axes"),
+        ("left out", "rank 2 passes None for axis '1', but is in the group (0, 2) that others pass"),
+        ("nobody's", "no rank passes a group of axis '1'"),
+        ("no axes", "expected a DeviceMesh, or for each axis the process group of this rank, got []"),
+        ("letters", "unions=['dp', 'sp']: expected lists of names of axes, such as [(\"dp\", \"sp\")]"),
+        ("no strings", "unions=[('dp', [1])]: expected lists of names of axes"),
+        ("overlap", "the groups of axis '0' overlap, [(0,), (0, 1, 2, 3)]: each rank is in one of an axis"),
+    ],
+)
+def test_bad_declarations_raise_on_every_rank(ranks: Ranks, what: str, message: str) -> None:
+    for error in ranks.run(4, refused, what, timeout=60):
+        assert message in error
+
+
+def declared_twice() -> tuple[bool, int]:
+    """The same groups as two axes, such as expert parallelism over the tensor-parallel groups."""
+    dp, tp = worker.mesh2d(2, 2).get_all_groups()
+    before = len(process_groups())
+    groups = sp_compile.declare_groups([dp, tp, tp], measure=False)
+    return set(groups.members) == {dp.group_name, tp.group_name, dist.group.WORLD.group_name}, len(
+        process_groups()
+    ) - before
+
+
+def test_the_same_groups_as_two_axes(ranks: Ranks) -> None:
+    assert ranks.run(4, declared_twice) == [(True, 0)] * 4
+
+
+def by_hand(op: str) -> str:
+    """Groups that are not declared, in a graph made after a declaration; or a reduction that torch does not know."""
+    declared = worker.mesh2d(2, 2) if op != "sum" else [worker.group(4)]
+    groups = sp_compile.declare_groups(declared, measure=False)
+    a, b = names(worker.mesh2d(2, 2))
+    gm = make_fx(reduced_twice(op, op, a, b), tracing_mode="fake")(torch.ones(4, 4))
+    try:
+        MergeReductions(groups)(gm)
+    except SpError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [("sum", "is not declared"), ("median", "no reduction is called 'median'; known: sum, avg")],
+)
+def test_bad_graphs_raise_on_every_rank(ranks: Ranks, op: str, message: str) -> None:
+    assert all(message in error for error in ranks.run(4, by_hand, op))
+
+
+def test_without_processes() -> None:
+    with pytest.raises(SpError, match="there is no process group"):
+        sp_compile.declare_groups(None)

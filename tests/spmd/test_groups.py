@@ -1,0 +1,107 @@
+"""Which groups are the axes of a grid, and what one collective over all of them would be."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sp_compile.errors import SpError
+from sp_compile.spmd.groups import Groups, axis_of, gathered, reduced, scattered, subsets
+
+
+def test_the_table_of_a_mesh() -> None:
+    groups = Groups.of((2, 3), ("a", "b"), ranks_per_node=3)
+    assert groups["a"] == ((0, 3), (1, 4), (2, 5))
+    assert groups["b"] == ((0, 1, 2), (3, 4, 5))
+    assert groups["a+b"] == ((0, 1, 2, 3, 4, 5),)
+    assert [groups.size(name) for name in ("a", "b", "a+b")] == [2, 3, 6]
+    assert [groups.in_one_node(name) for name in ("a", "b", "a+b")] == [False, True, False]
+    assert set(Groups.of((2, 2, 2), "xyz").members) == {"x", "y", "z", "x+y", "x+z", "y+z", "x+y+z"}
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(
+        SpError, match=r"group 'c' was not declared, only \['a', 'a\+b', 'b'\]: call sp_compile"
+    ):
+        Groups.of((2, 3), ("a", "b"))["c"]
+    for names in (("a",), ("a", "a")):
+        with pytest.raises(SpError, match="one name for each"):
+            Groups.of((2, 3), names)
+
+
+def test_order() -> None:
+    a, b = axis_of((2, 3), 0), axis_of((2, 3), 1)
+    assert reduced([a, b]) == reduced([b, a]) == ((0, 1, 2, 3, 4, 5),)
+    assert gathered([b, a]) == ((0, 1, 2, 3, 4, 5),)
+    assert gathered([a, b]) == ((0, 3, 1, 4, 2, 5),)
+    assert scattered([a, b]) == gathered([b, a])
+    groups = Groups.of((2, 3), ("a", "b"))
+    assert groups.communicator(gathered([b, a]), ordered=True) == "a+b"
+    assert groups.communicator(gathered([a, b]), ordered=True) is None
+    assert groups.communicator(gathered([a, b])) == "a+b"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [((0, 1), (2, 3)), ((0, 1), (2, 3))],  # twice the same
+        [((0, 1, 2, 3),), ((0, 1), (2, 3))],  # one inside the other
+        [((0, 1), (2, 3), (4, 5)), ((1, 2), (3, 4), (5, 0))],  # a ring: ranks end with other sums
+        [((0, 1), (2, 3)), ((0, 2),)],  # ranks 1 and 3 do not take part
+        [((0, 1, 2), (3, 4)), ((0, 3), (1, 4), (2,))],  # unequal sizes
+    ],
+)
+def test_no_grid(parts: list) -> None:
+    assert reduced(parts) is None
+    assert reduced(parts[::-1]) is None
+    assert gathered(parts) is None
+
+
+def test_more_than_products() -> None:
+    """Groups of one rank add nothing; a butterfly is a grid whose axes are not those of a row-major mesh."""
+    pairs, ones = ((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))
+    assert reduced([pairs, ones]) == pairs
+    assert reduced([pairs, ((0, 3), (1, 2))]) == ((0, 1, 2, 3),)
+    assert gathered([pairs, ((0, 3), (2, 1))]) is None  # the ranks gather in different orders
+
+
+partitions = st.permutations(range(6)).flatmap(
+    lambda ranks: st.sampled_from([1, 2, 3, 6]).map(
+        lambda size: tuple(tuple(ranks[i : i + size]) for i in range(0, 6, size))
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(partitions, min_size=1, max_size=3))
+def test_against_matrices(parts: list) -> None:
+    """A reduction is a 0/1 matrix of ranks x ranks; a chain of them is their product."""
+
+    def matrix(part: tuple) -> torch.Tensor:
+        m = torch.zeros(6, 6, dtype=torch.long)
+        for group in part:
+            for i, j in itertools.product(group, group):
+                m[i, j] = 1
+        return m
+
+    product = torch.eye(6, dtype=torch.long)
+    for part in parts:
+        product = matrix(part) @ product
+    found = reduced(parts)
+    one = bool((product <= 1).all()) and bool((product == product.T).all())
+    blocks = one and bool((product @ product == product * product.sum(1, keepdim=True)).all())
+    assert (found is not None) == blocks
+    if found is not None:
+        assert torch.equal(matrix(found), product)
+    ordered = gathered(parts)
+    assert ordered is None or reduced(parts) == tuple(sorted(tuple(sorted(g)) for g in ordered))
+
+
+def test_large_meshes_are_quick() -> None:
+    shape = (16, 16, 8)
+    axes = [axis_of(shape, dim) for dim in range(3)]
+    assert reduced(axes) == (tuple(range(2048)),)
+    assert gathered(axes[::-1]) == (tuple(range(2048)),)
+    assert len(subsets("abcd")) == 11

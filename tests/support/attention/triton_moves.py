@@ -1,0 +1,116 @@
+"""Checks of the kernels that permute, for a process with Triton's interpreter: any strides, any dtype, and peers."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from sp_compile import all_to_all_permute
+from sp_compile.config import Ranks
+from sp_compile.lowering.collectives import all_to_all_permute as lowering
+from sp_compile.lowering.collectives import all_to_all_permute as symmetric
+from sp_compile.lowering.communicator import Communicator, FunctionalCommunicator, current, use
+from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.triton import move
+
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.int16, torch.int64,
+    torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) * 50
+    return torch.complex(x, x.flip(0)).to(dtype) if dtype.is_complex else x.to(dtype)
+
+
+def check(source: Tensor, target: Tensor | None = None) -> None:
+    target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
+    assert move.copy(target, source)
+    assert torch.equal(target, source)
+
+
+def check_copies() -> None:
+    """Packs, transposes, slices and broadcasts, into contiguous and other memory."""
+    for i, dtype in enumerate(DTYPES):
+        x = draw((6, 4, 10), dtype, i)
+        check(x.unflatten(1, (2, 2)).movedim(1, 0))
+        check(x.movedim(2, 0))
+        check(x[1:, ::2, 1:].movedim(0, 2))
+        check(x[:1].expand(3, 4, 10))
+        check(x[0, 0], torch.empty(30, dtype=dtype)[::3])
+        check(x.flatten()[:0])
+        check(x.mT, torch.empty(8, 12, 6, dtype=dtype)[1:7, 1:11, 1:5])
+    check(x.conj().movedim(2, 0))
+    check(x.conj().imag)
+    assert not move.copy(torch.empty_like(x).conj(), x)
+
+
+def check_narrow_runs() -> None:
+    """Of 2 to 256 bytes, more rows than a tile has, and odd ones."""
+    for run, rows in itertools.product((1, 3, 8, 16, 32, 100), (1, 130)):
+        x = draw((rows, 5, run), torch.bfloat16, run)
+        check(x.movedim(1, 0))
+        check(x.movedim(1, 0), torch.empty(5, rows, run + 2, dtype=x.dtype)[..., 1:-1])
+
+
+def check_many_dims() -> None:
+    x = draw((2, 3, 2, 3, 2, 3), torch.float32)
+    check(x.permute(5, 3, 1, 4, 2, 0))
+    many = draw((2,) * 10, torch.float32)
+    assert not move.copy(torch.empty_like(many), many.permute(9, 7, 5, 3, 1, 8, 6, 4, 2, 0))
+
+
+def check_peers() -> None:
+    """Blocks of n buffers, into any dim, from any peer on."""
+    for n, dtype in ((1, torch.float32), (3, torch.bfloat16), (2, torch.bool), (4, torch.complex64)):
+        for scatter, gather in itertools.permutations(range(3), 2):
+            shape = [3, 2, 5]
+            shape[scatter] = 2 * n
+            xs = [draw(tuple(shape), dtype, seed) for seed in range(n)]
+            peers = torch.tensor([x.data_ptr() for x in xs])
+            for rank in range(n):
+                expected = torch.cat([x.chunk(n, scatter)[rank] for x in xs], gather)
+                block = xs[0].narrow(scatter, 0, 2)
+                offset = rank * 2 * block.stride(scatter)
+                for out in (torch.empty_like(expected), torch.empty_like(expected.mT).mT):
+                    assert move.from_peers(out, peers, offset, block.stride(), gather, rank)
+                    assert torch.equal(out, expected)
+
+
+def _meet(together: Communicator, n: int) -> None:
+    together.all_gather(torch.zeros(1), n, GROUP)
+
+
+def check_row() -> None:
+    """The row of the lowering table, forward and backward, on simulated ranks whose memory is this process's."""
+    n, shape = 2, (3, 4, 6)
+    memory = [torch.empty(1 << 12, dtype=torch.uint8) for _ in range(n)]
+    peers = torch.tensor([m.data_ptr() for m in memory])
+    xs = [draw(shape, torch.float32, rank) for rank in range(n)]
+
+    def live(rank: int) -> list[Tensor]:
+        together = current()
+        buffer = symmetric.Buffer(memory[rank], peers, rank, lambda: _meet(together, n))
+        ranks = Ranks(n, f"rank {rank}")  # the registry is one for all of them
+        symmetric.keep(ranks.group, buffer)
+        with use(FunctionalCommunicator()):
+            x = xs[rank].clone().requires_grad_()
+            y = all_to_all_permute(x, 2, 1, ranks, check=False)
+            y.backward(2 * y.detach())
+            placed = buffer.view(shape, torch.float32)
+            placed.copy_(xs[rank])
+            assert buffer.holds(placed)
+            assert not buffer.fits(torch.empty(1 << 12))
+            return [y.detach(), x.grad, all_to_all_permute(placed, 2, 1, ranks, check=False)]
+
+    with lowering.using("symmetric"):
+        found = run_ranks(n, live)
+    for rank, (y, grad, again) in enumerate(found):
+        expected = torch.cat([x.chunk(n, 2)[rank] for x in xs], 1)
+        assert torch.equal(y, expected)
+        assert torch.equal(grad, 2 * xs[rank])
+        assert torch.equal(again, expected)

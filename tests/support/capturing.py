@@ -1,0 +1,51 @@
+"""Run a model through capture and aot_eager, and see all that one training step computes and changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from sp_compile.capture.capture import capture
+
+
+class Backend:
+    """Compiles the captured graph with aot_eager and keeps the captured graphs."""
+
+    def __init__(self, compile_graph: Callable[..., Any] = aot_eager) -> None:
+        self.compile_graph = compile_graph
+        self.graphs: list[GraphModule] = []
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Any:
+        captured = capture(gm, example_inputs)
+        holes, captured_holes = (g.graph.find_nodes(op="placeholder") for g in (gm, captured))
+        assert [n.name for n in holes] == [n.name for n in captured_holes]
+        assert all("val" in n.meta for n in captured.graph.nodes)
+        self.graphs.append(captured)
+        return self.compile_graph(captured, example_inputs)
+
+
+def step(run: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """One training step; every tensor that it returns or changes."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    outputs = [t for t in tree_leaves(run(x)) if isinstance(t, torch.Tensor)]
+    outputs[0].backward()
+    return [*outputs, x, x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def assert_same(actual: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
+    torch.testing.assert_close(
+        [t for t in actual if t is not None], [t for t in expected if t is not None], rtol=1e-6, atol=1e-6
+    )
+    assert [t is None for t in actual] == [t is None for t in expected]
+
+
+def compile_function(f: Callable[..., Any]) -> tuple[Callable[..., Any], Backend]:
+    backend = Backend()
+    return torch.compile(f, backend=backend, fullgraph=True), backend

@@ -1,0 +1,96 @@
+"""What the tests of merge_reductions share: chains of collectives as graphs, and the pass with its values checked."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from support.golden import show
+from support.parallel import on_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sp_compile.passes.collectives.merge.chains import KINDS
+from sp_compile.passes.collectives.merge.merge import MergeReductions
+from sp_compile.spmd.groups import Groups
+
+c10d = torch.ops._c10d_functional
+GRID = Groups.of((2, 3), ("a", "b"))
+CUBE = Groups.of((2, 2, 2), ("a", "b", "c"))
+OPS = ("sum", "avg", "max", "min", "product")
+
+
+def ar(x: Tensor, op: str, group: str) -> Tensor:
+    return c10d.wait_tensor(c10d.all_reduce(x, op, group))
+
+
+def rs(x: Tensor, op: str, n: int, group: str) -> Tensor:
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, op, n, group))
+
+
+def ag(x: Tensor, n: int, group: str) -> Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, n, group))
+
+
+def two(
+    first: str, second: str, a: str = "a", b: str = "b", between: Callable[[Tensor], Tensor] = lambda h: h
+) -> Callable[[Tensor], Tensor]:
+    """One all_reduce after the other."""
+    return lambda x: ar(between(ar(x, first, a)), second, b)
+
+
+def traced(fn: Callable, *args: Tensor) -> GraphModule:
+    return make_fx(fn, tracing_mode="fake")(*args)
+
+
+def collectives(gm: GraphModule) -> list[str]:
+    return [f"{KINDS[n.target]} {n.args[-1]}" for n in gm.graph.nodes if n.target in KINDS]
+
+
+def operands(x: Tensor, world: int) -> list[list[Tensor]]:
+    gen = torch.Generator().manual_seed(0)
+    if not x.is_floating_point():
+        return [[torch.randint(-9, 9, x.shape, generator=gen).to(x.dtype)] for _ in range(world)]
+    return [[torch.randn(x.shape, generator=gen, dtype=torch.float64).to(x.dtype)] for _ in range(world)]
+
+
+def merged(fn: Callable, x: Tensor, groups: Groups = GRID, policy: str = "always", **options) -> tuple:
+    """The graph after the pass, and its notes; its values are compared with those before."""
+    gm = traced(fn, x)
+    inputs = operands(x, len(groups.nodes))
+    before = on_mesh.run(gm, groups, inputs)
+    rewrite = MergeReductions(groups, policy, **options)
+    changed = rewrite(gm).modified
+    assert changed == any(note.done == "merge_reductions" for note in rewrite.notes)
+    after = on_mesh.run(gm, groups, inputs)
+    tolerance = 3e-2 if x.dtype == torch.bfloat16 else 1e-6 if x.dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(after, before, rtol=tolerance, atol=tolerance)
+    for node in gm.graph.nodes:
+        if isinstance(value := node.meta.get("val"), Tensor) and node.op == "call_function":
+            assert value.dtype.is_floating_point == x.dtype.is_floating_point
+    return gm, rewrite.notes
+
+
+def left(fn: Callable, x: Tensor, groups: Groups = GRID, policy: str = "always", **options) -> str:
+    """Why the only chain of a graph is left alone."""
+    text = show(traced(fn, x))
+    gm, notes = merged(fn, x, groups, policy, **options)
+    assert show(gm) == text
+    (note,) = notes
+    assert note.done == "not merge_reductions"
+    return note.why
+
+
+X = torch.ones(4, 6, dtype=torch.float64)
+
+
+def count(gm: GraphModule) -> int:
+    """Collectives of the graph."""
+    return sum(node.target in KINDS for node in gm.graph.nodes)
+
+
+@functools.cache
+def unflattened() -> DeviceMesh:
+    """A mesh that no other test has flattened: over one that was, DTensor merges by itself."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))

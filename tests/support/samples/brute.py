@@ -1,0 +1,262 @@
+"""Checks a sharding rule by doing what it says: shard every factor in turn, run the op per rank, put together, compare.
+
+    for outcome in outcomes(op, args, kwargs): outcome.factor, outcome.kind, outcome.error
+
+`error` is None where the parts agree with the whole. A rule is wrong if it lets a factor pass whose parts disagree, and
+timid if it wants a factor whole whose parts always agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+import sp_compile.sharding.rules  # noqa: F401
+from sp_compile.graph.call import Call
+from sp_compile.sharding.placement import Frame, Shard
+from sp_compile.sharding.reshape import Reshape, Window, move
+from sp_compile.sharding.rule import Factors, Rule, lookup
+
+RANKS = (2, 3, 5)
+SUM = 2  # at::Reduction
+UNDEFINED = ("empty", "new_empty", "empty_like")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One factor sharded over n ranks. error: how the parts differ from the whole, or None."""
+
+    factor: str
+    kind: str
+    n: int
+    error: str | None
+
+
+def node_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Node, list[Tensor]]:
+    """A call_function node of the op with real tensors as meta["val"], and its tensor operands."""
+    graph = Graph()
+
+    def lift(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node.meta["val"] = value
+        return node
+
+    lifted = pytree.tree_map(lift, (tuple(args), kwargs))
+    node = graph.call_function(op, *lifted)
+    node.meta["val"] = op(*args, **kwargs)
+    return node, [o.meta["val"] for o in Call(node).operands]
+
+
+def outcomes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Outcome]:
+    """Every factor of the op's rule at this call, for every number of ranks that divides it."""
+    node, operands = node_of(op, args, kwargs)
+    call, rule = lookup(node)
+    whole = [r.clone() for r in call.results()]
+    check_ranks_of(call, rule)
+    if isinstance(rule, Factors):
+        yield from _factors(call, rule, operands, whole, draws(op, args, kwargs))
+    elif rule is not None:
+        yield from _movement(call, rule, operands, whole)
+
+
+def check_ranks_of(call: Call, rule: Rule | None) -> None:
+    """A rule names as many dims as there are."""
+    if isinstance(rule, Factors):
+        assert [len(d) for d in rule.operands] == [call.ndim(i) for i in range(len(call.operands))], rule
+        assert [len(d) for d in rule.results] == [r.ndim for r in call.results()], rule
+        for dims in (*rule.operands, *rule.results):
+            named = [f for f in dims if f]
+            assert len(set(named)) == len(named), rule
+    elif isinstance(rule, Window) and rule.spans is not None:
+        assert len(rule.spans) == len(call.results())
+
+
+def _factors(
+    call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], loose: bool
+) -> Iterator[Outcome]:
+    extents: dict[str, set[int]] = {}
+    for dims, value in [*zip(rule.operands, operands, strict=True), *zip(rule.results, whole, strict=True)]:
+        for factor, size in zip(dims, value.shape, strict=True):
+            if factor:
+                extents.setdefault(factor, set()).add(size)
+    for (factor, sizes), n in itertools.product(extents.items(), RANKS):
+        if all(size and size % n == 0 for size in sizes):
+            yield Outcome(factor, rule.kind(factor), n, _try(call, rule, operands, whole, factor, n, loose))
+
+
+def _try(
+    call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str, n: int, loose: bool
+) -> str | None:
+    """Run the ranks one by one; the first way in which what they make differs from the whole."""
+    kind = rule.kind(factor)
+    count = counted(call) if kind == "mean" and rule.pad else None
+    changed = {"reduction": SUM} if count is not None else {}
+    try:
+        parts = [_one_rank(call, rule, operands, whole, factor, n, rank, changed) for rank in range(n)]
+        for i, (dims, expected) in enumerate(zip(rule.results, whole, strict=True)):
+            combined = _combine([part[i] for part in parts], dims, factor, kind if count is None else "sum")
+            error = _compare(combined if count is None else combined / count, expected, loose)
+            if error is not None:
+                return f"result {i}: {error}"
+    except (RuntimeError, IndexError, ValueError) as error:
+        return f"a rank fails: {str(error).splitlines()[0]}"
+    if kind == "sum":
+        return _padded(call, rule, operands, whole, factor)
+    return None
+
+
+def counted(call: Call) -> Tensor:
+    """What a class-index loss with reduction "mean" divides by: the targets not ignored, or their class weights."""
+    target = call["target"].meta["val"]
+    target = target[target != call["ignore_index"]]
+    weight = call["weight"]
+    return torch.tensor(target.numel()) if weight is None else weight.meta["val"][target].sum()
+
+
+def _padded(
+    call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str
+) -> str | None:
+    """A sum does not change by rows that copy the last one, once `pad` (or zero in the first operand) fills them."""
+    longer = [
+        torch.cat([x, x.narrow(dims.index(factor), -1, 1)], dims.index(factor)) if factor in dims else x
+        for dims, x in zip(rule.operands, operands, strict=True)
+    ]
+    at, fill = rule.pad or (next(i for i, dims in enumerate(rule.operands) if factor in dims), 0)
+    dim = rule.operands[at].index(factor)
+    row = torch.tensor([longer[at].shape[dim] - 1])
+    longer[at] = longer[at].index_fill(dim, row, fill)
+    args, kwargs = call.rebuild(longer)
+    made = [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
+    errors = [
+        _compare(
+            m.narrow(dims.index(factor), 0, w.shape[dims.index(factor)]) if factor in dims else m, w, False
+        )
+        for m, w, dims in zip(made, whole, rule.results, strict=True)
+    ]
+    return next((f"with padding: {e}" for e in errors if e is not None), None)
+
+
+def _one_rank(
+    call: Call,
+    rule: Factors,
+    operands: list[Tensor],
+    whole: list[Tensor],
+    factor: str,
+    n: int,
+    rank: int,
+    changed: dict[str, Any],
+) -> list[Tensor]:
+    local = [
+        x.chunk(n, dims.index(factor))[rank].contiguous() if factor in dims else x
+        for dims, x in zip(rule.operands, operands, strict=True)
+    ]
+    if rule.sizes and factor in rule.results[0]:
+        shape = list(whole[0].shape)
+        shape[rule.results[0].index(factor)] //= n
+        changed = {**changed, rule.sizes: shape}
+    args, kwargs = call.rebuild(local, **changed)
+    return [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
+
+
+def _combine(parts: list[Tensor], dims: Sequence[str], factor: str, kind: str) -> Tensor | None:
+    if factor in dims:
+        return torch.cat(parts, dims.index(factor))
+    if kind in ("sum", "total"):
+        return sum(parts[1:], parts[0])
+    if kind == "mean":
+        return sum(parts[1:], parts[0]) / len(parts)
+    return parts[0] if all(torch.equal(p, parts[0]) for p in parts) else None
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Does this call make random values? (Attention is tagged random, but without dropout it is not.)"""
+    if op.overloadpacket.__name__ in UNDEFINED:
+        return True
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    made = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        made.append([r.clone() for r in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(r, Tensor)])
+    return any(not torch.equal(a, b) for other in made[1:] for a, b in zip(made[0], other, strict=True))
+
+
+def _compare(combined: Tensor | None, expected: Tensor, loose: bool) -> str | None:
+    if combined is None:
+        return "the ranks disagree"
+    if combined.shape != expected.shape:
+        return f"shape {list(combined.shape)}, not {list(expected.shape)}"
+    if combined.dtype != expected.dtype:
+        return f"dtype {combined.dtype}, not {expected.dtype}"
+    if loose:
+        return None
+    close = torch.allclose(combined, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return None if close else "other values"
+
+
+def place(x: Tensor, shard: Shard, n: int, rank: int) -> Tensor:
+    """A rank's part of a value whose frame needs no padding."""
+    split = x.unflatten(shard.dim, (shard.outer, shard.frame.size, shard.inner))
+    return split.chunk(n, shard.dim + 1)[rank].flatten(shard.dim, shard.dim + 2)
+
+
+def _movement(
+    call: Call, rule: Reshape | Window, operands: list[Tensor], whole: list[Tensor]
+) -> Iterator[Outcome]:
+    """Every way to see a dim as outer * sequence * inner that the rule says where to find again."""
+    shape = operands[0].shape
+    for dim, n in itertools.product(range(len(shape)), RANKS):
+        for outer, length, inner in factorisations(shape[dim]):
+            shard = Shard(dim, Frame.full(length), outer, inner)
+            moved = move(rule, shard) if length % n == 0 and length > 1 else None
+            if moved is not None:
+                error = _moved(call, rule, shard, moved, operands, whole, n)
+                yield Outcome(f"{dim}:{outer}*{length}*{inner}", "pass", n, error)
+
+
+def factorisations(size: int) -> Iterator[tuple[int, int, int]]:
+    for outer in range(1, size + 1):
+        for inner in range(1, size // outer + 1):
+            if size % (outer * inner) == 0:
+                yield outer, size // (outer * inner), inner
+
+
+def _moved(
+    call: Call,
+    rule: Reshape | Window,
+    shard: Shard,
+    moved: Sequence[Shard],
+    operands: list[Tensor],
+    whole: list[Tensor],
+    n: int,
+) -> str | None:
+    if isinstance(rule, Window) and shard.dim == rule.dim:
+        frames = [(m.frame.start, m.frame.length) for m in moved]
+        pieces = [operands[0].narrow(rule.dim, start, length) for start, length in frames]
+        same = all(torch.equal(p, w) for p, w in zip(pieces, whole, strict=True))
+        return None if same else "other rows than the window's"
+    for rank in range(n):
+        local = place(operands[0], shard, n, rank)
+        expected = [place(w, m, n, rank) for w, m in zip(whole, moved, strict=True)]
+        if isinstance(rule, Reshape):
+            made = [local.reshape(expected[0].shape)]
+        else:
+            args, kwargs = call.rebuild([local, *operands[1:]])
+            made = (
+                list(call.node.target(*args, **kwargs))
+                if len(whole) > 1
+                else [call.node.target(*args, **kwargs)]
+            )
+            made = [r for r in pytree.tree_leaves(made) if isinstance(r, Tensor)]
+        if not all(torch.equal(m, e) for m, e in zip(made, expected, strict=True)):
+            return f"rank {rank} holds other values"
+    return None

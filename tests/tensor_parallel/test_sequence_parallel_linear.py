@@ -1,0 +1,62 @@
+"""Tensor-parallel training graphs on shards of rows between their linears: same results, gathered where needed."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from support.parallel.tensor_parallel import GROUP, WIDTH, cut, decoder, joint_graph, on_ranks, spelt, weights
+
+from sp_compile.config import Ranks
+from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
+
+
+def loss(x, layers, n):
+    return decoder(x, layers, n).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def flat(x, layers):
+    return [x, *(w for layer in layers for w in layer.values())]
+
+
+def graphs(n, batch, length, layers=2):
+    whole = weights(layers)
+    x = torch.randn(batch, length, WIDTH, dtype=torch.float64, requires_grad=True)
+    ranks = [cut(whole, rank, n) for rank in range(n)]
+    gm = joint_graph(lambda x, layers: loss(x, layers, n), x, ranks[0])
+    inputs = [[*flat(x, one), torch.ones((), dtype=torch.float64)] for one in ranks]
+    return gm, inputs, x, whole
+
+
+@pytest.mark.parametrize(
+    ("n", "batch", "length"), [(2, 2, 6), (2, 1, 7), (3, 2, 7), (4, 3, 5), (4, 4, 9), (2, 3, 1)]
+)
+def test_equals_the_untouched_graph_and_one_device(n, batch, length):
+    gm, inputs, x, whole = graphs(n, batch, length)
+    expected = on_ranks(spelt(copy.deepcopy(gm), n), inputs)
+    one = SequenceParallelLinear(Ranks(n, GROUP))
+    local = one(gm).graph_module
+    found = on_ranks(local, inputs)
+    for mine, theirs in zip(found, expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    alone = cut(whole, 0, 1)
+    total = loss(x, alone, 1)
+    total.backward()
+    torch.testing.assert_close(found[0][0], total.detach(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(found[0][1], x.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_counts():
+    gm, *_ = graphs(2, 2, 6, layers=3)
+    one = SequenceParallelLinear(Ranks(2, GROUP))
+    local = one(gm).graph_module
+    targets = Counter(str(n.target) for n in local.graph.nodes)
+    assert targets["sp.reduce_scatter.default"] == 12  # two a layer, there and back
+    assert targets["sp.all_gather.default"] == 13  # as many, and the gradient of the input
+    assert targets["sp.all_reduce.default"] == 1  # the gradients of norm weights and of biases, together

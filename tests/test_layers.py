@@ -1,0 +1,156 @@
+"""Every import goes down the layers: none upwards, no cycle of files or of folders, and no folder that is a heap."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MOST_ENTRIES = 16
+
+LAYERS = """
+_compat                         lowering/triton
+errors                          lowering
+config                          lowering/attention          lowering/collectives      lowering/scan
+graph                           lowering/windows            lowering/scan/kernels     lowering/scan/kernels/triton
+sharding
+sharding/rules                  capture                     cost
+passes/canonical/attention      passes/canonical/loops
+passes                          passes/canonical            spmd
+functional                      passes/strategies
+passes/localize                 passes/collectives          passes/collectives/merge  passes/collectives/permute
+passes/strategies/attention     passes/tensor_parallel
+explain
+pipeline                        joint
+backend
+verify
+__init__
+"""
+"""Rooms, low to high: folders, and the files beside `sp_compile/`'s folders. Rooms of a line do not import each other."""
+
+LEVEL = {room: level for level, line in enumerate(LAYERS.split("\n")) for room in line.split()}
+
+
+def module_of(file: Path) -> str:
+    """The name that the file is imported by."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "sp_compile" else ("sp_compile", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def files_of(*folders: str) -> list[Path]:
+    """Python files below; what is reached through a link is counted where it lies."""
+    found = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    return [file for file in found if file.resolve() == file]
+
+
+FILES = {module_of(file): file for file in files_of("sp_compile", "passes", "lowering")}
+
+
+def room_of(module: str) -> str:
+    folder = FILES[module].relative_to(ROOT).parent.as_posix()
+    return FILES[module].stem if folder == "sp_compile" else folder.removeprefix("sp_compile/")
+
+
+def imported(source: str, module: str, package: str) -> Iterator[str]:
+    """Modules of ours that a source imports, at its top, in functions and for type checking alike."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name in FILES)
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+        base = ".".join([*above, *([node.module] if node.module else [])])
+        for name in node.names:
+            found = next((m for m in (f"{base}.{name.name}", base) if m in FILES), None)
+            if found is not None and found != module:
+                yield found
+
+
+def edges() -> dict[str, set[str]]:
+    packages = {m: m if FILES[m].stem == "__init__" else m.rpartition(".")[0] for m in FILES}
+    return {m: set(imported(FILES[m].read_text(), m, packages[m])) for m in FILES}
+
+
+EDGES = edges()
+
+
+def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """One cycle of the graph; [] if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def upwards(source: str, target: str) -> bool:
+    """Is this import of one room from another, and not from below?"""
+    a, b = room_of(source), room_of(target)
+    return a != b and LEVEL[a] <= LEVEL[b]
+
+
+def test_every_room_has_a_layer() -> None:
+    assert {room_of(module) for module in FILES} == set(LEVEL)
+
+
+def test_imports_go_down() -> None:
+    wrong = [f"{a} imports {b}" for a, targets in EDGES.items() for b in targets if upwards(a, b)]
+    assert not sorted(wrong)
+
+
+def test_no_cycle_of_files() -> None:
+    assert not cycle(EDGES)
+
+
+def test_no_cycle_of_folders() -> None:
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for source, targets in EDGES.items():
+        rooms[room_of(source)] |= {room_of(t) for t in targets} - {room_of(source)}
+    assert not cycle(rooms)
+
+
+FOLDERS = sorted(
+    {file.parent.relative_to(ROOT) for file in files_of("sp_compile", "passes", "lowering", "tests")}
+)
+
+
+@pytest.mark.parametrize("folder", [*map(str, FOLDERS), "benchmarks", "examples"])
+def test_no_folder_is_a_heap(folder: str) -> None:
+    entries = [p.name for p in (ROOT / folder).iterdir() if not p.name.startswith((".", "__pycache__"))]
+    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
+def test_long_files_have_a_reason() -> None:
+    """More than 500 lines: the docstring says "One file because ..."."""
+    long = [m for m, f in FILES.items() if f.read_text().count("\n") > 500]
+    assert not [m for m in long if "One file because" not in FILES[m].read_text()]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from sp_compile.graph.call import Call", {"sp_compile.graph.call"}),
+        ("def f():\n    from .rule import rule", {"sp_compile.sharding.rule"}),
+        (
+            "if TYPE_CHECKING:\n    from . import axes, rules",
+            {"sp_compile.sharding.axes", "sp_compile.sharding.rules"},
+        ),
+        ("import sp_compile.errors\nimport torch", {"sp_compile.errors"}),
+        ("from ..errors import SpError", {"sp_compile.errors"}),
+    ],
+)
+def test_what_is_an_import(source: str, found: set[str]) -> None:
+    assert set(imported(source, "sp_compile.sharding.placement", "sp_compile.sharding")) == found
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert not cycle({"a": {"b", "c"}, "b": {"c"}})
+    assert upwards("sp_compile.errors", "sp_compile.backend")
+    assert not upwards("sp_compile.backend", "sp_compile.errors")

@@ -1,0 +1,283 @@
+"""Golden graphs of windows on shards, by hand and in the pipeline. EXPECTTEST_ACCEPT=1 rewrites them."""
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from support.golden import captured, show
+from torch import nn
+
+import sp_compile
+from sp_compile.config import Ranks
+from sp_compile.lowering.simulate import GROUP
+from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.strategies.gather import Gather
+from sp_compile.passes.strategies.pick import Pick
+from sp_compile.passes.strategies.windows import Halo
+from sp_compile.sharding.placement import Frame, Shard
+from sp_compile.sharding.windows import Sliding, place
+
+TWO = Ranks(2, GROUP)
+SEQUENCE = {"seq_dims": {"x": 1}}
+KERNEL = torch.ones(4, 1, 3)
+
+
+def on_shards(fn, *args, first=()):
+    gm = captured(fn, *args)
+    Canonicalize()(gm)
+    for rewrite in (*first, Halo):
+        rewrite(TWO, **SEQUENCE)(gm)
+    return show(gm)
+
+
+class Goldens(expecttest.TestCase):
+    def test_conv1d(self):
+        found = on_shards(
+            lambda x: F.conv1d((x * 2).mT, KERNEL, padding=1, groups=4).mT + 1, torch.randn(1, 8, 4)
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+lifted_tensor_0: [4, 1, 3] = get_attr
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+m_t: [1, 4, 8] = aten.mT(mul)
+conv1d_default: [1, 4, 8] = sp.conv1d(m_t, lifted_tensor_0, None, 1, 1, 1, 1, 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+m_t_1: [1, 8, 4] = aten.mT(conv1d_default)
+add: [1, 8, 4] = aten.add.Tensor(m_t_1, 1)
+return (add,)""",
+        )
+
+    def test_a_shorter_result(self):
+        found = on_shards(lambda x: F.conv1d((x * 2).mT, KERNEL, groups=4).mT + 1, torch.randn(1, 9, 4))
+        self.assertExpectedInline(
+            found,
+            """\
+lifted_tensor_0: [4, 1, 3] = get_attr
+x: [1, 9, 4] = placeholder
+mul: [1, 9, 4] = aten.mul.Tensor(x, 2)
+m_t: [1, 4, 9] = aten.mT(mul)
+conv1d_default: [1, 4, 7] = sp.conv1d(m_t, lifted_tensor_0, None, 0, 0, 1, 1, 4, [1, 9, 0, 9], [1, 9, 0, 7], 2, sim)
+m_t_1: [1, 7, 4] = aten.mT(conv1d_default)
+add: [1, 7, 4] = aten.add.Tensor(m_t_1, 1)
+return (add,)""",
+        )
+
+    def test_a_stride(self):
+        found = on_shards(lambda x: F.max_pool1d((x * 2).mT, 2).mT + 1, torch.randn(1, 8, 4))
+        self.assertExpectedInline(
+            found,
+            """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+m_t: [1, 4, 8] = aten.mT(mul)
+max_pool1d_default: [1, 4, 4] = sp.max_pool1d(m_t, 0, 0, -inf, 2, 2, 1, [1, 8, 0, 8], [1, 4, 0, 4], 2, sim)
+m_t_1: [1, 4, 4] = aten.mT(max_pool1d_default)
+add: [1, 4, 4] = aten.add.Tensor(m_t_1, 1)
+return (add,)""",
+        )
+
+    def test_token_shift(self):
+        found = on_shards(lambda x: F.pad(x * 2, (1, -1, 1, -1)) + 1, torch.randn(1, 8, 4))
+        self.assertExpectedInline(
+            found,
+            """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+constant_pad_nd_default: [1, 8, 4] = aten.constant_pad_nd(mul, [1, -1, 0, 0], 0)
+shift_default: [1, 8, 4] = sp.shift(constant_pad_nd_default, 1, 1, -1, 0, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+add: [1, 8, 4] = aten.add.Tensor(shift_default, 1)
+return (add,)""",
+        )
+
+    def test_roll_along_several_dims(self):
+        found = on_shards(lambda x: (x * 2).roll((9, 1), (1, 2)), torch.randn(1, 8, 4))
+        self.assertExpectedInline(
+            found,
+            """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+roll_default: [1, 8, 4] = aten.roll(mul, [1], [2])
+roll_default_1: [1, 8, 4] = sp.roll(roll_default, 1, 1, [1, 8, 0, 8], 2, sim)
+return (roll_default_1,)""",
+        )
+
+    def test_unfold(self):
+        found = on_shards(lambda x: (x * 2).unfold(1, 3, 1).sum(-1), torch.randn(1, 8, 4))
+        self.assertExpectedInline(
+            found,
+            """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+unfold_default: [1, 6, 4, 3] = sp.unfold(mul, 1, 0, 0, 0, 3, 1, [1, 8, 0, 8], [1, 8, 0, 6], 2, sim)
+sum_1: [1, 6, 4] = aten.sum.dim_IntList(unfold_default, [-1])
+return (sum_1,)""",
+        )
+
+    def test_a_row_in_front_of_a_slice(self):
+        found = on_shards(
+            lambda x, y: torch.cat([y, (x * 2)[:, :-1]], 1) + 1, torch.randn(1, 8, 4), torch.randn(1, 1, 4)
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+x: [1, 8, 4] = placeholder
+y: [1, 1, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+slice_1: [1, 7, 4] = aten.slice.Tensor(mul, 1, 0, -1)
+shift_default: [1, 8, 4] = sp.shift(slice_1, 1, 1, 0, 0, [1, 8, 0, 7], [1, 8, 0, 8], 2, sim)
+arange_default: [8] = aten.arange(8, device=cpu)
+eq_scalar: [8] = aten.eq.Scalar(arange_default, 0)
+reshape_default: [1, 8, 1] = aten.reshape(eq_scalar, [1, 8, 1])
+where_self: [1, 8, 4] = aten.where.self(reshape_default, y, shift_default)
+add: [1, 8, 4] = aten.add.Tensor(where_self, 1)
+return (add,)""",
+        )
+
+    def test_the_first_row_in_front_of_a_slice(self):
+        def fn(x):
+            x = x * 2
+            return torch.cat([x[:, :1], x[:, :-1]], 1) + 1
+
+        self.assertExpectedInline(
+            on_shards(fn, torch.randn(1, 8, 4), first=[Pick]),
+            """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+arange_default: [8] = aten.arange(8, device=cpu)
+eq_scalar: [8] = aten.eq.Scalar(arange_default, 0)
+reshape_default: [1, 8, 1] = aten.reshape(eq_scalar, [1, 8, 1])
+where_scalar_other: [1, 8, 4] = aten.where.ScalarOther(reshape_default, mul, 0)
+sum_dim_int_list: [1, 1, 4] = aten.sum.dim_IntList(where_scalar_other, [1], True, dtype=float32)
+slice_2: [1, 7, 4] = aten.slice.Tensor(mul, 1, 0, -1)
+shift_default: [1, 8, 4] = sp.shift(slice_2, 1, 1, 0, 0, [1, 8, 0, 7], [1, 8, 0, 8], 2, sim)
+arange_default_1: [8] = aten.arange(8, device=cpu)
+eq_scalar_1: [8] = aten.eq.Scalar(arange_default_1, 0)
+reshape_default_1: [1, 8, 1] = aten.reshape(eq_scalar_1, [1, 8, 1])
+where_self: [1, 8, 4] = aten.where.self(reshape_default_1, sum_dim_int_list, shift_default)
+add: [1, 8, 4] = aten.add.Tensor(where_self, 1)
+return (add,)""",
+        )
+
+    def test_two_windows_meet(self):
+        def fn(x):
+            x = x * 2
+            return x[:, 1:] - x[:, :-1]
+
+        self.assertExpectedInline(
+            on_shards(fn, torch.randn(1, 8, 4)),
+            """\
+x: [1, 8, 4] = placeholder
+mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
+slice_1: [1, 7, 4] = aten.slice.Tensor(mul, 1, 1, 9223372036854775807)
+slice_2: [1, 7, 4] = aten.slice.Tensor(mul, 1, 0, -1)
+shift_default: [1, 7, 4] = sp.shift(slice_2, 1, 0, 0, 0, [1, 8, 0, 7], [1, 8, 1, 7], 2, sim)
+sub: [1, 7, 4] = aten.sub.Tensor(slice_1, shift_default)
+return (sub,)""",
+        )
+
+    def test_an_input_that_every_rank_has(self):
+        found = on_shards(lambda x: F.conv1d(x.mT, KERNEL, padding=1, groups=4), torch.randn(1, 8, 4))
+        self.assertExpectedInline(
+            found,
+            """\
+lifted_tensor_0: [4, 1, 3] = get_attr
+x: [1, 8, 4] = placeholder
+m_t: [1, 4, 8] = aten.mT(x)
+conv1d_default: [1, 4, 8] = sp.conv1d(m_t, lifted_tensor_0, None, 1, 1, 1, 1, 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+return (conv1d_default,)""",
+        )
+
+    def test_whole_pipeline(self):
+        local = sp_compile.parallelize(
+            torch.export.export(Causal(), (torch.randn(1, 8, 4),)), sp=2, seq_dims={"x": 1}
+        )
+        self.assertExpectedInline(
+            show(local),
+            """\
+x: [1, 8, 4] = placeholder
+shard_default: [1, 4, 4] = sp.shard(x, 1, [1, 8, 0, 8], 2, sim)
+conv_weight: [4, 1, 3] = get_attr
+conv_bias: [4] = get_attr
+reduce_grad_default:  = sp.reduce_grad([conv_weight, conv_bias], reduce, 2, sim)
+getitem: [4, 1, 3] = getitem(reduce_grad_default, 0)
+getitem_1: [4] = getitem(reduce_grad_default, 1)
+mul: [1, 4, 4] = aten.mul.Tensor(shard_default, 2)
+m_t: [1, 4, 4] = aten.mT(mul)
+conv1d_default_1: [1, 4, 4] = sp.conv1d(m_t, getitem, getitem_1, 2, 0, 1, 1, 4, [1, 8, 0, 8], [1, 8, 0, 8], 2, sim)
+silu: [1, 4, 4] = aten.silu(conv1d_default_1)
+m_t_1: [1, 4, 4] = aten.mT(silu)
+sum_1: [] = aten.sum(m_t_1)
+all_reduce_default: [] = sp.all_reduce(sum_1, 2, sim)
+return (all_reduce_default,)""",
+        )
+
+    def test_report(self):
+        local = sp_compile.parallelize(
+            torch.export.export(Causal(), (torch.randn(1, 8, 4),)), sp=2, seq_dims={"x": 1}
+        )
+        report = local.meta["sp_report"]
+        self.assertExpectedInline(
+            "\n".join(f"{n.done}: {n.why}" for n in report.notes),
+            """\
+halo: 2 rows from rank r - 1
+reduce: partial sums of the ranks added""",
+        )
+        self.assertExpectedInline(
+            "\n".join(f"{e.op} of {e.shape}: {e.forward} and {e.backward} bytes" for e in report.exchanges),
+            """\
+shard of 1 x 4 x 4: 0 and 64 bytes
+reduce_grad of 4 x 1 x 3, 4: 0 and 64 bytes
+conv1d of 1 x 4 x 4: 32 and 32 bytes
+all_reduce of : 4 and 0 bytes""",
+        )
+
+
+class Causal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=2, groups=4)
+
+    def forward(self, x):
+        return F.silu(self.conv((x * 2).mT)[..., : x.shape[1]]).mT.sum()
+
+
+@pytest.mark.parametrize(
+    ("sliding", "shard", "n", "why"),
+    [
+        (Sliding(8, 1, 3), Shard(1, Frame.full(8, 2)), 2, "zigzag"),
+        (Sliding(8, 1, 3), Shard(1, Frame.full(8), outer=2), 2, "shares a dim"),
+        (Sliding(4, 0, 2, 2), Shard(1, Frame.full(8)), 3, "3 ranks times its stride of 2"),
+        (Sliding(10, 2, 3), Shard(1, Frame.full(8)), 2, "10 rows does not fit into a sequence of 8"),
+        (Sliding(2, 0, 7), Shard(1, Frame.full(8)), 2, "idle"),
+        (Sliding(8, 5, 6), Shard(1, Frame.full(8)), 2, "over 5 rows, more than half of the sequence of 8"),
+    ],
+)
+def test_what_is_gathered(sliding, shard, n, why):
+    assert why in place(sliding, shard, n)
+
+
+def test_gathered_with_the_reason():
+    gm = captured(lambda x: F.avg_pool1d((x * 2).mT, 3).mT + 1, torch.randn(1, 9, 4))
+    assert not Halo(TWO, **SEQUENCE)(gm).modified
+    gather = Gather(TWO, **SEQUENCE)
+    assert gather(gm).modified
+    assert "2 ranks times its stride of 3 do not provably divide the sequence of 9" in gather.notes[0].why
+
+
+def test_windows_keep_the_sequence_in_order():
+    """A zigzag program has no neighbours: it stays contiguous, or the window is gathered if the user insists."""
+
+    class Model(nn.Module):
+        def forward(self, x):
+            x = x + F.pad(x * 2, (0, 0, 1, -1))
+            q = x.unflatten(-1, (2, 2)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    x = torch.randn(1, 16, 4, dtype=torch.float64)
+    report = sp_compile.verify(Model(), x, sp=2)
+    assert report.count("shift") == 1
+    assert not report.fallbacks
+    report = sp_compile.verify(Model(), x, sp=2, layout="zigzag", attention="ring")
+    assert report.worst < 1e-12
+    assert ["zigzag" in note.why for note in report.fallbacks] == [True]
