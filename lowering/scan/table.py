@@ -43,11 +43,11 @@ class Problem(NamedTuple):
 
 
 MODULES = {
-    "aten": "sp_compile.lowering.scan.kernels.generic.aten",
-    "native": "sp_compile.lowering.scan.kernels.generic.native",
-    "triton": "sp_compile.lowering.scan.kernels.generic.triton.scan",
-    "blocked": "sp_compile.lowering.scan.kernels.generic.blocked",
-    "tree": "sp_compile.lowering.scan.kernels.generic.tree",
+    "aten": "sp_compile.lowering.scan.kernels.aten",
+    "native": "sp_compile.lowering.scan.kernels.native",
+    "triton": "sp_compile.lowering.scan.kernels.triton.scan",
+    "blocked": "sp_compile.lowering.scan.kernels.blocked",
+    "tree": "sp_compile.lowering.scan.kernels.tree",
 }
 SMALL = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
 SHORT = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up

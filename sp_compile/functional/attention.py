@@ -51,7 +51,7 @@ WAYS_HOME = ("travel", "scatter")
 
 @dataclass(frozen=True)
 class Options:
-    """The options of every attention by hand; see `sp_compile.functional.attention.attention`."""
+    """The options of every attention by hand; see `sp_compile.functional.attention`."""
 
     layout: str = "contiguous"
     length: int | None = None
