@@ -5,16 +5,24 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow bench lint format clean
+# Test processes side by side, and what they run: make test FILES="tests/scan tests/cost"
+WORKERS ?= 2
+FILES ?=
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+.PHONY: demo test test-slow quick bench lint format clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow" $(FILES)
+
+quick: $(VENV)/.test
+	$(PYTEST) -m "quick and not slow" $(FILES)
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m slow
+	$(PYTEST) -m slow $(FILES)
 
 bench: $(VENV)/.examples
 	$(BIN)/python benchmarks/memory.py

@@ -1,0 +1,31 @@
+"""ARCHITECTURE.md against the code: EXPECTTEST_ACCEPT=1 writes its generated parts anew."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from support.architecture import PAGE, filled
+from test_layers import ROOT
+
+PATHS = re.findall(r"`((?:sp_compile|passes|lowering|tests|examples|benchmarks)/[\w/.]*)`", PAGE.read_text())
+
+
+def test_generated_parts() -> None:
+    page = PAGE.read_text()
+    made = filled(page)
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        PAGE.write_text(made)
+    else:
+        assert made == page, "EXPECTTEST_ACCEPT=1 writes it anew"
+
+
+@pytest.mark.parametrize("path", sorted(set(PATHS)))
+def test_places_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_thirty_words() -> None:
+    words = PAGE.read_text().partition("## Words")[2]
+    assert 25 <= len(re.findall(r"^\| \*\*", words, re.MULTILINE)) <= 35
