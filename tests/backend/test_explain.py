@@ -44,10 +44,10 @@ Constraints
 Rewrites
   nodes  pass     at                                                        what and why
 -------  -------  --------------------------------------------------------  ---------------------------------------------------
-      1  mean     tests/backend/test_explain.py:25: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
+      1  mean     backend/test_explain.py:25: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
                                                                             whole sequence
-      2  ulysses  tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...  3 operands in 1 all-to-all, 1 back
-      1  reduce   tests/backend/test_explain.py:25: return F.cross_entropy(self...  partial sums of the ranks added
+      2  ulysses  backend/test_explain.py:24: x = x + F.scaled_dot_prod...  3 operands in 1 all-to-all, 1 back
+      1  reduce   backend/test_explain.py:25: return F.cross_entropy(se...  partial sums of the ranks added
 
 Attention, predicted
 2 x batch 1, 4 heads x 4, 64 positions, causal
@@ -64,12 +64,12 @@ ring         1 x 4    zigzag, moved         2.627          2.952       5.579    
 Collectives, bytes that one rank sends
   times  exchange     local shape                                     sent forward    sent backward    at
 -------  -----------  ----------------------------------------------  --------------  ---------------  --------------------------------------------------------
-      1  shard        1 x 16                                          0 B             0 B              tests/backend/test_explain.py:21: x = self.embed(ids)
+      1  shard        1 x 16                                          0 B             0 B              backend/test_explain.py:21: x = self.embed(ids)
       1  reduce_grad  32 x 16, 48 x 16, 32 x 16, ... (4 tensors)      0 B             10.7 KiB         the parameters
-      2  all_to_all   1 x 4 x 16 x 4, 1 x 4 x 16 x 4, 1 x 4 x 16 x 4  2.2 KiB         2.2 KiB          tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...
-      2  all_to_all   1 x 1 x 64 x 4                                  768 B           768 B            tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...
-      1  shard        16                                              0 B             0 B              tests/backend/test_explain.py:25: return F.cross_entropy(self...
-      1  all_reduce                                                   6 B             0 B              tests/backend/test_explain.py:25: return F.cross_entropy(self...
+      2  all_to_all   1 x 4 x 16 x 4, 1 x 4 x 16 x 4, 1 x 4 x 16 x 4  2.2 KiB         2.2 KiB          backend/test_explain.py:24: x = x + F.scaled_dot_prod...
+      2  all_to_all   1 x 1 x 64 x 4                                  768 B           768 B            backend/test_explain.py:24: x = x + F.scaled_dot_prod...
+      1  shard        16                                              0 B             0 B              backend/test_explain.py:25: return F.cross_entropy(se...
+      1  all_reduce                                                   6 B             0 B              backend/test_explain.py:25: return F.cross_entropy(se...
          total                                                        6.0 KiB         16.7 KiB""",
         )
 
@@ -86,10 +86,10 @@ Constraints
 Rewrites
   nodes  pass    at                                                        what and why
 -------  ------  --------------------------------------------------------  -------------------------------------------------------
-      1  mean    tests/backend/test_explain.py:25: return F.cross_entropy(self...  the sum over all ranks, divided by the count of the
+      1  mean    backend/test_explain.py:25: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
                                                                            whole sequence
-      2  ring    tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...  3 shifts of keys and values forward, at most 7 backward
-      1  reduce  tests/backend/test_explain.py:25: return F.cross_entropy(self...  partial sums of the ranks added
+      2  ring    backend/test_explain.py:24: x = x + F.scaled_dot_prod...  3 shifts of keys and values forward, at most 7 backward
+      1  reduce  backend/test_explain.py:25: return F.cross_entropy(se...  partial sums of the ranks added
 
 Attention, predicted
 2 x batch 1, 2 heads x 8, 10 positions, causal
@@ -106,11 +106,11 @@ ulysses      4 x 1    contiguous                                                
 Collectives, bytes that one rank sends
   times  exchange        local shape                                  sent forward    sent backward    at
 -------  --------------  -------------------------------------------  --------------  ---------------  --------------------------------------------------------
-      1  shard           1 x 3                                        0 B             0 B              tests/backend/test_explain.py:21: x = self.embed(ids)
+      1  shard           1 x 3                                        0 B             0 B              backend/test_explain.py:21: x = self.embed(ids)
       1  reduce_grad     32 x 16, 48 x 16, 32 x 16, ... (4 tensors)   0 B             10.7 KiB         the parameters
-      2  ring_attention  1 x 2 x 3 x 8, 1 x 2 x 3 x 8, 1 x 2 x 3 x 8  1.1 KiB         2.2 KiB          tests/backend/test_explain.py:24: x = x + F.scaled_dot_produc...
-      1  shard           3                                            0 B             0 B              tests/backend/test_explain.py:25: return F.cross_entropy(self...
-      1  all_reduce                                                   6 B             0 B              tests/backend/test_explain.py:25: return F.cross_entropy(self...
+      2  ring_attention  1 x 2 x 3 x 8, 1 x 2 x 3 x 8, 1 x 2 x 3 x 8  1.1 KiB         2.2 KiB          backend/test_explain.py:24: x = x + F.scaled_dot_prod...
+      1  shard           3                                            0 B             0 B              backend/test_explain.py:25: return F.cross_entropy(se...
+      1  all_reduce                                                   6 B             0 B              backend/test_explain.py:25: return F.cross_entropy(se...
          total                                                        2.3 KiB         15.2 KiB""",
         )
 

@@ -157,8 +157,8 @@ def reduced_otherwise() -> str:
 
 def test_ranks_that_reduce_otherwise_meet(ranks: Ranks) -> None:
     for error in ranks.run(2, reduced_otherwise):
-        assert "rank 0: _c10d_functional.all_reduce sum at tests/backend/test_joint.py:" in error
-        assert "rank 1: _c10d_functional.all_reduce max at tests/backend/test_joint.py:" in error
+        assert "rank 0: _c10d_functional.all_reduce sum at backend/test_joint.py:" in error
+        assert "rank 1: _c10d_functional.all_reduce max at backend/test_joint.py:" in error
 
 
 def over_a_group_of_no_such_name() -> str:
@@ -174,7 +174,7 @@ def over_a_group_of_no_such_name() -> str:
 def test_a_group_of_no_such_name(ranks: Ranks) -> None:
     for error in ranks.run(2, over_a_group_of_no_such_name):
         assert "this rank has no process group 'nobody', which _c10d_functional.all_reduce names" in error
-        assert "tests/backend/test_joint.py:" in error
+        assert "backend/test_joint.py:" in error
 
 
 def no_exchanges() -> str:

@@ -86,8 +86,12 @@ def build(model: Callable[..., nn.Module] = Decoder, **kwargs: Any) -> nn.Module
 
 
 def sp(model: Any, dynamic: bool | None = None, compiler: Any = "aot_eager", **options: Any) -> Any:
-    """The model under backend="sp"; aot_eager, as the tests are many."""
-    return torch.compile(model, backend="sp", dynamic=dynamic, options={"compiler": compiler, **options})
+    """The model under backend="sp"; aot_eager, as the tests are many.
+
+    cost={}: the device's constants. Measured ones change with what else runs, and with them what "auto" takes.
+    """
+    given = {"compiler": compiler, "cost": {}, **options}
+    return torch.compile(model, backend="sp", dynamic=dynamic, options=given)
 
 
 @dataclass

@@ -35,7 +35,7 @@ def gradients_of_their_own() -> tuple[str, bool]:
 
 def test_gradients_of_a_shared_result(ranks: Pool) -> None:
     for error, untouched in ranks.run(2, gradients_of_their_own):
-        assert "share the result made at tests/support/parallel/parallel_variants.py:" in error
+        assert "share the result made at parallel/parallel_variants.py:" in error
         assert "different gradients" in error
         assert "sequence_parallel_linear='never'" in error
         assert untouched
@@ -203,8 +203,8 @@ def test_programs_that_differ_say_where(ranks: Pool) -> None:
     for error in ranks.run(2, other_ops):
         assert "different programs" in error
         assert "What differs first:" in error
-        assert "rank 0: cos at tests/tensor_parallel/test_tensor_parallel_errors.py:" in error
-        assert "rank 1: sin at tests/tensor_parallel/test_tensor_parallel_errors.py:" in error
+        assert "rank 0: cos at tensor_parallel/test_tensor_parallel_errors.py:" in error
+        assert "rank 1: sin at tensor_parallel/test_tensor_parallel_errors.py:" in error
 
 
 def other_reductions() -> str:
@@ -218,11 +218,11 @@ def other_reductions() -> str:
 def test_reductions_that_differ_say_where(ranks: Pool) -> None:
     for error in ranks.run(2, other_reductions):
         assert (
-            "rank 0: _c10d_functional.all_reduce sum at tests/tensor_parallel/test_tensor_parallel_errors.py:"
+            "rank 0: _c10d_functional.all_reduce sum at tensor_parallel/test_tensor_parallel_errors.py:"
             in error
         )
         assert (
-            "rank 1: _c10d_functional.all_reduce max at tests/tensor_parallel/test_tensor_parallel_errors.py:"
+            "rank 1: _c10d_functional.all_reduce max at tensor_parallel/test_tensor_parallel_errors.py:"
             in error
         )
 
