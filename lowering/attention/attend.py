@@ -1,12 +1,10 @@
 """Attention of local queries to local keys, forward and backward: two operators that stay opaque in a graph.
 
-They read the rank and their vectors when they run, so that their Python bodies may skip blocks; a graph that
-holds them is the same on every rank.
-
-Attention block by block: the kernel calls of one operator call, and their results put together.
+They read the rank and their vectors when they run, so that their Python bodies may skip blocks; a graph that holds them
+is the same on every rank. One operator call is the kernel calls of its blocks, and their results put together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import groupby
@@ -15,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.library import LIBRARY
+from sp_compile.lowering.library import opaque
 
+from .args import LocalArgs
 from .blocks import Block, Kind
 from .kernels import Kernel, Need, accumulation_dtype, kernel_for
 from .masking import Masking
@@ -72,7 +71,7 @@ def attend_blocks_backward(
     grad, out = grad.to(q.dtype), out.to(q.dtype)
     dq, dk, dv = (_Sum(x, dtype) for x in (q, k, v))
     wanted = masking.mask is not None and mask_grad
-    dmask = q.new_zeros(masking.mask.shape if masking.mask is not None and mask_grad else (0,), dtype=dtype)
+    dmask = q.new_zeros(_shape_of_grad(masking.mask, mask_grad), dtype=dtype)
     for block, kernel in (pair for step in _steps(q, v, masking, wanted) for pair in step):
         queries, keys = _queries(block), _keys(block)
         given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
@@ -84,6 +83,10 @@ def attend_blocks_backward(
         if dbias is not None:
             masking.add_grad(dmask, dbias, block)
     return dq.total(), dk.total(), dv.total(), dmask
+
+
+def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:
+    return mask.shape if mask is not None and wanted else (0,)
 
 
 class _Sum:
@@ -158,74 +161,50 @@ def _keys(block: Block) -> tuple[int, int]:
     return block.k_off, block.k_len
 
 
-_MASK = (
-    "Tensor? mask, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, Tensor? seed, float dropout_p"
+def _positive(scale: float) -> tuple[int, float]:
+    """(what to multiply queries by, a scale above 0): PyTorch's causal kernel returns NaN for any other."""
+    return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
+
+
+def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty([*q.shape[:3], v.shape[3]])
+    return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+def _fake_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    args, (mask_grad, *_) = LocalArgs.of(rest)
+    shapes = q.shape, k.shape, v.shape, _shape_of_grad(args.mask, mask_grad)
+    return tuple(q.new_empty(shape, dtype=accumulation_dtype(q.dtype)) for shape in shapes)
+
+
+@opaque(
+    f"attend(Tensor q, Tensor k, Tensor v, {LocalArgs.schema()}, Tensor? after=None) -> (Tensor out, Tensor lse)",
+    _fake_attend,
 )
-_WHERE = "float scale, SymInt[] q_span, SymInt[] k_span, int split_heads, str group"
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    rows: list[Tensor],
-    cols: list[Tensor],
-    sizes: list[int],
-    predicate: str,
-    seed: Tensor | None,
-    dropout_p: float,
-    scale: float,
-    q_span: list[int],
-    k_span: list[int],
-    split_heads: int,
-    group: str,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Shard(queries), Shard(keys) -> Shard(queries): the softmax average over this rank's keys.
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, E), any strides, Hkv divides Hq -> out
     (B, Hq, Sq, E) in q's dtype and lse (B, Hq, Sq), the log-sum-exp of the scaled masked scores in float32 or
     float64, both contiguous; 0 and -inf where a query attends to nothing. Bytes: none; ``after`` only orders.
 
-    Who may attend to whom: ``predicate`` with the whole-length ``rows`` and ``cols`` (B | 1, S) and ``sizes``,
-    and ``mask``, bool or additive float (B | 1, Hq | 1, Sq | 1, whole key length | 1). Which rows are here:
-    ``q_span`` and ``k_span`` (see ``spans.py``). Dropout keeps weights by a hash of ``seed``, batch, head,
-    query and key; the heads here are every ``split_heads``-th rank's share.
+    The mask's rows are those of the local queries, (B | 1, Hq | 1, Sq | 1, whole key length | 1). Dropout keeps
+    weights by a hash of ``seed``, batch, head, query and key. All else: see ``LocalArgs``.
     """
-    masking = Masking.of(
-        q, k, mask, rows, cols, sizes, predicate, seed, dropout_p, q_span, k_span, split_heads, group
-    )
-    sign, scale = _positive(scale)
-    return attend_blocks(q if sign == 1 else q * sign, k, v, masking, scale)
+    args, _ = LocalArgs.of(rest)
+    sign, scale = _positive(args.scale)
+    return attend_blocks(q if sign == 1 else q * sign, k, v, Masking.of(q, k, args), scale)
 
 
-def _positive(scale: float) -> tuple[int, float]:
-    """(what to multiply queries by, a scale above 0): PyTorch's causal kernel returns NaN for any other."""
-    return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
-
-
+@opaque(
+    "attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{LocalArgs.schema()}, bool mask_grad, Tensor? after=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    _fake_backward,
+)
 def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    rows: list[Tensor],
-    cols: list[Tensor],
-    sizes: list[int],
-    predicate: str,
-    seed: Tensor | None,
-    dropout_p: float,
-    scale: float,
-    q_span: list[int],
-    k_span: list[int],
-    split_heads: int,
-    group: str,
-    mask_grad: bool,
-    after: Tensor | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of ``attend`` over some of the keys, given ``out`` and ``lse`` over all of them.
 
@@ -233,59 +212,9 @@ def attend_backward(
     without ``mask_grad``), contiguous, in float32 for half types. The results of disjoint sets of keys add up
     exactly. Bytes: none.
     """
-    masking = Masking.of(
-        q, k, mask, rows, cols, sizes, predicate, seed, dropout_p, q_span, k_span, split_heads, group
-    )
-    sign, scale = _positive(scale)
-    if sign == 1:
-        return attend_blocks_backward(grad, q, k, v, out, lse, masking, scale, mask_grad)
-    dq, *others = attend_blocks_backward(grad, q * sign, k, v, out, lse, masking, scale, mask_grad)
-    return dq * sign, *others
-
-
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-LIBRARY.define(
-    f"attend(Tensor q, Tensor k, Tensor v, {_MASK}, {_WHERE}, Tensor? after=None) -> (Tensor out, Tensor lse)",
-    tags=_TAGS,
-)
-LIBRARY.define(
-    f"attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, {_WHERE}, "
-    "bool mask_grad, Tensor? after=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
-    tags=_TAGS,
-)
-LIBRARY.impl("attend", attend, "CompositeExplicitAutograd")
-LIBRARY.impl("attend_backward", attend_backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("sp::attend", lib=LIBRARY)
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty([*q.shape[:3], v.shape[3]])
-    return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-
-
-@torch.library.register_fake("sp::attend_backward", lib=LIBRARY)
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    rows: list[Tensor],
-    cols: list[Tensor],
-    sizes: list[int],
-    predicate: str,
-    seed: Tensor | None,
-    dropout_p: float,
-    scale: float,
-    q_span: list[int],
-    k_span: list[int],
-    split_heads: int,
-    group: str,
-    mask_grad: bool,
-    after: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    dtype = accumulation_dtype(q.dtype)
-    shape = mask.shape if mask is not None and mask_grad else (0,)
-    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), q.new_empty(shape, dtype=dtype)
+    args, (mask_grad, *_) = LocalArgs.of(rest)
+    sign, scale = _positive(args.scale)
+    scaled = q if sign == 1 else q * sign
+    masking = Masking.of(q, k, args)
+    dq, *others = attend_blocks_backward(grad, scaled, k, v, out, lse, masking, scale, mask_grad)
+    return dq if sign == 1 else dq * sign, *others

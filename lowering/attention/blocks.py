@@ -1,11 +1,7 @@
 """Which blocks of (queries x keys) must be computed, and how: few large ones, and never a mask of S x S.
 
-The plan is pure Python over the run-time numbers of ``spans.py`` and ``runs.py``, so it is made once for all
-layers, forward and backward.
-
-What a plan must know of a vector's values: their bounds on every stretch, as numbers that can be compared.
-
-Which rows of a sequence a local tensor holds, as run-time numbers.
+The plan is pure Python over run-time numbers, so it is made once for all layers, forward and backward: over spans,
+which tell the rows that local tensors hold, and over runs of vectors, whose bounds on every stretch can be compared.
 
 A span is six ints [n, folds, stride, shift, start, length]. With L local rows on a rank, r = (rank // stride
 - shift) mod n and chunk = L // folds: fold 0 holds the positions [r * chunk, (r + 1) * chunk) and fold 1
@@ -24,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.communicator import current
+from sp_compile.lowering.frames import Frame, folds_of
 
 from . import predicate as language
 from .predicate import Verdict, is_of_query
@@ -91,9 +88,17 @@ Rows = tuple[Segment, ...]
 """The valid rows of a local tensor in local order. They neighbour each other: padding is at the ends."""
 
 
-def whole(length: int) -> list[int]:
+Span = list[int]
+
+
+def whole(length: int) -> Span:
     """The span of a sequence that is not cut."""
     return [1, 1, 1, 0, 0, length]
+
+
+def span(frame: Frame, n: int, stride: int = 1, shift: int = 0) -> Span:
+    """The span of a frame's shard over n ranks, or over the n // stride neighbourhoods of a hybrid."""
+    return [n // stride, folds_of(frame), stride, shift, frame[2], frame[3]]
 
 
 def valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows:

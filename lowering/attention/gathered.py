@@ -19,7 +19,8 @@ from torch import Tensor
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import Frame, by_rank, in_order, pad, trim
 
-from .autograd import Scores, Span, attention, span
+from .args import LocalArgs
+from .autograd import attention
 from .blocks import whole
 
 SEQUENCE = -2
@@ -27,22 +28,21 @@ Cat = Callable[[list[Tensor], int], Tensor]
 
 
 class Gathering(NamedTuple):
-    """Where queries and keys lie. `k_frame` None: the keys are whole on every rank already."""
+    """Where keys lie. `k_frame` None: they are whole on every rank already."""
 
-    q_frame: Frame
     k_frame: Frame | None
     n: int
     group: str
 
 
-def gathered(q: Tensor, k: Tensor, v: Tensor, scores: Scores, where: Gathering) -> Tensor:
+def gathered(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, where: Gathering) -> Tensor:
     """Attention of q (B, H, s, D) over all keys: (B, H, s, E). Differentiable."""
-    return attention(q, k, v, scores, partial(_forward, where=where), partial(_backward, where=where))
+    return attention(q, k, v, args, partial(_forward, where=where), partial(_backward, where=where))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, where: Gathering) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, where: Gathering) -> tuple[Tensor, Tensor]:
     keys, values = _gather(k, v, where, torch.cat)
-    return scores.attend(q, keys, values, *_spans(keys, where))
+    return args.attend(q, keys, values, whole(keys.shape[SEQUENCE]))
 
 
 def _backward(
@@ -50,17 +50,13 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scores: Scores,
+    args: LocalArgs,
     mask_grad: bool,
     where: Gathering,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keys, values = _gather(k, v, where, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0]))
-    dq, dk, dv, dmask = scores.grads(given, q, keys, values, *_spans(keys, where), mask_grad=mask_grad)
+    dq, dk, dv, dmask = args.grads(given, q, keys, values, whole(keys.shape[SEQUENCE]), mask_grad)
     return dq, *_scatter(dk, dv, where), dmask
-
-
-def _spans(keys: Tensor, where: Gathering) -> tuple[Span, Span]:
-    return span(where.q_frame, where.n), whole(keys.shape[SEQUENCE])
 
 
 def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from sp_compile.lowering.library import composite
 
-from .autograd import Scores
+from .args import LocalArgs
+from .blocks import whole
 from .gathered import Gathering, gathered
 
 
@@ -36,12 +37,13 @@ def masked_attention(
     seed = None
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    scores = Scores(None, rows, cols, sizes, predicate, seed, dropout_p, scale, 1, "")
+    args = LocalArgs(
+        None, rows, cols, sizes, predicate, seed, dropout_p, scale, whole(q.shape[-2]), [], 1, ""
+    )
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-    frame = [1, q.shape[-2], 0, q.shape[-2]]
-    out = gathered(*_four_dims(q, k, v, batch, enable_gqa), scores, Gathering(frame, None, 1, ""))
+    out = gathered(*_four_dims(q, k, v, batch, enable_gqa), args, Gathering(None, 1, ""))
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
 

@@ -1,12 +1,9 @@
 """Who attends to whom, of the queries and keys that are here: from an operator's arguments to masks of blocks.
 
-Which attention weights dropout keeps: a hash of where a weight stands, never a stream of random numbers.
-
-So backward computes the mask again instead of keeping it, and every way of cutting a sequence or its heads
-over ranks and blocks drops the same weights.
+Dropout keeps weights by a hash of where they stand, never by a stream of random numbers. So backward computes the mask
+again instead of keeping it, and every way of cutting a sequence or its heads over ranks and blocks drops the same ones.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -18,6 +15,7 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.communicator import current
 
 from . import predicate as language
+from .args import LocalArgs
 from .blocks import Block, Kind, Rows, indices, plan, runs_of, take, valid_rows
 from .kernels import Case
 from .predicate import is_of_query
@@ -85,39 +83,29 @@ class Masking:
     device: torch.device
 
     @staticmethod
-    def of(
-        q: Tensor,
-        k: Tensor,
-        mask: Tensor | None,
-        rows: Sequence[Tensor],
-        cols: Sequence[Tensor],
-        sizes: Sequence[int],
-        predicate: str,
-        seed: Tensor | None,
-        dropout_p: float,
-        q_span: Sequence[int],
-        k_span: Sequence[int],
-        split_heads: int,
-        group: str,
-    ) -> "Masking":
+    def of(q: Tensor, k: Tensor, args: LocalArgs) -> "Masking":
         """From the arguments of ``sp::attend``. SpError for dropout without a seed."""
-        q_rows, k_rows = valid_rows(q_span, q.shape[2], group), valid_rows(k_span, k.shape[2], group)
-        numbers = tuple(int(size) for size in sizes)
+        rows, cols, group = args.rows, args.cols, args.group
+        q_rows, k_rows = (
+            valid_rows(args.q_span, q.shape[2], group),
+            valid_rows(args.k_span, k.shape[2], group),
+        )
+        numbers = tuple(int(size) for size in args.sizes)
         blocks: tuple[Block, ...] = ()
         if q.shape[0] * q.shape[1] and q_rows and k_rows:
-            blocks = plan(
-                predicate, q_rows, k_rows, numbers, *(tuple(map(runs_of, xs)) for xs in (rows, cols))
-            )
+            runs = (tuple(map(runs_of, xs)) for xs in (rows, cols))
+            blocks = plan(args.predicate, q_rows, k_rows, numbers, *runs)
         dropout = None
-        if dropout_p > 0:
-            if seed is None:
+        if args.dropout_p > 0:
+            if args.seed is None:
                 raise SpError("sp::attend: dropout_p > 0 needs a seed, an int64 tensor of shape ()")
-            rank = current().rank(group) if split_heads > 1 else 0
-            heads = torch.arange(q.shape[1], device=q.device) + rank % split_heads * q.shape[1]
-            dropout = Dropout(seed, dropout_p, torch.arange(q.shape[0], device=q.device), heads)
+            rank = current().rank(group) if args.split_heads > 1 else 0
+            heads = torch.arange(q.shape[1], device=q.device) + rank % args.split_heads * q.shape[1]
+            batch = torch.arange(q.shape[0], device=q.device)
+            dropout = Dropout(args.seed, args.dropout_p, batch, heads)
         vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
         named = {f"n{i}": size for i, size in enumerate(numbers)}
-        return Masking(blocks, q_rows, k_rows, mask, vectors, named, dropout, q.device)
+        return Masking(blocks, q_rows, k_rows, args.mask, vectors, named, dropout, q.device)
 
     def case(self, block: Block, scale: float, dense: bool) -> Case:
         """A block's masks: all of them as tensors for a ``dense`` kernel, which needs no other."""

@@ -253,11 +253,6 @@ def check_known(text: str, known: Collection[str]) -> None:
         raise SpError(f"mask predicate {text!r}: no vector or size is given for {', '.join(missing)}")
 
 
-def is_causal(text: str) -> bool:
-    """Whether the predicate is exactly ``k <= q``."""
-    return causal_shift(text, ()) == 0
-
-
 @lru_cache(maxsize=1024)
 def causal_shift(text: str, sizes: tuple[int, ...]) -> int | None:
     """The c of a predicate that says ``k <= q + c``; None for every other one."""
@@ -269,16 +264,6 @@ def causal_shift(text: str, sizes: tuple[int, ...]) -> int | None:
     known = {sympy.Symbol(f"n{i}", integer=True): size for i, size in enumerate(sizes)}
     rest = sympy.expand((least - q + k).subs(known))
     return int(rest) if rest.is_Integer else None
-
-
-def always_attends(text: str, same: Collection[tuple[int, int]] = ()) -> bool:
-    """Whether every query provably may attend to the key of its own index (which must exist).
-
-    ``same`` holds the pairs (i, j) for which row<i> and col<j> are one and the same vector.
-    """
-    names = {f"col{j}": f"row{i}" for i, j in same} | {"k": "q"}
-    swaps = {sympy.Symbol(a, integer=True): sympy.Symbol(b, integer=True) for a, b in names.items()}
-    return parse(text).subs(swaps, simultaneous=True) == sympy.true
 
 
 def over(text: str, box: Mapping[str, Bounds]) -> Verdict:

@@ -21,18 +21,19 @@ from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import Frame
 
-from .autograd import Scores, Span, attention, span
+from .args import LocalArgs
+from .autograd import attention
+from .blocks import Span, span
 from .merge import merge
 
 
 class Ring(NamedTuple):
-    """Where the sequences lie and how keys go round.
+    """Where keys lie and how they go round.
 
     n: ranks; stride: neighbours that share heads (the ring links every stride-th rank); steps: blocks of keys that
     anybody needs, counted from one's own backwards; grads: "travel" or "scatter" (which takes the whole ring).
     """
 
-    q_frame: Frame
     k_frame: Frame
     n: int
     stride: int
@@ -47,16 +48,13 @@ class Ring(NamedTuple):
     def shift(self, offset: int) -> str:
         return routes.shift(self.group, offset, self.stride)
 
-    def q_span(self) -> Span:
-        return span(self.q_frame, self.n, self.stride)
-
     def k_span(self, step: int) -> Span:
         return span(self.k_frame, self.n, self.stride, step)
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> Tensor:
+def ring(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, ring: Ring) -> Tensor:
     """Attention of q (B, H, s, D) over the keys of the whole ring: (B, H, s, E). Differentiable."""
-    return attention(q, k, v, scores, partial(_forward, ring=ring), partial(_backward, ring=ring))
+    return attention(q, k, v, args, partial(_forward, ring=ring), partial(_backward, ring=ring))
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -70,12 +68,12 @@ def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, ring: Ring) -> tuple[Tensor, Tensor]:
     out = lse = None
     both, keys, values = (_pack(k, v) if ring.steps > 1 else None), k, v
     for step in range(ring.steps):
         coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
-        block = scores.attend(q, keys, values, ring.q_span(), ring.k_span(step), coming)
+        block = args.attend(q, keys, values, ring.k_span(step), coming)
         out, lse = block if out is None else merge(out, lse, *block)
         if coming is not None:
             both = current().wait(coming)
@@ -88,7 +86,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scores: Scores,
+    args: LocalArgs,
     mask_grad: bool,
     ring: Ring,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -98,9 +96,8 @@ def _backward(
     both, keys, values = (torch.ops.sp.pack([k, v], 3, given[0]) if ring.steps > 1 else None), k, v
     for step in range(ring.steps):
         coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
-        spans = ring.q_span(), ring.k_span(step)
         sent_first = coming if coming is not None else carried.coming
-        dq_, dk_, dv_, dmask_ = scores.grads(given, q, keys, values, *spans, sent_first, mask_grad)
+        dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, ring.k_span(step), mask_grad, sent_first)
         dq = dq_ if dq is None else dq + dq_
         dmask = dmask_ if dmask is None else dmask + dmask_
         if ring.steps > 1:

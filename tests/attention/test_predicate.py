@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from sp_compile.errors import SpError
 from sp_compile.lowering.attention.predicate import (
-    always_attends,
     causal_shift,
     check_known,
     conjuncts,
     evaluate,
-    is_causal,
     over,
     parse,
     symbols,
@@ -102,35 +100,12 @@ def test_text_is_canonical() -> None:
 
 
 def test_causal() -> None:
-    assert all(is_causal(text) for text in ("k <= q", "q >= k", "k < q + 1", "k - q <= 0"))
-    assert not any(
-        is_causal(text) for text in ("", "k < q", "q <= k", "k <= q + 1", "(k <= q) & (k < 4)", "k <= 2*q")
-    )
+    assert all(causal_shift(text, ()) == 0 for text in ("k <= q", "q >= k", "k < q + 1", "k - q <= 0"))
+    assert (causal_shift("k < q", ()), causal_shift("k <= q + 1", ())) == (-1, 1)
+    assert all(causal_shift(text, ()) is None for text in ("", "q <= k", "(k <= q) & (k < 4)", "k <= 2*q"))
     assert causal_shift("k <= q + n0 - 2", (5,)) == 3
     assert causal_shift("k <= q + n0", ()) is None
     assert causal_shift("k <= q + row0", ()) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "same", "expected"),
-    [
-        ("", (), True),
-        ("k <= q", (), True),
-        ("k < q", (), False),
-        ("(k <= q) & (q - k < 4)", (), True),
-        ("(k <= q) & (q - k < n0)", (), False),
-        ("(k < n0) | (k <= q)", (), True),
-        ("k < n0", (), False),
-        ("Eq(row0, col0) & (k <= q)", (), False),
-        ("Eq(row0, col0) & (k <= q)", ((0, 0),), True),
-        ("Eq(row0, col1)", ((0, 0),), False),
-        ("Eq(row0, col1) & Eq(row2, col0)", {(0, 1), (2, 0)}, True),
-        ("Ne(col0, 0) & (k <= q)", ((0, 0),), False),
-        ("Eq(floor(q/4), floor(k/4))", (), True),
-    ],
-)
-def test_always_attends(text: str, same: Any, expected: bool) -> None:
-    assert always_attends(text, same) is expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,161 @@
+"""Attention's arguments besides q, k and v: one dataclass for an operator's schema, body, fake and backward.
+
+The fields are an operator's arguments in their order: `schema()` is their text, `of` reads them from an operator's
+positional arguments, and `flat()` gives them back.
+
+    LocalArgs   of ``sp::attend`` and ``sp::attend_backward``: this rank's queries over one block of keys
+    ShardArgs   of the operators on shards, in ``ops.py``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.frames import Frame, is_padded, nearest_rows, own_positions
+
+from .blocks import Span, span
+
+HEADS, SEQUENCE = 1, 2
+_SCHEMA_TYPES = {
+    "Tensor | None": "Tensor?",
+    "list[Tensor]": "Tensor[]",
+    "list[int]": "SymInt[]",
+    "Span": "SymInt[]",
+    "Frame": "SymInt[]",
+    "float | None": "float?",
+}
+
+
+@dataclass(frozen=True)
+class AttentionArgs:
+    """Which weights a softmax of scaled scores gives.
+
+    mask        data: bool or additive, (B|1, H|1, S|1, T|1)
+    rows, cols  vectors that the predicate reads, (B|1, S) and (B|1, T), whole on every rank
+    sizes       numbers that it reads
+    predicate   which keys a query may attend to (see ``predicate.py``), "" for all
+    seed        of dropout, int64 (). One seed drops the same weights on any number of ranks
+    """
+
+    mask: Tensor | None
+    rows: list[Tensor]
+    cols: list[Tensor]
+    sizes: list[int]
+    predicate: str
+    seed: Tensor | None
+    dropout_p: float
+    scale: float | None
+
+    @classmethod
+    def schema(cls) -> str:
+        """The arguments as an operator's schema has them."""
+        return ", ".join(f"{_SCHEMA_TYPES.get(str(f.type), f.type)} {f.name}" for f in fields(cls))
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """These arguments, and what an operator has behind them; the dispatcher leaves out what is the default."""
+        names = cls.__match_args__
+        return cls(*args[: len(names)]), args[len(names) :]
+
+    def flat(self) -> tuple[Any, ...]:
+        """The arguments in an operator's order."""
+        return tuple(getattr(self, name) for name in self.__match_args__)
+
+
+@dataclass(frozen=True)
+class LocalArgs(AttentionArgs):
+    """Of the rows that are here: `q_span` and `k_span` tell which (see ``blocks.py``).
+
+    split_heads: the heads here are every `split_heads`-th rank's share. group: the ranks that spans speak of.
+    """
+
+    scale: float
+    q_span: Span
+    k_span: Span
+    split_heads: int
+    group: str
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of local queries over these keys alone: (B, H, s, E), and its lse (B, H, s)."""
+        return torch.ops.sp.attend(q, k, v, *replace(self, k_span=k_span).flat(), after)
+
+    def grads(
+        self,
+        given: tuple[Tensor, Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_span: Span,
+        mask_grad: bool,
+        after: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv (and of the mask) from these keys; `given`: the cotangent, and the row's global out and lse."""
+        grad, out, lse = given
+        args = replace(self, k_span=k_span).flat()
+        return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after)
+
+    def tensors(self) -> list[Tensor | None]:
+        """What a backward must save."""
+        return [self.mask, self.seed, *self.rows, *self.cols]
+
+    def holding(self, tensors: list[Tensor | None]) -> LocalArgs:
+        """The same with other `tensors()`."""
+        mask, seed, *vectors = tensors
+        rows, cols = vectors[: len(self.rows)], vectors[len(self.rows) :]
+        return replace(self, mask=mask, seed=seed, rows=rows, cols=cols)
+
+
+@dataclass(frozen=True)
+class ShardArgs(AttentionArgs):
+    """Of shards of n ranks. The mask is whole on every rank and its cotangent partial; a seed of None is drawn.
+
+    q_frame, k_frame: where the shards lie; a k_frame [] for keys that are whole. scale: 1 / sqrt(D) if None.
+    balance: move contiguous shards to the zigzag layout and back, inside the operator.
+    """
+
+    q_frame: Frame
+    k_frame: Frame
+    n: int
+    group: str
+    balance: bool
+
+    def local(self, q: Tensor, stride: int) -> LocalArgs:
+        """What every block of this rank needs, for the queries of its neighbourhood of `stride` ranks."""
+        seed = self.seed
+        if self.dropout_p and seed is None:
+            seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.device)
+        scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
+        lookups = list(self.rows), list(self.cols), list(self.sizes), self.predicate
+        rows = span(self.q_frame, self.n, stride)
+        return LocalArgs(
+            self._mask(stride), *lookups, seed, self.dropout_p, scale, rows, [], stride, self.group
+        )
+
+    def _mask(self, stride: int) -> Tensor | None:
+        """The mask's rows of the neighbourhood's queries and its heads of this rank."""
+        mask, n, group = self.mask, self.n, self.group
+        if mask is None or (n == 1 and not is_padded(self.q_frame, 1)):
+            return mask
+        if mask.shape[SEQUENCE] != 1:
+            positions = own_positions(self.q_frame, n, group, mask.device, stride)
+            mask = mask.index_select(SEQUENCE, nearest_rows(positions, self.q_frame, 1))
+        if stride > 1 and mask.shape[HEADS] != 1:
+            heads = mask.shape[HEADS] // stride
+            first = torch.ops.sp.rank(group, mask.device) % stride * heads
+            mask = mask.index_select(HEADS, first + torch.arange(heads, device=mask.device))
+        return mask
+
+    def folded(self) -> ShardArgs:
+        """The same in the zigzag layout."""
+        q_frame, k_frame = (
+            [*frame[:4], 2] if len(frame) else frame for frame in (self.q_frame, self.k_frame)
+        )
+        return replace(self, q_frame=q_frame, k_frame=k_frame, balance=False)
