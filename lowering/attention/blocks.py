@@ -183,11 +183,6 @@ class Block(NamedTuple):
     conditions: tuple[str, ...] = ()
 
 
-def work(blocks: tuple[Block, ...]) -> float:
-    """Computed pairs, in which a CAUSAL block counts half."""
-    return sum(b.q_len * b.k_len * (0.5 if b.kind is Kind.CAUSAL else 1) for b in blocks)
-
-
 @lru_cache(maxsize=1024)
 def plan(
     predicate: str,

@@ -21,15 +21,10 @@ Every rank passes its shard of q, k and v and gets its shard of the result; grad
 and return (B, H, s, E). Modules that keep (B, s, H, D) pass q.transpose(1, 2) and transpose the result: views, which
 cost no copy that (B, H, s, D) would not. Under autocast q, k, v are cast as scaled_dot_product_attention casts them.
 Raise SpError for shapes, heads, meshes, layouts and options that do not fit.
-
-One call of an attention by hand: its operands and options, what does not fit, and whether all ranks made the same.
-
-Whatever is wrong on one rank is found before the first exchange, told to the others, and raised on all of them.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -38,13 +33,14 @@ import torch
 from torch import Tensor
 
 from sp_compile.config import Mesh, Ranks, ranks_of
-from sp_compile.errors import SpError
 from sp_compile.lowering import routes
+from sp_compile.lowering.attention.args import ShardArgs
 from sp_compile.lowering.attention.masked import autocast
+from sp_compile.lowering.frames import Frame
 from sp_compile.lowering.library import tag_programs
-from sp_compile.spmd.check_call import agree
 
-LAYOUTS = ("contiguous", "zigzag")
+from .call import LAYOUTS, RankCall, frame, needs_gradient, unknown, wrong_choice
+
 FILL = 1e4
 WAYS_HOME = ("travel", "scatter")
 
@@ -65,11 +61,6 @@ class Options:
     scale: float | None = None
     check: bool = True
 
-    @property
-    def folds(self) -> int:
-        """Chunks that a rank holds."""
-        return 2 if self.layout == "zigzag" else 1
-
     def lookups(self) -> tuple[list[Tensor], list[Tensor], list[int], str]:
         """rows, cols, sizes and predicate."""
         parts = ["(k <= q)"] if self.is_causal else []
@@ -85,8 +76,8 @@ NAMES = tuple(f.name for f in fields(Options))
 
 
 @dataclass(frozen=True)
-class Attending:
-    """This rank's call. width: ranks that share heads; unknown: names that are no option."""
+class AttentionCall(RankCall):
+    """This rank's call. width: ranks that share heads; others: names that are no option."""
 
     kind: str
     q: Tensor
@@ -96,52 +87,47 @@ class Attending:
     options: Options
     width: int | None
     kv_grads: str
-    unknown: Sequence[str] = ()
+    others: Sequence[str] = ()
 
     @property
-    def q_length(self) -> int:
-        """Of the whole sequence."""
-        given = self.options.length
-        return self.q.shape[2] * self.ranks.n if given is None else given
+    def group(self) -> Ranks:
+        return self.ranks
 
-    @property
-    def k_length(self) -> int:
-        """Of the whole sequence of keys."""
-        given = self.options.kv_length
-        return self.k.shape[2] * self.ranks.n if given is None else given
+    def run(self) -> Tensor:
+        """The attention. Raises SpError for a call that does not fit."""
+        self.require()
+        given, ranks, width = self.options, self.ranks, self.width or 1
+        seed = given.seed if given.seed is None else torch.as_tensor(given.seed, device=self.q.device)
+        weights = given.attn_mask, *given.lookups(), seed, given.dropout_p, given.scale
+        shards = ShardArgs(*weights, *self.frames(), ranks.n, ranks.group, balance=False)
+        args = self.q, self.k, self.v, *shards.flat()
+        steps = self.steps() if self.kind == "ring" else ranks.n // width
+        if torch.compiler.is_compiling():
+            _prepare(ranks.group, width, steps)
+        if self.kind == "gathered":
+            return sp.gathered_attention(*args)
+        if self.kind == "ring":
+            return sp.ring_attention(*args, steps, self.kv_grads)
+        return sp.hybrid_attention(*args, width, self.kv_grads)
 
-    def frames(self) -> tuple[list[int], list[int]]:
+    def frames(self) -> tuple[Frame, Frame]:
         """Where the shards of queries and keys lie."""
-        zigzag = [2] if self.options.folds == 2 else []
-        rows = (self.q.shape[2] * self.ranks.n, self.k.shape[2] * self.ranks.n)
-        q_frame, k_frame = ([1, held, 0, x, *zigzag] for held, x in zip(rows, (self.q_length, self.k_length)))
-        return q_frame, k_frame
+        n, given = self.ranks.n, self.options
+        of_keys = frame(self.k.shape[2], n, given.kv_length, given.layout)
+        return frame(self.q.shape[2], n, given.length, given.layout), of_keys
 
     def steps(self) -> int:
         """Ranks whose keys any query needs, counted backwards from its own: fewer than all for a causal window."""
         given, n, rows = self.options, self.ranks.n, self.q.shape[2]
-        alike = self.k.shape[2] == rows and self.q_length == self.k_length
-        if given.window is None or not (given.is_causal and given.folds == 1 and alike):
+        q_frame, k_frame = self.frames()
+        if given.window is None or not given.is_causal or given.layout == "zigzag" or q_frame != k_frame:
             return n
         # One comparison after another, so that a tracer is left with a number.
         return next((steps for steps in range(1, n) if given.window <= (steps - 1) * rows + 1), n)
 
-    def check(self) -> None:
-        """Raise SpError on every rank if any has a problem, or if their calls differ."""
-        problem = next(self._problems(), None)
-        # A traced program cannot stop for what other ranks say.
-        if self.options.check and self.ranks.n > 1 and not torch.compiler.is_compiling():
-            alike = "shards are of equal length, options the same"
-            agree("attention", problem, self._description(), self.ranks, alike)
-        if problem is not None:
-            raise SpError(problem)
-
-    def _problems(self) -> Iterator[str]:
-        """What is wrong with this rank's call."""
-        for name in self.unknown:
-            close = difflib.get_close_matches(name, NAMES, n=1)
-            guess = f" (did you mean {close[0]!r}?)" if close else ""
-            yield f"attention: unknown option {name!r}{guess}; known: {', '.join(NAMES)}"
+    def problems(self) -> Iterator[str]:
+        for name in self.others:
+            yield unknown("option", name, NAMES)
         yield from self._wrong_operands()
         yield from self._wrong_layout()
         yield from self._wrong_heads()
@@ -152,90 +138,80 @@ class Attending:
         q, k, v, shapes = self.q, self.k, self.v, self._shapes()
         fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]
         if not fits or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
-            yield f"attention: expected q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E), got {shapes}"
+            yield f"expected q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E), got {shapes}"
         if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
-            yield f"attention: q, k, v are of one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+            yield f"q, k, v are of one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
         if not (q.device == k.device == v.device):
-            yield f"attention: q, k, v are on one device, got {q.device}, {k.device}, {v.device}"
+            yield f"q, k, v are on one device, got {q.device}, {k.device}, {v.device}"
 
     def _wrong_layout(self) -> Iterator[str]:
         given, n = self.options, self.ranks.n
-        if given.layout not in LAYOUTS:
-            yield _unknown_value("layout", given.layout, LAYOUTS)
-        if given.folds == 2 and (self.q.shape[2] % 2 or self.k.shape[2] % 2):
-            yield f"attention: zigzag shards are two equal chunks, but their lengths are odd ({self._shapes()})"
-        for name, rows, whole in (
-            ("length", self.q.shape[2] * n, given.length),
-            ("kv_length", self.k.shape[2] * n, given.kv_length),
-        ):
+        yield from wrong_choice("layout", given.layout, LAYOUTS)
+        if given.layout == "zigzag" and (self.q.shape[2] % 2 or self.k.shape[2] % 2):
+            yield f"zigzag shards are two equal chunks, but their lengths are odd ({self._shapes()})"
+        for name, x, whole in (("length", self.q, given.length), ("kv_length", self.k, given.kv_length)):
+            rows = x.shape[2] * n
             if whole is not None and not 0 < whole <= rows:
-                yield f"attention: {name}={whole}: expected 1 to {rows}, the rows of all {n} ranks ({self._shapes()})"
+                yield f"{name}={whole}: expected 1 to {rows}, the rows of all {n} ranks ({self._shapes()})"
 
     def _wrong_heads(self) -> Iterator[str]:
         heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
         if kv_heads == 0 or heads % kv_heads:
-            yield f"attention: the {kv_heads} key heads do not divide the {heads} query heads ({self._shapes()})"
-        if self.kv_grads not in WAYS_HOME:
-            yield _unknown_value("kv_grads", self.kv_grads, WAYS_HOME)
+            yield f"the {kv_heads} key heads do not divide the {heads} query heads ({self._shapes()})"
+        yield from wrong_choice("kv_grads", self.kv_grads, WAYS_HOME)
         if width is None:
-            yield "hybrid_attention: pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
+            yield "pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
         elif width < 1 or n % width or heads % width:
             yield (
-                f"{self.kind}_attention: {width} ranks that share heads must divide the {n} ranks and the {heads} "
+                f"{width} ranks that share heads must divide the {n} ranks and the {heads} "
                 "query heads; use ring_attention, gathered_attention, or another hybrid"
             )
 
     def _wrong_masks(self) -> Iterator[str]:
-        given, whole = self.options, (self.q_length, self.k_length)
+        given, whole = self.options, [length for _, _, _, length, *_ in self.frames()]
         if given.window is not None and (not isinstance(given.window, int) or given.window < 1):
-            yield f"attention: window={given.window}: expected at least 1 (an int), which is each query's own position"
+            yield f"window={given.window}: expected at least 1 (an int), which is each query's own position"
         x = given.documents
         if x is not None and (
             x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}
         ):
             yield (
-                f"attention: documents are whole on every rank, (B|1, S) with S = {whole[0]} queries and {whole[1]} "
+                f"documents are whole on every rank, (B|1, S) with S = {whole[0]} queries and {whole[1]} "
                 f"keys, got {list(x.shape)}"
             )
         if x is not None and (x.is_floating_point() or x.is_complex()):
-            yield f"attention: documents are integers, got {x.dtype}"
+            yield f"documents are integers, got {x.dtype}"
         full, x = (*self.q.shape[:2], *whole), given.attn_mask
         if x is None:
             return
         if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, full)):
-            yield f"attention: attn_mask is whole on every rank, it broadcasts to {list(full)}, got {list(x.shape)}"
+            yield f"attn_mask is whole on every rank, it broadcasts to {list(full)}, got {list(x.shape)}"
         if x.dtype != torch.bool and not x.is_floating_point():
-            yield f"attention: attn_mask is bool (True: may attend) or floating-point (added), got {x.dtype}"
+            yield f"attn_mask is bool (True: may attend) or floating-point (added), got {x.dtype}"
         merged = self.kind in ("ring", "hybrid") or bool(given.lookups()[-1])
         if given.check and merged and x.is_floating_point() and not x.is_meta and _holds_fills(x):
             yield (
-                "attention: attn_mask holds large finite numbers, whose log-sum-exps cannot be merged over blocks of "
+                "attn_mask holds large finite numbers, whose log-sum-exps cannot be merged over blocks of "
                 "keys; use -inf, or a bool mask"
             )
 
     def _wrong_dropout(self) -> Iterator[str]:
         p, seed = self.options.dropout_p, self.options.seed
         if not 0 <= p < 1:
-            yield f"attention: dropout_p={p}: expected 0 <= dropout_p < 1"
+            yield f"dropout_p={p}: expected 0 <= dropout_p < 1"
         if isinstance(seed, Tensor) and (seed.dtype != torch.int64 or seed.ndim):
-            yield f"attention: seed is an int or an int64 tensor of shape (), got {seed.dtype} {list(seed.shape)}"
+            yield f"seed is an int or an int64 tensor of shape (), got {seed.dtype} {list(seed.shape)}"
 
     def _shapes(self) -> str:
         return f"q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)}"
 
-    def _description(self) -> str:
-        """What must be the same on every rank, or exchanges would not meet."""
-        given, tensors = self.options, (self.q, self.k, self.v, self.options.attn_mask)
-        grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
-        plain = [f"{n}={x}" for n in NAMES if not isinstance(x := getattr(given, n), Tensor) and n != "seed"]
-        shaped = [
-            f"{n} {list(x.shape)}"
-            for n in NAMES
-            if isinstance(x := getattr(given, n), Tensor) and n != "seed"
-        ]
+    def description(self) -> str:
+        grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask)]
+        given = {name: getattr(self.options, name) for name in NAMES if name != "seed"}
+        options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in given.items()]
         how = f"{self.kind} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
         wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
-        return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *shaped, *plain])
+        return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *options])
 
 
 def _holds_fills(mask: Tensor) -> bool:
@@ -243,10 +219,6 @@ def _holds_fills(mask: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return bool(((mask <= -FILL) & mask.isfinite()).any())
-
-
-def _unknown_value(name: str, value: object, known: Sequence[str]) -> str:
-    return f"attention: {name}={value!r}: expected {' or '.join(map(repr, known))}"
 
 
 sp = torch.ops.sp
@@ -303,35 +275,20 @@ def _attend(
     kv_grads: str = "travel",
 ) -> Tensor:
     known = {name: value for name, value in options.items() if name in NAMES}
-    unknown = [name for name in options if name not in NAMES]
+    others = [name for name in options if name not in NAMES]
     device = q.device.type
     given = Options(**known)
     if given.attn_mask is not None and given.attn_mask.ndim < 4:
         mask = given.attn_mask
         given = Options(**{**known, "attn_mask": mask.view([1] * (4 - mask.ndim) + list(mask.shape))})
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return _run(Attending(kind, q, k, v, ranks, given, width, kv_grads, unknown))
     q, k, v = autocast(q, k, v)
+    call = AttentionCall(
+        f"{kind}_attention", given.check, kind, q, k, v, ranks, given, width, kv_grads, others
+    )
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return call.run()
     with torch.autocast(device, enabled=False):
-        return _run(Attending(kind, q, k, v, ranks, given, width, kv_grads, unknown))
-
-
-def _run(job: Attending) -> Tensor:
-    job.check()
-    given, ranks = job.options, job.ranks
-    seed = given.seed if given.seed is None else torch.as_tensor(given.seed, device=job.q.device)
-    scores = (given.attn_mask, *given.lookups(), seed, given.dropout_p, given.scale)
-    balance = False
-    shared = (job.q, job.k, job.v, *scores, *job.frames(), ranks.n, ranks.group, balance)
-    width = job.width or 1
-    steps = job.steps() if job.kind == "ring" else ranks.n // width
-    if torch.compiler.is_compiling():
-        _prepare(ranks.group, width, steps)
-    if job.kind == "gathered":
-        return sp.gathered_attention(*shared)
-    if job.kind == "ring":
-        return sp.ring_attention(*shared, steps, job.kv_grads)
-    return sp.hybrid_attention(*shared, width, job.kv_grads)
+        return call.run()
 
 
 @torch.compiler.assume_constant_result

@@ -15,16 +15,13 @@ from torch.distributed.tensor import DTensor
 from sp_compile import _compat
 from sp_compile._compat import FakeTensor
 from sp_compile.config import Mesh, Ranks, ranks_of
-from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.all_to_all_permute import Buffer, Problem, choose, keep
 from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
-from sp_compile.spmd.check_call import agree, numbers
+from sp_compile.spmd.check_call import numbers
 
-from .scan_call import needs_gradient, wrong_tensors
-from .scan_shards import transformed
+from .call import RankCall, needs_gradient, require, transformed, wrong_tensors
 
 sp = torch.ops.sp
-NAME = "all_to_all_permute"
 
 
 def all_to_all_permute(
@@ -63,14 +60,12 @@ def all_to_all_permute(
     the result or part of a differentiation, a DTensor, this rank outside the group, and calls that differ between the
     ranks.
     """
-    call = PermuteCall(x, scatter_dim, gather_dim, ranks_of(group), out)
-    call.require(check)
-    return call.run()
+    return PermuteCall("all_to_all_permute", check, x, scatter_dim, gather_dim, ranks_of(group), out).run()
 
 
 @dataclass(frozen=True)
-class PermuteCall:
-    """This rank's call."""
+class PermuteCall(RankCall):
+    """This rank's call of all_to_all_permute."""
 
     x: Tensor
     scatter_dim: int
@@ -78,50 +73,45 @@ class PermuteCall:
     ranks: Ranks
     out: Tensor | None
 
+    same = "all ranks pass shards of one shape and dtype, on one kind of device"
+
     def run(self) -> Tensor:
-        """The exchange."""
-        ranks = self.ranks
+        """The exchange. Raises SpError for a call that does not fit."""
+        self.require()
         exchange = body if transformed(self.x) else sp.all_to_all_permute
+        args = self.x, self.scatter_dim, self.gather_dim, self.ranks.n, self.ranks.group
         if self.out is None:
-            return exchange(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
+            return exchange(*args)
         with torch.no_grad():
-            result = exchange(self.x, self.scatter_dim, self.gather_dim, ranks.n, ranks.group)
-            return self.out.copy_(
-                result.clone() if ranks.n == 1 else result
-            )  # x itself; out may lie across it
+            result = exchange(*args)
+            # On one rank the result is x itself, and out may lie across it.
+            return self.out.copy_(result.clone() if self.ranks.n == 1 else result)
 
-    def require(self, check: bool) -> None:
-        """Raise SpError on every rank if any has a problem, or if their calls differ."""
-        problem = next(self._problems(), None)
-        traced = torch.compiler.is_compiling() or isinstance(self.x, FakeTensor)
-        if check and self.ranks.n > 1 and not traced:
-            described = "" if problem else self._description()
-            alike = "all ranks pass shards of one shape and dtype, on one kind of device"
-            agree(NAME, problem, described, self.ranks, alike)
-        if problem is not None:
-            raise SpError(problem)
+    @property
+    def group(self) -> Ranks:
+        return self.ranks
 
-    def _description(self) -> str:
-        """What must be the same on every rank, or exchanges would not meet."""
+    def traced(self) -> bool:
+        return torch.compiler.is_compiling() or isinstance(self.x, FakeTensor)
+
+    def description(self) -> str:
         x, ranks = self.x, self.ranks
         scatter, gather = self.scatter_dim % x.ndim, self.gather_dim % x.ndim
         way = choose(Problem(x, scatter, gather, ranks.n, ranks.group)).name
         return (
-            f"{NAME} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={scatter}, gather_dim={gather}, "
-            f"gradient: {needs_gradient(x)}, {way}"
+            f"{self.name} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={scatter}, "
+            f"gather_dim={gather}, gradient: {needs_gradient(x)}, {way}"
         )
 
-    def _problems(self) -> Iterator[str]:
-        for problem in (*wrong_tensors(x=self.x), *self._wrong_dims()):
-            yield f"{NAME}: {problem}"
+    def problems(self) -> Iterator[str]:
+        yield from wrong_tensors(x=self.x)
+        yield from self._wrong_dims()
         if isinstance(self.x, DTensor):
-            yield f"{NAME}: x is a DTensor, whose shards DTensor moves: x.redistribute(...), or pass x.to_local()"
-        yield from (f"{NAME}: {problem}" for problem in self._wrong_sizes())
-        yield from (f"{NAME}: {problem}" for problem in self._wrong_out())
+            yield "x is a DTensor, whose shards DTensor moves: x.redistribute(...), or pass x.to_local()"
+        yield from self._wrong_sizes()
+        yield from self._wrong_out()
 
     def _wrong_dims(self) -> Iterator[str]:
-        if not isinstance(self.x, Tensor):
-            return
         ndim, shape = self.x.ndim, list(self.x.shape)
         for name in ("scatter_dim", "gather_dim"):
             dim = getattr(self, name)
@@ -192,10 +182,8 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     problem = (
         None if isinstance(size, int) and size > 0 else f"size={size!r}: expected a positive number of bytes"
     )
-    if ranks.n > 1:
-        agree("declare_symmetric_memory", problem, f"size={size}", ranks, "the size is the same")
-    if problem is not None:
-        raise SpError(f"declare_symmetric_memory: {problem}")
+    compared = ranks if ranks.n > 1 else None
+    require("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is the same")
     buffer = _buffer(size, ranks, device) if ranks.n > 1 and device.type == "cuda" else None
     able = ranks.n > 1 and all(flag for (flag,) in numbers([buffer is not None], ranks))
     if buffer is not None and able:
@@ -206,11 +194,9 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
 def _device(given: torch.device | None) -> torch.device:
     if given is not None:
         return torch.device(given)
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _buffer(size: int, ranks: Ranks, device: torch.device) -> Buffer | None:

@@ -1,11 +1,7 @@
-"""One call of a public scan: its operands and options, and what is wrong with them.
-
-One call of the public linear_scan: its operands, and what is wrong with them.
-"""
+"""One call of a public scan, or of linear_scan: its operands and options, and what is wrong with them."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 from sp_compile.lowering.scan import ops
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype, scannable
 from sp_compile.lowering.scan.table import SMALL
 
-from .scan_shards import Shards, may_overflow, never_overflows, observable, transformed, ungrouped, wrapped
+from .call import (
+    RankCall,
+    needs_gradient,
+    observable,
+    require,
+    transformed,
+    unknown,
+    wrong_dim,
+    wrong_dtypes,
+    wrong_flags,
+    wrong_tensors,
+)
+from .scan_shards import Shards, may_overflow, never_overflows, ungrouped, wrapped
 
 sp = torch.ops.sp
 INDEX = 8  # bytes
@@ -36,24 +45,42 @@ _SYNONYMS = {
 
 
 @dataclass(frozen=True)
-class ScanCall:
+class ShardCall(RankCall):
+    """A call along a dim that ranks may share. shards: how; None: operands are whole."""
+
+    dim: int
+    reverse: bool
+    accumulate: torch.dtype | None
+    shards: Shards | None
+
+    @property
+    def group(self) -> Ranks | None:
+        return None if self.shards is None else self.shards.ranks
+
+    @property
+    def compared_shards(self) -> Shards | None:
+        """The shards, if ranks can stop for what other ranks say."""
+        return None if self.compared is None else self.shards
+
+    def arguments(self, rows: int, columns: int, element: int, device: torch.device) -> tuple[Any, ...]:
+        """What the sp operators need to know of the shards. element: bytes that a rank tells of a column."""
+        return () if self.shards is None else self.shards.arguments(rows, columns * element, device)
+
+
+@dataclass(frozen=True)
+class ScanCall(ShardCall):
     """A call of inclusive_scan, exclusive_scan or segmented_scan.
 
-    runs: may an id come again as another segment? shards: how ranks share the dim; None: x is whole.
+    runs: may an id come again as another segment? indices: are those of a max or min wanted, too?
     """
 
-    name: str
     x: Tensor
-    dim: int
     op: str
     exclusive: bool
-    reverse: bool
     dtype: torch.dtype | None
-    accumulate: torch.dtype | None
-    check: bool
     segments: Tensor | None = None
     runs: bool = False
-    shards: Shards | None = None
+    indices: bool = False
 
     @property
     def result(self) -> torch.dtype:
@@ -65,55 +92,41 @@ class ScanCall:
         """Of the scanned dim of x."""
         return self.x.shape[self.dim] if self.x.ndim else 1
 
-    @property
-    def among_ranks(self) -> Shards | None:
-        """The shards, if ranks can stop for what other ranks say: a traced program cannot."""
-        alone = self.shards is None or self.shards.ranks.n == 1 or torch.compiler.is_compiling()
-        return None if alone or not self.check else self.shards
-
     def run(self) -> Tensor:
         """The scan. Raises SpError for a call that does not fit, or an integer that overflows."""
-        self._require()
+        self.require()
         out = self._scan(self.x, self.dtype, self.accumulate)
         self._require_in_range(out)
         return out
 
     def run_with_indices(self) -> tuple[Tensor, Tensor]:
         """The running max or min, and where it stands. Raises SpError for a call that does not fit."""
-        self._require(indices=True)
+        self.require()
         x = self.x.to(self.result)
         extremes = ops.extremes if transformed(x) else sp.extremes
-        return extremes(x, self.dim, self.op, self.reverse, *self._arguments(x.element_size() + INDEX))
+        return extremes(x, self.dim, self.op, self.reverse, *self._shards(x.element_size() + INDEX))
 
-    def _require(self, indices: bool = False) -> None:
-        problem = next(self._problems(indices), None)
-        problem = None if problem is None else f"{self.name}: {problem}"
-        shards, ids = self.among_ranks, self.segments
-        if shards is not None:
-            shards.agree(self.name, problem, "" if problem else self._description(indices))
-            if ids is not None and not self.runs and observable(ids) and self.length:
-                # All ranks see the same ids, so all of them raise.
-                again = shards.ungrouped(ids, self._dim_of(ids))
-                problem = f"{self.name}: {UNGROUPED}" if again else None
-        if problem is not None:
-            raise SpError(problem)
+    def require(self) -> None:
+        super().require()
+        shards, ids = self.compared_shards, self.segments
+        if shards is None or ids is None or self.runs or not observable(ids) or not self.length:
+            return
+        if shards.ungrouped(ids, self._dim_of(ids)):
+            # All ranks see the same ids, so all of them raise.
+            raise SpError(f"{self.name}: {UNGROUPED}")
 
-    def _description(self, indices: bool) -> str:
-        """What must be the same on every rank, or exchanges would not meet."""
+    def description(self) -> str:
         x, ids = self.x, self.segments
-        wants = needs_gradient(x)
         of_ids = "" if ids is None else f", segment_ids {list(ids.shape)} {ids.dtype}, runs={self.runs}"
         return (
             f"x {list(x.shape)} {x.dtype} along {self.dim % x.ndim}{of_ids}, op={self.op}, exclusive={self.exclusive}, "
-            f"reverse={self.reverse}, indices={indices}, {self.dtype}, {self.accumulate}, gradient: {wants}"
+            f"reverse={self.reverse}, indices={self.indices}, {self.dtype}, {self.accumulate}, "
+            f"gradient: {needs_gradient(x)}, {self.shards}"
         )
 
-    def _arguments(self, element: int) -> tuple[Any, ...]:
-        """What the sp operators need to know of the shards. element: bytes that a rank tells of a column."""
-        if self.shards is None:
-            return ()
+    def _shards(self, element: int) -> tuple[Any, ...]:
         columns = self.x.numel() // max(self.length, 1)
-        return self.shards.arguments(self.length, columns * element, self.x.device)
+        return self.arguments(self.length, columns, element, self.x.device)
 
     def _scan(self, x: Tensor, dtype: torch.dtype | None, accumulate: torch.dtype | None) -> Tensor:
         if self._is_torchs(x, accumulate):
@@ -122,7 +135,7 @@ class ScanCall:
         inner = usual if accumulate is None or MONOIDS[self.op].selects else accumulate
         how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
         scan = ops.scan if transformed(x) else sp.scan
-        return scan(x, self.segments, *how, *self._arguments(inner.itemsize))
+        return scan(x, self.segments, *how, *self._shards(inner.itemsize))
 
     def _is_torchs(self, x: Tensor, accumulate: torch.dtype | None) -> bool:
         """Would torch's scan run in the end? Then it may as well run at once: of a few contiguous rows."""
@@ -146,7 +159,7 @@ class ScanCall:
         checked = self.check and self.op in ("sum", "prod") and not out.dtype.is_floating_point
         if not checked or not observable(self.x) or not observable(out):
             return
-        x, shards = self.x.to(self.result) if self.x.is_floating_point() else self.x, self.among_ranks
+        x, shards = self.x.to(self.result) if self.x.is_floating_point() else self.x, self.compared_shards
         dtype = min(out.dtype, self.accumulate or out.dtype, key=lambda each: torch.iinfo(each).bits)
         length = self.length * (shards.ranks.n if shards else 1)
         if never_overflows(x, self.op, length, dtype):
@@ -155,11 +168,8 @@ class ScanCall:
         if shards.any(risk) if shards else risk:
             exact = self._scan(x.double(), None, None)
             places = wrapped(out, exact, dtype).nonzero().tolist()
-            problem = f"{self.name}: {self._overflow(exact, places[0], dtype)}" if places else None
-            if shards is not None:
-                shards.raise_together(self.name, problem)
-            elif problem is not None:
-                raise SpError(problem)
+            problem = self._overflow(exact, places[0], dtype) if places else None
+            require(self.name, problem, lambda: "no problem", self.compared)
 
     def _overflow(self, exact: Tensor, index: list[int], dtype: torch.dtype) -> str:
         value, where = f"{exact[tuple(index)].item():.6g}", f"at index {tuple(index)}"
@@ -167,11 +177,12 @@ class ScanCall:
         hint = f"pass dtype={wider} or check=False to let it wrap round"
         return f"the {self.op} is about {value} {where}, which {dtype} cannot hold; {hint}"
 
-    def _problems(self, indices: bool = False) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         yield from self._wrong_kinds()
-        yield from self._wrong_op()
+        if self.op not in MONOIDS:
+            yield unknown("op", self.op, MONOIDS, _SYNONYMS.get(self.op))
         yield from wrong_dim(self.x.shape, self.dim)
-        if indices and not MONOIDS[self.op].selects:
+        if self.indices and not MONOIDS[self.op].selects:
             yield f"indices=True is for max and min, a {self.op} is at no index"
         yield from self._wrong_dtypes()
         yield from self._wrong_segments()
@@ -183,24 +194,10 @@ class ScanCall:
         yield from wrong_tensors(x=self.x)
         if self.segments is not None or self.name == "segmented_scan":
             yield from wrong_tensors(segment_ids=self.segments)
-        for name, value in (("dtype", self.dtype), ("accumulate_dtype", self.accumulate)):
-            if value is not None and not isinstance(value, torch.dtype):
-                yield f"{name}={value!r}: expected a torch.dtype"
-        for name, flag in (("exclusive", self.exclusive), ("reverse", self.reverse), ("runs", self.runs)):
-            if not isinstance(flag, bool):
-                yield f"{name}={flag!r}: expected True or False"
+        yield from wrong_dtypes(dtype=self.dtype, accumulate_dtype=self.accumulate)
+        yield from wrong_flags(exclusive=self.exclusive, reverse=self.reverse, runs=self.runs)
         if not isinstance(self.op, str):
             yield f"op={self.op!r}: expected one of {', '.join(MONOIDS)}"
-
-    def _wrong_op(self) -> Iterator[str]:
-        if self.op not in MONOIDS:
-            close = (
-                [_SYNONYMS[self.op]]
-                if self.op in _SYNONYMS
-                else difflib.get_close_matches(str(self.op), MONOIDS)
-            )
-            guess = f" (did you mean {close[0]!r}?)" if close else ""
-            yield f"unknown op {self.op!r}{guess}; known: {', '.join(MONOIDS)}"
 
     def _wrong_dtypes(self) -> Iterator[str]:
         given, result = self.x.dtype, self.result
@@ -240,7 +237,7 @@ class ScanCall:
             self.check
             and not self.runs
             and ids.ndim
-            and self.among_ranks is None
+            and self.compared is None
             and observable(ids)
             and ungrouped(ids, self._dim_of(ids))
         ):
@@ -266,29 +263,6 @@ class ScanCall:
         return 0 if ids.ndim <= 1 else self.dim % self.x.ndim - self.x.ndim
 
 
-def needs_gradient(x: Tensor) -> bool:
-    """Will anybody ask for the gradient of x?"""
-    return x.requires_grad and torch.is_grad_enabled()
-
-
-def wrong_tensors(**given: object) -> Iterator[str]:
-    """Is each a strided tensor?"""
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            yield f"{name} is a tensor, got {type(x).__name__}"
-        elif x.layout is not torch.strided:
-            yield f"{name} is a strided tensor, got {x.layout}"
-
-
-def wrong_dim(shape: Sequence[int], dim: int) -> Iterator[str]:
-    """Is dim one of the shape's?"""
-    ndim = max(len(shape), 1)
-    if not isinstance(dim, int):
-        yield f"dim is an int, got {type(dim).__name__}"
-    if not -ndim <= dim < ndim:
-        yield f"dim {dim} is out of range for x of shape {list(shape)}: expected {-ndim} to {ndim - 1}"
-
-
 def as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | None:
     """A number as a tensor of no dims; all else as it is."""
     is_number = isinstance(value, (int, float)) and isinstance(like, Tensor)
@@ -296,62 +270,40 @@ def as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class LinearCall:
+class LinearCall(ShardCall):
     """A call of linear_scan."""
 
     a: Tensor
     b: Tensor
-    dim: int
     initial: Tensor | None
-    reverse: bool
-    accumulate: torch.dtype | None
-    check: bool = True
-    shards: Shards | None = None
 
     def run(self) -> Tensor:
         """The scan. Raises SpError for a call that does not fit."""
-        self._require()
+        self.require()
         dtype = torch.promote_types(self.a.dtype, self.b.dtype)
         a, b = torch.broadcast_tensors(self.a.to(dtype), self.b.to(dtype))
         initial = self.initial
         if initial is not None:
             initial = initial.to(dtype).expand(self._shape_of_initial(b.shape))
-        how = self.dim, self.reverse, self.accumulate
         linear_scan = ops.linear_scan if transformed(a, b, initial) else sp.linear_scan
-        return linear_scan(a, b, initial, *how, *self._arguments(b))
+        inner, rows = self.accumulate or accumulate_dtype("sum", dtype, b.device), b.shape[self.dim]
+        shards = self.arguments(rows, b.numel() // max(rows, 1), 2 * inner.itemsize, b.device)
+        return linear_scan(a, b, initial, self.dim, self.reverse, self.accumulate, *shards)
 
-    def _arguments(self, b: Tensor) -> tuple[Any, ...]:
-        """What the operator needs to know of the shards."""
-        if self.shards is None:
-            return ()
-        inner = self.accumulate or accumulate_dtype("sum", b.dtype, b.device)
-        rows = b.shape[self.dim]
-        return self.shards.arguments(rows, b.numel() // max(rows, 1) * 2 * inner.itemsize, b.device)
-
-    def _require(self) -> None:
-        problem = next(self._problems(), None)
-        problem = None if problem is None else f"linear_scan: {problem}"
-        shards = self.shards
-        if shards is not None and self.check and shards.ranks.n > 1 and not torch.compiler.is_compiling():
-            shards.agree("linear_scan", problem, "" if problem else self._description())
-        if problem is not None:
-            raise SpError(problem)
-
-    def _description(self) -> str:
-        """What must be the same on every rank, or exchanges would not meet."""
-        given = {"a": self.a, "b": self.b, "initial": self.initial}
-        grads = torch.is_grad_enabled()
+    def description(self) -> str:
         each = [
-            f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * (x.requires_grad and grads)}"
-            for name, x in given.items()
+            f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * needs_gradient(x)}"
+            for name, x in (("a", self.a), ("b", self.b), ("initial", self.initial))
             if x is not None
         ]
-        return f"{', '.join(each)}, along {self.dim}, reverse={self.reverse}, {self.accumulate}"
+        return (
+            f"{', '.join(each)}, along {self.dim}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
+        )
 
     def _shape_of_initial(self, shape: Sequence[int]) -> list[int]:
         return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
 
-    def _problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         yield from self._wrong_kinds()
         a, b, others = self.a, self.b, [] if self.initial is None else [self.initial]
         if not all(x.is_floating_point() for x in (a, b, *others)):
@@ -375,10 +327,8 @@ class LinearCall:
         yield from wrong_tensors(a=self.a, b=self.b)
         if self.initial is not None:
             yield from wrong_tensors(initial=self.initial)
-        if self.accumulate is not None and not isinstance(self.accumulate, torch.dtype):
-            yield f"accumulate_dtype={self.accumulate!r}: expected a torch.dtype"
-        if not isinstance(self.reverse, bool):
-            yield f"reverse={self.reverse!r}: expected True or False"
+        yield from wrong_dtypes(accumulate_dtype=self.accumulate)
+        yield from wrong_flags(reverse=self.reverse)
 
     def _wrong_initial(self, initial: Tensor, wanted: Sequence[int]) -> Iterator[str]:
         given = list(initial.shape)

@@ -1,9 +1,8 @@
 """Scans of shards: how ranks share the scanned dim, and what they have to tell each other before and after.
 
 Whatever is wrong on one rank is raised on all of them. That takes exchanges of their own, which `check` asks for: one
-all-gather of 16 bytes a call, and where the values of integers or ids have to be looked at one or two more.
-
-Checks of a scan that need its values: done in eager mode only, and not on a tensor without values.
+all-gather of 16 bytes a call, and where the values of integers or ids have to be looked at one or two more. Values are
+looked at in eager mode only, and not those of a tensor without values.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile._compat import FakeTensor, is_functorch_tensor
 from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.scan import choose_exchange, rounds_of
@@ -24,21 +22,9 @@ from sp_compile.errors import SpError
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.library import tag_programs
-from sp_compile.spmd.check_call import agree, numbers
+from sp_compile.spmd.check_call import numbers
 
-
-def observable(x: Tensor) -> bool:
-    """May Python look at the values of x?"""
-    if torch.compiler.is_compiling():
-        return False
-    return not (x.is_meta or isinstance(x, FakeTensor) or is_functorch_tensor(x))
-
-
-def transformed(*xs: Tensor | None) -> bool:
-    """Is one of them inside torch.func, which does not see into the body of an operator?"""
-    if torch.compiler.is_compiling():
-        return False
-    return any(is_functorch_tensor(x) for x in xs if x is not None)
+from .call import LAYOUTS, frame, wrong_choice
 
 
 def ungrouped(ids: Tensor, dim: int) -> bool:
@@ -88,7 +74,6 @@ def wrapped(out: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
     return ((exact - out.double()).abs() >= 2.0 ** (torch.iinfo(dtype).bits - 1)) | ~exact.isfinite()
 
 
-LAYOUTS = ("contiguous", "zigzag")
 EXCHANGES = ("auto", "gather", "steps")
 
 
@@ -112,9 +97,8 @@ class Shards:
             yield "a tensor of no dims has none that ranks could share"
         rows = shape[dim]
         whole = rows * self.ranks.n
-        for name, value, known in (("layout", self.layout, LAYOUTS), ("exchange", self.exchange, EXCHANGES)):
-            if value not in known:
-                yield f"{name}={value!r}: expected {' or '.join(map(repr, known))}"
+        yield from wrong_choice("layout", self.layout, LAYOUTS)
+        yield from wrong_choice("exchange", self.exchange, EXCHANGES)
         if self.folds == 2 and rows % 2:
             yield f"zigzag shards are two equal chunks, but this one has {rows} rows"
         if self.folds == 2 and self.exchange == "steps":
@@ -126,30 +110,20 @@ class Shards:
 
     def arguments(self, rows: int, nbytes: int, device: torch.device) -> tuple[Any, ...]:
         """frame, exchange, n and group of the sp operators. nbytes: what a rank has to tell of its shard, a chunk."""
-        whole, n = rows * self.ranks.n, self.ranks.n
-        frame = [1, whole, 0, whole if self.length is None else self.length]
-        exchange = self.exchange
+        n, exchange = self.ranks.n, self.exchange
         if exchange == "auto" and n > 2 and self.folds == 1:
             exchange = choose_exchange(nbytes, n, Machine.of(device.type)).exchange
         exchange = "gather" if exchange == "auto" else exchange
         if torch.compiler.is_compiling():
             _prepare(self.ranks.group, n if exchange == "steps" else 1)
-        return [*frame, 2] if self.folds == 2 else frame, exchange, n, self.ranks.group
+        return frame(rows, n, self.length, self.layout), exchange, n, self.ranks.group
 
-    def agree(self, name: str, problem: str | None, description: str) -> None:
-        """Raise SpError on every rank if any has a problem, or if their calls differ."""
-        given = f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
-        alike = "shards are of equal length, options the same"
-        agree(name, problem, f"{description}, {given}", self.ranks, alike)
+    def __str__(self) -> str:
+        return f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
 
     def any(self, mine: bool) -> bool:
         """Is it so on some rank?"""
         return any(flag for (flag,) in numbers([mine], self.ranks))
-
-    def raise_together(self, name: str, problem: str | None) -> None:
-        """Raise SpError on every rank if any has a problem."""
-        if self.any(problem is not None):
-            agree(name, problem, "no problem", self.ranks, "")
 
     def ungrouped(self, ids: Tensor, dim: int) -> bool:
         """Does an id come again, on whichever rank, after another one? Gathers ids that are not in order."""

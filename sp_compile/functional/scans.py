@@ -66,8 +66,8 @@ def inclusive_scan(
     tensor([3, 4, 6])
     """
     shards = shards_of(group, layout, length, exchange)
-    how = dim, op, False, reverse, dtype, accumulate_dtype, check
-    call = ScanCall("inclusive_scan", x, *how, shards=shards)
+    how = check, dim, reverse, accumulate_dtype, shards
+    call = ScanCall("inclusive_scan", *how, x, op, False, dtype, indices=indices)
     return call.run_with_indices() if indices else call.run()
 
 
@@ -91,8 +91,8 @@ def exclusive_scan(
     tensor([0, 3, 4])
     """
     shards = shards_of(group, layout, length, exchange)
-    how = dim, op, True, reverse, dtype, accumulate_dtype, check
-    return ScanCall("exclusive_scan", x, *how, shards=shards).run()
+    how = check, dim, reverse, accumulate_dtype, shards
+    return ScanCall("exclusive_scan", *how, x, op, True, dtype).run()
 
 
 def segmented_scan(
@@ -121,8 +121,8 @@ def segmented_scan(
     tensor([3, 4, 2, 6])
     """
     shards = shards_of(group, layout, length, exchange)
-    how = dim, op, exclusive, reverse, dtype, accumulate_dtype, check
-    return ScanCall("segmented_scan", x, *how, segment_ids, runs, shards).run()
+    how = check, dim, reverse, accumulate_dtype, shards
+    return ScanCall("segmented_scan", *how, x, op, exclusive, dtype, segment_ids, runs).run()
 
 
 def linear_scan(
@@ -149,9 +149,8 @@ def linear_scan(
     tensor([1.0000, 1.5000, 1.7500])
     """
     shards = shards_of(group, layout, length, exchange)
-    return LinearCall(
-        as_tensor(a, b), b, dim, as_tensor(initial, b), reverse, accumulate_dtype, check, shards
-    ).run()
+    how = check, dim, reverse, accumulate_dtype, shards
+    return LinearCall("linear_scan", *how, as_tensor(a, b), b, as_tensor(initial, b)).run()
 
 
 parallel_inclusive_scan = inclusive_scan

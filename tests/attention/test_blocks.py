@@ -19,7 +19,6 @@ from sp_compile.lowering.attention.blocks import (
     runs_of,
     valid_rows,
     whole,
-    work,
 )
 from sp_compile.lowering.attention.predicate import conjuncts, evaluate
 from sp_compile.lowering.simulate import GROUP, run_ranks
@@ -27,6 +26,11 @@ from sp_compile.lowering.simulate import GROUP, run_ranks
 
 def rows_of(span: Sequence[int], local: int, rank: int) -> tuple[Segment, ...]:
     return run_ranks(rank + 1, lambda r: valid_rows(span, local, GROUP))[rank]
+
+
+def work(blocks: tuple[Block, ...]) -> float:
+    """Computed pairs, in which a CAUSAL block counts half."""
+    return sum(b.q_len * b.k_len * (0.5 if b.kind is Kind.CAUSAL else 1) for b in blocks)
 
 
 def covered(blocks: Sequence[Block], q_rows: Any, k_rows: Any, q_len: int, k_len: int) -> Tensor:

@@ -1,0 +1,145 @@
+"""A call that every rank of a group makes by hand: what is wrong with it, and whether all ranks made the same.
+
+Whatever is wrong on one rank is found before the first exchange, told to the others, and raised on all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sp_compile._compat import FakeTensor, is_functorch_tensor
+from sp_compile.config import Ranks
+from sp_compile.errors import SpError
+from sp_compile.spmd.check_call import agree
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def require(
+    name: str, problem: str | None, describe: Callable[[], str], ranks: Ranks | None, same: str = ""
+) -> None:
+    """Raise SpError if there is a problem: on all `ranks` if on any, and there as well if their calls differ.
+
+    describe: what must be the same on every rank, or exchanges would not meet; same: that in words. ranks: None of a
+    call whose ranks are not compared.
+    """
+    problem = None if problem is None else f"{name}: {problem}"
+    if ranks is not None:
+        agree(name, problem, "" if problem else describe(), ranks, same)
+    if problem is not None:
+        raise SpError(problem)
+
+
+@dataclass(frozen=True)
+class RankCall(ABC):
+    """This rank's call. name: of the function; check: compare the call over the ranks."""
+
+    name: str
+    check: bool
+
+    same: ClassVar[str] = "shards are of equal length, options the same"
+    """What must be the same on all ranks, in words."""
+
+    @abstractmethod
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the call. Those behind a problem may take for granted that there is none before them."""
+
+    @abstractmethod
+    def description(self) -> str:
+        """What must be the same on every rank, or exchanges would not meet. Only asked if there is no problem."""
+
+    @property
+    @abstractmethod
+    def group(self) -> Ranks | None:
+        """The ranks that make the call together."""
+
+    @property
+    def compared(self) -> Ranks | None:
+        """The group, if this rank can stop for what the others say: a traced program cannot."""
+        group = self.group
+        return group if self.check and group is not None and group.n > 1 and not self.traced() else None
+
+    def traced(self) -> bool:
+        """Is the call part of a program that is only made?"""
+        return torch.compiler.is_compiling()
+
+    def require(self) -> None:
+        """Raise SpError on every rank if any has a problem, or if their calls differ."""
+        require(self.name, next(self.problems(), None), self.description, self.compared, self.same)
+
+
+def frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
+    """Where the n ranks' shards of `rows` rows lie; `length` None if no row is padding."""
+    held = rows * n
+    return [1, held, 0, held if length is None else length, *([2] if layout == "zigzag" else [])]
+
+
+def observable(x: Tensor) -> bool:
+    """May Python look at the values of x?"""
+    if torch.compiler.is_compiling():
+        return False
+    return not (x.is_meta or isinstance(x, FakeTensor) or is_functorch_tensor(x))
+
+
+def transformed(*xs: Tensor | None) -> bool:
+    """Is one of them inside torch.func, which does not see into the body of an operator?"""
+    if torch.compiler.is_compiling():
+        return False
+    return any(is_functorch_tensor(x) for x in xs if x is not None)
+
+
+def needs_gradient(x: Tensor | None) -> bool:
+    """Will anybody ask for the gradient of x?"""
+    return x is not None and x.requires_grad and torch.is_grad_enabled()
+
+
+def wrong_tensors(**given: object) -> Iterator[str]:
+    """Is each a strided tensor?"""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            yield f"{name} is a tensor, got {type(x).__name__}"
+        elif x.layout is not torch.strided:
+            yield f"{name} is a strided tensor, got {x.layout}"
+
+
+def wrong_dtypes(**given: object) -> Iterator[str]:
+    """Is each a dtype, or None?"""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, torch.dtype):
+            yield f"{name}={value!r}: expected a torch.dtype"
+
+
+def wrong_flags(**given: object) -> Iterator[str]:
+    """Is each a bool?"""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            yield f"{name}={value!r}: expected True or False"
+
+
+def wrong_choice(name: str, value: object, known: Sequence[str]) -> Iterator[str]:
+    """Is the value one of these?"""
+    if value not in known:
+        yield f"{name}={value!r}: expected {' or '.join(map(repr, known))}"
+
+
+def wrong_dim(shape: Sequence[int], dim: int) -> Iterator[str]:
+    """Is dim one of the shape's?"""
+    ndim = max(len(shape), 1)
+    if not isinstance(dim, int):
+        yield f"dim is an int, got {type(dim).__name__}"
+    if not -ndim <= dim < ndim:
+        yield f"dim {dim} is out of range for x of shape {list(shape)}: expected {-ndim} to {ndim - 1}"
+
+
+def unknown(kind: str, word: str, known: Iterable[str], meant: str | None = None) -> str:
+    """The problem with a word that is none of these."""
+    close = [meant] if meant is not None else difflib.get_close_matches(str(word), known, n=1)
+    guess = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown {kind} {word!r}{guess}; known: {', '.join(known)}"
