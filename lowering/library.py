@@ -1,7 +1,4 @@
-"""The ``sp`` operator namespace, and the one way an operator with a traceable body enters it.
-
-What the bodies of the ``sp::`` operators are: a digest of this package's source.
-"""
+"""The ``sp`` operator namespace: how operators enter it, and a digest of what their bodies are."""
 
 from __future__ import annotations
 
@@ -9,9 +6,10 @@ import hashlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from sp_compile._compat import OpOverload
 
@@ -57,6 +55,22 @@ def opaque(schema: str, fake: Callable[..., object], waits: bool = False) -> Cal
         return body
 
     return register
+
+
+Map = Callable[..., Tensor]
+
+
+class Pair(torch.autograd.Function):
+    """A linear map and its adjoint, both called as ``map(x, *where)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map, *where: Any) -> Tensor:
+        ctx.there, ctx.back, ctx.where = there, back, where
+        return there(x, *where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (Pair.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
 
 
 @cache

@@ -25,7 +25,7 @@ CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
 """The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is
 fastest while they stay in its cache."""
 
-Step = list[tuple[Block, Kernel]]
+Strip = list[tuple[Block, Kernel]]
 """Blocks with the same queries, and what runs them."""
 
 
@@ -33,13 +33,13 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, masking: Masking, scale: floa
     """(B, Hq, Sq, E) in q's dtype and (B, Hq, Sq): see ``sp::attend``."""
     shape = (*q.shape[:3], v.shape[3])
     out, lse = None, None
-    for step in _steps(q, v, masking, mask_grad=False):
+    for strip in _strips(q, v, masking, mask_grad=False):
         parts = [
             kernel.forward(*_operands(q, k, v, block), masking.case(block, scale, kernel.dense))
-            for block, kernel in step
+            for block, kernel in strip
         ]
         part = reduce(lambda a, b: merge(*a, *b), parts)
-        rows = _queries(step[0][0])
+        rows = _queries(strip[0][0])
         if rows == (0, q.shape[2]):
             return part[0].to(q.dtype).contiguous(), part[1].contiguous()
         if out is None or lse is None:
@@ -72,7 +72,7 @@ def attend_blocks_backward(
     dq, dk, dv = (_Sum(x, dtype) for x in (q, k, v))
     wanted = masking.mask is not None and mask_grad
     dmask = q.new_zeros(_shape_of_grad(masking.mask, mask_grad), dtype=dtype)
-    for block, kernel in (pair for step in _steps(q, v, masking, wanted) for pair in step):
+    for block, kernel in (pair for strip in _strips(q, v, masking, wanted) for pair in strip):
         queries, keys = _queries(block), _keys(block)
         given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
         case = replace(masking.case(block, scale, kernel.dense), bias_grad=wanted)
@@ -111,14 +111,14 @@ class _Sum:
         return self._total
 
 
-def _steps(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Step]:
+def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Strip]:
     """The blocks in groups of the same queries, cut where a kernel would make too large tensors."""
     for _, blocks in groupby(masking.blocks, key=lambda block: block.q_off):
-        step = [(block, kernel_for(_need(q, v, masking, block, mask_grad))) for block in blocks]
-        rows = min(_most_rows(q, masking, *pair) for pair in step)
-        first = step[0][0]
+        strip = [(block, kernel_for(_need(q, v, masking, block, mask_grad))) for block in blocks]
+        rows = min(_most_rows(q, masking, *pair) for pair in strip)
+        first = strip[0][0]
         for low in range(0, first.q_len, rows):
-            yield [(_strip(block, low, rows), kernel) for block, kernel in step]
+            yield [(_cut(block, low, rows), kernel) for block, kernel in strip]
 
 
 def _need(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Need:
@@ -139,7 +139,7 @@ def _most_rows(q: Tensor, masking: Masking, block: Block, kernel: Kernel) -> int
     return max(1, min(block.q_len, scores // (tensors * block.k_len)))
 
 
-def _strip(block: Block, low: int, rows: int) -> Block:
+def _cut(block: Block, low: int, rows: int) -> Block:
     """The block's rows [low, low + rows), as far as there are any."""
     if rows >= block.q_len:
         return block

@@ -27,20 +27,20 @@ SEQUENCE = -2
 Cat = Callable[[list[Tensor], int], Tensor]
 
 
-class Gathering(NamedTuple):
-    """Where keys lie. `k_frame` None: they are whole on every rank already."""
+class GatheredKeys(NamedTuple):
+    """Where keys lie. frame: None if they are whole on every rank already."""
 
-    k_frame: Frame | None
+    frame: Frame | None
     n: int
     group: str
 
 
-def gathered(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, where: Gathering) -> Tensor:
+def gathered(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, where: GatheredKeys) -> Tensor:
     """Attention of q (B, H, s, D) over all keys: (B, H, s, E). Differentiable."""
     return attention(q, k, v, args, partial(_forward, where=where), partial(_backward, where=where))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, where: Gathering) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, where: GatheredKeys) -> tuple[Tensor, Tensor]:
     keys, values = _gather(k, v, where, torch.cat)
     return args.attend(q, keys, values, whole(keys.shape[SEQUENCE]))
 
@@ -52,7 +52,7 @@ def _backward(
     v: Tensor,
     args: LocalArgs,
     mask_grad: bool,
-    where: Gathering,
+    where: GatheredKeys,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keys, values = _gather(k, v, where, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0]))
     dq, dk, dv, dmask = args.grads(given, q, keys, values, whole(keys.shape[SEQUENCE]), mask_grad)
@@ -70,8 +70,8 @@ def _apart(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _gather(k: Tensor, v: Tensor, where: Gathering, cat: Cat) -> tuple[Tensor, Tensor]:
-    frame, n = where.k_frame, where.n
+def _gather(k: Tensor, v: Tensor, where: GatheredKeys, cat: Cat) -> tuple[Tensor, Tensor]:
+    frame, n = where.frame, where.n
     if frame is None:
         return k, v
     if n == 1:
@@ -80,8 +80,8 @@ def _gather(k: Tensor, v: Tensor, where: Gathering, cat: Cat) -> tuple[Tensor, T
     return _apart(trim(rows, 0, frame, n, 1), k, v)
 
 
-def _scatter(dk: Tensor, dv: Tensor, where: Gathering) -> tuple[Tensor, Tensor]:
-    frame, n = where.k_frame, where.n
+def _scatter(dk: Tensor, dv: Tensor, where: GatheredKeys) -> tuple[Tensor, Tensor]:
+    frame, n = where.frame, where.n
     if frame is None:
         return dk, dv
     if n == 1:

@@ -46,13 +46,12 @@ class Need(NamedTuple):
     head_dim: int
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Case], tuple[Tensor, Tensor]]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Kernel(NamedTuple):
     accepts: Callable[[Need], bool]
-    forward: Forward
+    forward: Callable[[Tensor, Tensor, Tensor, Case], tuple[Tensor, Tensor]]
     backward: Callable[..., Gradients]
     dense: bool
     """Whether it keeps all scores of its block in memory. It then knows masks only as ``allowed``."""

@@ -7,7 +7,7 @@ from sp_compile.lowering.library import composite
 
 from .args import LocalArgs
 from .blocks import whole
-from .gathered import Gathering, gathered
+from .gathered import GatheredKeys, gathered
 
 
 @composite(
@@ -43,7 +43,7 @@ def masked_attention(
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-    out = gathered(*_four_dims(q, k, v, batch, enable_gqa), args, Gathering(None, 1, ""))
+    out = gathered(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""))
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from sp_compile.lowering.library import composite
 
 from .args import ShardArgs
-from .gathered import Gathering, gathered
+from .gathered import GatheredKeys, gathered
 from .masked import autocast
-from .ring import Ring, ring
+from .ring import RingKeys, ring
 from .ulysses import to_heads, to_sequence
 from .zigzag import folded
 
@@ -30,8 +30,8 @@ def _around(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps
         return folded([out], args.n, args.group, back=True)[0]
     if stride > 1:
         q, k, v = to_heads(q, k, v, args, stride)
-    way = Ring(list(args.k_frame), args.n, stride, steps, grads, args.group)
-    out = ring(q, k, v, args.local(q, stride), way)
+    keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
+    out = ring(q, k, v, args.local(q, stride), keys)
     return to_sequence(out, args, stride) if stride > 1 else out
 
 
@@ -69,7 +69,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """
     args, _ = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)
-    keys = Gathering(list(args.k_frame) or None, args.n, args.group)
+    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group)
     if not args.balance:
         return gathered(q, k, v, args.local(q, 1), keys)
     (q,) = folded([q], args.n, args.group)

@@ -27,14 +27,14 @@ from .blocks import Span, span
 from .merge import merge
 
 
-class Ring(NamedTuple):
+class RingKeys(NamedTuple):
     """Where keys lie and how they go round.
 
     n: ranks; stride: neighbours that share heads (the ring links every stride-th rank); steps: blocks of keys that
     anybody needs, counted from one's own backwards; grads: "travel" or "scatter" (which takes the whole ring).
     """
 
-    k_frame: Frame
+    frame: Frame
     n: int
     stride: int
     steps: int
@@ -49,10 +49,10 @@ class Ring(NamedTuple):
         return routes.shift(self.group, offset, self.stride)
 
     def k_span(self, step: int) -> Span:
-        return span(self.k_frame, self.n, self.stride, step)
+        return span(self.frame, self.n, self.stride, step)
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, ring: Ring) -> Tensor:
+def ring(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, ring: RingKeys) -> Tensor:
     """Attention of q (B, H, s, D) over the keys of the whole ring: (B, H, s, E). Differentiable."""
     return attention(q, k, v, args, partial(_forward, ring=ring), partial(_backward, ring=ring))
 
@@ -68,7 +68,7 @@ def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, ring: Ring) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, ring: RingKeys) -> tuple[Tensor, Tensor]:
     out = lse = None
     both, keys, values = (_pack(k, v) if ring.steps > 1 else None), k, v
     for step in range(ring.steps):
@@ -88,7 +88,7 @@ def _backward(
     v: Tensor,
     args: LocalArgs,
     mask_grad: bool,
-    ring: Ring,
+    ring: RingKeys,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dq: Tensor | None = None
     dmask: Tensor | None = None
@@ -114,7 +114,7 @@ def _backward(
 class _Travelling:
     """Gradients of keys that go round with the keys, one step behind, and home at the end."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: RingKeys) -> None:
         self.ring, self.added, self.coming = ring, 0, None
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
@@ -137,7 +137,7 @@ class _Scattered:
 
     coming = None
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: RingKeys) -> None:
         self.ring = ring
         self.parts: list[Tensor] = []
 

@@ -7,13 +7,12 @@ One exchange for all tensors: each rank sends two chunks to at most two ranks. T
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
+from sp_compile.lowering.library import Pair
 
 SEQUENCE = 2
 
@@ -24,20 +23,9 @@ def folded(xs: list[Tensor], n: int, group: str, back: bool = False) -> list[Ten
         return xs
     rows = [x.movedim(SEQUENCE, 0) for x in xs]
     flat = torch.cat([r.flatten(1) for r in rows], 1)
-    moved = _Fold.apply(flat, n, group, back).split([r.shape[1:].numel() for r in rows], 1)
+    maps = (_unfold, _fold) if back else (_fold, _unfold)
+    moved = Pair.apply(flat, *maps, n, group).split([r.shape[1:].numel() for r in rows], 1)
     return [m.unflatten(1, r.shape[1:]).movedim(0, SEQUENCE) for m, r in zip(moved, rows, strict=True)]
-
-
-class _Fold(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, n: int, group: str, back: bool) -> Tensor:
-        ctx.where = n, group, back
-        return _unfold(x, n, group) if back else _fold(x, n, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        n, group, back = ctx.where
-        return _Fold.apply(grad, n, group, not back), None, None, None
 
 
 def _fold(x: Tensor, n: int, group: str) -> Tensor:

@@ -9,7 +9,7 @@ Every operator takes the number of ranks ``n`` and a process group's name; none 
 rank. Bytes are what one rank sends with the usual ring algorithms; x is the local operand.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,23 +31,7 @@ from sp_compile.lowering.frames import (
     rows_within,
     trim,
 )
-from sp_compile.lowering.library import LIBRARY, composite
-
-Map = Callable[..., Tensor]
-
-
-class Pair(torch.autograd.Function):
-    """A linear map and its adjoint, both called as ``map(x, *where)``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Map, back: Map, *where: Any) -> Tensor:
-        ctx.there, ctx.back, ctx.where = there, back, where
-        return there(x, *where)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (Pair.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
-
+from sp_compile.lowering.library import LIBRARY, Pair, composite
 
 # The maps. Each pair below names two of them.
 

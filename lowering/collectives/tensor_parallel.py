@@ -22,10 +22,9 @@ from torch import Tensor
 from sp_compile.errors import SpError
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import own_positions
-from sp_compile.lowering.library import composite, opaque
+from sp_compile.lowering.library import Pair, composite, opaque
 
 from .checksums import PIECE, total
-from .collectives import Pair
 
 c10d = torch.ops._c10d_functional
 

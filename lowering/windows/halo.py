@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import routes
-from sp_compile.lowering.collectives.collectives import Pair
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import Frame, known, rows_held
+from sp_compile.lowering.library import Pair
 
 
 class Part(NamedTuple):
