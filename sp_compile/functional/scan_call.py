@@ -141,16 +141,11 @@ class ScanCall(ShardCall):
         """Would torch's scan run in the end? Then it may as well run at once: of a few contiguous rows."""
         if self.op not in ("sum", "prod") or self.exclusive or self.reverse:
             return False
-        if self.segments is not None or self.shards is not None:
+        if self.segments is not None or self.shards is not None or accumulate is not None:
             return False
-        plain = accumulate is None and x.device.type == "cpu" and not torch.compiler.is_compiling()
-        if (
-            not plain
-            or x.numel() > SMALL
-            or x.ndim == 0
-            or self.dim not in (-1, x.ndim - 1)
-            or not x.is_contiguous()
-        ):
+        if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() > SMALL:
+            return False
+        if x.ndim == 0 or self.dim not in (-1, x.ndim - 1) or not x.is_contiguous():
             return False
         # torch's derivative of a product divides by its factors.
         return self.op == "sum" or not needs_gradient(x)
@@ -224,23 +219,13 @@ class ScanCall(ShardCall):
         if ids is None:
             return
         if ids.dtype.is_floating_point or ids.dtype is torch.bool or not scannable(ids.dtype):
-            hint = (
-                "; flags of where segments begin become ids by .cumsum(dim)"
-                if ids.dtype is torch.bool
-                else ""
-            )
+            hint = "; flags of where segments begin become ids by .cumsum(dim)" * (ids.dtype is torch.bool)
             yield f"segment_ids are integers, got {ids.dtype}{hint}"
         if ids.device != x.device:
             yield f"segment_ids and x are on one device, got {ids.device} and {x.device}"
         yield from self._wrong_shape_of(ids)
-        if (
-            self.check
-            and not self.runs
-            and ids.ndim
-            and self.compared is None
-            and observable(ids)
-            and ungrouped(ids, self._dim_of(ids))
-        ):
+        here = self.check and not self.runs and ids.ndim > 0 and self.compared is None
+        if here and observable(ids) and ungrouped(ids, self._dim_of(ids)):
             yield UNGROUPED
 
     def _wrong_shape_of(self, ids: Tensor) -> Iterator[str]:
@@ -296,9 +281,8 @@ class LinearCall(ShardCall):
             for name, x in (("a", self.a), ("b", self.b), ("initial", self.initial))
             if x is not None
         ]
-        return (
-            f"{', '.join(each)}, along {self.dim}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
-        )
+        how = f"along {self.dim}, reverse={self.reverse}, {self.accumulate}"
+        return f"{', '.join(each)}, {how}, {self.shards}"
 
     def _shape_of_initial(self, shape: Sequence[int]) -> list[int]:
         return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
