@@ -44,7 +44,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.route = route
         padded = [pad(x, route.scatter_dim, route.scatter_frame, route.n, edge) for x in xs]
         results: list[Tensor] = list(xs)
-        for members in _alike(xs, route.gather_dim):
+        for members in _sharing(xs, route.gather_dim):
             for i, y in zip(members, exchange([padded[i] for i in members], route), strict=True):
                 results[i] = y
         return tuple(results)
@@ -60,7 +60,7 @@ def _kept(xs: Sequence[Tensor], keep: Sequence[bool]) -> list[Tensor]:
     return [x for x, wanted in zip(xs, keep, strict=True) if wanted]
 
 
-def _alike(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
+def _sharing(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
     """Indices of the tensors that can share an exchange: same dtype, device and local gather length."""
     groups: list[list[int]] = []
     for i, x in enumerate(xs):

@@ -160,10 +160,10 @@ class AttentionCall(RankCall):
             yield f"the {kv_heads} key heads do not divide the {heads} query heads ({self._shapes()})"
         yield from wrong_choice("kv_grads", self.kv_grads, WAYS_HOME)
         if width is None:
-            yield "pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
+            yield "hybrid_attention: pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
         elif width < 1 or n % width or heads % width:
             yield (
-                f"{width} ranks that share heads must divide the {n} ranks and the {heads} "
+                f"{self.kind}_attention: {width} ranks that share heads must divide the {n} ranks and the {heads} "
                 "query heads; use ring_attention, gathered_attention, or another hybrid"
             )
 
@@ -282,9 +282,7 @@ def _attend(
         mask = given.attn_mask
         given = Options(**{**known, "attn_mask": mask.view([1] * (4 - mask.ndim) + list(mask.shape))})
     q, k, v = autocast(q, k, v)
-    call = AttentionCall(
-        f"{kind}_attention", given.check, kind, q, k, v, ranks, given, width, kv_grads, others
-    )
+    call = AttentionCall("attention", given.check, kind, q, k, v, ranks, given, width, kv_grads, others)
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call.run()
     with torch.autocast(device, enabled=False):

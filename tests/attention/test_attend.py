@@ -9,6 +9,7 @@ from support.attention.attending import PREDICATES, Problem, dense, leaves, rand
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as blockwise
+from sp_compile.lowering.attention.args import LocalArgs, ShardArgs
 from sp_compile.lowering.attention.blocks import whole
 from sp_compile.lowering.attention.masking import Dropout
 from sp_compile.lowering.attention.merge import merge
@@ -18,6 +19,20 @@ from sp_compile.lowering.simulate import GROUP, run_ranks
 sp = torch.ops.sp
 CUTS = {"contiguous": 1, "zigzag": 2}
 each_predicate = pytest.mark.parametrize("name", PREDICATES)
+
+
+def test_arguments_of_the_dataclass() -> None:
+    """The schema that programs in caches were made with, and what the dispatcher leaves out of a call."""
+    given = "Tensor? mask, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, Tensor? seed, float dropout_p, "
+    assert LocalArgs.schema() == (
+        f"{given}float scale, SymInt[] q_span, SymInt[] k_span, int split_heads, str group"
+    )
+    assert ShardArgs.schema() == (
+        f"{given}float? scale, SymInt[] q_frame, SymInt[] k_frame, int n, str group, bool balance"
+    )
+    arguments = (None, [], [], [3], "k < n0", None, 0.0, 0.3, whole(8), whole(8), 1, "")
+    args, others = LocalArgs.of((*arguments, True))
+    assert (args.flat(), others) == (arguments, (True,))
 
 
 @pytest.mark.sampled(every=3)

@@ -97,12 +97,12 @@ DIFFER = {
     _other_gradients: "gradients of q, k, v: [True, False, False]",
 }
 WRONG = {
-    _three_dims_on_one_rank: "rank 1: ring_attention: expected q (B, H, s, D)",
-    _unknown_on_one_rank: "rank 1: ring_attention: unknown option 'windows' (did you mean 'window'?)",
-    _way_home_on_one_rank: "rank 1: ring_attention: kv_grads='fly': expected 'travel' or 'scatter'",
-    _odd_zigzag: "rank 0: ring_attention: zigzag shards are two equal chunks",
-    _heads: "rank 1: ulysses_attention: 2 ranks that share heads must divide the 2 ranks and the 3 query heads",
-    _no_factor: "rank 0: hybrid_attention: 3 ranks that share heads must divide the 2 ranks",
+    _three_dims_on_one_rank: "rank 1: attention: expected q (B, H, s, D)",
+    _unknown_on_one_rank: "rank 1: attention: unknown option 'windows' (did you mean 'window'?)",
+    _way_home_on_one_rank: "rank 1: attention: kv_grads='fly': expected 'travel' or 'scatter'",
+    _odd_zigzag: "rank 0: attention: zigzag shards are two equal chunks",
+    _heads: "rank 1: attention: ulysses_attention: 2 ranks that share heads must divide the 2 ranks and the 3 query heads",
+    _no_factor: "rank 0: attention: hybrid_attention: 3 ranks that share heads must divide the 2 ranks",
 }
 
 
