@@ -23,9 +23,9 @@ from torch.fx import Node
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
-from sp_compile.graph.matchers import Factor, Product, product_of, transposed
 from sp_compile.graph.sizes import Size, product, same, sizes
 from sp_compile.sharding.attention import filling_nodes
+from sp_compile.sharding.products import Factor, Product, product_of, transposed
 
 from .masks import always_attends, recognise
 from .scores import CASTS, SAME, Scores, keeps_matrices, scores_of

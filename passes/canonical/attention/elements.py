@@ -22,8 +22,8 @@ from torch.fx import Node
 
 from sp_compile._compat import OpOverload, schema_of
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.matchers import scalar
 from sp_compile.graph.sizes import same, size, sizes
+from sp_compile.sharding.matchers import scalar
 
 from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
 

@@ -11,8 +11,9 @@ from torch.fx import Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.matchers import Product, product_of, scalar, transposed
 from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.sharding.matchers import scalar
+from sp_compile.sharding.products import Product, product_of, transposed
 
 from .masks import FINITE
 
