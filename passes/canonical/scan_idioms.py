@@ -36,9 +36,9 @@ from sp_compile.sharding.matchers import (
     dies_with,
     is_cast,
     keeps_order,
+    origin,
     pad_of,
     piece_of,
-    plain,
     slice_of,
     source_of,
 )
@@ -70,32 +70,32 @@ def shifted(node: Node) -> Shifted | None:
     if pad is not None:
         return _padded(pad, node)
     piece = slice_of(node)
-    pad = pad_of(plain(piece.source)) if piece is not None else None
-    if piece is None or pad is None or pad.dim != piece.dim or not dies_with(plain(piece.source), node):
+    pad = pad_of(origin(piece.source)) if piece is not None else None
+    if piece is None or pad is None or pad.dim != piece.dim or not dies_with(origin(piece.source), node):
         return None
     if not same(_rows(pad.source, pad.dim), piece.length):
         return None
     if (pad.before, pad.after, piece.start) in ((1, 0, 0), (0, 1, 1)):
-        return Shifted(plain(pad.source), pad.dim, pad.before - pad.after, pad.fill)
+        return Shifted(origin(pad.source), pad.dim, pad.before - pad.after, pad.fill)
     return None
 
 
 def _padded(pad: Pad, node: Node) -> Shifted | None:
     if (pad.before, pad.after) in ((1, -1), (-1, 1)):
-        return Shifted(plain(pad.source), pad.dim, pad.before, pad.fill)
+        return Shifted(origin(pad.source), pad.dim, pad.before, pad.fill)
     return _refilled(pad, node)
 
 
 def _refilled(pad: Pad, node: Node) -> Shifted | None:
     """One row was cut off at one end, and one comes in at the other."""
-    kept = plain(pad.source)
+    kept = origin(pad.source)
     piece = slice_of(kept)
     if piece is None or piece.dim != pad.dim or not dies_with(kept, node):
         return None
     if not same(piece.length + 1, _rows(piece.source, pad.dim)):
         return None
     if (pad.before, pad.after) in ((1, 0), (0, 1)) and same(piece.start, pad.after):
-        return Shifted(plain(piece.source), pad.dim, pad.before - pad.after, pad.fill)
+        return Shifted(origin(piece.source), pad.dim, pad.before - pad.after, pad.fill)
     return None
 
 
@@ -130,7 +130,7 @@ class Spelt:
 
 def spelt(node: object) -> Spelt | None:
     """The scan that the value is, if it is one without segments, shards or options of its own."""
-    node = plain(node)
+    node = origin(node)
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target in CUMULATIVE:
@@ -176,14 +176,14 @@ class ScanIdioms(Editor):
         """A recurrence backwards: flip(sp.linear_scan(flip(a), flip(b))). And nothing at all: flip(flip(x))."""
         if not _flips(node):
             return False
-        inner = plain(node.args[0])
+        inner = origin(node.args[0])
         if _flips(inner) and inner.args[1] == node.args[1]:
             self.replace(node, inner.args[0])
             return True
         if inner.target is not sp.linear_scan.default or not dies_with(inner, node):
             return False
         call = Call(inner)
-        rows, dim = [plain(x) for x in call.operands[:2]], call.dim(operand=1)
+        rows, dim = [origin(x) for x in call.operands[:2]], call.dim(operand=1)
         if call["frame"] is not None or not all(_flips_along(x, dim) for x in (node, *rows)):
             return False
         operands = [x.args[0] for x in rows] + call.operands[2:]
@@ -237,7 +237,7 @@ def _shifted_scan(node: Node) -> Spelt | None:
 
 def _scan_of_shifted(node: Node) -> Spelt | None:
     outer = spelt(node)
-    move = shifted(plain(outer.x)) if outer is not None else None
+    move = shifted(origin(outer.x)) if outer is not None else None
     if outer is None or move is None or not _excludes(outer, move):
         return None
     return replace(outer, x=move.source, exclusive=True)
@@ -252,7 +252,7 @@ def _excludes(inner: Spelt, move: Shifted) -> bool:
 
 def _flipped(node: Node) -> Spelt | None:
     inner = spelt(node.args[0]) if _flips(node) else None
-    source = plain(inner.x) if inner is not None else None
+    source = origin(inner.x) if inner is not None else None
     if inner is None or source is None or not dies_with(inner.node, node):
         return None
     if not _flips_along(node, inner.dim) or not _flips_along(source, inner.dim):
@@ -310,8 +310,8 @@ def _terms(root: Node) -> Counter[Node]:
 
     def visit(node: Node, sign: int) -> None:
         if adds(node):
-            visit(plain(node.args[0]), sign)
-            visit(plain(node.args[1]), sign * ADDS[node.target])
+            visit(origin(node.args[0]), sign)
+            visit(origin(node.args[1]), sign * ADDS[node.target])
         else:
             terms[node] += sign
 
@@ -326,9 +326,9 @@ def _part(terms: Counter[Node], wanted: Callable[[Node], bool]) -> tuple[int, li
 
 def _is_cast_of(term: Node, scan: Spelt) -> bool:
     """Is it what is scanned, or a copy of it in a wider dtype?"""
-    x, wide = plain(scan.x), term.meta["val"].dtype
+    x, wide = origin(scan.x), term.meta["val"].dtype
     exact = torch.promote_types(x.meta["val"].dtype, wide) == wide
-    return plain(term) is x or (exact and is_cast(term) and plain(source_of(term)) is x) or _twin(term, x)
+    return origin(term) is x or (exact and is_cast(term) and origin(source_of(term)) is x) or _twin(term, x)
 
 
 def _twin(a: Node, b: Node) -> bool:
@@ -349,7 +349,7 @@ def _is_total_of(term: Node, scan: Spelt) -> bool:
         dims = [int(d) % call.ndim() for d in call["dim"] or ()]
         return dims == [scan.dim] and _is_cast_of(call.operands[0], scan)
     piece = piece_of(term)
-    if piece is None or plain(piece.source) is not scan.node or scan.exclusive or piece.dim != scan.dim:
+    if piece is None or origin(piece.source) is not scan.node or scan.exclusive or piece.dim != scan.dim:
         return False
     return same(piece.length, 1) and same(piece.start, 0 if scan.reverse else shape[scan.dim] - 1)
 

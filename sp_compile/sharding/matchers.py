@@ -8,7 +8,7 @@
     constant_of(zeros(3).view(3, 1).clone())   0.0
 
 What moves elements, and where it moves them, is read off the op's rule (`rule.py`), so that an op which gets a rule is
-known here, too. `plain` reads through what changes nothing: copies, and views that undo each other. No node is made.
+known here, too. `origin` reads through what changes nothing: copies, and views that undo each other. No node is made.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,27 @@ def keeps_order(node: Any) -> bool:
     return isinstance(rule, Reshape) or _same_shape(source, node)
 
 
+def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
+    """The operand, and which of its elements the result has at the coordinates; None where the op does not say."""
+    found = _movement(node)
+    if found is None:
+        return None
+    source, rule = found
+    if isinstance(rule, Factors):
+        place = {f: c for f, c in zip(rule.results[0], at) if f}
+        return source, tuple(place.get(f, 0) for f in rule.operands[0])
+    if isinstance(rule, Window):
+        if rule.spans is None:
+            return None
+        return source, (*at[: rule.dim], at[rule.dim] + rule.spans[0][0], *at[rule.dim + 1 :])
+    moved = [(s, c) for s, c in zip(_shape(node), at) if s != 1]  # dims of size 1 come and go
+    kept = [s for s in _shape(source) if s != 1]
+    if len(kept) != len(moved) or not all(same(a, b) for a, (b, _) in zip(kept, moved)):
+        return None
+    rest = iter(c for _, c in moved)
+    return source, tuple(0 if s == 1 else next(rest) for s in _shape(source))
+
+
 def _shape(node: Node) -> tuple[Size, ...]:
     return sizes(node.meta["val"].shape)
 
@@ -151,11 +173,11 @@ def _same_shape(a: Node, b: Node) -> bool:
     return len(mine) == len(other) and all(map(same, mine, other))
 
 
-def plain(node: Any) -> Any:
+def origin(node: Any) -> Any:
     """The first value that holds the same elements at the same places: without copies, and views undone again."""
     if not _may_undo(node):
         return node
-    before = plain(Call(node).operands[0])
+    before = origin(Call(node).operands[0])
     return before if is_copy(node) else _undone(node, before)
 
 
@@ -189,7 +211,7 @@ def _behind_copies(node: Node) -> Node:
 
 
 def steps_to(node: Node, source: Node) -> list[Node]:
-    """From the source, without it, to the node, where the source is `plain(node)`; in the graph's order."""
+    """From the source, without it, to the node, where the source is `origin(node)`; in the graph's order."""
     steps: list[Node] = []
     while node is not source:
         steps.insert(0, node)
@@ -206,12 +228,12 @@ def steps_from(node: Node) -> list[Node]:
         if not _may_undo(at):
             break
         steps.append(at)
-        last = len(steps) if plain(at) is plain(node) else last
+        last = len(steps) if origin(at) is origin(node) else last
     return steps[:last]
 
 
 def readers(node: Node) -> list[Node]:
-    """Who reads the value, directly or through what `plain` reads through."""
+    """Who reads the value, directly or through what `origin` reads through."""
     found: dict[Node, None] = {}
     waiting = [node]
     while waiting:
@@ -220,7 +242,7 @@ def readers(node: Node) -> list[Node]:
             if _may_undo(user) and user.users and Call(user).operands[0] is value:
                 waiting.append(user)
             else:
-                found[user if plain(value) is plain(node) else value] = None
+                found[user if origin(value) is origin(node) else value] = None
     return list(found)
 
 
