@@ -34,8 +34,8 @@ from sp_compile.sharding.matchers import (
     Pad,
     constant_of,
     dies_with,
+    in_order,
     is_cast,
-    keeps_order,
     origin,
     pad_of,
     piece_of,
@@ -342,8 +342,7 @@ def _is_total_of(term: Node, scan: Spelt) -> bool:
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
     if len(held) != len(wanted) or not all(map(same, held, wanted)):
         return False
-    while keeps_order(term):
-        term = Call(term).operands[0]
+    term = in_order(term)
     if term.target is aten.sum.dim_IntList:
         call = Call(term)
         dims = [int(d) % call.ndim() for d in call["dim"] or ()]

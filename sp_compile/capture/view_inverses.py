@@ -114,54 +114,11 @@ _JOINS = {
 _JOIN_DIM = {target: 0 if target is aten.unbind.int else 1 for target in _JOINS}
 
 _INVERSES: dict[Any, Callable[[View, Node, Emit], Node | None]] = {
-    # An op that copies only where it must shares storage, and so is seen here, only where it did not copy.
-    **dict.fromkeys(
-        (
-            aten.alias.default,
-            aten.contiguous.default,
-            aten.to.dtype,
-            aten.to.device,
-            aten.to.dtype_layout,
-            aten.to.other,
-            aten.type_as.default,
-        ),
-        _same,
-    ),
-    aten.detach.default: _detach,
-    **dict.fromkeys(
-        (
-            aten.view.default,
-            aten.view_as.default,
-            aten._unsafe_view.default,
-            aten.reshape.default,
-            aten.reshape_as.default,
-            aten.flatten.using_ints,
-            aten.unflatten.int,
-            aten.unsqueeze.default,
-            aten.squeeze.default,
-            aten.squeeze.dim,
-            aten.squeeze.dims,
-            aten.ravel.default,
-        ),
-        _reshape,
-    ),
     aten.slice.Tensor: _scatter(aten.slice_scatter.default),
     aten.select.int: _scatter(aten.select_scatter.default),
     aten.diagonal.default: _scatter(aten.diagonal_scatter.default),
     aten.as_strided.default: _scatter(aten.as_strided_scatter.default),
     aten.narrow.default: _narrow,
-    **dict.fromkeys(
-        (
-            aten.transpose.int,
-            aten.swapaxes.default,
-            aten.swapdims.default,
-            aten.t.default,
-            aten.mT.default,
-            aten.numpy_T.default,
-        ),
-        _swap,
-    ),
-    aten.permute.default: _permute,
     aten.expand.default: _expand,
     aten.expand_as.default: _expand,
     aten.view.dtype: _as_dtype,

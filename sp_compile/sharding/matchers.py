@@ -164,6 +164,14 @@ def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | 
     return source, tuple(0 if s == 1 else next(rest) for s in _shape(source))
 
 
+def in_order(node: Node) -> Node:
+    """The value that all changes of the shape began with."""
+    node = origin(node)
+    while keeps_order(node):
+        node = origin(Call(node).operands[0])
+    return node
+
+
 def _shape(node: Node) -> tuple[Size, ...]:
     return sizes(node.meta["val"].shape)
 

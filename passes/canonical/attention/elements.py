@@ -23,7 +23,7 @@ from torch.fx import Node
 from sp_compile._compat import OpOverload, schema_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.sizes import same, size, sizes
-from sp_compile.sharding.matchers import constant_of, element_of
+from sp_compile.sharding.matchers import constant_of, element_of, origin
 
 from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
 
@@ -61,7 +61,7 @@ class Positions:
 
     def at(self, node: Node, coords: Sequence[Any]) -> Value:
         """The element of a tensor at the coordinates. Raises Opaque."""
-        key = (node, tuple(sympy.sympify(c) for c in coords))
+        key = (origin(node), tuple(sympy.sympify(c) for c in coords))
         if key not in self.known:
             self.known[key] = self._element(*key)
         return self.known[key]

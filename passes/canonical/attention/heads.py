@@ -29,7 +29,7 @@ from sp_compile._compat import OpOverload, pytree, schema_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, product, quotient, same, sizes
-from sp_compile.sharding.matchers import dies_with, keeps_order, origin, source_of, steps_to
+from sp_compile.sharding.matchers import dies_with, in_order, keeps_order, origin, source_of, steps_to
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -166,19 +166,23 @@ def _before_repeat(node: Node) -> Node | None:
     if node.target is aten.repeat_interleave.self_int:
         call = Call(node)
         return call.operands[0] if call["dim"] is not None and call.dim() == call.ndim() + HEADS else None
-    expanded = origin(source_of(node)) if keeps_order(node) else None
-    if expanded is None or expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
+    expanded = in_order(node)
+    if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
         return None
-    inner, single = origin(expanded.args[0]), sizes(expanded.args[0].meta["val"].shape)
     batch, heads, repeats, length, width = sizes(expanded.meta["val"].shape)
-    shape, wanted = sizes(node.meta["val"].shape), (batch, heads * repeats, length, width)
-    if (
-        len(shape) != 4
-        or not all(map(same, shape, wanted))
-        or not same(single[2], 1)
-        or not keeps_order(inner)
+    single = (batch, heads, 1, length, width)
+    if not _has_shape(expanded.args[0], single) or not _has_shape(
+        node, (batch, heads * repeats, length, width)
     ):
         return None
-    source = origin(source_of(inner))
-    before = sizes(source.meta["val"].shape)
-    return source if len(before) == 4 and all(map(same, before, (batch, heads, length, width))) else None
+    source = origin(expanded.args[0])
+    while not _has_shape(source, (batch, heads, length, width)):
+        if not keeps_order(source):
+            return None
+        source = origin(source_of(source))
+    return source
+
+
+def _has_shape(node: Node, wanted: Sequence[Size]) -> bool:
+    shape = sizes(node.meta["val"].shape)
+    return len(shape) == len(wanted) and all(map(same, shape, wanted))

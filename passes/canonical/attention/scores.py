@@ -68,9 +68,10 @@ def scores_of(x: Any, user: Node) -> Scores | None:
 
 def keeps_matrices(x: Node) -> bool:
     """A regrouping of the leading dims."""
-    if not keeps_order(x):
+    source = source_of(x) if keeps_order(x) else None
+    if source is None:
         return False
-    before, after = (sizes(n.meta["val"].shape) for n in (source_of(x), x))
+    before, after = (sizes(n.meta["val"].shape) for n in (source, x))
     return min(len(before), len(after)) >= 3 and all(same(a, b) for a, b in zip(before[-2:], after[-2:]))
 
 

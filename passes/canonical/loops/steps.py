@@ -24,7 +24,7 @@ from sp_compile._compat import pytree
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.sizes import sizes
-from sp_compile.sharding.matchers import origin, piece_of
+from sp_compile.sharding.matchers import is_copy, origin, piece_of
 
 aten = torch.ops.aten
 COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
@@ -96,7 +96,7 @@ class Loop:
         """Find the columns. Raises NotALoop unless every node of every step has its place in one."""
         if not values:
             raise NotALoop("no list")
-        self.root, self.length = self._operand([origin(v) for v in values], 0), len(values)
+        self.root, self.length = self._operand([_behind_views(v) for v in values], 0), len(values)
         for column in self.columns:  # grows on the way
             self._read_arguments(column)
 
@@ -116,7 +116,7 @@ class Loop:
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
         if any(spec != flat[0][1] for _, spec in flat[1:]):
             raise NotALoop("arguments of another form")
-        leaves = [[origin(x) for x in found] for found, _ in flat]
+        leaves = [[_behind_views(x) for x in found] for found, _ in flat]
         if column.node.target in COMMUTING and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
             leaves[0] = leaves[0] if leaves[-1][1] == leaves[0][1] else leaves[0][::-1]  # 0.0 * x is x * 0.0
         column.operands = [self._operand(values, column.first) for values in zip(*leaves)]
@@ -164,6 +164,11 @@ class Loop:
             return False
         kind = _kind(head)
         return all(_kind(v) == kind for v in values)
+
+
+def _behind_views(x: Any) -> Any:
+    """The value before views that undo each other. A copy stays: it is a step of the loop as any other op."""
+    return x if is_copy(x) else origin(x)
 
 
 def _same(a: Any, b: Any) -> bool:
