@@ -27,7 +27,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from sp_compile._compat import associative_scan_op, detect_fake_mode, enable_python_dispatcher, make_fx
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor
+from sp_compile.graph.edit import Editor, drop_dead
 from sp_compile.lowering.scan.kernels import tree
 from sp_compile.lowering.scan.monoids import scannable
 from sp_compile.sharding.matchers import order_of, origin
@@ -170,7 +170,7 @@ class AssociativeScans(Editor):
         changed = False
         calls = _calls(self.gm)
         if calls:
-            self.drop_dead()
+            drop_dead(self.graph)
         for node in calls:
             found = combining(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
             if found is not None and all(self._fits(node, one) for one in found):
