@@ -185,8 +185,15 @@ def origin(node: Any) -> Any:
     """The first value that holds the same elements at the same places: without copies, and views undone again."""
     if not _may_undo(node):
         return node
-    before = origin(Call(node).operands[0])
-    return before if is_copy(node) else _undone(node, before)
+    chain, at = [], node
+    while _may_undo(at):
+        chain.append(at)
+        at = Call(at).operands[0]
+    found = {at: at}
+    for step in reversed(chain):
+        before = found[Call(step).operands[0]]
+        found[step] = before if is_copy(step) else _undone(step, before, found)
+    return found[node]
 
 
 def _may_undo(node: Any) -> bool:
@@ -195,26 +202,20 @@ def _may_undo(node: Any) -> bool:
     return not stops and (order_of(node) is not None or keeps_order(node))
 
 
-def _undone(node: Node, operand: Node) -> Node:
+def _undone(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
     """What a chain of permutations, or one of changes of the shape, ends where it began."""
     order, at = order_of(node), operand
     while order is not None and _may_undo(at) and (inner := order_of(at)) is not None:
         order, at = tuple(inner[d] for d in order), Call(at).operands[0]
         if _is_identity(order):
-            return _behind_copies(at)
+            return found[at]
     at = operand
     while keeps_order(node):
         if _same_shape(at, node):
-            return _behind_copies(at)
+            return found[at]
         if not _may_undo(at) or not keeps_order(at):
             break
         at = Call(at).operands[0]
-    return node
-
-
-def _behind_copies(node: Node) -> Node:
-    while is_copy(node):
-        node = Call(node).operands[0]
     return node
 
 
