@@ -1,6 +1,6 @@
 """What one node does, whatever its op is called: does it copy, cast, permute, regroup, cut, pad, join or fill?
 
-    source_of(view(x))       x          moves_elements      the op moves, cuts, repeats or casts the elements of x
+    source_of(view(x))       x                              the op moves, cuts, repeats or casts the elements of x
     is_copy(clone(x))                   is_cast             the same values at the same places; in another dtype
     order_of(x.mT)           (0, 2, 1)                      dims of x in the order of the result's
     piece_of(x[:, 1:])       Piece(x, 1, 1, S - 1)          also narrow, select, and one result of a split or an unbind
@@ -69,12 +69,6 @@ def source_of(node: Any) -> Node | None:
     """The operand that the op moves, cuts, repeats, copies or casts: every element of the result is one of it."""
     found = _movement(node)
     return found[0] if found is not None else None
-
-
-def moves_elements(node: Any) -> bool:
-    """Is every element of the result an element of the one operand, of the same dtype?"""
-    source = source_of(node)
-    return source is not None and _alike(source, node)
 
 
 def is_cast(node: Any) -> bool:
