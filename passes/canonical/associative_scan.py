@@ -26,11 +26,11 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from sp_compile._compat import associative_scan_op, detect_fake_mode, enable_python_dispatcher, make_fx
-from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.edit import Editor
+from sp_compile.graph.call import Call
+from sp_compile.graph.edit import Editor, drop_dead
 from sp_compile.lowering.scan.kernels import tree
 from sp_compile.lowering.scan.monoids import scannable
-from sp_compile.sharding.rule import Factors, lookup
+from sp_compile.sharding.matchers import order_of, origin
 
 from .scan_ops import scan
 
@@ -82,8 +82,6 @@ _OPS: dict[Any, Callable[..., sympy.Expr]] = {
     aten.minimum.default: _MINIMUM,
     aten.min.other: _MINIMUM,
     aten.logaddexp.default: _LOGADDEXP,
-    aten.alias.default: lambda a: a,
-    aten.clone.default: lambda a: a,
     aten.detach.default: lambda a: a,
 }
 
@@ -91,7 +89,8 @@ _OPS: dict[Any, Callable[..., sympy.Expr]] = {
 def _results(function: GraphModule, env: dict[Node, sympy.Expr]) -> list[sympy.Expr]:
     for node in function.graph.nodes:
         if node.op == "call_function":
-            env[node] = _value(node, env)
+            found = env.get(origin(node)) or _value(node, env)
+            env.update({node: found} if found is not None else {})
         elif node.op not in ("placeholder", "output"):
             raise _Unknown
     results = function.graph.output_node().args[0]
@@ -99,18 +98,18 @@ def _results(function: GraphModule, env: dict[Node, sympy.Expr]) -> list[sympy.E
     return [sympy.expand(_read(r, env)) for r in results]
 
 
-def _value(node: Node, env: dict[Node, sympy.Expr]) -> sympy.Expr:
-    """The op's value; scaled sums, casts and whatever is not in the table are unknown."""
+def _value(node: Node, env: dict[Node, sympy.Expr]) -> sympy.Expr | None:
+    """The op's value; of scaled sums, casts and whatever is not in the table there is none."""
     if node.target not in _OPS or any(v not in (1, None) for v in node.kwargs.values()):
-        raise _Unknown
+        return None
     dtypes = {o.meta["val"].dtype for o in (node, *Call(node).operands)}
     if len(dtypes) != 1:
-        raise _Unknown
+        return None
     return _OPS[node.target](*(_read(a, env) for a in node.args))
 
 
 def _read(value: Any, env: dict[Node, sympy.Expr]) -> sympy.Expr:
-    if isinstance(value, Node):
+    if value in env:
         return env[value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return sympy.sympify(value)
@@ -171,7 +170,7 @@ class AssociativeScans(Editor):
         changed = False
         calls = _calls(self.gm)
         if calls:
-            self.drop_dead()
+            drop_dead(self.graph)
         for node in calls:
             found = combining(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
             if found is not None and all(self._fits(node, one) for one in found):
@@ -226,7 +225,7 @@ def _calls(gm: GraphModule) -> list[Node]:
 
 def _operands(leaves: list[Node]) -> _Operands:
     """torch moves the dim to the front, and flips it for a scan backwards; a scan of the package needs neither."""
-    out = _Operands(leaves)
+    out = _Operands([origin(x) for x in leaves])
     while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in out.leaves}) == 1:
         first = out.leaves[0]
         came_from = _source_dim(first, out.dim)
@@ -234,24 +233,16 @@ def _operands(leaves: list[Node]) -> _Operands:
             break
         out.undone.append((first.target, tuple(first.args[1:])))
         out.reverse ^= first.target is aten.flip.default
-        out.leaves, out.dim = [x.args[0] for x in out.leaves], came_from
+        out.leaves, out.dim = [origin(x.args[0]) for x in out.leaves], came_from
     return out
 
 
 def _source_dim(node: Node, dim: int) -> int | None:
     """Where the dim comes from, if the op permutes dims or flips just this one."""
-    found = lookup(node)
-    rule = found[1] if found is not None else None
-    if not isinstance(rule, Factors) or len(rule.operands) != 1 or node.kwargs or not is_tensor(node.args[0]):
-        return None
     if node.target is aten.flip.default:
         return dim if [int(d) % node.meta["val"].ndim for d in node.args[1]] == [dim] else None
-    before, after = rule.operands[0], rule.results[0]
-    moved = rule.lazy and not rule.kinds and "" not in before and sorted(before) == sorted(after)
-    return before.index(after[dim]) if moved and node.target not in _COPIES else None
-
-
-_COPIES = (aten.expand.default, aten.broadcast_to.default, aten.cat.default)
+    order = order_of(node) if not node.kwargs else None
+    return order[dim] if order is not None else None
 
 
 class Trees(Editor):

@@ -22,19 +22,10 @@ from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, same, size
-from sp_compile.sharding.reshape import Window
-from sp_compile.sharding.rule import lookup
+from sp_compile.sharding.matchers import constant_of, origin, pad_of, readers, slice_of
 from sp_compile.sharding.windows import Slides, Sliding, plain, slides_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
-FILLS: dict[Any, Any] = {
-    aten.zeros.default: 0,
-    aten.zeros_like.default: 0,
-    aten.ones.default: 1,
-    aten.ones_like.default: 1,
-    aten.full.default: None,
-    aten.full_like.default: None,
-}
 
 
 @dataclass(frozen=True)
@@ -74,11 +65,12 @@ class Paddings(Editor):
         if shifts and _spelt(whole, _rows(padded.x, padded.dim)):
             self._slide([node], padded.x, padded.dim, whole)
             return True
-        found = [_reading(user, node, padded) for user in node.users]
+        users = readers(node)
+        found = [_reading(user, node, padded) for user in users]
         known = [one for one in found if one is not None and _spelt(one, _rows(padded.x, padded.dim))]
         if len(known) < len(found):
             return False
-        for user, one in zip(list(node.users), known):
+        for user, one in zip(users, known):
             self._slide([user], padded.x, padded.dim, one)
         return True
 
@@ -87,14 +79,15 @@ class Paddings(Editor):
         call = Call(node) if isinstance(node.target, OpOverload) else None
         for dim, slides in slides_of(call).items() if call is not None else ():
             assert call is not None
-            cuts, rows = [_span(user, node, dim) for user in node.users], call.shape()[dim]
+            users, rows = readers(node), call.shape()[dim]
+            cuts = [_span(user, node, dim) for user in users]
             if slides.first is not None or slides.sliding.fits(rows) or cuts[0] is None or len(set(cuts)) > 1:
                 continue
             (start, length), sliding = cuts[0], slides.sliding
             before = plain(sliding.before - start * sliding.stride)
             one = replace(slides, sliding=replace(sliding, before=before, length=length))
             if _spelt(one, rows):
-                self._slide(list(node.users), call.operands[0], dim, one, before=node)
+                self._slide(users, call.operands[0], dim, one, before=node)
                 return True
         return False
 
@@ -124,18 +117,13 @@ def _spelt(slides: Slides, rows: Size) -> bool:
     return isinstance(slides.sliding.before, int) and isinstance(slides.sliding.after(rows), int)
 
 
-def _window(node: Node) -> Window | None:
-    found = lookup(node)
-    return found[1] if found is not None and isinstance(found[1], Window) else None
-
-
 def _uncut(padded: Padded, length: Size) -> Padded:
     """The same rows as a padding of what x is a slice of, unless rows that the slice left out would show."""
     x, dim, before = padded.x, padded.dim, padded.before
-    rule = _window(x)
-    if rule is None or rule.spans is None or rule.dim != dim or x.target is not aten.slice.Tensor:
+    piece = slice_of(x)
+    if piece is None or piece.dim != dim:
         return padded
-    (start, rows), source = rule.spans[0], Call(x).operands[0]
+    start, rows, source = piece.start, piece.length, origin(piece.source)
     in_front = same(start, 0) or (isinstance(before, int) and before <= 0)
     after = plain(length - rows - before)
     behind = same(start + rows, _rows(source, dim)) or (isinstance(after, int) and after <= 0)
@@ -147,30 +135,22 @@ def _uncut(padded: Padded, length: Size) -> Padded:
 def _fits(length: Size, padded: Padded) -> bool:
     """Is a result of so many rows no longer than the sequence that x is a slice of?"""
     source = padded.x
-    while _window(source) is not None:
-        source = Call(source).operands[0]
+    while (piece := slice_of(source)) is not None:
+        source = origin(piece.source)
     return Sliding(length).fits(_rows(source, padded.dim))
 
 
 def _padding(node: Node) -> Padded | None:
     if node.target is aten.cat.default:
         return _joined(node)
-    if node.target not in (aten.constant_pad_nd.default, aten.pad.default):
-        return None
-    call = Call(node)
-    along = slides_of(call)
-    if len(along) != 1:
-        return None
-    ((dim, slides),) = along.items()
-    if slides.first is not None:
-        return None
-    return Padded(call.operands[0], dim, slides.sliding.before, slides.tail[0])
+    pad = pad_of(node)
+    return Padded(origin(pad.source), pad.dim, pad.before, pad.fill) if pad is not None else None
 
 
 def _joined(node: Node) -> Padded | None:
     """A cat of constants and one other value."""
     call, value = Call(node), node.meta["val"]
-    fills = [_constant(o, value.dtype) for o in call.operands]
+    fills = [constant_of(o) if o.meta["val"].dtype == value.dtype else None for o in call.operands]
     others = [i for i, fill in enumerate(fills) if fill is None]
     if len(others) != 1 or len(fills) < 2 or len({f for f in fills if f is not None}) != 1:
         return None
@@ -178,24 +158,14 @@ def _joined(node: Node) -> Padded | None:
     if x.meta["val"].dtype != value.dtype:
         return None
     before = plain(sum((call.shape(i)[dim] for i in range(others[0])), start=0))
-    return Padded(x, dim, before, next(f for f in fills if f is not None))
-
-
-def _constant(node: Node, dtype: torch.dtype) -> Any:
-    """The number that a tensor is full of; None if it is not known to be a constant of this dtype."""
-    if node.target not in FILLS or node.meta["val"].dtype != dtype:
-        return None
-    fill = FILLS[node.target]
-    fill = Call(node)["fill_value"] if fill is None else fill
-    return fill if isinstance(fill, (bool, int, float)) else None
+    return Padded(origin(x), dim, before, next(f for f in fills if f is not None))
 
 
 def _span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
     """(start, length) if the user is a slice of the node along the dim."""
-    rule = _window(user)
-    if rule is None or rule.spans is None or rule.dim != dim or user.target is not aten.slice.Tensor:
-        return None
-    return rule.spans[0]
+    piece = slice_of(user)
+    of = piece is not None and piece.dim == dim and origin(piece.source) is origin(node)
+    return (piece.start, piece.length) if piece is not None and of else None
 
 
 def _reading(user: Node, node: Node, padded: Padded) -> Slides | None:
@@ -203,11 +173,12 @@ def _reading(user: Node, node: Node, padded: Padded) -> Slides | None:
     span = _span(user, node, padded.dim)
     if span is not None:
         return _shift(padded, *span)
-    if not isinstance(user.target, OpOverload) or user.all_input_nodes[0] is not node:
+    if not isinstance(user.target, OpOverload) or origin(user.all_input_nodes[0]) is not origin(node):
         return None
     call = Call(user)
     slides = slides_of(call).get(padded.dim)
-    if slides is None or slides.op in (sp.roll.default, sp.shift.default) or call.operands.count(node) > 1:
+    reads = [origin(x) for x in call.operands].count(origin(node))
+    if slides is None or slides.op in (sp.roll.default, sp.shift.default) or reads > 1:
         return None
     fill: Any = 0
     if slides.op in FILLED:

@@ -17,16 +17,10 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import autograd_function_apply, pytree, set_grad_enabled
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.edit import INHERITED
+from sp_compile.sharding.matchers import origin, steps_to
 
 aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
-SAME = (
-    aten.alias.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.detach.default,
-    aten.view_as.default,
-)
-REDUCTION = (c10d.all_reduce.default, c10d.wait_tensor.default)
+STEPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detach.default)
 
 
 def spell_pairs(gm: GraphModule) -> bool:
@@ -69,9 +63,9 @@ def _reductions(body: GraphModule, results: Any) -> list[str] | None:
         return None
     value = tensors[0]
     chain: list[Node] = []
-    while value.op == "call_function" and value.target in (*SAME, *REDUCTION):
-        chain.insert(0, value)
-        value = value.args[0]
+    while (source := origin(value)) is not value or value.target in STEPS:
+        chain[:0] = steps_to(value, source) or [value]
+        value = source if source is not value else value.args[0]
     inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]
     work = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
     reductions = [n.args for n in chain if n.target is c10d.all_reduce.default]

@@ -19,58 +19,45 @@ Reads the graph only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
-from sp_compile.graph.matchers import scalar
-from sp_compile.graph.sizes import Size, same, size, sizes
+from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.lowering.scan.monoids import MONOIDS
-from sp_compile.sharding.reshape import Window
-from sp_compile.sharding.rule import lookup
+from sp_compile.sharding.matchers import (
+    CATS,
+    Pad,
+    constant_of,
+    dies_with,
+    in_order,
+    is_cast,
+    origin,
+    pad_of,
+    piece_of,
+    slice_of,
+    source_of,
+)
 
 from .scan_ops import CUMULATIVE, has_scan, scan
 
-aten = torch.ops.aten
-PADS = (aten.constant_pad_nd.default, aten.pad.default)
-CUTS = (aten.slice.Tensor, aten.narrow.default)
-CATS = (aten.cat.default, aten.concat.default, aten.concatenate.default)
-FILLED = {
-    aten.zeros.default: 0.0,
-    aten.zeros_like.default: 0.0,
-    aten.new_zeros.default: 0.0,
-    aten.ones.default: 1.0,
-    aten.ones_like.default: 1.0,
-    aten.new_ones.default: 1.0,
-}
-FILLS = (aten.full.default, aten.full_like.default, aten.new_full.default)
-MOVES = (
-    aten.expand.default,
-    aten.reshape.default,
-    aten.slice.Tensor,
-    aten.to.dtype,
-    aten.unsqueeze.default,
-    aten.view.default,
-)
+aten, sp = torch.ops.aten, torch.ops.sp
+ADDS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
+PARTS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
 
 
 @dataclass(frozen=True)
 class Shifted:
-    """Row i is row i - 1 of `source` (by 1) or row i + 1 (by -1); the row without one holds `fill`.
-
-    chain: the nodes between source and value, which only each other use.
-    """
+    """Row i is row i - 1 of `source` (by 1) or row i + 1 (by -1); the row without one holds `fill`."""
 
     source: Node
     dim: int
     by: int
     fill: float
-    chain: tuple[Node, ...]
 
 
 def shifted(node: Node) -> Shifted | None:
@@ -79,43 +66,36 @@ def shifted(node: Node) -> Shifted | None:
         return None
     if node.target in CATS:
         return _joined(node)
-    if node.target in PADS:
-        return _padded(node)
-    cut = cut_of(node)
-    if cut is None or cut[0].target not in PADS or len(cut[0].users) != 1:
+    pad = pad_of(node)
+    if pad is not None:
+        return _padded(pad, node)
+    piece = slice_of(node)
+    pad = pad_of(origin(piece.source)) if piece is not None else None
+    if piece is None or pad is None or pad.dim != piece.dim or not dies_with(origin(piece.source), node):
         return None
-    source, dim, start, _ = cut
-    padding = _padding(source)
-    if padding is None or padding[0] != dim or not same(Call(source).shape()[dim], _rows(node, dim)):
+    if not same(_rows(pad.source, pad.dim), piece.length):
         return None
-    _, before, after, fill = padding
-    if (before, after, start) == (1, 0, 0) or (before, after, start) == (0, 1, 1):
-        return Shifted(Call(source).operands[0], dim, before - after, fill, (source, node))
+    if (pad.before, pad.after, piece.start) in ((1, 0, 0), (0, 1, 1)):
+        return Shifted(origin(pad.source), pad.dim, pad.before - pad.after, pad.fill)
     return None
 
 
-def _padded(node: Node) -> Shifted | None:
-    padding = _padding(node)
-    if padding is None:
-        return None
-    dim, before, after, fill = padding
-    source = Call(node).operands[0]
-    if (before, after) in ((1, -1), (-1, 1)):
-        return Shifted(source, dim, before, fill, (node,))
-    return _refilled(source, dim, before, after, fill, node)
+def _padded(pad: Pad, node: Node) -> Shifted | None:
+    if (pad.before, pad.after) in ((1, -1), (-1, 1)):
+        return Shifted(origin(pad.source), pad.dim, pad.before, pad.fill)
+    return _refilled(pad, node)
 
 
-def _refilled(source: Node, dim: int, before: int, after: int, fill: float, node: Node) -> Shifted | None:
+def _refilled(pad: Pad, node: Node) -> Shifted | None:
     """One row was cut off at one end, and one comes in at the other."""
-    cut = cut_of(source)
-    if cut is None or cut[1] != dim or len(source.users) != 1:
+    kept = origin(pad.source)
+    piece = slice_of(kept)
+    if piece is None or piece.dim != pad.dim or not dies_with(kept, node):
         return None
-    y, _, start, length = cut
-    rows = _rows(y, dim)
-    if not same(length + 1, rows):
+    if not same(piece.length + 1, _rows(piece.source, pad.dim)):
         return None
-    if (before, after) in ((1, 0), (0, 1)) and same(start, after):
-        return Shifted(y, dim, before - after, fill, (source, node))
+    if (pad.before, pad.after) in ((1, 0), (0, 1)) and same(piece.start, pad.after):
+        return Shifted(origin(piece.source), pad.dim, pad.before - pad.after, pad.fill)
     return None
 
 
@@ -126,57 +106,14 @@ def _joined(node: Node) -> Shifted | None:
         return None
     dim = int(call["dim"]) % node.meta["val"].ndim
     for at, (row, rest) in enumerate((call.operands, reversed(call.operands))):
-        fill = _uniform(row)
+        fill = constant_of(row)
         if fill is not None and row.meta["val"].ndim == node.meta["val"].ndim and same(_rows(row, dim), 1):
-            return _refilled(rest, dim, 1 - at, at, fill, node)
+            return _refilled(Pad(rest, dim, 1 - at, at, fill), node)
     return None
-
-
-def _padding(node: Node) -> tuple[int, int, int, float] | None:
-    """(dim, before, after, fill) of a pad of one dim by a constant."""
-    call = Call(node)
-    widths = [size(w) for w in call["pad"]]
-    if call.get("mode", "constant") != "constant" or not all(isinstance(w, int) for w in widths):
-        return None
-    padded = [i // 2 for i in range(0, len(widths), 2) if widths[i] or widths[i + 1]]
-    if len(padded) != 1:
-        return None
-    at, fill = padded[0], call["value"]
-    dim = node.meta["val"].ndim - 1 - at
-    return dim, int(widths[2 * at]), int(widths[2 * at + 1]), float(fill if fill is not None else 0.0)
-
-
-def cut_of(node: Node) -> tuple[Node, int, Size, Size] | None:
-    """(operand, dim, start, length) of a contiguous piece of it."""
-    found = lookup(node) if node.target in CUTS else None
-    rule = found[1] if found is not None else None
-    if found is None or not isinstance(rule, Window) or rule.spans is None:
-        return None
-    return found[0].operands[0], rule.dim, *rule.spans[0]
 
 
 def _rows(node: Node, dim: int) -> Size:
     return sizes(node.meta["val"].shape)[dim]
-
-
-def _uniform(node: Any) -> float | None:
-    """The number that every element holds, if the graph says so."""
-    if not is_tensor(node) or node.op != "call_function":
-        return None
-    if node.target in FILLED:
-        return FILLED[node.target]
-    if node.target in FILLS:
-        fill = Call(node)["fill_value"]
-        return float(fill) if isinstance(fill, (int, float)) else scalar(fill, node.meta["val"].dtype)
-    if node.target in MOVES:
-        return _uniform(node.args[0])
-    return scalar(node, node.meta["val"].dtype)
-
-
-aten, sp = torch.ops.aten, torch.ops.sp
-ADDS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
-PARTS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
-CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 @dataclass(frozen=True)
@@ -192,7 +129,8 @@ class Spelt:
 
 
 def spelt(node: object) -> Spelt | None:
-    """The scan that the node is, if it is one without segments, shards or options of its own."""
+    """The scan that the value is, if it is one without segments, shards or options of its own."""
+    node = origin(node)
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target in CUMULATIVE:
@@ -238,14 +176,14 @@ class ScanIdioms(Editor):
         """A recurrence backwards: flip(sp.linear_scan(flip(a), flip(b))). And nothing at all: flip(flip(x))."""
         if not _flips(node):
             return False
-        inner = node.args[0]
+        inner = origin(node.args[0])
         if _flips(inner) and inner.args[1] == node.args[1]:
             self.replace(node, inner.args[0])
             return True
-        if inner.target is not sp.linear_scan.default or not _only(inner, (node,)):
+        if inner.target is not sp.linear_scan.default or not dies_with(inner, node):
             return False
         call = Call(inner)
-        rows, dim = call.operands[:2], call.dim(operand=1)
+        rows, dim = [origin(x) for x in call.operands[:2]], call.dim(operand=1)
         if call["frame"] is not None or not all(_flips_along(x, dim) for x in (node, *rows)):
             return False
         operands = [x.args[0] for x in rows] + call.operands[2:]
@@ -292,14 +230,14 @@ def _shifted_scan(node: Node) -> Spelt | None:
     """The last row left out, and the identity before the first."""
     move = shifted(node)
     inner = spelt(move.source) if move is not None else None
-    if move is None or inner is None or not _excludes(inner, move) or not _only(inner.node, move.chain):
+    if move is None or inner is None or not _excludes(inner, move) or not dies_with(inner.node, node):
         return None
     return replace(inner, exclusive=True)
 
 
 def _scan_of_shifted(node: Node) -> Spelt | None:
     outer = spelt(node)
-    move = shifted(outer.x) if outer is not None else None
+    move = shifted(origin(outer.x)) if outer is not None else None
     if outer is None or move is None or not _excludes(outer, move):
         return None
     return replace(outer, x=move.source, exclusive=True)
@@ -314,8 +252,8 @@ def _excludes(inner: Spelt, move: Shifted) -> bool:
 
 def _flipped(node: Node) -> Spelt | None:
     inner = spelt(node.args[0]) if _flips(node) else None
-    source = inner.x if inner is not None else None
-    if inner is None or source is None or not _only(inner.node, (node,)):
+    source = origin(inner.x) if inner is not None else None
+    if inner is None or source is None or not dies_with(inner.node, node):
         return None
     if not _flips_along(node, inner.dim) or not _flips_along(source, inner.dim):
         return None
@@ -334,7 +272,7 @@ def _combined(node: Node) -> Spelt | None:
     """A sum of a scan, what it scans and its total, with signs."""
     if node.target not in ADDS:
         return None
-    terms, inside = _terms(node)
+    terms = _terms(node)
     scans = [s for s in map(spelt, terms) if s is not None and s.op == "sum"]
     if len(scans) != 1 or len(terms) > 3:
         return None
@@ -342,7 +280,7 @@ def _combined(node: Node) -> Spelt | None:
     own, total = _part(terms, lambda t: _is_cast_of(t, found)), _part(terms, lambda t: _is_total_of(t, found))
     parts = (terms[found.node], own[0], total[0])
     known = {found.node, *own[1], *total[1]}
-    if known != set(terms) or not _only(found.node, (*inside, *total[1])):
+    if known != set(terms) or not dies_with(found.node, node):
         return None
     if (found.exclusive, parts) not in _SUMS:
         return None
@@ -361,26 +299,24 @@ _SUMS = {
 }
 
 
-def _terms(root: Node) -> tuple[Counter[Node], list[Node]]:
-    """The leaves of a tree of additions and subtractions with their signs, and its inner nodes."""
+def _terms(root: Node) -> Counter[Node]:
+    """The leaves of a tree of additions and subtractions, with their signs."""
     terms: Counter[Node] = Counter()
-    inside: list[Node] = []
 
     def adds(node: Node) -> bool:
         if node.target not in ADDS or node.kwargs.get("alpha", 1) != 1:
             return False
-        return all(map(is_tensor, node.args)) and (node is root or len(node.users) == 1)
+        return all(map(is_tensor, node.args)) and (node is root or dies_with(node, root))
 
     def visit(node: Node, sign: int) -> None:
         if adds(node):
-            inside.append(node)
-            visit(node.args[0], sign)
-            visit(node.args[1], sign * ADDS[node.target])
+            visit(origin(node.args[0]), sign)
+            visit(origin(node.args[1]), sign * ADDS[node.target])
         else:
             terms[node] += sign
 
     visit(root, 1)
-    return terms, inside
+    return terms
 
 
 def _part(terms: Counter[Node], wanted: Callable[[Node], bool]) -> tuple[int, list[Node]]:
@@ -390,9 +326,9 @@ def _part(terms: Counter[Node], wanted: Callable[[Node], bool]) -> tuple[int, li
 
 def _is_cast_of(term: Node, scan: Spelt) -> bool:
     """Is it what is scanned, or a copy of it in a wider dtype?"""
-    x, wide = scan.x, term.meta["val"].dtype
+    x, wide = origin(scan.x), term.meta["val"].dtype
     exact = torch.promote_types(x.meta["val"].dtype, wide) == wide
-    return term is x or (exact and term.target in CASTS and term.args[0] is x) or _twin(term, x)
+    return origin(term) is x or (exact and is_cast(term) and origin(source_of(term)) is x) or _twin(term, x)
 
 
 def _twin(a: Node, b: Node) -> bool:
@@ -402,29 +338,19 @@ def _twin(a: Node, b: Node) -> bool:
 
 def _is_total_of(term: Node, scan: Spelt) -> bool:
     """Is it the sum of all that is scanned, kept as a dim of size 1?"""
-    if term.target is aten.unsqueeze.default:
-        inner, ndim = term.args[0], term.meta["val"].ndim
-        if int(term.args[1]) % ndim != scan.dim or inner.target is not aten.sum.dim_IntList:
-            return False
-        return not Call(inner)["keepdim"] and _sums(inner, scan)
-    if term.target is aten.sum.dim_IntList:
-        return bool(Call(term)["keepdim"]) and _sums(term, scan)
-    piece = cut_of(term)
-    if piece is None or piece[0] is not scan.node or scan.exclusive or piece[1] != scan.dim:
+    shape, held = sizes(scan.node.meta["val"].shape), sizes(term.meta["val"].shape)
+    wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
+    if len(held) != len(wanted) or not all(map(same, held, wanted)):
         return False
-    rows = sizes(scan.node.meta["val"].shape)[scan.dim]
-    return same(piece[3], 1) and same(piece[2], 0 if scan.reverse else rows - 1)
-
-
-def _sums(node: Node, scan: Spelt) -> bool:
-    call = Call(node)
-    dims = [int(d) % call.ndim() for d in call["dim"] or ()]
-    return dims == [scan.dim] and _is_cast_of(call.operands[0], scan)
-
-
-def _only(node: Node, users: Iterable[Node]) -> bool:
-    """Does nothing else use the node?"""
-    return set(node.users) <= set(users)
+    term = in_order(term)
+    if term.target is aten.sum.dim_IntList:
+        call = Call(term)
+        dims = [int(d) % call.ndim() for d in call["dim"] or ()]
+        return dims == [scan.dim] and _is_cast_of(call.operands[0], scan)
+    piece = piece_of(term)
+    if piece is None or origin(piece.source) is not scan.node or scan.exclusive or piece.dim != scan.dim:
+        return False
+    return same(piece.length, 1) and same(piece.start, 0 if scan.reverse else shape[scan.dim] - 1)
 
 
 IDIOMS = (_shifted_scan, _scan_of_shifted, _flipped, _combined)

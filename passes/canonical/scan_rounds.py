@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import sizes
+from sp_compile.sharding.matchers import order_of, origin
 
 aten = torch.ops.aten
 COMBINED = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.default: "logsumexp"}
@@ -33,7 +34,6 @@ HANDED_ON = (
     aten.pad.default,
     aten.constant_pad_nd.default,
 )
-TURNS = (aten.movedim.int, aten.transpose.int, aten.permute.default)
 ZERO, UNKNOWN = 0, 1
 Row = tuple[Any, ...]
 """(op, leaf, i, j): its rows i to j by the op, None of one row alone; ("carried", a, b, i, j, k): what a linear
@@ -84,6 +84,8 @@ class ScanRounds(Editor):
         return self.number[row]
 
     def _value(self, node: Node) -> Tensor | None:
+        if (same := origin(node)) in self.values:
+            return self.values[same]
         inputs = node.all_input_nodes
         if node.op != "call_function" or not inputs or any(i not in self.values for i in inputs):
             return None
@@ -157,11 +159,12 @@ def _leaves(node: Node) -> dict[Node, int]:
     """What may be scanned, and along which dim: the sources of two slices that start elsewhere and are combined."""
     if node.op != "call_function" or node.target not in COMBINED or len(node.args) != 2:
         return {}
-    if any(not is_tensor(x) or x.target is not aten.slice.Tensor for x in node.args):
+    slices = [origin(x) for x in node.args]
+    if any(not is_tensor(x) or x.target is not aten.slice.Tensor for x in slices):
         return {}
-    calls = [Call(x) for x in node.args]
+    calls = [Call(x) for x in slices]
     dims, starts = [c.dim() for c in calls], [c["start"] or 0 for c in calls]
-    sources = [c.operands[0] for c in calls]
+    sources = [origin(c.operands[0]) for c in calls]
     whole = all(isinstance(x.meta["val"].shape[d], int) for x, d in zip(sources, dims))
     if dims[0] != dims[1] or starts[0] == starts[1] or not whole:
         return {}
@@ -185,11 +188,6 @@ def _combine(op: str, before: Row, after: Row) -> Row | None:
 
 def _turned(operands: list[Node], dim: int) -> tuple[list[Node], int] | None:
     """The operands before their dims were turned alike, and which of those was `dim`."""
-    head = operands[0]
-    if head.target not in TURNS or any(
-        x.target is not head.target or x.args[1:] != head.args[1:] for x in operands
-    ):
-        return None
-    ndim = head.meta["val"].ndim
-    marks = torch.empty([d + 1 for d in range(ndim)], device="meta")
-    return [x.args[0] for x in operands], head.target(marks, *head.args[1:]).shape[dim] - 1
+    orders = {order_of(x) for x in operands}
+    order = orders.pop()
+    return ([x.args[0] for x in operands], order[dim]) if order is not None and not orders else None

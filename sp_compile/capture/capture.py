@@ -26,7 +26,7 @@ from sp_compile._compat import (
     storage_of,
 )
 from sp_compile.errors import SpError, at
-from sp_compile.graph.mutation import is_pure
+from sp_compile.graph.edit import drop_dead
 
 from .functionalize import functionalize
 from .regions import inline_regions
@@ -47,7 +47,7 @@ def capture(
     """
     fake_mode, own = fake_inputs(example_inputs)
     captured = trace(gm, own if fakes is None else fakes, fake_mode)
-    _drop_dead(captured)
+    drop_dead(captured.graph, ("call_function", "get_attr"))
     _lift_constants(captured, fake_mode)
     _keep_dynamo_meta(captured, gm)
     for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
@@ -140,12 +140,6 @@ def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]
                 f"the input {changed.name} is changed in place and shares memory with the input {other.name}; "
                 "pass a clone of one of them"
             )
-
-
-def _drop_dead(gm: GraphModule) -> None:
-    for node in reversed(list(gm.graph.nodes)):
-        if not node.users and node.op in ("call_function", "get_attr") and is_pure(node):
-            gm.graph.erase_node(node)
 
 
 def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:

@@ -27,11 +27,11 @@ from sp_compile._compat import (
     unmark_static,
 )
 from sp_compile.errors import SpError, at
+from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.mutation import (
     Mutation,
     functional_form,
     is_mutation,
-    is_pure,
     is_view_change,
     mutation_of,
     positional,
@@ -83,9 +83,7 @@ class _Renaming:
         for node in reversed(self.dead):
             assert not node.users, f"{node} is still read by {list(node.users)}"
             self.graph.erase_node(node)
-        for node in reversed(list(self.graph.nodes)):
-            if node.op == "call_function" and not node.users and is_pure(node):
-                self.graph.erase_node(node)
+        drop_dead(self.graph)
         self.graph.lint()
         self.gm.recompile()
 
@@ -274,7 +272,7 @@ class _Renaming:
 
     def application(self, view: Node) -> view_inverses.View:
         base, *rest = positional(view.target, *self.now_in(view))
-        return view_inverses.View(view.target, base, tuple(rest))
+        return view_inverses.View(view, view.target, base, tuple(rest))
 
     def write_back(self) -> None:
         for root, value in self.current.items():

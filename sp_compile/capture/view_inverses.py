@@ -1,7 +1,7 @@
 """invert: the new value of a view's base, given the new value of the view.
 
 `y = x.transpose(0, 1); y.add_(1)` changes x as well. With y' the new y, x' = y'.transpose(0, 1): each view op has such
-an inverse, written here as one line a family.
+an inverse. That of an op which permutes dims or changes the shape follows from its rule; the others are written here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compile.sharding.matchers import keeps_order, order_of
+
 aten = torch.ops.aten
 
 Emit = Callable[..., Node]
@@ -21,8 +23,9 @@ Emit = Callable[..., Node]
 
 @dataclass(frozen=True)
 class View:
-    """One application of a view op: `target(base, *args)` with all arguments by position and current."""
+    """One application of a view op, `node`: `target(base, *args)` with all arguments by position and current."""
 
+    node: Node
     target: Any
     base: Node
     args: tuple[Any, ...]
@@ -35,8 +38,12 @@ class View:
 
 def invert(view: View, new: Node, emit: Emit) -> Node | None:
     """Nodes for the base of `view` after the view has become `new`; None where the op has no inverse."""
-    inverse = _INVERSES.get(view.target)
-    return inverse(view, new, emit) if inverse else None
+    if view.target in _INVERSES:
+        return _INVERSES[view.target](view, new, emit)
+    order = order_of(view.node)
+    if order is not None:
+        return _permuted(view, new, order, emit)
+    return _reshape(view, new, emit) if keeps_order(view.node) else None
 
 
 def sizes(node: Node, emit: Emit) -> list[Any]:
@@ -45,10 +52,6 @@ def sizes(node: Node, emit: Emit) -> list[Any]:
         int(s) if isinstance(s, int) or s.node.expr.is_number else emit(aten.sym_size.int, node, d)
         for d, s in enumerate(node.meta["val"].shape)
     ]
-
-
-def _same(view: View, new: Node, emit: Emit) -> Node:
-    return new
 
 
 def _detach(view: View, new: Node, emit: Emit) -> Node:
@@ -70,13 +73,14 @@ def _narrow(view: View, new: Node, emit: Emit) -> Node:
     return emit(aten.slice_scatter.default, view.base, new, dim, start, end)
 
 
-def _swap(view: View, new: Node, emit: Emit) -> Node:
-    return emit(view.target, new, *view.args)
-
-
-def _permute(view: View, new: Node, emit: Emit) -> Node:
-    order = [d % len(view.shape) for d in view.args[0]]
-    return emit(aten.permute.default, new, [order.index(i) for i in range(len(order))])
+def _permuted(view: View, new: Node, order: tuple[int, ...], emit: Emit) -> Node:
+    """An op that copies only where it must shares storage, and so is seen here, only where it did not copy."""
+    back = tuple(order.index(d) for d in range(len(order)))
+    if back == tuple(range(len(order))):
+        return new
+    return (
+        emit(view.target, new, *view.args) if back == order else emit(aten.permute.default, new, list(back))
+    )
 
 
 def _expand(view: View, new: Node, emit: Emit) -> Node | None:
@@ -114,54 +118,14 @@ _JOINS = {
 _JOIN_DIM = {target: 0 if target is aten.unbind.int else 1 for target in _JOINS}
 
 _INVERSES: dict[Any, Callable[[View, Node, Emit], Node | None]] = {
-    # An op that copies only where it must shares storage, and so is seen here, only where it did not copy.
-    **dict.fromkeys(
-        (
-            aten.alias.default,
-            aten.contiguous.default,
-            aten.to.dtype,
-            aten.to.device,
-            aten.to.dtype_layout,
-            aten.to.other,
-            aten.type_as.default,
-        ),
-        _same,
-    ),
     aten.detach.default: _detach,
-    **dict.fromkeys(
-        (
-            aten.view.default,
-            aten.view_as.default,
-            aten._unsafe_view.default,
-            aten.reshape.default,
-            aten.reshape_as.default,
-            aten.flatten.using_ints,
-            aten.unflatten.int,
-            aten.unsqueeze.default,
-            aten.squeeze.default,
-            aten.squeeze.dim,
-            aten.squeeze.dims,
-            aten.ravel.default,
-        ),
-        _reshape,
-    ),
+    # Dims may be longer than 1, and then they stay.
+    **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
     aten.slice.Tensor: _scatter(aten.slice_scatter.default),
     aten.select.int: _scatter(aten.select_scatter.default),
     aten.diagonal.default: _scatter(aten.diagonal_scatter.default),
     aten.as_strided.default: _scatter(aten.as_strided_scatter.default),
     aten.narrow.default: _narrow,
-    **dict.fromkeys(
-        (
-            aten.transpose.int,
-            aten.swapaxes.default,
-            aten.swapdims.default,
-            aten.t.default,
-            aten.mT.default,
-            aten.numpy_T.default,
-        ),
-        _swap,
-    ),
-    aten.permute.default: _permute,
     aten.expand.default: _expand,
     aten.expand_as.default: _expand,
     aten.view.dtype: _as_dtype,

@@ -72,12 +72,6 @@ class Editor:
             self.graph.erase_node(node)
         self.drop(*inputs)
 
-    def drop_dead(self) -> None:
-        """Erase all that nothing reads."""
-        for node in reversed(self.graph.nodes):
-            if node.op == "call_function" and not node.users and is_pure(node):
-                self.graph.erase_node(node)
-
     def drop(self, *nodes: Any) -> None:
         """Erase the nodes, and what only they needed, as far as nothing else uses them."""
         waiting, gone = [n for n in nodes if isinstance(n, Node)], set()
@@ -87,6 +81,13 @@ class Editor:
                 waiting.extend(node.all_input_nodes)
                 self.graph.erase_node(node)
                 gone.add(node)
+
+
+def drop_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
+    """Erase all nodes of these ops that nothing reads."""
+    for node in reversed(graph.nodes):
+        if node.op in ops and not node.users and is_pure(node):
+            graph.erase_node(node)
 
 
 def _fake_mode_of(node: Node) -> Any:

@@ -23,12 +23,13 @@ from torch.fx import Node
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
-from sp_compile.graph.matchers import Factor, Product, product_of, transposed
 from sp_compile.graph.sizes import Size, product, same, sizes
 from sp_compile.sharding.attention import filling_nodes
+from sp_compile.sharding.matchers import is_cast, origin, source_of, steps_from
+from sp_compile.sharding.products import Factor, Product, product_of, transposed
 
 from .masks import always_attends, recognise
-from .scores import CASTS, SAME, Scores, keeps_matrices, scores_of
+from .scores import Scores, keeps_matrices, scores_of
 
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.default)
@@ -148,12 +149,13 @@ def _weights(softmax: Node) -> Weights:
         if product is not None:
             found.product, found.last = _times_values(product, node), user
             break
+        steps = steps_from(node)
         if user.target is aten.dropout.default and not found.dropout:
             found.dropout = user.args[1] if user.args[2] else 0.0
-        elif user.target not in (*SAME, *CASTS) and not keeps_matrices(user):
+        elif not steps and not is_cast(user) and not keeps_matrices(user):
             break
-        found.chain.append(user)
-        node = user
+        found.chain.extend(steps or [user])
+        node = found.chain[-1]
     return found
 
 
@@ -197,7 +199,5 @@ def _uncast(factor: Factor, dtype: torch.dtype) -> Factor | None:
     node = factor.node
     if node.meta["val"].dtype == dtype:
         return factor
-    if dtype not in HALF or node.target not in CASTS:
-        return None
-    (source,) = Call(node).operands
-    return Factor(source, factor.order) if source.meta["val"].dtype == dtype else None
+    source = source_of(origin(node)) if dtype in HALF and is_cast(origin(node)) else None
+    return Factor(source, factor.order) if source is not None and source.meta["val"].dtype == dtype else None

@@ -36,62 +36,12 @@ def _full(p: Positions, call: Call, at: Coords) -> Value:
     return number(call["fill_value"] if "fill_value" in call.args else call["s"])
 
 
-@handles("ones", "new_ones", "ones_like")
-def _ones(p: Positions, call: Call, at: Coords) -> Value:
-    return number(1)
-
-
-@handles("zeros", "new_zeros", "zeros_like")
-def _zeros(p: Positions, call: Call, at: Coords) -> Value:
-    return number(0)
-
-
 @handles("eye")
 def _eye(p: Positions, call: Call, at: Coords) -> Value:
     return p.box.zero(at[0] - at[1])
 
 
 # Moved.
-
-
-@handles(
-    "to", "_to_copy", "contiguous", "clone", "alias", "detach", "lift_fresh_copy", "lift_fresh", "type_as"
-)
-def _same(p: Positions, call: Call, at: Coords) -> Value:
-    return p.at(call.operands[0], at)
-
-
-@handles("expand", "expand_as", "broadcast_to")
-def _expand(p: Positions, call: Call, at: Coords) -> Value:
-    return p.operand(call.operands[0], at)
-
-
-@handles("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as")
-def _regroup(p: Positions, call: Call, at: Coords) -> Value:
-    """Dims of size 1 come and go; the others stay as they are."""
-    before, after = call.shape(), call.result_shapes()[0]
-    moved = [(s, c) for s, c in zip(after, at) if s != 1]
-    kept = [s for s in before if s != 1]
-    if len(kept) != len(moved) or not all(same(a, b) for a, (b, _) in zip(kept, moved)):
-        raise Opaque
-    rest = iter(c for _, c in moved)
-    return p.at(call.operands[0], tuple(0 if s == 1 else next(rest) for s in before))
-
-
-@handles("permute")
-def _permute(p: Positions, call: Call, at: Coords) -> Value:
-    dims = [d % len(at) for d in call["dims"]]
-    return p.at(call.operands[0], tuple(at[dims.index(d)] for d in range(len(at))))
-
-
-@handles("transpose", "t", "mT", "numpy_T", "adjoint")
-def _transpose(p: Positions, call: Call, at: Coords) -> Value:
-    if "numpy_T" in schema_of(call.node.target).name and len(at) > 2:  # reverses all dims
-        raise Opaque
-    first, second = (call.get("dim0", -2), call.get("dim1", -1)) if len(at) > 1 else (0, 0)
-    swapped = list(at)
-    swapped[first], swapped[second] = at[second], at[first]
-    return p.at(call.operands[0], swapped)
 
 
 @handles("slice", "narrow")

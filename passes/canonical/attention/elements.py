@@ -22,8 +22,8 @@ from torch.fx import Node
 
 from sp_compile._compat import OpOverload, schema_of
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.matchers import scalar
 from sp_compile.graph.sizes import same, size, sizes
+from sp_compile.sharding.matchers import constant_of, element_of, origin
 
 from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
 
@@ -61,19 +61,19 @@ class Positions:
 
     def at(self, node: Node, coords: Sequence[Any]) -> Value:
         """The element of a tensor at the coordinates. Raises Opaque."""
-        key = (node, tuple(sympy.sympify(c) for c in coords))
+        key = (origin(node), tuple(sympy.sympify(c) for c in coords))
         if key not in self.known:
             self.known[key] = self._element(*key)
         return self.known[key]
 
     def _element(self, node: Node, coords: Coords) -> Value:
-        handler = HANDLERS.get(_name(node))
-        if handler is not None:
+        if _name(node):
+            handler = HANDLERS.get(_name(node), _moved)
             try:
                 return cast(handler(self, Call(node), coords), node.meta["val"].dtype)
             except Opaque:
                 pass  # one value to look up may still stand for all that was not understood
-        held = scalar(node, node.meta["val"].dtype)
+        held = constant_of(node)
         if held is not None:
             return cast(number(held), node.meta["val"].dtype)
         return self._leaf(node, coords)
@@ -123,6 +123,14 @@ def _name(node: Node) -> str:
     if node.op == "call_function" and isinstance(node.target, OpOverload):
         return str(schema_of(node.target).name).removeprefix("aten::")
     return ""
+
+
+def _moved(p: Positions, call: Call, at: Coords) -> Value:
+    """By the op's rule, for all that only moves or casts: the element of its operand. Raises Opaque for others."""
+    found = element_of(call.node, at)
+    if found is None:
+        raise Opaque
+    return p.at(*found)
 
 
 def number(x: Any) -> Value:

@@ -29,6 +29,7 @@ from sp_compile._compat import OpOverload, pytree, schema_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, product, quotient, same, sizes
+from sp_compile.sharding.matchers import dies_with, in_order, keeps_order, origin, source_of, steps_to
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -48,8 +49,9 @@ class StackHeads(Editor):
         return any(joined) or any(turned)
 
     def _join(self, cat: Node) -> bool:
-        heads = Call(cat).operands
-        if len(heads) < 2 or any(h.target is not SDPA or set(h.users) != {cat} for h in heads):
+        given = Call(cat).operands
+        heads = [origin(x) for x in given]
+        if len(heads) < 2 or any(h.target is not SDPA or not dies_with(h, cat) for h in heads):
             return False
         if len(set(heads)) < len(heads) or heads[0].meta["val"].ndim != 3 or Call(cat)["dim"] not in (2, -1):
             return False
@@ -71,7 +73,7 @@ class StackHeads(Editor):
             shape = self.sizes.list((batch, length, product((count, width))))
             out = self.compute(aten.reshape.default, (out, shape), cat)
         cat.replace_all_uses_with(out)
-        self.erase([*heads, cat])
+        self.erase([*heads, *(step for x, h in zip(given, heads) for step in steps_to(x, h)), cat])
         return True
 
     def _stack(self, xs: Sequence[Node], dim: int, like: Node) -> Node:
@@ -89,7 +91,7 @@ class StackHeads(Editor):
 
     def _turn(self, node: Node) -> bool:
         call = Call(node)
-        operands = call.operands[:3]
+        operands = [origin(x) for x in call.operands[:3]]
         if any(not _stacked_first(x) for x in operands) or call["enable_gqa"]:
             return False
         mask = call["attn_mask"]
@@ -136,8 +138,6 @@ def same_value(a: Any, b: Any) -> bool:
     )
 
 
-COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
-RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten._unsafe_view.default)
 HEADS = -3
 
 
@@ -162,33 +162,27 @@ def _heads(node: Node) -> Size:
 
 def _before_repeat(node: Node) -> Node | None:
     """x, if the node is x with every head repeated r times in place: (B, h, S, D) -> (B, h*r, S, D)."""
-    node = _through_copies(node)
+    node = origin(node)
     if node.target is aten.repeat_interleave.self_int:
         call = Call(node)
         return call.operands[0] if call["dim"] is not None and call.dim() == call.ndim() + HEADS else None
-    if node.target not in RESHAPES or not is_tensor(node.args[0]):
-        return None
-    expanded = _through_copies(node.args[0])
+    expanded = in_order(node)
     if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
         return None
-    source = _through_copies(expanded.args[0])
-    if source.target is not aten.unsqueeze.default or source.args[1] % 5 != 2:
-        return None
-    inner = source.args[0]
     batch, heads, repeats, length, width = sizes(expanded.meta["val"].shape)
-    wanted = (batch, heads * repeats, length, width)
-    fits = all(same(a, b) for a, b in zip(sizes(node.meta["val"].shape), wanted))
-    fits = fits and all(
-        same(a, b) for a, b in zip(sizes(inner.meta["val"].shape), (batch, heads, length, width))
-    )
-    return inner if fits and node.meta["val"].ndim == 4 else None
+    single = (batch, heads, 1, length, width)
+    if not _has_shape(expanded.args[0], single) or not _has_shape(
+        node, (batch, heads * repeats, length, width)
+    ):
+        return None
+    source = origin(expanded.args[0])
+    while not _has_shape(source, (batch, heads, length, width)):
+        if not keeps_order(source):
+            return None
+        source = origin(source_of(source))
+    return source
 
 
-def _through_copies(node: Node) -> Node:
-    """Skip copies and slices that keep everything."""
-    while node.target in (*COPIES, aten.slice.Tensor) and is_tensor(node.args[0]):
-        before, after = (sizes(n.meta["val"].shape) for n in (node.args[0], node))
-        if len(before) != len(after) or not all(same(a, b) for a, b in zip(before, after)):
-            break
-        node = node.args[0]
-    return node
+def _has_shape(node: Node, wanted: Sequence[Size]) -> bool:
+    shape = sizes(node.meta["val"].shape)
+    return len(shape) == len(wanted) and all(map(same, shape, wanted))

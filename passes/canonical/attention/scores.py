@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,15 +12,13 @@ from torch.fx import Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.matchers import Product, product_of, scalar, transposed
 from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, origin, scalar, source_of, steps_to
+from sp_compile.sharding.products import Product, product_of, transposed
 
 from .masks import FINITE
 
 aten = torch.ops.aten
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
-SAME = (aten.contiguous.default, aten.clone.default, aten.alias.default)
-CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default)
 FILLS = (
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
@@ -53,23 +52,26 @@ def scores_of(x: Any, user: Node) -> Scores | None:
     if call is None or product is not None:
         seen = [p for p in (product, transposed(product)) if p.is_straight] if product is not None else []
         return Scores(seen[0], seen[0].scale, (x,)) if seen else None
-    inner = None
-    if x.target in (*SAME, *CASTS) or keeps_matrices(x):
-        inner = scores_of(call.operands[0], x)
+    inner, steps = None, steps_to(x, origin(x)) or [x]
+    if any(set(a.users) != {b} for a, b in pairwise(steps)):
+        return None
+    if steps != [x] or is_copy(x) or is_cast(x) or keeps_matrices(x):
+        inner = scores_of(steps[0].args[0], steps[0])
     elif x.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         inner = _scaled(call, x)
     elif x.target in (aten.add.Tensor, aten.sub.Tensor):
         inner = _biased(call, x)
     elif x.target in FILLS:
         inner = _filled(call, x)
-    return replace(inner, chain=(*inner.chain, x)) if inner is not None else None
+    return replace(inner, chain=(*inner.chain, *steps)) if inner is not None else None
 
 
 def keeps_matrices(x: Node) -> bool:
     """A regrouping of the leading dims."""
-    if x.target not in RESHAPES or not is_tensor(x.args[0]):
+    source = source_of(x) if keeps_order(x) else None
+    if source is None:
         return False
-    before, after = (sizes(n.meta["val"].shape) for n in (x.args[0], x))
+    before, after = (sizes(n.meta["val"].shape) for n in (source, x))
     return min(len(before), len(after)) >= 3 and all(same(a, b) for a, b in zip(before[-2:], after[-2:]))
 
 

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
+from sp_compile.sharding.matchers import origin, readers
 
 from .steps import reading
 
@@ -53,7 +54,7 @@ class WrittenLists(Editor):
     def _forward(self, node: Node, write: Write) -> bool:
         """Reads of one row read what was written there, or what it was written into."""
         changed = False
-        for user in list(node.users):
+        for user in readers(node):
             read = reading(user)
             self.budget -= 1
             if read is None or read[1:3] != (write.dim, int(write.keep)) or self.budget < 0:
@@ -62,13 +63,13 @@ class WrittenLists(Editor):
                 self.replace(user, write.row)
                 changed = True
             elif read[3] != write.index:
-                user.replace_input_with(node, write.base)
+                user.replace_input_with(user.args[0], write.base)
                 changed = True
         return changed
 
     def _is_written_on(self, node: Node) -> bool:
         """Is there a longer chain?"""
-        users = [self.writes.get(u) for u in node.users]
+        users = [self.writes.get(u) for u in readers(node)]
         return len(users) == 1 and users[0] is not None and users[0].base is node
 
     def _list(self, last: Node) -> bool:
@@ -78,7 +79,7 @@ class WrittenLists(Editor):
             if (link.dim, link.keep) != (write.dim, write.keep) or link.index in rows:
                 return False
             rows[link.index] = link.row
-            if link.base not in self.writes or len(link.base.users) > 1:
+            if link.base not in self.writes or len(readers(link.base)) > 1:
                 break
             chain.append(link.base)
         value, base = last.meta["val"], link.base
@@ -94,10 +95,7 @@ class WrittenLists(Editor):
                 rows[index] = self._row(base, write, index)
             target = aten.cat.default if write.keep else aten.stack.default
             fresh = self.compute(target, ([rows[i] for i in sorted(rows)], write.dim), last)
-        last.replace_all_uses_with(fresh)
-        for node in chain:
-            self.graph.erase_node(node)
-        self.drop(base)
+        self.replace(last, fresh)
         return True
 
     def _row(self, base: Node, write: Write, index: int) -> Node:
@@ -110,7 +108,7 @@ def _write(node: Node) -> Write | None:
     if node.op != "call_function" or node.target not in SCATTERS:
         return None
     call = Call(node)
-    base, row = call.operands
+    base, row = (origin(x) for x in call.operands)
     dim, keep = call.dim(), node.target is aten.slice_scatter.default
     extent = node.meta["val"].shape[dim]
     index = (call["start"] or 0) if keep else call["index"]

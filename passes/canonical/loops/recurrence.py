@@ -21,21 +21,13 @@ from torch.fx import Node
 from sp_compile._compat import pytree, schema_of
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.sizes import sizes
+from sp_compile.sharding.matchers import constant_of, is_copy
 
 from .steps import Column, NotALoop
 from .vectorize import BatchedOps, Steps, Value
 
 aten = torch.ops.aten
 LINEAR_SCAN = torch.ops.sp.linear_scan.default
-ZEROS = (aten.zeros.default, aten.zeros_like.default)
-FILLS = (aten.full.default, aten.full_like.default)
-STILL_ZERO = (
-    aten.alias.default,
-    aten.clone.default,
-    aten.expand.default,
-    aten.to.dtype,
-    aten.unsqueeze.default,
-)
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,11 @@ class Scans(BatchedOps):
     def affine(self, node: Node, leaves: list[Value]) -> Affine | None:
         """`node` at every step, where some leaves of its arguments are Affine; None if it is not affine in a state."""
         states = list({id(x.state): x.state for x in leaves if isinstance(x, Affine)}.values())
-        if node.target not in _RULES or len(states) != 1 or not _like(node, states[0].node):
+        if len(states) != 1 or not _like(node, states[0].node):
+            return None
+        if is_copy(node):
+            return next(x for x in leaves if isinstance(x, Affine))
+        if node.target not in _RULES:
             return None
         if any(isinstance(x, Node) and not is_tensor(x) for x in leaves):
             return None
@@ -72,7 +68,7 @@ class Scans(BatchedOps):
         time = guides[0].time if guides else 0
         shape = sizes(value.shape)
         whole = (*shape[:time], len(affine.state.nodes), *shape[time:])
-        state = None if is_zero(seed) else self.shaped(seed, shape, like)
+        state = None if _is(seed, 0) else self.shaped(seed, shape, like)
 
         def every(x: Value) -> Node:
             return self.shaped(self.aligned(x, value.ndim - time), whole, like)
@@ -190,10 +186,6 @@ def _picked(p: _Pairs, condition: Value, x: Value, y: Value) -> Pair | None:
     return p.pick(condition, a, c), p.pick(condition, b, d)
 
 
-def _kept(p: _Pairs, x: dict[str, Any]) -> Pair:
-    return p.of(x["self"])
-
-
 _RULES: dict[Any, Rule] = {
     aten.add.Tensor: lambda p, x: _sum(p, x["self"], x["other"], x["alpha"]),
     aten.add.Scalar: lambda p, x: _sum(p, x["self"], x["other"], x["alpha"]),
@@ -214,11 +206,6 @@ _RULES: dict[Any, Rule] = {
     aten.where.ScalarOther: lambda p, x: _picked(p, x["condition"], x["self"], x["other"]),
     aten.masked_fill.Scalar: lambda p, x: _picked(p, x["mask"], x["value"], x["self"]),
     aten.masked_fill.Tensor: lambda p, x: _picked(p, x["mask"], x["value"], x["self"]),
-    aten.alias.default: _kept,
-    aten.clone.default: _kept,
-    aten.contiguous.default: _kept,
-    aten.to.dtype: _kept,
-    aten.to.dtype_layout: _kept,
 }
 
 
@@ -232,13 +219,5 @@ def _is_number(x: Value) -> bool:
 
 
 def _is(x: Value, number: int) -> bool:
-    return _is_number(x) and x == number
-
-
-def is_zero(x: Value) -> bool:
-    """The number 0, or a tensor made of zeros."""
-    while is_tensor(x) and x.target in STILL_ZERO:
-        x = x.args[0]
-    if is_tensor(x) and x.target in FILLS:
-        return _is(x.args[1], 0)
-    return x.target in ZEROS if isinstance(x, Node) else _is(x, 0)
+    """Is it the number, or a tensor full of it?"""
+    return x == number if _is_number(x) else is_tensor(x) and constant_of(x) == number

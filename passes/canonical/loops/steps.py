@@ -12,7 +12,6 @@ Reading makes no nodes, and takes time linear in the nodes of the loop.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,13 +21,13 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import pytree
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import is_tensor
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.sizes import sizes
+from sp_compile.sharding.matchers import is_copy, origin, piece_of
 
 aten = torch.ops.aten
 COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
-PIECES = (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
 class NotALoop(Exception):
@@ -97,7 +96,7 @@ class Loop:
         """Find the columns. Raises NotALoop unless every node of every step has its place in one."""
         if not values:
             raise NotALoop("no list")
-        self.root, self.length = self._operand(values, 0), len(values)
+        self.root, self.length = self._operand([_behind_views(v) for v in values], 0), len(values)
         for column in self.columns:  # grows on the way
             self._read_arguments(column)
 
@@ -117,7 +116,7 @@ class Loop:
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
         if any(spec != flat[0][1] for _, spec in flat[1:]):
             raise NotALoop("arguments of another form")
-        leaves = [x for x, _ in flat]
+        leaves = [[_behind_views(x) for x in found] for found, _ in flat]
         if column.node.target in COMMUTING and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
             leaves[0] = leaves[0] if leaves[-1][1] == leaves[0][1] else leaves[0][::-1]  # 0.0 * x is x * 0.0
         column.operands = [self._operand(values, column.first) for values in zip(*leaves)]
@@ -167,6 +166,11 @@ class Loop:
         return all(_kind(v) == kind for v in values)
 
 
+def _behind_views(x: Any) -> Any:
+    """The value before views that undo each other. A copy stays: it is a step of the loop as any other op."""
+    return x if is_copy(x) else origin(x)
+
+
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Node) or isinstance(b, Node):
         return a is b
@@ -207,37 +211,17 @@ def _made_alike(a: Node, b: Node) -> bool:
 
 def reading(node: Any) -> tuple[Node, int, int, int] | None:
     """(source, dim, rows, index) of a node that reads one index of a dim (rows = 0), or a piece of so many rows."""
-    if not is_tensor(node) or node.op != "call_function":
+    piece = piece_of(node)
+    if (
+        piece is None
+        or not isinstance(piece.start, int)
+        or not isinstance(piece.length, int)
+        or not piece.length
+    ):
         return None
-    if node.target is operator.getitem:
-        return _piece(node)
-    if node.target not in (aten.select.int, aten.slice.Tensor):
+    if not isinstance(sizes(piece.source.meta["val"].shape)[piece.dim], int):
         return None
-    call = Call(node)
-    source, dim = call.operands[0], call.dim()
-    extent = source.meta["val"].shape[dim]
-    if node.target is aten.select.int:
-        rows, index = 0, call["index"]
-    else:
-        rows, index = node.meta["val"].shape[dim], call["start"] or 0
-        if not isinstance(rows, int) or not rows:
-            return None
-    if not isinstance(extent, int) or not isinstance(index, int) or (rows > 1 and call["step"] != 1):
+    rows = piece.length if piece.keeps else 0
+    if rows > 1 and (piece.step != 1 or piece.start % rows):
         return None
-    index = max(index + extent, 0) if index < 0 else index
-    if rows > 1 and index % rows:
-        return None
-    return source, dim, rows, index // max(rows, 1)
-
-
-def _piece(node: Node) -> tuple[Node, int, int, int] | None:
-    pieces, index = node.args
-    if not isinstance(pieces, Node) or pieces.target not in PIECES or not isinstance(index, int) or index < 0:
-        return None
-    call = Call(pieces)
-    source, dim = call.operands[0], call.dim()
-    if pieces.target is aten.unbind.int:
-        return source, dim, 0, index
-    found = {sizes(piece.shape)[dim] for piece in pieces.meta["val"]}
-    rows = found.pop()
-    return None if found or not isinstance(rows, int) or not rows else (source, dim, rows, index)
+    return piece.source, piece.dim, rows, piece.start // max(rows, 1)

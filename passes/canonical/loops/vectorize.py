@@ -26,6 +26,7 @@ from sp_compile._compat import detect_fake_mode, enable_python_dispatcher, make_
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, quotient, same, sizes
+from sp_compile.sharding.matchers import is_copy
 from sp_compile.sharding.reshape import Window
 from sp_compile.sharding.rule import Factors, lookup
 
@@ -159,7 +160,7 @@ class BatchedOps(Batch):
         """What `node` does at one step, on all of them; leaves: in place of those of its arguments."""
         if node.target is operator.getitem:
             return leaves[0][leaves[1]]
-        for way in (_pointwise, _matmul, _rows, _along, _einsum):
+        for way in (_pointwise, _same, _matmul, _rows, _along, _einsum):
             found = way(self, node, leaves)
             if found is not None and _fits(found, node):
                 return found
@@ -250,6 +251,11 @@ def _pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | 
         if len(dims) > len(result) or any(f not in ("", g) for f, g in zip(dims[::-1], result[::-1])):
             return None
     return ops.broadcast(node.target, _spec(node), leaves, node)
+
+
+def _same(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+    """A view to the shape that it has."""
+    return leaves[0] if is_copy(node) and isinstance(leaves[0], Steps) else None
 
 
 def _matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:

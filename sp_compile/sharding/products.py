@@ -1,6 +1,4 @@
-"""The number that a tensor without dims holds, where the graph itself says it: torch.tensor(-1e9), full([], 8.0).
-
-Batched matrix products in every spelling, seen as one: rows of `left` times rows of `right`.
+"""Batched matrix products in every spelling, seen as one: rows of `left` times rows of `right`.
 
     matmul(q, k.transpose(-1, -2))    bmm    baddbmm(beta=0)    einsum("bqhd,bkhd->bhqk", q, k)
 
@@ -9,58 +7,19 @@ A `Factor` is an operand with the views that bring it to (leading dims, rows, wi
 
 from __future__ import annotations
 
-import math
-import operator
 import string
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from sp_compile._compat import FakeTensor
+from sp_compile.graph.call import Call
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import Size, same, sizes
 
-from .call import Call, is_tensor
-from .edit import Editor
-from .sizes import Size, same, sizes
+from .matchers import order_of, source_of
 
 aten = torch.ops.aten
-COPIES = (
-    aten.lift_fresh_copy.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten._to_copy.default,
-)
-
-
-def scalar(x: Any, dtype: torch.dtype) -> float | None:
-    """A Python number, or what a tensor of no dims and of this dtype holds; None if it is not known, or not exactly."""
-    if isinstance(x, (int, float)) and not isinstance(x, bool):
-        return float(x)
-    if not is_tensor(x) or x.meta["val"].ndim or x.meta["val"].dtype != dtype:
-        return None
-    if x.op == "get_attr":
-        held = operator.attrgetter(x.target)(x.graph.owning_module)
-        return float(held) if _is_constant(x) and not isinstance(held, FakeTensor) else None
-    if x.op != "call_function":
-        return None
-    if x.target in (aten.full.default, aten.scalar_tensor.default):
-        return scalar(x.args[1 if x.target is aten.full.default else 0], dtype)
-    if x.target in COPIES:
-        return scalar(x.args[0], dtype)
-    root = scalar(x.args[0], dtype) if x.target is aten.sqrt.default else None
-    return math.sqrt(root) if root is not None and root >= 0 else None
-
-
-def _is_constant(x: Node) -> bool:
-    """Written down by a trace, make_fx's or export's: neither a parameter nor a buffer, which the user may change."""
-    return bool(x.meta.get("constant")) or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
-
-
 PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default)
 
 
@@ -82,11 +41,10 @@ class Factor:
 
     def settled(self) -> Factor:
         """Without the transpose that the order would undo."""
-        source = self.node.args[0] if self.node.args else None
-        if self.order == tuple(range(len(self.order))) or not is_tensor(source):
+        source, behind = source_of(self.node), order_of(self.node)
+        if source is None or behind is None or self.order == tuple(range(len(self.order))):
             return self
-        behind = _order_of(self.node)
-        return Factor(source, tuple(behind[d] for d in self.order)).settled() if behind else self
+        return Factor(source, tuple(behind[d] for d in self.order)).settled()
 
     def made(self, editor: Editor, like: Node) -> Node:
         """The operand as a node whose dims are in order."""
@@ -94,24 +52,6 @@ class Factor:
         if found.order == tuple(range(len(found.order))):
             return found.node
         return editor.compute(aten.permute.default, (found.node, list(found.order)), like)
-
-
-def _order_of(node: Node) -> tuple[int, ...] | None:
-    """The dims of its operand in the order of the node's, if the node is a transpose."""
-    ndim = node.meta["val"].ndim
-    dims = list(range(ndim))
-    if node.target is aten.permute.default:
-        return tuple(d % ndim for d in node.args[1])
-    if node.target is aten.transpose.int:
-        a, b = (d % ndim for d in node.args[1:])
-    elif node.target in (aten.mT.default, aten.t.default, aten.numpy_T.default) and ndim == 2:
-        a, b = 0, 1
-    elif node.target is aten.mT.default:
-        a, b = ndim - 2, ndim - 1
-    else:
-        return None
-    dims[a], dims[b] = dims[b], dims[a]
-    return tuple(dims)
 
 
 @dataclass(frozen=True)

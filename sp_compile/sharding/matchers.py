@@ -1,0 +1,385 @@
+"""What one node does, whatever its op is called: does it copy, cast, permute, regroup, cut, pad, join or fill?
+
+    source_of(view(x))       x                              the op moves, cuts, repeats or casts the elements of x
+    is_copy(clone(x))                   is_cast             the same values at the same places; in another dtype
+    order_of(x.mT)           (0, 2, 1)                      dims of x in the order of the result's
+    piece_of(x[:, 1:])       Piece(x, 1, 1, S - 1)          also narrow, select, and one result of a split or an unbind
+    pad_of(pad(x, (k, 0)))   Pad(x, dim, k, 0, fill)
+    constant_of(zeros(3).view(3, 1).clone())   0.0
+
+What moves elements, and where it moves them, is read off the op's rule (`rule.py`), so that an op which gets a rule is
+known here, too. `origin` reads through what changes nothing: copies, and views that undo each other. No node is made.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import FakeTensor
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.closure import closure
+from sp_compile.graph.sizes import Size, product, same, size, sizes
+
+from .reshape import Reshape, Window
+from .rule import Factors, Rule, lookup
+from .windows import slides_of
+
+aten = torch.ops.aten
+Number = int | float
+FILLED: dict[Any, Number] = {
+    aten.zeros.default: 0,
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones.default: 1,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+}
+FILLS = (aten.full.default, aten.full_like.default, aten.new_full.default)
+CATS = (aten.cat.default, aten.concat.default, aten.concatenate.default)
+PADS = (aten.constant_pad_nd.default, aten.pad.default)
+
+
+NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
+
+
+def _movement(node: Any) -> tuple[Node, Rule] | None:
+    """The operand whose elements are all that the result has, and the rule that says where they go."""
+    found = lookup(node) if is_tensor(node) else None
+    if found is None or node.target.namespace != "aten" or NO_MOVES.match(str(node.target)[5:]):
+        return None
+    call, rule = found
+    if not call.operands:
+        return None
+    lent = [
+        x for x in call.operands[1:] if x is not call.get("other")
+    ]  # view_as, type_as: its shape, its dtype
+    moves = isinstance(rule, Reshape | Window) or (isinstance(rule, Factors) and rule.lazy and not rule.kinds)
+    return (call.operands[0], rule) if moves and rule is not None and not lent else None
+
+
+def source_of(node: Any) -> Node | None:
+    """The operand that the op moves, cuts, repeats, copies or casts: every element of the result is one of it."""
+    found = _movement(node)
+    return found[0] if found is not None else None
+
+
+def is_cast(node: Any) -> bool:
+    """Is the result the operand in another dtype, or on another device?"""
+    found = _movement(node)
+    return found is not None and not _alike(found[0], node) and _is_identity(_order(node, *found))
+
+
+def is_copy(node: Any) -> bool:
+    """The same values at the same places: clone, contiguous, alias, a view to its own shape, a cast to its own dtype.
+
+    A detach is one where no gradient would pass.
+    """
+    return _is_identity(order_of(node)) and (
+        node.target is not aten.detach.default or not _carries_gradient(node)
+    )
+
+
+def _alike(a: Node, b: Node) -> bool:
+    x, y = a.meta["val"], b.meta["val"]
+    return x.dtype == y.dtype and x.device == y.device
+
+
+def _is_identity(order: tuple[int, ...] | None) -> bool:
+    return order is not None and order == tuple(range(len(order)))
+
+
+def _carries_gradient(node: Node) -> bool:
+    """Is it made of floats that may need a gradient?"""
+    inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) else ())
+    return any(
+        n.op in ("placeholder", "get_attr") and _floats(n) and n.meta.get("sp_grad", True) for n in inputs
+    )
+
+
+def _floats(node: Node) -> bool:
+    return not is_tensor(node) or node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
+
+
+def order_of(node: Any) -> tuple[int, ...] | None:
+    """The dims of the operand in the order of the result's, if the op permutes dims or copies; None for all else."""
+    found = _movement(node)
+    return _order(node, *found) if found is not None and _alike(found[0], node) else None
+
+
+def _order(node: Node, source: Node, rule: Rule) -> tuple[int, ...] | None:
+    if isinstance(rule, Factors):
+        before, after = rule.operands[0], rule.results[0]
+        return (
+            tuple(before.index(f) for f in after)
+            if "" not in before and sorted(before) == sorted(after)
+            else None
+        )
+    return tuple(range(len(_shape(node)))) if _same_shape(source, node) else None
+
+
+def keeps_order(node: Any) -> bool:
+    """Does the op change nothing but the shape: view, flatten, unsqueeze, squeeze, and copies?"""
+    found = _movement(node)
+    if found is None or not _alike(found[0], node):
+        return False
+    source, rule = found
+    if isinstance(rule, Factors):
+        kept = ([f for f in dims if f] for dims in (rule.operands[0], rule.results[0]))
+        return operator.eq(*kept) and same(product(_shape(source)), product(_shape(node)))
+    return isinstance(rule, Reshape) or _same_shape(source, node)
+
+
+def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
+    """The operand, and which of its elements the result has at the coordinates; None where the op does not say."""
+    found = _movement(node)
+    if found is None:
+        return None
+    source, rule = found
+    if isinstance(rule, Factors):
+        place = {f: c for f, c in zip(rule.results[0], at) if f}
+        return source, tuple(place.get(f, 0) for f in rule.operands[0])
+    if isinstance(rule, Window):
+        if rule.spans is None:
+            return None
+        return source, (*at[: rule.dim], at[rule.dim] + rule.spans[0][0], *at[rule.dim + 1 :])
+    moved = [(s, c) for s, c in zip(_shape(node), at) if s != 1]  # dims of size 1 come and go
+    kept = [s for s in _shape(source) if s != 1]
+    if len(kept) != len(moved) or not all(same(a, b) for a, (b, _) in zip(kept, moved)):
+        return None
+    rest = iter(c for _, c in moved)
+    return source, tuple(0 if s == 1 else next(rest) for s in _shape(source))
+
+
+def in_order(node: Node) -> Node:
+    """The value that all changes of the shape began with."""
+    node = origin(node)
+    while keeps_order(node):
+        node = origin(Call(node).operands[0])
+    return node
+
+
+def _shape(node: Node) -> tuple[Size, ...]:
+    return sizes(node.meta["val"].shape)
+
+
+def _same_shape(a: Node, b: Node) -> bool:
+    mine, other = _shape(a), _shape(b)
+    return len(mine) == len(other) and all(map(same, mine, other))
+
+
+def origin(node: Any) -> Any:
+    """The first value that holds the same elements at the same places: without copies, and views undone again."""
+    if not _may_undo(node):
+        return node
+    chain, at = [], node
+    while _may_undo(at):
+        chain.append(at)
+        at = Call(at).operands[0]
+    found = {at: at}
+    for step in reversed(chain):
+        before = found[Call(step).operands[0]]
+        found[step] = before if is_copy(step) else _undone(step, before, found)
+    return found[node]
+
+
+def _may_undo(node: Any) -> bool:
+    """Can it be part of a chain that ends with the value that it began with?"""
+    stops = getattr(node, "target", None) is aten.detach.default and not is_copy(node)
+    return not stops and (order_of(node) is not None or keeps_order(node))
+
+
+def _undone(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
+    """What a chain of permutations, or one of changes of the shape, ends where it began."""
+    order, at = order_of(node), operand
+    while order is not None and _may_undo(at) and (inner := order_of(at)) is not None:
+        order, at = tuple(inner[d] for d in order), Call(at).operands[0]
+        if _is_identity(order):
+            return found[at]
+    at = operand
+    while keeps_order(node):
+        if _same_shape(at, node):
+            return found[at]
+        if not _may_undo(at) or not keeps_order(at):
+            break
+        at = Call(at).operands[0]
+    return node
+
+
+def steps_to(node: Node, source: Node) -> list[Node]:
+    """From the source, without it, to the node, where the source is `origin(node)`; in the graph's order."""
+    steps: list[Node] = []
+    while node is not source:
+        steps.insert(0, node)
+        node = Call(node).operands[0]
+    return steps
+
+
+def steps_from(node: Node) -> list[Node]:
+    """What only each other read, from behind a value to the last that is the same value again; often nothing."""
+    steps: list[Node] = []
+    last, at = 0, node
+    while len(at.users) == 1:
+        (at,) = at.users
+        if not _may_undo(at):
+            break
+        steps.append(at)
+        last = len(steps) if origin(at) is origin(node) else last
+    return steps[:last]
+
+
+def readers(node: Node) -> list[Node]:
+    """Who reads the value, directly or through what `origin` reads through."""
+    found: dict[Node, None] = {}
+    waiting = [node]
+    while waiting:
+        value = waiting.pop(0)
+        for user in value.users:
+            if _may_undo(user) and user.users and Call(user).operands[0] is value:
+                waiting.append(user)
+            else:
+                found[user if origin(value) is origin(node) else value] = None
+    return list(found)
+
+
+def dies_with(value: Node, node: Node) -> bool:
+    """Does all that reads the value, at any distance, lead to the node and nowhere else?"""
+    waiting, seen = [value], {value}
+    while waiting:
+        users = set(waiting.pop().users)
+        if not users or any(node < user for user in users):
+            return False
+        fresh = users - seen - {node}
+        seen |= fresh
+        waiting.extend(fresh)
+    return True
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions start, start + step, ... of a dim of the source; keeps: the piece has that dim, too."""
+
+    source: Node
+    dim: int
+    start: Size
+    length: Size
+    step: int = 1
+    keeps: bool = True
+
+
+def piece_of(node: Any) -> Piece | None:
+    """A slice, a select, or one result of a split, a chunk or an unbind; None where its place is not provable."""
+    if not is_tensor(node) or node.op != "call_function":
+        return None
+    of, which = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
+    found = lookup(of)
+    if found is None or not isinstance(which, int) or which < 0:
+        return None
+    call, rule = found
+    if isinstance(rule, Window):
+        return Piece(call.operands[0], rule.dim, *rule.spans[which]) if rule.spans is not None else None
+    if of.target in (aten.select.int, aten.unbind.int):
+        at = size(call["index"]) if of.target is aten.select.int else which
+        start = _from_front(at, call.shape()[call.dim()])
+        return Piece(call.operands[0], call.dim(), start, 1, keeps=False) if start is not None else None
+    return _strided(call) if of.target is aten.slice.Tensor else None
+
+
+def _strided(call: Call) -> Piece | None:
+    """A slice that leaves rows out, where numbers tell which."""
+    dim, start, step = call.dim(), call["start"] or 0, call["step"]
+    extent, length = call.shape()[dim], _shape(call.node)[dim]
+    if step == 1 or not all(isinstance(n, int) for n in (start, step, extent)):
+        return None
+    return Piece(
+        call.operands[0], dim, min(max(start + extent if start < 0 else start, 0), extent), length, step
+    )
+
+
+def _from_front(index: Size, extent: Size) -> Size | None:
+    """A position counted from the front; None where the sign is not known."""
+    if not isinstance(index, int):
+        return None
+    if index >= 0:
+        return index
+    return max(index + extent, 0) if isinstance(extent, int) else extent + index
+
+
+def slice_of(node: Any) -> Piece | None:
+    """A contiguous piece that keeps its dim, cut off by one op."""
+    piece = piece_of(node) if getattr(node, "target", None) is not operator.getitem else None
+    return piece if piece is not None and piece.keeps and piece.step == 1 else None
+
+
+@dataclass(frozen=True)
+class Pad:
+    """The source with `before` and `after` rows of a number around it along a dim; negative ones cut it."""
+
+    source: Node
+    dim: int
+    before: Size
+    after: Size
+    fill: Any
+
+
+def pad_of(node: Node) -> Pad | None:
+    """A pad of one dim by a constant."""
+    along = slides_of(Call(node)) if node.target in PADS else {}
+    if len(along) != 1:
+        return None
+    ((dim, slides),) = along.items()
+    call, before = Call(node), slides.sliding.before
+    after = slides.sliding.after(call.shape()[dim])
+    return Pad(call.operands[0], dim, before, after, slides.tail[0]) if slides.first is None else None
+
+
+def constant_of(node: Any) -> Number | None:
+    """The number that every element of a tensor holds, where the graph itself says it; None if it is not known."""
+    if not is_tensor(node):
+        return None
+    if node.op == "get_attr":
+        return _held(node) if not node.meta["val"].ndim else None
+    if node.op != "call_function" or node.target in FILLED:
+        return FILLED.get(node.target)
+    if node.target in FILLS or node.target is aten.scalar_tensor.default:
+        fill = Call(node)["fill_value" if node.target in FILLS else "s"]
+        return fill if isinstance(fill, Number) else constant_of(fill)
+    if node.target is aten.sqrt.default:
+        root = constant_of(node.args[0])
+        return math.sqrt(root) if root is not None and root >= 0 else None
+    source = source_of(node)
+    held = constant_of(source) if source is not None else None
+    return (
+        held
+        if held is None or source is None or _alike(source, node)
+        else _cast(held, node.meta["val"].dtype)
+    )
+
+
+def _cast(held: Number, dtype: torch.dtype) -> Number | None:
+    """The same number in the dtype, if that holds it exactly."""
+    if not math.isfinite(held):
+        return held if dtype.is_floating_point else None
+    found = torch.tensor(held, dtype=dtype, device="cpu").item()
+    return found if found == held else None
+
+
+def _held(x: Node) -> Number | None:
+    """Written down by a trace, make_fx's or export's: neither a parameter nor a buffer, which the user may change."""
+    held = operator.attrgetter(x.target)(x.graph.owning_module)
+    constant = x.meta.get("constant") or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
+    return held.item() if constant and not isinstance(held, FakeTensor) else None
+
+
+def scalar(x: Any, dtype: torch.dtype) -> float | None:
+    """A Python number, or what a tensor of no dims and of this dtype holds; None if it is not known, or not exactly."""
+    if is_tensor(x) and not x.meta["val"].ndim and x.meta["val"].dtype == dtype:
+        x = constant_of(x)
+    return float(x) if isinstance(x, Number) and not isinstance(x, bool) else None

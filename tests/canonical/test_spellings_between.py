@@ -1,0 +1,233 @@
+"""Whatever changes no value may stand between the ops of a spelling: the same canonical op is found.
+
+Every spelling is a function of its inputs and of `b`, which it puts around its intermediate values; BETWEEN says what
+b does. The value must be that of the spelling itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.golden import captured
+from torch import Tensor
+
+from sp_compile._compat import associative_scan_op
+from sp_compile.passes.canonical.canonicalize import Canonicalize
+
+aten, sp = torch.ops.aten, torch.ops.sp
+SDPA = aten.scaled_dot_product_attention.default
+Between = Callable[[Tensor], Tensor]
+
+
+def plain(x: Tensor) -> Tensor:
+    return x
+
+
+def folded(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(x.shape)
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.transpose(0, -1).transpose(-1, 0)
+
+
+def turned_around(x: Tensor) -> Tensor:
+    """A copy between two permutations, and a dim that comes and goes."""
+    order = list(range(x.ndim))
+    return (
+        x.permute(order[1:] + order[:1]).contiguous().unsqueeze(0).squeeze(0).permute(order[-1:] + order[:-1])
+    )
+
+
+BETWEEN: dict[str, Between] = {
+    "nothing": plain,
+    "view": lambda x: x.view(x.shape),
+    "folded": folded,
+    "unsqueezed": lambda x: x.unsqueeze(1).squeeze(1),
+    "turned": turned,
+    "turned around": turned_around,
+    "clone": lambda x: x.clone(),
+    "to": lambda x: x.to(x.dtype, copy=True),
+    "detach": lambda x: aten.alias(x.detach()),
+    "expand": lambda x: x.expand(x.shape),
+    "all rows": lambda x: x[:, :],
+    "two copies": lambda x: x.clone().view(x.shape).contiguous(),
+}
+
+
+def exclusive_cat(x: Tensor, b: Between) -> Tensor:
+    return torch.cat([b(torch.zeros(2, 1, 3)), b(b(b(x).cumsum(1))[:, :-1])], 1)
+
+
+def exclusive_pad(x: Tensor, b: Between) -> Tensor:
+    return b(F.pad(b(b(x).cumsum(1)), (0, 0, 1, 0)))[:, :-1]
+
+
+def exclusive_difference(x: Tensor, b: Between) -> Tensor:
+    return b(b(x).cumsum(1)) - b(x)
+
+
+def reversed_sum(x: Tensor, b: Between) -> Tensor:
+    return b(b(b(x).flip(1)).cumsum(1)).flip(1)
+
+
+def reversed_total(x: Tensor, b: Between) -> Tensor:
+    return b(b(x.sum(1, keepdim=True)) - b(x.cumsum(1))) + b(x)
+
+
+def last_minus(x: Tensor, b: Between) -> Tensor:
+    sums = b(x.cumsum(1))
+    return b(sums[:, -1:]) - sums
+
+
+def loop(x: Tensor, b: Between) -> Tensor:
+    h, out = b(torch.zeros(2, 3)), []
+    for t in range(x.shape[1]):
+        h = b(b(x[:, t]).sigmoid()) * b(h) + b(x[:, t])
+        out.append(b(h))
+    return torch.stack(out, 1)
+
+
+def loop_from_viewed_zeros(x: Tensor, b: Between) -> Tensor:
+    h, out = b(torch.zeros(6)[None]).view(2, 3), []
+    for t in range(x.shape[1]):
+        h = x[:, t].sigmoid() * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def written(x: Tensor, b: Between) -> Tensor:
+    y = torch.zeros_like(x)
+    y = torch.select_scatter(y, x[:, 0], 1, 0)
+    for t in range(1, x.shape[1]):
+        y = torch.select_scatter(b(y), b(x[:, t].sigmoid() * b(y)[:, t - 1] + x[:, t]), 1, t)
+    return y
+
+
+def rounds(x: Tensor, b: Between) -> Tensor:
+    """Hillis and Steele: every round adds what stands twice as far back."""
+    step = 1
+    while step < x.shape[1]:
+        x = b(torch.cat([b(x[:, :step]), b(x[:, step:]) + b(x[:, :-step])], 1))
+        step *= 2
+    return x
+
+
+def associative(x: Tensor, b: Between) -> Tensor:
+    def combine(left: Tensor, right: Tensor) -> list[Tensor]:
+        return [b(b(left) + b(right)).contiguous()]  # torch wants the strides of what it was given
+
+    return associative_scan_op(combine, [b(x.movedim(1, 0))], ())[0].movedim(0, 1)
+
+
+def heads(x: Tensor) -> Tensor:
+    """(B, H, S, D)"""
+    return x.unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    scores = b(b(heads(q)) @ b(b(heads(k)).mT)) * 0.5
+    return b(b(scores).softmax(-1)) @ b(heads(v))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    at = torch.arange(6)
+    mask = b(b(at[:, None]) < b(at[None]))
+    scores = torch.einsum("bhqd,bhkd->bhqk", b(heads(q)), heads(k)).masked_fill(mask, -torch.inf)
+    return torch.einsum("bhqk,bhkd->bhqd", b(b(scores).softmax(-1)), heads(v))
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    def repeated(x: Tensor) -> Tensor:
+        return b(b(b(x.unsqueeze(1))[:, :, None].expand(2, 1, 2, 6, 4)).reshape(2, 2, 6, 4))
+
+    return F.scaled_dot_product_attention(heads(q), repeated(k[..., :4]), repeated(v[..., :4]))
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    parts = [[b(x[..., i : i + 4]) for x in (q, k, v)] for i in (0, 4)]
+    return torch.cat([b(F.scaled_dot_product_attention(*part)) for part in parts], -1)
+
+
+def padded_convolution(x: Tensor, b: Between) -> Tensor:
+    return F.conv1d(b(F.pad(b(x.mT), (2, 0))), torch.ones(3, 1, 3), groups=3)
+
+
+def cut_convolution(x: Tensor, b: Between) -> Tensor:
+    return b(F.conv1d(b(x.mT), torch.ones(3, 1, 3), padding=2, groups=3))[..., :-2]
+
+
+def shift(x: Tensor, b: Between) -> Tensor:
+    return torch.cat([b(torch.zeros(2, 2, 3)), b(b(x)[:, :-2])], 1)
+
+
+SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "cat": (exclusive_cat, "sp.scan(*, None, 1, sum, True)"),
+    "pad and slice": (exclusive_pad, "sp.scan(*, None, 1, sum, True)"),
+    "difference": (exclusive_difference, "sp.scan(*, None, 1, sum, True)"),
+    "flips": (reversed_sum, "sp.scan(*, None, 1, sum, False, True)"),
+    "total": (reversed_total, "sp.scan(*, None, 1, sum, False, True)"),
+    "last row": (last_minus, "sp.scan(*, None, 1, sum, True, True)"),
+    "loop": (loop, "sp.linear_scan(*, *, None, 1, False)"),
+    "loop from zeros": (loop_from_viewed_zeros, "sp.linear_scan(*, *, None, 1, False)"),
+    "written rows": (written, "sp.linear_scan(*, *, *, 1, False)"),
+    "rounds": (rounds, "aten.cumsum(*, 1, dtype=torch.float32)"),
+    "associative_scan": (associative, "sp.scan(*, None, 1, sum)"),
+    "attention": (attention, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=0.5)"),
+    "causal attention": (
+        causal,
+        "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)",
+    ),
+    "repeated heads": (grouped, "aten.scaled_dot_product_attention(*, *, *, enable_gqa=True)"),
+    "one head at a time": (
+        one_by_one,
+        "aten.scaled_dot_product_attention(*, *, *, None, dropout_p=0.0, is_causal=False, scale=None)",
+    ),
+    "padded convolution": (padded_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
+    "cut convolution": (cut_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
+    "shift": (shift, "sp.shift(*, 1, 2, -2, 0)"),
+}
+CANONICAL = {
+    sp.scan.default,
+    sp.linear_scan.default,
+    aten.cumsum.default,
+    SDPA,
+    sp.conv1d.default,
+    sp.shift.default,
+}
+
+
+def canonical_ops(spelling: Callable[..., Tensor], between: Between) -> list[str]:
+    """What canonicalize makes of the spelling, after the values have been compared."""
+    count = len(inspect.signature(spelling).parameters) - 1
+    shape = (2, 6, 8) if count == 3 else (2, 4, 3)
+    xs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+    if count == 3:
+        gm = captured(lambda x, y, z: spelling(x, y, z, between), *xs)
+    else:
+        gm = captured(lambda x: spelling(x, between), *xs)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["sp_grad"] = False  # or a detach would mean something
+    Canonicalize()(gm)
+    (found, *_), wanted = gm(*xs) if isinstance(gm(*xs), tuple) else (gm(*xs),), spelling(*xs, plain)
+    torch.testing.assert_close(found, wanted)
+    return [said(n) for n in gm.graph.nodes if n.target in CANONICAL]
+
+
+def said(node: torch.fx.Node) -> str:
+    def word(value: object) -> str:
+        return "*" if isinstance(value, torch.fx.Node) else str(value)
+
+    arguments = [*map(word, node.args), *(f"{k}={word(v)}" for k, v in node.kwargs.items())]
+    return f"{str(node.target).removesuffix('.default')}({', '.join(arguments)})"
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_found_whatever_is_between(name: str, between: str) -> None:
+    spelling, op = SPELLINGS[name]
+    assert canonical_ops(spelling, BETWEEN[between]) == [op]

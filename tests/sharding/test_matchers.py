@@ -1,0 +1,103 @@
+"""What one node does, read off its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.golden import captured
+from torch import Tensor
+from torch.fx import Node
+
+from sp_compile.sharding.matchers import (
+    constant_of,
+    is_cast,
+    is_copy,
+    keeps_order,
+    order_of,
+    origin,
+    pad_of,
+    piece_of,
+)
+
+
+def last(function: Callable[[Tensor], Tensor]) -> Node:
+    """The node of the function's value; x is (2, 6, 3)."""
+    gm = captured(function, torch.randn(2, 6, 3))
+    result = gm.graph.output_node().args[0]
+    return result[0] if isinstance(result, tuple | list) else result
+
+
+@pytest.mark.parametrize(
+    ("function", "value"),
+    [
+        (lambda x: torch.zeros(6).view(2, 3).clone().expand(4, 2, 3)[1:], 0),
+        (lambda x: torch.full((2,), 2.5).double().unsqueeze(1), 2.5),
+        (lambda x: torch.ones_like(x, dtype=torch.bool).mT, 1),
+        (lambda x: torch.full((2,), 2.5).long(), None),
+        (lambda x: torch.ones(2, 2).tril(), None),
+        (lambda x: F.pad(torch.ones(2), (1, 0)), None),
+        (lambda x: torch.ones(2).view(torch.int32), None),
+        (lambda x: x.new_zeros(3) + x[0, 0], None),
+    ],
+)
+def test_constants(function: Callable[[Tensor], Tensor], value: float | None) -> None:
+    assert constant_of(last(function)) == value
+
+
+@pytest.mark.parametrize(
+    ("function", "piece"),
+    [
+        (lambda x: x[:, 2:5] + 0, (1, 2, 3, 1, True)),
+        (lambda x: x[:, -1] + 0, (1, 5, 1, 1, False)),
+        (lambda x: x[:, 1::2] + 0, (1, 1, 3, 2, True)),
+        (lambda x: x.narrow(1, 2, 3) + 0, (1, 2, 3, 1, True)),
+        (lambda x: x.split([1, 5], 1)[1] + 0, (1, 1, 5, 1, True)),
+        (lambda x: x.unbind(2)[1] + 0, (2, 1, 1, 1, False)),
+        (lambda x: x.flip(1) + 0, None),
+    ],
+)
+def test_pieces(function: Callable[[Tensor], Tensor], piece: tuple[Any, ...] | None) -> None:
+    found = last(function).args[0]
+    one = piece_of(found)
+    known = None if one is None else (one.dim, one.start, one.length, one.step, one.keeps)
+    assert known == piece
+    if one is not None:
+        assert one.source.op == "placeholder"
+
+
+def test_orders_and_copies() -> None:
+    assert order_of(last(lambda x: x.movedim(0, 2))) == (1, 2, 0)
+    assert order_of(last(lambda x: x.flip(1))) is None
+    assert is_copy(last(lambda x: x.clone()))
+    assert not is_copy(last(lambda x: x.detach()))
+    assert is_cast(last(lambda x: x.half()))
+    assert not is_copy(last(lambda x: x.half()))
+    assert keeps_order(last(lambda x: x.flatten(0, 1)))
+    assert not keeps_order(last(lambda x: x.mT))
+    assert not keeps_order(last(lambda x: x[:, None].expand(2, 5, 6, 3)))
+
+
+def test_pads() -> None:
+    pad = pad_of(last(lambda x: F.pad(x, (0, 0, 1, 2), value=3.0)))
+    assert pad is not None
+    assert (pad.dim, pad.before, pad.after, pad.fill) == (1, 1, 2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "undone"),
+    [
+        (lambda x: x.mT.clone().mT.reshape(-1).view(x.shape), True),
+        (lambda x: x.permute(1, 2, 0).permute(2, 0, 1), True),
+        (lambda x: x.permute(1, 2, 0).permute(1, 2, 0), False),
+        (lambda x: x.mT.reshape(2, 6, 3), False),
+        (lambda x: x[:, 1:].unsqueeze(0).squeeze(0), False),
+        (lambda x: x.double().float(), False),
+        (lambda x: x.detach() + 0, False),
+    ],
+)
+def test_origins(function: Callable[[Tensor], Tensor], undone: bool) -> None:
+    assert (origin(last(function)).op == "placeholder") == undone
