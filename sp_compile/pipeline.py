@@ -40,7 +40,7 @@ from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import Plan, Shard
 from sp_compile.spmd.inputs import mark_across
 
-from ._compat import argument_name, size_hint, trace_structured
+from ._compat import argument_name, size_hint, trace_graph, traces
 from .config import Ranks, SPConfig, resolve
 from .errors import SpError, at
 from .explain import Report
@@ -259,9 +259,5 @@ class _Clock:
         self.report.seconds[name] = self.report.seconds.get(name, 0.0) + now - self.last
         self.last = now
         log.debug("after %s: %d nodes", name, len(self.gm.graph.nodes))
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": f"sp_{name}", "encoding": "string"},
-            payload_fn=lambda: self.gm.print_readable(print_output=False),
-            expect_trace_id=False,
-        )
+        if traces():
+            trace_graph(f"sp_{name}", self.gm.print_readable(print_output=False))
