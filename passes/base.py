@@ -83,8 +83,12 @@ class Pass(PassBase):
         job.laps.append(lap)
         job.notes += [note for note in self.notes if note not in job.notes]
 
+    def __call__(self, graph_module: GraphModule) -> PassResult:
+        """By hand, as torch.fx calls a pass, but that `requires` is no check here."""
+        return self.call(graph_module)
+
     def call(self, graph_module: GraphModule) -> PassResult:
-        """By hand, as torch.fx calls a pass."""
+        """Run with the settings that the pass was made with."""
         self.run(graph_module, Job.of(self.given))
         return PassResult(self.gm, self.changes > 0)
 

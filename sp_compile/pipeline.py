@@ -20,6 +20,7 @@ from sp_compile.graph.strides import restore_strides
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.job import Job
 from sp_compile.passes.localize.localize import localize
 from sp_compile.passes.localize.prove import validate
 from sp_compile.passes.rewrite import Note, Rewrite, Settings, analyse
@@ -84,10 +85,9 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         axes, plan = analyse(gm, job)
     clock.lap("choose")
     axes, plan = _discharge(gm, job, axes, plan, clock)
-    for last in (SlowScans(job), ExpandHeads(job)):
-        if last.discharge(gm, plan):
-            axes, plan = analyse(gm, job)
-        report.add(last.notes)
+    for last in (SlowScans(), ExpandHeads()):
+        report.add(last.run(gm, Job.of(job)))
+    axes, plan = analyse(gm, job)
     if not job.gather_outputs:
         _check_local_outputs(gm, plan, job.ranks.n)
     report.constraints = _constraints(gm, axes, plan, job.ranks.n)
@@ -137,13 +137,14 @@ def _localized(gm: GraphModule, plan: Plan, job: Settings, clock: _Clock) -> Gra
 
 def _discharge(gm: GraphModule, job: Settings, axes: Axes, plan: Plan, clock: _Clock) -> tuple[Axes, Plan]:
     """Run the strategies until no demand is left; the axes and the plan of the graph that they made."""
+    state = Job.of(job)
     for _ in range(MAX_ROUNDS):
         if not plan.demands:
             break
         for strategy in STRATEGIES:
-            one = strategy(job)
-            if one.discharge(gm, plan):
-                axes, plan = analyse(gm, job)
+            one = strategy()
+            one.run(gm, state)
+            axes, plan = state.axes(gm), state.plan(gm)
             clock.report.add(one.notes)
             clock.lap(one.name)
     assert not plan.demands, f"demands that no pass discharged: {plan.demands}"

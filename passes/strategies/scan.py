@@ -37,7 +37,8 @@ from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, respelt, scan
-from sp_compile.passes.rewrite import Note, Rewrite, analyse
+from sp_compile.passes.job import Job, Note
+from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Plan, Shard
 
 from .local_scan import SlowScans
@@ -57,14 +58,17 @@ class NestedScan(Rewrite):
     name = "nested_scan"
     kinds = frozenset({"scan"})
 
-    def discharge(self, gm: GraphModule, plan: Plan) -> bool:
+    provides = frozenset({"claimed", "scans are flat"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         """Claim and rewrite until nothing is nested any more: a dim may hold a batch and choices, too."""
-        changed, notes = False, list[Note]()
-        while super().discharge(gm, plan):
-            changed, plan = True, analyse(gm, self.job)[1]
+        changes, notes = 0, list[Note]()
+        while found := super().apply(gm, job):
+            changes += found
             notes += self.notes
+            job.forget()
         self.notes = notes + self.notes
-        return changed
+        return changes
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         return "" if is_flat(scanned_rows(self.plan, node)) else _cannot(node)
@@ -146,11 +150,12 @@ class Scan(Rewrite):
     """Claims the demands of scans. By hand, `Scan(1)(graph_module)` makes the slow scans of any graph fast."""
 
     name = "scan"
+    requires = Rewrite.requires | {"scans are flat"}
     kinds = frozenset({"scan"})
 
-    def call(self, graph_module: torch.fx.GraphModule) -> PassResult:
+    def call(self, graph_module: GraphModule) -> PassResult:
         claimed = super().call(graph_module).modified
-        return PassResult(graph_module, SlowScans(self.job)(graph_module).modified or claimed)
+        return PassResult(graph_module, SlowScans(self.given)(graph_module).modified or claimed)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         if not has_scan(Call(node)):

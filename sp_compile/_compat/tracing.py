@@ -40,7 +40,7 @@ __all__ = [
 
 def traces() -> bool:
     """Does anybody collect structured traces (tlparse)? Graphs are printed for them alone."""
-    return bool(trace_log.handlers)
+    return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
 
 
 def trace_graph(name: str, text: str) -> None:
