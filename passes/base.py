@@ -71,17 +71,13 @@ class Pass(PassBase):
             self.gm.recompile()
             job.forget()
         seconds, more = time.perf_counter() - start, len(self.gm.graph.nodes) - nodes
-        self.record(job, Lap(self.name, self.requires, self.provides, self.changes, more, seconds))
+        job.laps.append(Lap(self.name, self.requires, self.provides, self.changes, more, seconds))
+        job.notes += [note for note in self.notes if note not in job.notes]
+        log.debug("after %s: %d changes, %d nodes", self.name, self.changes, len(self.gm.graph.nodes))
         if self.changes and before:
             trace_graph(f"sp_before_{self.name}", before)
             trace_graph(f"sp_after_{self.name}", _text(self.gm))
         return self.notes
-
-    def record(self, job: Job, lap: Lap) -> None:
-        """Put the lap and the notes on the job's record."""
-        log.debug("after %s: %d changes, %d nodes", lap.name, lap.changes, len(self.gm.graph.nodes))
-        job.laps.append(lap)
-        job.notes += [note for note in self.notes if note not in job.notes]
 
     def __call__(self, graph_module: GraphModule) -> PassResult:
         """By hand, as torch.fx calls a pass, but that `requires` is no check here."""
@@ -104,25 +100,29 @@ class Pass(PassBase):
 class Passes(Pass):
     """Several passes as one: each is a lap of its own."""
 
-    def parts(self) -> Sequence[type[Pass]]:
+    @classmethod
+    def parts(cls) -> Sequence[type[Pass]]:
         """The passes, in order."""
         raise NotImplementedError
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        """Run each once; raises ValueError where their order is wrong."""
-        self.gm, changes = gm, 0
+        changes = 0
         for part in self.parts():
-            changes += self.step(part(), job)
+            one = part()
+            self.notes += one.run(self.gm, job)
+            self.gm, changes = one.gm, changes + one.changes
         return changes
 
-    def step(self, one: Pass, job: Job) -> int:
-        """Run one of them on the graph that the one before has made."""
-        self.notes += one.run(self.gm, job)
-        self.gm = one.gm
-        return one.changes
+    def run(self, gm: GraphModule, job: Job) -> list[Note]:
+        self.gm, self.job, self.notes = gm, job, []
+        self.changes = self.apply(gm, job)
+        return self.notes
 
-    def record(self, job: Job, lap: Lap) -> None:
-        """Its parts have said everything."""
+
+def flat(one: type[Pass]) -> list[type[Pass]]:
+    """All the passes that a pass is made of, in order, each in front of what it is part of."""
+    parts = [part for each in one.parts() for part in flat(each)] if issubclass(one, Passes) else []
+    return [*parts, one]
 
 
 class Spelling(Pass, Editor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,16 @@ class Lap:
     changes: int = 0
     nodes: int = 0
     seconds: float = 0.0
+
+
+def total(laps: Iterable[Lap]) -> list[Lap]:
+    """One lap for each pass, with what all its runs took and changed, in the order of the first ones."""
+    found: dict[str, Lap] = {}
+    for lap in laps:
+        one = found.setdefault(lap.name, Lap(lap.name, lap.requires, lap.provides))
+        one.changes, one.nodes = one.changes + lap.changes, one.nodes + lap.nodes
+        one.seconds += lap.seconds
+    return list(found.values())
 
 
 @dataclass

@@ -34,6 +34,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.cost.scan import Carries, choose_exchange, message_bytes
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
+from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, respelt, scan
@@ -118,7 +119,7 @@ class _Nested:
         parts = (shard.outer, length) if same(shard.inner, 1) else (shard.outer * length, shard.inner)
         x = self.x if self.x.meta["val"].dtype == self.wide else self.call(aten.to.dtype, self.x, self.wide)
         each, before = self.two_levels(self.unflatten(x, dim, *parts), dim)
-        (before if same(shard.inner, 1) else each).meta["sp_aside"] = True
+        mark(before if same(shard.inner, 1) else each, aside=True)
         both = self.call(COMBINE[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
         flat = self.call(aten.reshape.default, both, self.editor.sizes.list(sizes(self.value.shape)))
         return flat if self.wide == self.value.dtype else self.call(aten.to.dtype, flat, self.value.dtype)

@@ -23,6 +23,7 @@ from sp_compile._compat import known_process_group, process_group
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import copied
+from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import Sizes, sizes
 from sp_compile.passes.localize.localize import localize
 from sp_compile.passes.localize.memory_order import keep_order
@@ -119,7 +120,7 @@ class SequenceParallelLinear(PassBase):
         mark_numbers(gm, self.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                node.meta["sp_grad"] = False
+                mark(node, requires_grad=False)
         axes = name_axes(gm)
         varying = varying_inputs(gm, axes, summed, self.facts)
         draw_whole(gm, differing(gm, varying))

@@ -18,13 +18,14 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.matchers import Factor, Product, product_of, transposed
 from sp_compile.graph.sizes import Size, product, same, sizes
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import filling_nodes
 
 from .masks import always_attends, recognise
@@ -45,18 +46,18 @@ class Weights:
     last: Node | None = None
 
 
-class EagerAttention(Editor):
-    """Rewrites every attention of one graph that is spelled out around a softmax."""
+@register
+class EagerAttention(Spelling):
+    """Rewrites every attention that is spelled out around a softmax."""
 
-    def __init__(self, gm: torch.fx.GraphModule) -> None:
-        self.edit(gm.graph)
+    name = "eager_attention"
+    requires = frozenset({"explicit", "loops are rolled"})
+    provides = frozenset({"canonical", "attention is fused"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         self._filling = filling_nodes(gm)
-
-    def run(self) -> bool:
-        """True if the graph changed."""
         found = [n for n in self.graph.nodes if n.op == "call_function" and n.target in SOFTMAX]
-        changed = [self._rewrite(n) for n in found]
-        return any(changed)
+        return sum([self._rewrite(n) for n in found])
 
     def _rewrite(self, softmax: Node) -> bool:
         call = Call(softmax)

@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.passes import base
+from sp_compile.passes.job import Job
 
 from . import element_ops  # noqa: F401  (registers how ops get their elements)
 from .elements import Opaque, Positions, Value
@@ -115,20 +116,20 @@ class Spelling:
         return sympy.Symbol(f"{name}{known.index(e)}", integer=True)
 
 
-class Masks(Editor):
+@base.register
+class Masks(base.Spelling):
     """Rewrites the attentions of one graph."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.edit(gm.graph)
+    name = "masks"
+    requires = frozenset({"attention is fused", "heads are stacked"})  # one mask for all heads
+    provides = frozenset({"canonical", "masks are predicates"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         self.vectors: dict[tuple[Any, ...], Node] = {}
         self.masks: dict[tuple[Node, tuple[Size, ...]], Mask | None] = {}  # layers share theirs
-
-    def run(self) -> bool:
-        """True if the graph changed."""
         target = aten.scaled_dot_product_attention.default
         found = self.graph.find_nodes(op="call_function", target=target)
-        changed = [self._rewrite(n) for n in found if Call(n)["attn_mask"] is not None]
-        return any(changed)
+        return sum([self._rewrite(n) for n in found if Call(n)["attn_mask"] is not None])
 
     def _rewrite(self, node: Node) -> bool:
         call = Call(node)

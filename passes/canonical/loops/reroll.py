@@ -31,8 +31,9 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import sizes
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 
-from .lists import WrittenLists
 from .recurrence import Affine, Scans
 from .steps import Column, Loop, NotALoop, Operand, Read, Ref, Seeded, reading
 from .vectorize import Steps, Value
@@ -104,7 +105,7 @@ class Roll:
         if any(x is WAITS for x in leaves):
             return False
         if not any(isinstance(x, Affine) for x in leaves):
-            self.values[column] = self.editor.apply(column.node, leaves)
+            self.values[column] = self.editor.batched(column.node, leaves)
             return True
         form = self.editor.affine(column.node, leaves)
         if form is None:
@@ -170,23 +171,21 @@ def _is(a: Any, b: Any) -> bool:
 STATE_CALLS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALLS}
 
 
-class Reroll(Scans):
+@register
+class Reroll(Spelling, Scans):
     """Rolls up the unrolled loops of one graph."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm = gm
-        self.edit(gm.graph)
+    name = "reroll"
+    requires = frozenset({"explicit", "lists"})
+    provides = frozenset({"canonical", "loops are rolled"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         self.budget = 4 * len(gm.graph.nodes)
         self.made: list[Node] = []
         self.rolled: set[Node] = set()  # what loops became
-
-    def run(self) -> bool:
-        """True if the graph changed."""
-        written = WrittenLists(self.gm).run()
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
         lists.sort(key=lambda n: -len(n.args[0]))  # a loop before the lists of its body
-        changed = [bool(n.users) and self._roll(n) for n in lists]
-        return written or any(changed)
+        return sum([bool(n.users) and self._roll(n) for n in lists])
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node, and remember it."""

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import quotient
 from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
@@ -44,7 +45,7 @@ class ExpandHeads(Rewrite):
 
     def _needs_it(self, node: Node) -> bool:
         call = Call(node)
-        grouped = node.meta.get("sp_grouped", False) and call["enable_gqa"]
+        grouped = record(node).grouped and call["enable_gqa"]
         return (
             grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
         )
