@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from canonical.toy_spelling import Doubled
 from support.golden import captured
 from torch import Tensor, nn
@@ -172,3 +174,79 @@ def test_a_job_analyses_anew_after_a_change() -> None:
     passes.Gather().run(gm, job)
     assert job.plan(gm) is not before
     assert [lap.name for lap in job.laps] == ["gather"]
+
+
+def step_by_step(step: Callable[[Tensor, Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:
+    def loop(x: Tensor) -> Tensor:
+        h, out = x[:, 0] * 0, []
+        for t in range(x.shape[1]):
+            h = step(h, x[:, t], t)
+            out.append(h)
+        return torch.stack(out, 1)
+
+    return loop
+
+
+def attention(scored: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def attend(x: Tensor) -> Tensor:
+        return scored(x @ x.mT * 0.5) @ x
+
+    return attend
+
+
+def masked(mask: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.scaled_dot_product_attention(x, x, x, mask(x))
+
+
+def grid(x: Tensor) -> tuple[Tensor, Tensor]:
+    at = torch.arange(x.shape[-2])
+    return at[:, None], at
+
+
+REFUSED = {
+    "tanh": (
+        step_by_step(lambda h, x, t: torch.tanh(h * x)),
+        "8 steps are no scan: a state that is not affine",
+    ),
+    "steps": (
+        step_by_step(lambda h, x, t: h * x if t % 2 else h + x),
+        "8 steps are no scan: steps that differ",
+    ),
+    "soft-cap": (attention(lambda s: s.tanh().softmax(-1)), r"tanh \(aten.tanh.default\) stands between"),
+    "columns": (attention(lambda s: s.softmax(-2)), "not eager_attention a softmax along dim 2 of 4"),
+    "read twice": (
+        lambda x: (p := (x @ x.mT).softmax(-1)) @ x + p.sum(),
+        "not eager_attention something else reads the probabilities",
+    ),
+    "bias": (
+        masked(lambda x: -(grid(x)[0] - grid(x)[1]).abs().float()),
+        "a bias of other numbers than 0 and fills",
+    ),
+    "pairs": (
+        masked(lambda x: x[0, 0] @ x[0, 0].T > 0),
+        r"the mask stays data: \w+ .* holds torch.float32 that no position gives",
+    ),
+    "heads": (
+        masked(lambda x: grid(x)[1] <= grid(x)[0] + torch.arange(x.shape[1])[:, None, None]),
+        "the mask stays data: it differs between heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_says_why(name: str) -> None:
+    fn, why = REFUSED[name]
+    loop = name in ("tanh", "steps")
+    x = torch.randn(2, 8, 4) if loop else torch.randn(2, 2, 8, 4)
+    report = sp_compile.explain(fn, x, seq_dims={"x": 1 if loop else 2})
+    (note,) = (n for n in report.notes if n.done in ("not reroll", "not eager_attention", "not masks"))
+    assert re.search(why, " ".join((note.done, note.why)))
+    assert note.why.split(":")[0][:20] in str(report)
+
+
+def test_what_is_no_near_miss_is_not_mentioned() -> None:
+    def others(x: Tensor) -> Tensor:
+        return torch.stack([x.softmax(-1), x + 1, (x * 2).sin()], 0).softmax(-1)
+
+    report = sp_compile.explain(others, torch.randn(2, 8, 4), seq_dims={"x": 1})
+    assert not [n for n in report.notes if n.done.startswith("not ")]

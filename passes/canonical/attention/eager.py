@@ -29,6 +29,7 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import filling_nodes
 
 from .masks import always_attends, recognise
+from .refusals import between_products, why_no_scores
 from .scores import CASTS, SAME, Scores, keeps_matrices, scores_of
 
 aten = torch.ops.aten
@@ -57,26 +58,37 @@ class EagerAttention(Spelling):
     def apply(self, gm: GraphModule, job: Job) -> int:
         self._filling = filling_nodes(gm)
         found = [n for n in self.graph.nodes if n.op == "call_function" and n.target in SOFTMAX]
-        return sum([self._rewrite(n) for n in found])
+        refusals = {n: self._rewrite(n) for n in found}
+        for node, why in refusals.items():
+            if why is not None and between_products(node):
+                self.refused(node, why)
+        return sum(why is None for why in refusals.values())
 
-    def _rewrite(self, softmax: Node) -> bool:
+    def _rewrite(self, softmax: Node) -> str | None:
+        """None for what is attention now; else why it is none, or none that one op says exactly."""
         call = Call(softmax)
-        if call.ndim() < 3 or call.dim() != call.ndim() - 1 or len(softmax.users) != 1:
-            return False
+        if call.ndim() < 3 or call.dim() != call.ndim() - 1:
+            return f"a softmax along dim {call.dim()} of {call.ndim()}"
+        if len(softmax.users) != 1:
+            return "something else reads the probabilities"
         scores, weights = scores_of(call.operands[0], softmax), _weights(softmax)
-        if scores is None or weights.product is None or weights.last is None:
-            return False
+        if scores is None:
+            return why_no_scores(call.operands[0])
+        if weights.product is None or weights.last is None:
+            return "something else than values is multiplied with the probabilities, or reads them"
         chain = [*scores.chain, softmax, *weights.chain]
         operands = _operands(scores.product, weights.product, chain)
-        if operands is None or not _keep_dtype(scores, operands[0]):
-            return False
+        if operands is None:
+            return "softmax in less precision than the values, or operands that broadcast"
+        if not _keep_dtype(scores, operands[0]):
+            return "the scores are scaled in another dtype"
         with self.graph.inserting_before(weights.last):
             out = self._attention(scores, weights, operands, weights.last)
         if out is None:
-            return False
+            return "a mask of finite fills under which a query may attend to nothing, or a bias that may hold fills"
         weights.last.replace_all_uses_with(out)
         self.erase([*chain, weights.last])
-        return True
+        return None
 
     def _attention(self, scores: Scores, weights: Weights, operands: list[Factor], last: Node) -> Node | None:
         assert weights.product is not None

@@ -193,17 +193,20 @@ class Reroll(Spelling, Scans):
         return self.made[-1]
 
     def _roll(self, listed: Node) -> bool:
-        values = _values(listed)
+        values, reasons = _values(listed), []
         for turned in (False, True):
             loop, self.made = Loop(self.budget), []
             try:
                 loop.read(values[::-1] if turned else values)
                 self._rewrite(listed, loop, turned)
                 return True
-            except NotALoop:
+            except NotALoop as reason:
                 self._forget()
+                reasons.append(reason)
             finally:
                 self.budget = loop.budget
+        if _goes_on(values):
+            self.refused(listed, f"{len(values)} steps are no scan: {reasons[values[0] > values[-1]]}")
         return False
 
     def _forget(self) -> None:
@@ -277,6 +280,20 @@ def _values(listed: Node) -> list[Node]:
         if len({sizes(v.meta["val"].shape)[dim] for v in values}) > 1:
             return []
     return values if len(set(values)) == len(values) > 1 else []
+
+
+def _goes_on(values: list[Node]) -> bool:
+    """Does the last of several values read, on its way from the one before, what was made on the way to that?"""
+    if len(values) < 3 or any(v.op != "call_function" for v in values):
+        return False
+    first, before, last = sorted(values)[-3:]
+    node = before.next
+    while True:
+        if any(first < i <= before for i in node.all_input_nodes):
+            return True
+        if node is last:
+            return False
+        node = node.next
 
 
 def _anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
