@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor, is_written, result_number
 from sp_compile.graph.random import is_random
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, product, same, typical
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import (
@@ -143,10 +144,10 @@ def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     if rule.kind(factor) == "halo":
         operand = axes.shard(call.operands[0])
         step = _slide(call, rule, [REPLICATE] * len(call.operands), operand, n) if operand else None
-        return step if step is not None and step.wants is not None and "sp_whole" not in node.meta else None
+        return step if step is not None and step.wants is not None and not record(node).whole else None
     demands: tuple[Demand, ...] = ()
     if rule.kind(factor) == "scan":
-        if "sp_whole" in node.meta or not (same(shard.outer, 1) and same(shard.inner, 1)):
+        if record(node).whole or not (same(shard.outer, 1) and same(shard.inner, 1)):
             return None
         demands = (Demand(node, 0, factor, "scan", REPLICATE, why=SCANNED),) if n > 1 else ()
     return _run(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
@@ -333,8 +334,9 @@ def _visit(
         step = all_whole(node, have, "whole", declined, len(step.results))
     if VARYING in have and not _takes_varying(found, have):
         step = each_its_own(node, have, VARYING, len(step.results))
-    if "sp_result" in node.meta:
-        step = each_its_own(node, have, node.meta["sp_result"], len(step.results))
+    left = record(node).result
+    if left is not None:
+        step = each_its_own(node, have, left, len(step.results))
     if step.wants is None and VARYING not in step.results:
         reduce += [
             Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND
@@ -377,7 +379,7 @@ def _step(
 
 
 def _no_rule(node: Node) -> str:
-    why = str(node.meta.get("sp_no_rule", f"{node.target} has no sharding rule"))
+    why = record(node).no_rule or f"{node.target} has no sharding rule"
     return "its result is changed in place" if is_written(node) else why
 
 

@@ -12,11 +12,16 @@ from tabulate import tabulate
 from sp_compile.cost.decision import Decision, merged
 from sp_compile.cost.exchanges import Exchange
 from sp_compile.graph.sizes import Size
+from sp_compile.passes.job import Lap, total
 
 
 @dataclass
 class Report:
-    """The report of one graph; `str(report)` is for people. parallel: how many ranks tensor-parallel groups have."""
+    """The report of one graph; `str(report)` is for people.
+
+    parallel: how many ranks tensor-parallel groups have. passes: every run of a pass, in order; the text has them
+    where `show_passes` says so.
+    """
 
     n: int
     notes: list = field(default_factory=list)
@@ -25,10 +30,11 @@ class Report:
     inputs: dict[str, list[int]] = field(default_factory=dict)
     sharded_outputs: list[str] = field(default_factory=list)
     constraints: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+    passes: list[Lap] = field(default_factory=list)
     errors: list = field(default_factory=list)
     layers: list = field(default_factory=list)
     parallel: list[int] = field(default_factory=list)
+    show_passes: bool = False
 
     def add(self, notes: Iterable) -> None:
         """Append the notes that are not there yet; passes that run again repeat themselves."""
@@ -38,7 +44,7 @@ class Report:
         """Take in the report of another graph of the same model."""
         self.add(other.notes)
         self.inputs.update(other.inputs)
-        self.seconds.update(other.seconds)
+        self.passes += other.passes
         self.exchanges += other.exchanges
         self.attention = merged([*self.attention, *other.attention])
         self.constraints += [c for c in other.constraints if c not in self.constraints]
@@ -46,6 +52,11 @@ class Report:
         self.errors += other.errors
         self.layers += other.layers
         self.parallel = sorted({*self.parallel, *other.parallel})
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What each pass took, over all its runs."""
+        return {lap.name: lap.seconds for lap in total(self.passes)}
 
     @property
     def worst(self) -> float:
@@ -95,6 +106,20 @@ class Report:
             yield "Collectives, bytes that one rank sends\n" + tabulate(
                 rows, headers=headers, maxcolwidths=WIDTHS
             )
+        if self.show_passes:
+            rows = [
+                (
+                    lap.name,
+                    _words(lap.requires),
+                    _words(lap.provides),
+                    lap.changes,
+                    lap.nodes,
+                    f"{lap.seconds:.3f}",
+                )
+                for lap in total(self.passes)
+            ]
+            headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
+            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
         if self.errors:
             yield tabulate(
                 self.errors, headers=("against one device", "largest relative error"), floatfmt=".2e"
@@ -119,6 +144,10 @@ def _grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
 
 def _short(where: str) -> str:
     return where if len(where) <= WIDTHS else where[: WIDTHS - 3] + "..."
+
+
+def _words(words: Iterable[str]) -> str:
+    return ", ".join(sorted(words))
 
 
 def _sum(values: Iterable[Size]) -> Size:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.edit import copied
 from sp_compile.graph.inline import lower_exchanges
+from sp_compile.graph.record import erase
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.lowering.library import digest
 from sp_compile.passes.collectives.merge.chains import check_reductions
@@ -285,7 +286,6 @@ def adopt(gm: GraphModule, local: GraphModule) -> None:
         else:
             made[node].meta.update(node.meta)
     for node in gm.graph.nodes:
-        for private in [key for key in node.meta if key.startswith("sp_")]:
-            del node.meta[private]
+        erase(node)
     gm.graph.lint()
     gm.recompile()

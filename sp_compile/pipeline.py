@@ -1,29 +1,29 @@
-"""The passes, in order, over one captured graph; lints, re-analyses, times and records after every one."""
+"""The passes, in order, over one captured graph; each lints, is timed and recorded, and has the graph analysed anew."""
 
 from __future__ import annotations
 
-import logging
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture_export
 from sp_compile.cost.decision import merged
 from sp_compile.cost.exchanges import exchanges_of
 from sp_compile.cost.machine import Machine
-from sp_compile.graph.sizes import divides, same
-from sp_compile.graph.strides import restore_strides
 from sp_compile.lowering.simulate import GROUP
+from sp_compile.passes.base import Pass, Passes, check_order, flat
 from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.localize.localize import localize
-from sp_compile.passes.localize.prove import validate
-from sp_compile.passes.rewrite import Note, Rewrite, Settings, analyse
-from sp_compile.passes.strategies.attention.choose import choose_attention
+from sp_compile.passes.job import Job, Settings
+from sp_compile.passes.localize.localize import Localize
+from sp_compile.passes.localize.memory_order import RestoreStrides
+from sp_compile.passes.localize.prove import Prove
+from sp_compile.passes.rewrite import Rewrite
+from sp_compile.passes.strategies.attention.choose import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
 from sp_compile.passes.strategies.attention.gathered import Gathered
 from sp_compile.passes.strategies.attention.hybrid import Hybrid
@@ -35,19 +35,14 @@ from sp_compile.passes.strategies.local_scan import SlowScans
 from sp_compile.passes.strategies.pick import Pick
 from sp_compile.passes.strategies.reduce import Means, Reduce
 from sp_compile.passes.strategies.scan import NestedScan, Scan
+from sp_compile.passes.strategies.sequence import Aligned, LocalOutputs, Sequences
 from sp_compile.passes.strategies.windows import Halo
-from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import Plan, Shard
-from sp_compile.spmd.inputs import mark_across
 
-from ._compat import argument_name, size_hint, trace_structured
 from .config import Ranks, SPConfig, resolve
-from .errors import SpError, at
+from .errors import SpError
 from .explain import Report
 
-log = logging.getLogger(__name__)
-
-# Strategies first; what they leave is gathered. Each claims demands by kind and may be run alone, by hand.
 STRATEGIES: tuple[type[Rewrite], ...] = (
     Undo,
     NestedScan,
@@ -63,7 +58,54 @@ STRATEGIES: tuple[type[Rewrite], ...] = (
     Gather,
     Draws,
 )
+"""Each claims demands by kind and may be run alone, by hand; what the others leave is gathered."""
+
 MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
+
+
+class Discharge(Passes):
+    """The strategies, round after round, until no demand is left."""
+
+    name = "discharge"
+    requires = frozenset({"canonical", "attention is chosen"})
+    provides = frozenset({"no demands"})
+
+    @classmethod
+    def parts(cls) -> Sequence[type[Pass]]:
+        return STRATEGIES
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
+        for _ in range(MAX_ROUNDS):
+            if not job.plan(gm).demands:
+                return changes
+            changes += super().apply(gm, job)
+        demands = job.plan(gm).demands
+        assert not demands, f"demands that no pass discharged: {demands}"
+        return changes
+
+
+class Pipeline(Passes):
+    """Captured graph in the global view -> the proved graph of one rank: all there is, in order."""
+
+    name = "pipeline"
+
+    @classmethod
+    def parts(cls) -> Sequence[type[Pass]]:
+        return (
+            Canonicalize,
+            Aligned,
+            Sequences,
+            ChooseAttention,
+            Discharge,
+            SlowScans,
+            ExpandHeads,
+            LocalOutputs,
+            Localize,
+            Trees,
+            Prove,
+            RestoreStrides,
+        )
 
 
 def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tuple[GraphModule, Report]:
@@ -72,82 +114,27 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence.
     Raises SpError when no sequence is found in a whole model, or when a pass refuses.
     """
+    state = replace(Job.of(job), fragment=fragment)
     if job.ranks.n == 1:  # whatever way attention is asked to be split, it is not
-        job = replace(job, attention="auto", layout="auto")
-    report = Report(job.ranks.n)
-    clock = _Clock(gm, report)
-    axes, plan = _begin(gm, job, fragment, report, clock)
-    chosen = choose_attention(gm, plan, job)
-    report.attention = merged(chosen.decisions)
-    if chosen.folds != job.folds:
-        job = replace(job, folds=chosen.folds)
-        axes, plan = analyse(gm, job)
-    clock.lap("choose")
-    axes, plan = _discharge(gm, job, axes, plan, clock)
-    for last in (SlowScans(job), ExpandHeads(job)):
-        if last.discharge(gm, plan):
-            axes, plan = analyse(gm, job)
-        report.add(last.notes)
-    if not job.gather_outputs:
-        _check_local_outputs(gm, plan, job.ranks.n)
-    report.constraints = _constraints(gm, axes, plan, job.ranks.n)
-    local = _localized(gm, plan, job, clock)
-    report.exchanges = exchanges_of(local, job.ranks.n)
-    report.sharded_outputs = [
-        node.name for node in gm.graph.output_node().all_input_nodes if isinstance(plan.of(node), Shard)
-    ]
-    return local, report
+        state = replace(state, attention="auto", layout="auto")
+    pipeline = Pipeline(state)
+    check_order(flat(Pipeline))
+    pipeline.run(gm, state)
+    assert state.planned is not None
+    return pipeline.gm, Report(
+        job.ranks.n,
+        notes=state.notes,
+        exchanges=exchanges_of(pipeline.gm, job.ranks.n),
+        attention=merged(state.decisions),
+        inputs=state.sequence_inputs,
+        sharded_outputs=_sharded_outputs(gm, state.planned),
+        constraints=state.constraints,
+        passes=state.laps,
+    )
 
 
-def _begin(
-    gm: GraphModule, job: Settings, fragment: bool, report: Report, clock: _Clock
-) -> tuple[Axes, Plan]:
-    """Canonicalize the graph, find its sequences and say of each input where it has them; refuse if there are none."""
-    Canonicalize()(gm)
-    if job.aligned is not None:
-        mark_across(gm, job.aligned)
-    clock.lap("canonicalize")
-    axes, plan = analyse(gm, job)
-    if _fix_short_lengths(gm, axes, job.ranks.n):
-        axes, plan = analyse(gm, job)
-    report.inputs = {
-        argument_name(node): axes.sequence_dims(node)
-        for node in gm.graph.find_nodes(op="placeholder")
-        if axes.sequence_dims(node) and not node.meta.get("sp_param", False)
-    }
-    if not axes.sequences and job.ranks.n > 1:
-        _no_sequence(gm, report, fragment)
-    elif job.ranks.n > 1 and not any(isinstance(p, Shard) for ps in plan.placements.values() for p in ps):
-        _nothing_sharded(job, report)
-    clock.lap("propagate")
-    return axes, plan
-
-
-def _localized(gm: GraphModule, plan: Plan, job: Settings, clock: _Clock) -> GraphModule:
-    """The checked graph of one rank."""
-    local = localize(gm, plan, job)
-    Trees(local).run()
-    clock.lap("localize")
-    validate(local, plan, job.ranks.n)
-    restore_strides(local)
-    local.graph.lint()
-    clock.lap("validate")
-    return local
-
-
-def _discharge(gm: GraphModule, job: Settings, axes: Axes, plan: Plan, clock: _Clock) -> tuple[Axes, Plan]:
-    """Run the strategies until no demand is left; the axes and the plan of the graph that they made."""
-    for _ in range(MAX_ROUNDS):
-        if not plan.demands:
-            break
-        for strategy in STRATEGIES:
-            one = strategy(job)
-            if one.discharge(gm, plan):
-                axes, plan = analyse(gm, job)
-            clock.report.add(one.notes)
-            clock.lap(one.name)
-    assert not plan.demands, f"demands that no pass discharged: {plan.demands}"
-    return axes, plan
+def _sharded_outputs(gm: GraphModule, plan: Plan) -> list[str]:
+    return [node.name for node in gm.graph.output_node().all_input_nodes if isinstance(plan.of(node), Shard)]
 
 
 def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:
@@ -183,85 +170,3 @@ def _machine(options: SPConfig) -> Machine | None:
     if options.cost is None:
         return None
     return Machine.of("cuda" if torch.cuda.is_available() else "cpu", options.cost)
-
-
-def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
-    """Make symbolic sequences of at most n positions constants: shapes of 1 are special to fake tensors."""
-    fixed = False
-    for node in gm.graph.find_nodes(op="placeholder"):
-        for dim in axes.sequence_dims(node):
-            extent = node.meta["val"].shape[dim]
-            if n > 1 and isinstance(extent, torch.SymInt) and size_hint(extent) <= n:
-                int(extent)  # a guard: another length is compiled anew
-                fixed = True
-    return fixed
-
-
-def _check_local_outputs(gm: GraphModule, plan: Plan, n: int) -> None:
-    for node in gm.graph.output_node().all_input_nodes:
-        have = plan.of(node)
-        if isinstance(have, Shard) and not (have.frame.exact(n) or _guard_divisible(node, have, n)):
-            raise SpError(
-                f"outputs='local': {node.name} at {at(node)} has {have.frame.length} of {have.frame.size} positions "
-                f"on {n} ranks, so some rank's shard holds padding; use a length that the ranks divide, "
-                "or outputs='gather'"
-            )
-
-
-def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
-    """For a symbolic length: does n divide it now? Asking makes it a guard, so another length is compiled anew."""
-    length = node.meta["val"].shape[have.dim]
-    whole = same(have.frame.start, 0) and same(have.frame.length, have.frame.size)
-    plain = same(have.outer, 1) and same(have.inner, 1)
-    return isinstance(length, torch.SymInt) and whole and plain and bool(length % n == 0)
-
-
-def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
-    """What the plan relies on: how sequences are cut, and what the ranks must divide."""
-    out: dict[str, None] = {}
-    for node in gm.graph.nodes:
-        have = plan.of(node)
-        if isinstance(have, Shard) and have.dim in axes.sequence_dims(node):
-            size, local = have.frame.size, have.frame.local(n)
-            padded = "" if divides(n, size) else f", padded to {n} * {local}"
-            out[f"sequence of {size}: {local} positions a rank{padded}"] = None
-        elif isinstance(have, Shard):
-            out[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
-    return list(out)
-
-
-def _nothing_sharded(job: Settings, report: Report) -> None:
-    why = "no value has the sequence in exactly one dim of more than one position; every rank runs the whole"
-    if job.fallback == "error":
-        raise SpError(f"{why}. fallback='error' forbids that; name the sequence with seq_dims")
-    report.add([Note("replicated", "graph", "the whole graph", why)])
-
-
-def _no_sequence(gm: GraphModule, report: Report, fragment: bool) -> None:
-    inputs = [n.name for n in gm.graph.find_nodes(op="placeholder") if not n.meta.get("sp_param", False)]
-    if not fragment:
-        raise SpError(
-            "no sequence found: the model has no attention or scan whose dim could be followed to an input. "
-            f"Name it: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {inputs}"
-        )
-    where, why = "a piece between graph breaks", "it has no sequence; every rank runs it whole"
-    report.add([Note("replicated", "graph", where, why)])
-
-
-class _Clock:
-    """Seconds per pass, and the graph after each, for `TORCH_LOGS=+sp_compile` and tlparse."""
-
-    def __init__(self, gm: GraphModule, report: Report) -> None:
-        self.gm, self.report, self.last = gm, report, time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.report.seconds[name] = self.report.seconds.get(name, 0.0) + now - self.last
-        self.last = now
-        log.debug("after %s: %d nodes", name, len(self.gm.graph.nodes))
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": f"sp_{name}", "encoding": "string"},
-            payload_fn=lambda: self.gm.print_readable(print_output=False),
-            expect_trace_id=False,
-        )

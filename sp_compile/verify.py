@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.spmd.check_compile import Lockstep
 from sp_compile.spmd.inputs import groups_of
@@ -24,15 +25,20 @@ from .joint import JointPasses
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
 
-def explain(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -> Report:
+def explain(
+    model: Callable[..., Any], *args: Any, sp: int = 2, passes: bool = False, **config: Any
+) -> Report:
     """What `backend="sp"` would do to `model(*args)` on `sp` ranks: rewrites, collectives with bytes, fallbacks.
 
     Needs no processes; the model runs once, on one device. A program that is tensor-parallel already needs its groups:
     of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers. With a
-    `mesh` that has an axis for its sequence too, the ranks of that axis count, and not `sp`. config:
-    the fields of SPConfig, and `kwargs`, a dict of keyword arguments of the model. Raises SpError as the backend would.
+    `mesh` that has an axis for its sequence too, the ranks of that axis count, and not `sp`. passes: show every pass,
+    with its order's words, rewrites, nodes and seconds. config: the fields of SPConfig, and `kwargs`, a dict of keyword
+    arguments of the model. Raises SpError as the backend would.
     """
-    return _each_graph(model, args, sp, config, None)
+    report = _each_graph(model, args, sp, config, None)
+    report.show_passes = passes
+    return report
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -> Report:
@@ -172,7 +178,7 @@ def _cotangent(y: Tensor) -> Tensor:
 
 def _errors(gm: GraphModule, reference: Any, found: Any) -> list[tuple[str, float]]:
     (results, grads, state), (here, here_grads, here_state) = reference, found
-    names = [n.name for n in gm.graph.find_nodes(op="placeholder") if n.meta.get("sp_grad", False)]
+    names = [n.name for n in gm.graph.find_nodes(op="placeholder") if record(n).requires_grad]
     # A gradient that is zero but for rounding (a key's bias) is measured against the largest one.
     floor = max(
         (g.abs().max().item() * _rounding(g) for g in grads if g is not None and g.numel()), default=0.0

@@ -20,8 +20,9 @@ config                          lowering/attention          lowering/collectives
 graph                           lowering/windows            lowering/scan/kernels     lowering/scan/kernels/triton
 sharding
 sharding/rules                  capture                     cost
+passes
 passes/canonical/attention      passes/canonical/loops
-passes                          passes/canonical            spmd
+passes/canonical                spmd
 functional                      passes/strategies
 passes/localize                 passes/collectives          passes/collectives/merge  passes/collectives/permute
 passes/strategies/attention     passes/tensor_parallel

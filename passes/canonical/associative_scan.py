@@ -23,13 +23,15 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from sp_compile._compat import associative_scan_op, detect_fake_mode, enable_python_dispatcher, make_fx
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor, drop_dead
+from sp_compile.graph.record import mark
 from sp_compile.lowering.scan.kernels import tree
 from sp_compile.lowering.scan.monoids import scannable
+from sp_compile.passes.base import Pass, Passes, Spelling, register
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import order_of, origin
 
 from .scan_ops import scan
@@ -140,14 +142,6 @@ aten, sp = torch.ops.aten, torch.ops.sp
 UNKNOWN = "its combine function is no sum, product, maximum, minimum, log-sum-exp or linear recurrence"
 
 
-class AssociativeScan(PassBase):
-    """By hand: every associative_scan of the graph, by the op that it is or by a tree."""
-
-    def call(self, graph_module: GraphModule) -> PassResult:
-        changed = AssociativeScans(graph_module).run()
-        return PassResult(graph_module, Trees(graph_module).run() or changed)
-
-
 @dataclass
 class _Operands:
     """What is scanned, along which dim, in which direction; `undone`: ops that make of it what the call was given."""
@@ -158,16 +152,16 @@ class _Operands:
     undone: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
 
 
-class AssociativeScans(Editor):
-    """Rewrites the calls of one graph whose combine function is recognised. Part of canonicalize."""
+@register
+class AssociativeScans(Spelling):
+    """Rewrites the calls whose combine function is recognised."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm = gm
-        self.edit(gm.graph)
+    name = "associative_scans"
+    requires = frozenset({"explicit"})
+    provides = frozenset({"canonical", "scans"})
 
-    def run(self) -> bool:
-        """True if the graph changed."""
-        changed = False
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
         calls = _calls(self.gm)
         if calls:
             drop_dead(self.graph)
@@ -175,13 +169,10 @@ class AssociativeScans(Editor):
             found = combining(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
             if found is not None and all(self._fits(node, one) for one in found):
                 self._rewrite(node, found)
-                changed = True
+                changes += 1
             else:
-                node.meta["sp_no_rule"] = UNKNOWN
-        if changed:
-            self.graph.lint()
-            self.gm.recompile()
-        return changed
+                mark(node, no_rule=UNKNOWN)
+        return changes
 
     def _fits(self, node: Node, one: Combining) -> bool:
         """A sum of bools is their disjunction, which sp.scan would count; a recurrence is of floats of one dtype."""
@@ -245,22 +236,29 @@ def _source_dim(node: Node, dim: int) -> int | None:
     return order[dim] if order is not None else None
 
 
-class Trees(Editor):
+class AssociativeScan(Passes):
+    """By hand: every associative_scan of the graph, by the op that it is or by a tree."""
+
+    name = "associative_scan"
+
+    @classmethod
+    def parts(cls) -> tuple[type[Pass], ...]:
+        return AssociativeScans, Trees
+
+
+class Trees(Pass, Editor):
     """Writes out what is left, level by level: functional torch ops, in linear memory. Lengths become constants."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm = gm
-        self.edit(gm.graph)
+    name = "trees"
+    requires = frozenset({"local"})
+    provides = frozenset({"ops"})
 
-    def run(self) -> bool:
-        """True if the graph changed."""
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        self.edit(gm.graph)
         found = _calls(self.gm)
         for node in found:
             self._inline(node, self.gm.get_submodule(node.args[0].target))
-        if found:
-            self.graph.lint()
-            self.gm.recompile()
-        return bool(found)
+        return len(found)
 
     def _inline(self, node: Node, combine: GraphModule) -> None:
         given = [*node.args[1], *node.args[2]]

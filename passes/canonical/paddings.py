@@ -20,8 +20,9 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, same, size
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import constant_of, origin, pad_of, readers, slice_of
 from sp_compile.sharding.windows import Slides, Sliding, plain, slides_of
 
@@ -38,20 +39,20 @@ class Padded:
     fill: Any
 
 
-class Paddings(Editor):
+@register
+class Paddings(Spelling):
     """Rewrites the padded windows of one graph."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.edit(gm.graph)
+    name = "paddings"
+    requires = frozenset({"scan idioms"})  # which are written with the same words
 
-    def run(self) -> bool:
-        """True if the graph changed."""
-        changed = False
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
         for rewrite in (self._read, self._cut):  # what reads a padding may itself be cut
             for node in list(self.graph.nodes):
                 if node.op == "call_function" and node.users:
-                    changed = rewrite(node) or changed
-        return changed
+                    changes += rewrite(node)
+        return changes
 
     def _read(self, node: Node) -> bool:
         """A padding becomes part of everything that reads it, or stays."""

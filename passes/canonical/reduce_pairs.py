@@ -17,18 +17,23 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import autograd_function_apply, pytree, set_grad_enabled
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.edit import INHERITED
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import origin, steps_to
 
 aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
 STEPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detach.default)
 
 
-def spell_pairs(gm: GraphModule) -> bool:
-    """Rewrite the graph in place; was there any?"""
-    changed = False
-    for node in gm.graph.find_nodes(op="call_function", target=autograd_function_apply):
-        changed = _respell(gm, node) or changed
-    return changed
+@register
+class ReducePairs(Spelling):
+    """Rewrites every autograd.Function that only reduces."""
+
+    name = "reduce_pairs"
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        found = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
+        return sum([_respell(gm, node) for node in found])
 
 
 def _respell(gm: GraphModule, node: Node) -> bool:

@@ -26,9 +26,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.lowering.scan.monoids import MONOIDS
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import (
     CATS,
     Pad,
@@ -145,26 +146,26 @@ def spelt(node: object) -> Spelt | None:
     return Spelt(node, call.operands[0], call.dim(), call["op"], call["exclusive"], call["reverse"])
 
 
-class ScanIdioms(Editor):
+@register
+class ScanIdioms(Spelling):
     """Rewrites the scans of one graph."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm = gm
-        self.edit(gm.graph)
+    name = "scan_idioms"
+    requires = frozenset({"scans", "masks are predicates"})  # a mask is read as it was written
+    provides = frozenset({"canonical", "scan idioms"})
 
-    def run(self) -> bool:
-        """True if the graph changed."""
-        changed = False
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
         if not any(node.target in PARTS for node in self.graph.nodes):
-            return changed
+            return changes
         for node in list(self.graph.nodes):
             if node.op != "call_function" or not is_tensor(node):
                 continue
             meant = _meant(node)
             if meant is not None:
                 self._rewrite(node, meant)
-            changed = meant is not None or self._turn(node) or self._differ(node) or changed
-        return changed
+            changes += meant is not None or self._turn(node) or self._differ(node)
+        return changes
 
     def _rewrite(self, node: Node, meant: Spelt) -> None:
         with self.graph.inserting_before(node):

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import sizes
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import order_of, origin
 
 aten = torch.ops.aten
@@ -40,22 +41,23 @@ Row = tuple[Any, ...]
 recurrence of a and b carries from its rows i to j over to row k."""
 
 
-class ScanRounds(Editor):
+@register
+class ScanRounds(Spelling):
     """Rewrites the unrolled scans of one graph."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.edit(gm.graph)
+    name = "scan_rounds"
+    requires = frozenset({"loops are rolled"})  # whose states are read before all that only looks at rows
+    provides = frozenset({"canonical", "scans"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         self.rows: list[Row] = [("zero",), ("unknown",)]
         self.number: dict[Row, int] = {}
         self.values: dict[Node, Tensor] = {}  # the number of what each row is; all other dims are 1
         self.dims: dict[Node, int] = {}  # of the leaves
-
-    def run(self) -> bool:
-        """True if the graph changed."""
         for node in self.graph.nodes:
             self.dims.update(_leaves(node))
         if not self.dims:
-            return False
+            return 0
         for node in self.graph.nodes:
             found = self._value(node)
             if found is None and node in self.dims:
@@ -69,7 +71,7 @@ class ScanRounds(Editor):
                 scans.setdefault(scan, node)
         for (op, leaf), node in scans.items():
             self._replace(node, op, leaf)
-        return bool(scans)
+        return len(scans)
 
     def _leaf(self, node: Node) -> Tensor | None:
         value, dim = node.meta["val"], self.dims[node]

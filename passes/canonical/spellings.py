@@ -25,32 +25,39 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import size, sizes
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 
 aten = torch.ops.aten
 REMOVED = object()
-Spelling = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
+Spelt = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 
-def respell(gm: GraphModule) -> bool:
-    """Rewrite every node that has a plainer spelling; True if there was one."""
-    changed = False
-    for node in list(gm.graph.nodes):
-        spelling = _SPELLINGS[node.target](node) if node.target in _SPELLINGS else None
-        if spelling is REMOVED:
-            gm.graph.erase_node(node)
-        elif isinstance(spelling, Node):
-            node.replace_all_uses_with(spelling)
-            gm.graph.erase_node(node)
-        elif spelling is not None:
-            node.target, node.args, node.kwargs = spelling
-        changed = changed or spelling is not None
-    return changed
+@register
+class Explicit(Spelling):
+    """Rewrites every node that has a plainer spelling."""
+
+    name = "explicit"
+    provides = frozenset({"canonical", "explicit"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
+        for node in list(gm.graph.nodes):
+            spelling = _SPELLINGS[node.target](node) if node.target in _SPELLINGS else None
+            if spelling is REMOVED:
+                gm.graph.erase_node(node)
+            elif isinstance(spelling, Node):
+                node.replace_all_uses_with(spelling)
+                gm.graph.erase_node(node)
+            elif spelling is not None:
+                node.target, node.args, node.kwargs = spelling
+            changes += spelling is not None
+        return changes
 
 
 def _made_like(target: Any, fill: bool = False) -> Any:
-    def spell(node: Node) -> Spelling:
+    def spell(node: Node) -> Spelt:
         value, call = node.meta["val"], Call(node)
         args = (call["size"], call["fill_value"]) if fill else (call["size"],)
         return target, args, {"dtype": value.dtype, "device": value.device}
@@ -58,14 +65,14 @@ def _made_like(target: Any, fill: bool = False) -> Any:
     return spell
 
 
-def _cast(node: Node) -> Spelling | None:
+def _cast(node: Node) -> Spelt | None:
     value, source = node.meta["val"], Call(node).operands[0]
     if value.device != source.meta["val"].device:
         return None
     return aten.to.dtype, (source, value.dtype), {}
 
 
-def _squeeze(node: Node) -> Spelling:
+def _squeeze(node: Node) -> Spelt:
     source = Call(node).operands[0]
     ones = [d for d, s in enumerate(sizes(source.meta["val"].shape)) if s == 1]
     return aten.squeeze.dims, (source, ones), {}
@@ -89,19 +96,19 @@ _SPELLINGS = {
 }
 
 
-class Repeats(Editor):
-    """Rewrites every repeat_interleave of one graph along a dim."""
+@register
+class Repeats(Spelling):
+    """Rewrites every repeat_interleave along a dim."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.edit(gm.graph)
+    name = "repeats"
+    requires = frozenset({"heads are grouped"})
 
-    def run(self) -> bool:
-        """True if the graph changed."""
+    def apply(self, gm: GraphModule, job: Job) -> int:
         nodes = self.graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int)
         found = [n for n in nodes if Call(n)["dim"] is not None and Call(n).ndim()]
         for node in found:
             self._rewrite(node)
-        return bool(found)
+        return len(found)
 
     def _rewrite(self, node: Node) -> None:
         call = Call(node)

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import size
 from sp_compile.sharding.placement import REPLICATE, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.reshape import Reshape, Window
@@ -36,7 +37,7 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
         value = node.meta.get("val")
         if node.op in ("placeholder", "get_attr"):
             known = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-            if known and node.meta.get("sp_grad", True):
+            if known and record(node).requires_grad is not False:
                 out.add(node)
         elif node.op == "call_function" and any(a in out for a in node.all_input_nodes):
             integral = isinstance(value, torch.Tensor) and not (

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from sp_compile._compat import keep_calling_convention
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call, is_tensor, is_written
+from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, Sizes, size
-from sp_compile.passes.rewrite import Settings, analyse, settings
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job, Settings
 from sp_compile.sharding.placement import Partial, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.reshape import Reshape, Window
 from sp_compile.sharding.rule import Factors, lookup
@@ -42,22 +43,23 @@ KEPT_META = (
 )
 
 
-class Localize(PassBase):
+class Localize(Pass):
     """The pass, by hand: `Localize(2)(graph_module)`. Raises SpError while the graph has demands left."""
 
-    def __init__(self, ranks: Ranks | int | Settings, **options: Any) -> None:
-        super().__init__()
-        self.job = settings(ranks, **options)
+    name = "localize"
+    requires = frozenset({"no demands", "checked"})
+    provides = frozenset({"local"})
 
-    def call(self, graph_module: GraphModule) -> PassResult:
-        plan = analyse(graph_module, self.job)[1]
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        plan = job.planned = job.plan(gm)
         if plan.demands:
             first = plan.demands[0]
             raise SpError(
                 f"{first.node.name} at {at(first.node)} still demands ({first.kind}): {first.why}; "
                 "run a pass that claims it first, such as passes.gather.Gather"
             )
-        return PassResult(localize(graph_module, plan, self.job), True)
+        self.gm = localize(gm, plan, job)
+        return len(plan.wants)
 
 
 def localize(gm: GraphModule, plan: Plan, job: Settings) -> GraphModule:
@@ -77,7 +79,7 @@ class _Localizer:
         self.lifted = lifted_nodes(gm, plan, self.differentiable)
 
     def run(self) -> GraphModule:
-        """The local GraphModule, with `meta['sp_global']` on every node that stands for a node of the global view."""
+        """The local GraphModule; the record of a node that stands for one of the global view says which: `origin`."""
         assert not self.plan.demands, [str(d) for d in self.plan.demands]
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in [n for n in sources if n.op == "placeholder"]:
@@ -104,18 +106,18 @@ class _Localizer:
     def _keep(self, old: Node, new: Node) -> None:
         """`new` computes on this rank what `old` computes in the global view."""
         new.meta.update(old.meta)
-        new.meta.update(sp_global=old, sp_grad=old in self.differentiable)
+        mark(new, origin=old, requires_grad=old in self.differentiable)
         self.env[old] = new
 
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
         """With inputs='local' a rank is given S/n where the global view says S = n * (S/n)."""
         for node in sources:
-            if "sp_local" in node.meta:
-                self.env[node].meta["val"] = node.meta["sp_local"]
+            if record(node).local is not None:
+                self.env[node].meta["val"] = record(node).local
         for node in sources:
-            scale = node.meta.get("sp_scale")
+            scale = record(node).scale
             if scale:
-                self.sizes.known[size(node.meta["sp_local"])] = self.env[node]
+                self.sizes.known[size(record(node).local)] = self.env[node]
                 with self.graph.inserting_after(self.sizes.last):
                     self.sizes.last = self.graph.call_function(operator.mul, (self.env[node], scale))
                 self.sizes.last.meta["val"] = node.meta["val"]
@@ -263,7 +265,7 @@ class _Localizer:
             both = self._call(sp.reduce_grad.default, ([local], self._how(source), n, group), user)
             with self.graph.inserting_after(both):
                 new = self._call(operator.getitem, (both, 0), user)
-        new.meta["sp_grad"] = source in self.differentiable
+        mark(new, requires_grad=source in self.differentiable)
         return new
 
     def _reduce_param_grads(self, sources: Iterable[Node]) -> None:
@@ -284,7 +286,7 @@ class _Localizer:
 
 
 def _is_parameter(source: Node) -> bool:
-    return source.op == "get_attr" or source.meta.get("sp_param", False)
+    return source.op == "get_attr" or bool(record(source).parameter)
 
 
 def _drop_dead(gm: GraphModule) -> None:

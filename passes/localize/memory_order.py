@@ -10,16 +10,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.edit import infer
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.graph.strides import order_of, restore
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
+
+sp = torch.ops.sp
+WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default)
+"""Ops whose result every rank goes on to use alike."""
+
+
+class RestoreStrides(Pass):
+    """Gathered values get the memory layout that they have on one device.
+
+    User code after a graph break may `view` a result, and an op that runs alike on every rank may read its strides;
+    both were written for the layout of one device. A copy where the layouts differ.
+    """
+
+    name = "restore_strides"
+    requires = frozenset({"proved"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        found = [(n, record(n).origin) for n in gm.graph.nodes if n.target in WHOLE]
+        apart = [
+            (n, o.meta["val"]) for n, o in found if o is not None and _differ(n.meta["val"], o.meta["val"])
+        ]
+        for node, value in apart:
+            restore(gm.graph, node, value)
+        return len(apart)
+
+
+def _differ(here: Tensor, there: Tensor) -> bool:
+    pairs = zip(sizes(there.shape), sizes(here.stride()), sizes(there.stride()))
+    return any(not same(a, b) for extent, a, b in pairs if extent != 1)
 
 
 def keep_order(local: GraphModule) -> None:
-    """Edits a validated local graph, in which `meta["val"]` is local and `meta["sp_global"]` is the global node."""
+    """Edits a validated local graph, in which `meta["val"]` is local and `record(node).origin` is the global node."""
     changed: set[Node] = set()
     for node in list(local.graph.nodes):
         if node.op != "call_function":
@@ -27,7 +60,7 @@ def keep_order(local: GraphModule) -> None:
         if not changed.isdisjoint(node.all_input_nodes):
             node.meta["val"] = infer(node.target, node.args, node.kwargs)
             changed.add(node)
-        source, here = node.meta.get("sp_global"), node.meta.get("val")
+        source, here = record(node).origin, node.meta.get("val")
         there = None if source is None else source.meta["val"]
         if isinstance(here, Tensor) and isinstance(there, Tensor) and not _in_order(here, there):
             changed.add(restore(local.graph, node, there))

@@ -22,10 +22,26 @@ from sp_compile._compat import (
     pytree,
 )
 from sp_compile.errors import SpError, at
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
 from sp_compile.sharding.placement import Placement, Plan, Shard
 
 c10d = torch.ops._c10d_functional
+
+
+class Prove(Pass):
+    """The proof as the pipeline runs it, behind Localize."""
+
+    name = "prove"
+    requires = frozenset({"local", "ops"})
+    provides = frozenset({"proved"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert job.planned is not None
+        validate(gm, job.planned, job.ranks.n)
+        return 0
 
 
 def validate(local: GraphModule, plan: Plan, n: int) -> None:
@@ -74,7 +90,7 @@ def _check_waited(node: Node) -> None:
 
 def _infer(node: Node, plan: Plan) -> None:
     """The node's local value. A node that runs alike on every rank keeps its global one."""
-    source = node.meta.get("sp_global")
+    source = record(node).origin
     if source is not None and source not in plan.wants and not _reads_local(node):
         return
     if not isinstance(node.target, OpOverload) and "val" in node.meta and source is None:
@@ -98,7 +114,7 @@ def _reads_local(node: Node) -> bool:
 
 
 def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:
-    source = node.meta.get("sp_global")
+    source = record(node).origin
     if source is None:
         return
     local = [v for v in pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]

@@ -24,6 +24,8 @@ class Draws(Rewrite):
     """Claims draws that would differ from rank to rank on a value that must not."""
 
     name = "draw"
+    requires = Rewrite.requires | {"gathered"}  # what runs on shards draws its own
+    provides = frozenset({"drawn"})
     kinds = frozenset({"draw"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.record import mark
 from sp_compile.passes.propagate import SUMMAND
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Shard
@@ -33,6 +34,8 @@ class Gather(Rewrite):
     """Claims every demand for a whole operand."""
 
     name = "gather"
+    requires = Rewrite.requires | {"claimed"}  # by whoever does better
+    provides = frozenset({"gathered"})
     kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
@@ -68,9 +71,9 @@ class Gather(Rewrite):
     def _gather(self, node: Node, demand: Demand) -> None:
         source = operand_of(node, demand.operand)
         have, why = self.plan.of(source), self._reason(demand)
-        node.meta["sp_whole"] = (
-            True  # propagation is not to begin a sequence here, of what is gathered or was whole
-        )
+        mark(
+            node, whole=True
+        )  # propagation is not to begin a sequence here, of what is gathered or was whole
         if not isinstance(have, Shard):
             if have == SUMMAND:
                 self._regather(node, demand)

@@ -19,8 +19,8 @@ from sp_compile.graph.call import Call
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import Problem, choose
 from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH, has_scan, respelt
+from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
-from sp_compile.sharding.placement import Plan
 
 LARGE = 1 << 14  # elements; below them the call is what takes time
 
@@ -28,21 +28,22 @@ LARGE = 1 << 14  # elements; below them the call is what takes time
 class SlowScans(Rewrite):
     """Claims no demand: it takes torch's scans that nothing has to be exchanged for."""
 
-    name = "scan"
+    name = "slow_scans"
+    requires = frozenset({"no demands"})
+    provides = frozenset({"planned"})
 
-    def discharge(self, gm: GraphModule, plan: Plan) -> bool:
-        """Replace the slow ones; True if there were any."""
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        """Replace the slow ones."""
+        plan = job.plan(gm)
         self.begin(gm, plan)
         waiting = {d.node for d in plan.demands}
         nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH]
         slow = [n for n in nodes if n not in waiting and is_slow(n)]
         for node in slow:
             fresh = respelt(self, node)
-            self.note(fresh, f"{TORCH[node.target]} along dim {Call(fresh).dim()}, which torch is slow at")
-        if slow:
-            gm.graph.lint()
-            gm.recompile()
-        return bool(slow)
+            why = f"{TORCH[node.target]} along dim {Call(fresh).dim()}, which torch is slow at"
+            self.note(fresh, why, done="scan")
+        return len(slow)
 
 
 def is_slow(node: Node) -> bool:

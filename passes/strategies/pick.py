@@ -26,6 +26,7 @@ class Pick(Rewrite):
     """Claims the demand of a select, or a slice of one row, along the sharded dim."""
 
     name = "pick"
+    provides = frozenset({"claimed", "picked"})
     kinds = frozenset({"whole"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:

@@ -34,6 +34,7 @@ class Means(Rewrite):
     """Splits means, and losses that sum more than one operand, into a sum that ranks can share and a count."""
 
     name = "mean"
+    provides = frozenset({"claimed", "means are sums"})
     kinds = frozenset({"mean", "total"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
@@ -107,6 +108,7 @@ class Reduce(Rewrite):
     """Turns Partial values into whole ones, once each, right after they are produced."""
 
     name = "reduce"
+    requires = Rewrite.requires | {"means are sums"}
     kinds = frozenset({"reduce"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:

@@ -34,10 +34,12 @@ from sp_compile.cost.machine import Machine
 from sp_compile.cost.scan import Carries, choose_exchange, message_bytes
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
+from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, respelt, scan
-from sp_compile.passes.rewrite import Note, Rewrite, analyse
+from sp_compile.passes.job import Job, Note
+from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Plan, Shard
 
 from .local_scan import SlowScans
@@ -57,14 +59,17 @@ class NestedScan(Rewrite):
     name = "nested_scan"
     kinds = frozenset({"scan"})
 
-    def discharge(self, gm: GraphModule, plan: Plan) -> bool:
+    provides = frozenset({"claimed", "scans are flat"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         """Claim and rewrite until nothing is nested any more: a dim may hold a batch and choices, too."""
-        changed, notes = False, list[Note]()
-        while super().discharge(gm, plan):
-            changed, plan = True, analyse(gm, self.job)[1]
+        changes, notes = 0, list[Note]()
+        while found := super().apply(gm, job):
+            changes += found
             notes += self.notes
+            job.forget()
         self.notes = notes + self.notes
-        return changed
+        return changes
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         return "" if is_flat(scanned_rows(self.plan, node)) else _cannot(node)
@@ -114,7 +119,7 @@ class _Nested:
         parts = (shard.outer, length) if same(shard.inner, 1) else (shard.outer * length, shard.inner)
         x = self.x if self.x.meta["val"].dtype == self.wide else self.call(aten.to.dtype, self.x, self.wide)
         each, before = self.two_levels(self.unflatten(x, dim, *parts), dim)
-        (before if same(shard.inner, 1) else each).meta["sp_aside"] = True
+        mark(before if same(shard.inner, 1) else each, aside=True)
         both = self.call(COMBINE[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
         flat = self.call(aten.reshape.default, both, self.editor.sizes.list(sizes(self.value.shape)))
         return flat if self.wide == self.value.dtype else self.call(aten.to.dtype, flat, self.value.dtype)
@@ -146,11 +151,12 @@ class Scan(Rewrite):
     """Claims the demands of scans. By hand, `Scan(1)(graph_module)` makes the slow scans of any graph fast."""
 
     name = "scan"
+    requires = Rewrite.requires | {"scans are flat"}
     kinds = frozenset({"scan"})
 
-    def call(self, graph_module: torch.fx.GraphModule) -> PassResult:
+    def call(self, graph_module: GraphModule) -> PassResult:
         claimed = super().call(graph_module).modified
-        return PassResult(graph_module, SlowScans(self.job)(graph_module).modified or claimed)
+        return PassResult(graph_module, SlowScans(self.given)(graph_module).modified or claimed)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         if not has_scan(Call(node)):

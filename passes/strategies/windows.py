@@ -28,6 +28,7 @@ class Halo(Rewrite):
     """Claims the demands of windows on shards, of a row in front of a shard, and of shards one beside the other."""
 
     name = "halo"
+    requires = Rewrite.requires | {"picked"}  # one row is sent alone
     kinds = frozenset({"halo", "whole", "align"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:

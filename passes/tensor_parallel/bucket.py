@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.edit import Editor
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import product, sizes
 from sp_compile.passes.localize.gradients import buckets
 from sp_compile.sharding.placement import Partial, Plan
@@ -27,7 +28,7 @@ def bucket_reductions(local: GraphModule, plan: Plan) -> None:
     """Rewrite the graph of one rank in place. A sum that something else reads stays where it is."""
     kinds: dict[tuple[Any, ...], list[Node]] = {}
     for node in local.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
-        made_from = node.meta.get("sp_global")
+        made_from = record(node).origin
         if made_from is None or not isinstance(plan.of(made_from.args[0]), Partial):
             continue
         value = node.meta["val"]

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, product, quotient, same, sizes, typical
 from sp_compile.sharding.axes import Atom, Axes
 from sp_compile.sharding.placement import Frame, Placement, Plan, Replicate, Shard
@@ -160,7 +161,7 @@ def common_inputs(plan: Plan) -> set[str]:
     seen: set[Node] = set()
     while waiting:
         node = waiting.pop()
-        exchanged = "sp_result" in node.meta or transfer_of(node.target) is not None
+        exchanged = record(node).result is not None or transfer_of(node.target) is not None
         if node not in seen and not exchanged:
             seen.add(node)
             waiting.extend(node.all_input_nodes)

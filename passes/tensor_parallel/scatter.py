@@ -17,18 +17,19 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
-from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from sp_compile._compat import known_process_group, process_group
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import copied
+from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import Sizes, sizes
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job, Note
 from sp_compile.passes.localize.localize import localize
 from sp_compile.passes.localize.memory_order import keep_order
 from sp_compile.passes.localize.prove import validate
 from sp_compile.passes.propagate import propagate
-from sp_compile.passes.rewrite import Note, Settings
 from sp_compile.passes.strategies.reduce import Means, Reduce
 from sp_compile.sharding.axes import name_axes
 from sp_compile.sharding.placement import VARYING, Placement, Plan, Shard
@@ -62,7 +63,7 @@ class Layer:
     why: str = ""
 
 
-class SequenceParallelLinear(PassBase):
+class SequenceParallelLinear(Pass):
     """The pass, by hand: `SequenceParallelLinear(Ranks(n, group))(graph_module)`.
 
     facts: what is known of the inputs (see `spmd.inputs.Facts`); by default, that nobody looked.
@@ -74,27 +75,29 @@ class SequenceParallelLinear(PassBase):
     """
 
     name = "sequence_parallel_linear"
+    provides = frozenset({"layers are scattered"})
 
     def __init__(self, ranks: Ranks, facts: Facts | None = None) -> None:
-        super().__init__()
+        super().__init__(ranks)
         self.ranks, self.facts = ranks, facts or Facts()
-        self.job = Settings(ranks)
         self.layers: list[Layer] = []
-        self.notes: list[Note] = []
         self.assumed: list[str] = []
 
-    def call(self, graph_module: GraphModule) -> PassResult:
+    def apply(self, gm: GraphModule, job: Job) -> int:
         self._check_ranks()
         named = self.facts.gradients or self.facts.tangents  # which are nodes of this very graph
         try:
-            local = self.scatter(graph_module if named else copied(graph_module))
+            local = self.scatter(gm if named else copied(gm))
         except SpError as error:  # what cannot be scattered stays as it is
             local = None
             self.layers = [
                 replace(layer, mode="full", dim=None, ops=0, why=str(error)) for layer in self.layers
             ]
             self.notes = [Note(f"not {self.name}", "graph", f"group {self.ranks.group}", str(error))]
-        return PassResult(graph_module if local is None else local, local is not None)
+        if local is None:
+            return 0
+        self.gm = local
+        return max(1, sum(layer.mode == "scattered" for layer in self.layers))
 
     def _check_ranks(self) -> None:
         group = self.ranks.group
@@ -119,7 +122,7 @@ class SequenceParallelLinear(PassBase):
         mark_numbers(gm, self.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                node.meta["sp_grad"] = False
+                mark(node, requires_grad=False)
         axes = name_axes(gm)
         varying = varying_inputs(gm, axes, summed, self.facts)
         draw_whole(gm, differing(gm, varying))

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import product, same, sizes
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement
@@ -39,7 +40,7 @@ def piece_of(node: Node) -> Node | None:
     if split.target not in SPLITS or len(split.args) > 2 or split.kwargs:
         return None
     source = split.args[0]
-    while source.target in ELEMENTWISE and "sp_result" not in source.meta:
+    while source.target in ELEMENTWISE and record(source).result is None:
         source = source.args[0]
     if source.target is not aten.cat.default or len(source.args) > 1 or source.kwargs:
         return None
@@ -124,7 +125,7 @@ def mark_collectives(gm: GraphModule, group: str, grid: Grid | None = None) -> N
         elif node.target is sp.rank.default:
             left = None if grid is not None and node.args[0] in grid.level else VARYING
         if left is not None:
-            node.meta["sp_result"] = left
+            mark(node, result=left)
 
 
 def mark_numbers(gm: GraphModule, facts: Facts) -> None:
@@ -138,11 +139,9 @@ def mark_numbers(gm: GraphModule, facts: Facts) -> None:
         ):
             value = node.meta.get("val")
             if node.op == "call_function" and not isinstance(value, SYMBOLS):
-                node.meta["sp_result"] = VARYING
+                mark(node, result=VARYING)
                 if node.target is operator.getitem:
-                    node.args[0].meta["sp_result"] = (
-                        VARYING  # which piece is taken decides what all of them are
-                    )
+                    mark(node.args[0], result=VARYING)  # which piece is taken decides what all of them are
             elif isinstance(value, SYMBOLS):
                 own.add(node)
 
@@ -171,7 +170,9 @@ def _before_exchanges(gm: GraphModule, facts: Facts) -> set[Node]:
             backward.add(node)
     seen: set[Node] = set()
     waiting = [
-        n for n in gm.graph.nodes if ("sp_result" in n.meta or n.target in LEAVES) and n not in backward
+        n
+        for n in gm.graph.nodes
+        if (record(n).result is not None or n.target in LEAVES) and n not in backward
     ]
     while waiting:
         node = waiting.pop()
@@ -207,7 +208,7 @@ def differing(gm: GraphModule, varying: Collection[Node]) -> set[Node]:
     """All values that differ by rank if these inputs do."""
     out = set(varying)
     for node in gm.graph.nodes:
-        fixed = LEAVES.get(node.target, node.meta.get("sp_result"))
+        fixed = LEAVES.get(node.target, record(node).result)
         piece = piece_of(node)
         sources = node.all_input_nodes if piece is None else [piece]
         if fixed is VARYING or (fixed is None and any(i in out for i in sources)):

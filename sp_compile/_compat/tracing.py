@@ -10,6 +10,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher  # tried on 2.13
 from torch._guards import TracingContext  # tried on 2.13
 from torch._logging import trace_structured  # tried on 2.13
+from torch._logging._internal import trace_log  # tried on 2.13
 from torch._ops import _get_dispatch_mode_pre_dispatch  # tried on 2.13
 from torch._subclasses.fake_tensor import FakeTensorMode  # tried on 2.13
 from torch.fx import Graph, Node
@@ -31,9 +32,25 @@ __all__ = [
     "rename",
     "reset_functorch",
     "suspended_trace",
-    "trace_structured",
+    "trace_graph",
+    "traces",
     "track_tensor_tree",
 ]
+
+
+def traces() -> bool:
+    """Does anybody collect structured traces (tlparse)? Graphs are printed for them alone."""
+    return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
+
+
+def trace_graph(name: str, text: str) -> None:
+    """Hand a graph's text to tlparse."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )
 
 
 def active_tracer() -> Any:

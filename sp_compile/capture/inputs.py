@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import argument_name, is_module_state, refuse_eager_fallback
 from sp_compile.config import SPConfig
 from sp_compile.errors import SpError
+from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import size
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Frame, Placement, Shard
@@ -41,12 +42,12 @@ def capture_shards(
     graph = capture(gm, example_inputs, fakes=whole)
     placements: dict[str, Placement] = {}
     for node, fake in zip(graph.graph.find_nodes(op="placeholder"), fakes):
-        node.meta["sp_local"] = fake
+        mark(node, local=fake)
         if node.name in dims:
             dim = dims[node.name]
             placements[node.name] = Shard(dim, Frame.full(size(node.meta["val"].shape[dim])))
         elif isinstance(fake, torch.SymInt) and size(fake) in symbols:
-            node.meta["sp_scale"] = n
+            mark(node, scale=n)
     return graph, placements
 
 
@@ -64,7 +65,7 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> di
     found = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         dims = axes.sequence_dims(node)
-        if dims and not node.meta.get("sp_param", False):
+        if dims and not record(node).parameter:
             found[node.name] = dims[0]
     return found
 
@@ -121,11 +122,11 @@ def global_view(
 
 
 def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """meta: sp_param, not one of the user's arguments; sp_grad, it may need a gradient."""
+    """Say of each whether it is one of the user's arguments, and whether it may need a gradient."""
     for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs):
         if isinstance(example, torch.Tensor):
-            node.meta["sp_grad"] = example.requires_grad
-            node.meta["sp_param"] = isinstance(example, torch.nn.Parameter) or is_module_state(node)
+            parameter = isinstance(example, torch.nn.Parameter) or is_module_state(node)
+            mark(node, requires_grad=example.requires_grad, parameter=parameter)
 
 
 def _placeholder_names(
@@ -135,7 +136,7 @@ def _placeholder_names(
 
     A fragment of the model may lack some of them; one that has none finds its sequence by itself (None).
     """
-    tensors = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta.get("sp_param") is False]
+    tensors = [n for n in graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
     out = {}
     for key, dim in seq_dims.items():
         found = [n for n in tensors if argument_name(n) == key]

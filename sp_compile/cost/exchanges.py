@@ -16,6 +16,7 @@ from sp_compile._compat import pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import at
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, size, sizes
 from sp_compile.lowering import routes
 from sp_compile.sharding.attention import SHARDED
@@ -99,7 +100,7 @@ def _is_tensor(value: object) -> bool:
 
 def _exchange(node: Node, name: str, operands: list[Node], there: Size, back: Size) -> Exchange:
     values = [v.meta["val"] for v in operands]
-    if not all(v.is_floating_point() for v in values) or not node.meta.get("sp_grad", True):
+    if not all(v.is_floating_point() for v in values) or record(node).requires_grad is False:
         back = 0
     shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")

@@ -1,9 +1,6 @@
-"""Gathered values get the memory layout that they have on one device.
+"""Values take the memory layout of another: what was in the order of one tensor's strides is copied into that order.
 
-    y: [S, B, D] in memory, read as [B, S, D]   ->   y.contiguous(): [B, S, D] in memory
-
-User code after a graph break may `view` a result, and an op that runs alike on every rank may read its strides; both
-were written for the layout of one device. Bytes moved between ranks: none; a copy where the layouts differ.
+y: [S, B, D] in memory, read as [B, S, D]   ->   y.contiguous(): [B, S, D] in memory
 """
 
 from __future__ import annotations
@@ -12,28 +9,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-from .sizes import Size, same, sizes
+from .record import mark
+from .sizes import Size, sizes
 
-sp, aten = torch.ops.sp, torch.ops.aten
-# Ops whose result every rank goes on to use alike.
-WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default)
+aten = torch.ops.aten
 LARGE = 1 << 20  # any symbolic size, where only the order of strides matters
-
-
-def restore_strides(local: GraphModule) -> None:
-    """Edits a validated local graph, in which `meta["val"]` is local and `meta["sp_global"]` is the global node."""
-    for node in list(local.graph.nodes):
-        source = node.meta.get("sp_global")
-        if node.target in WHOLE and source is not None and _differ(node.meta["val"], source.meta["val"]):
-            restore(local.graph, node, source.meta["val"])
-    local.recompile()
-
-
-def _differ(here: Tensor, there: Tensor) -> bool:
-    pairs = zip(sizes(there.shape), sizes(here.stride()), sizes(there.stride()))
-    return any(not same(a, b) for extent, a, b in pairs if extent != 1)
 
 
 def restore(graph: Graph, node: Node, value: Tensor) -> Node:
@@ -61,7 +43,8 @@ def restored(graph: Graph, node: Node, value: Tensor) -> Node:
         with graph.inserting_after(last):
             last = graph.call_function(target, (last, *args), kwargs)
         value = target(value, *args, **kwargs)
-        last.meta.update({k: v for k, v in node.meta.items() if k != "sp_global"}, val=value)
+        last.meta.update(node.meta, val=value)
+        mark(last, origin=None)
     return last
 
 

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import pytree
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.lowering.attention.predicate import symbols
 
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
@@ -65,7 +66,8 @@ def filling_nodes(gm: GraphModule) -> set[Node]:
     found: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            if _floats(node) and not node.meta.get("sp_grad", node.op == "get_attr"):
+            grad = record(node).requires_grad
+            if _floats(node) and not (node.op == "get_attr" if grad is None else grad):
                 found.add(node)
         elif node.op == "call_function" and (any(a in found for a in node.all_input_nodes) or _fills(node)):
             found.add(node)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call, is_tensor, result_number
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, same, size, sizes, typical
 
 from .attention import attending_nodes
@@ -237,7 +238,7 @@ def _softmax_attended(gm: GraphModule, axes: Axes) -> Evidence:
 
 def _scanned(gm: GraphModule, axes: Axes) -> Evidence:
     """What a scan runs along; of a batch of sequences flattened into one dim, the longest part."""
-    for call, rule in (found for found in _calls(gm) if "sp_aside" not in found[0].node.meta):
+    for call, rule in (found for found in _calls(gm) if not record(found[0].node).aside):
         for dim, kind in _classified(axes, call, rule):
             if kind == "scan" and dim:
                 yield call.node, (max(reversed(dim), key=lambda a: typical(a.size)),)

@@ -25,6 +25,7 @@ from sp_compile._compat import (
 )
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
+from sp_compile.graph.record import mark, record
 from sp_compile.lowering.collectives.checksums import is_one_number
 
 from .check_run import input_names
@@ -196,7 +197,7 @@ def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
     for node in gm.graph.nodes:
         named = named_groups(node) if is_exchange(node) else set()
         if any(known_process_group(name) and name not in aligned for name in named):
-            node.meta["sp_no_rule"] = "it exchanges with ranks that hold other rows of the sequence"
+            mark(node, no_rule="it exchanges with ranks that hold other rows of the sequence")
 
 
 def named_groups(node: Node) -> set[str]:
@@ -228,7 +229,7 @@ def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) ->
     """Inputs whose values the ranks compare: parameters, and global arguments. A buffer may hold what nobody reads."""
     out = []
     for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
-        argument = inputs == "global" and not node.meta.get("sp_param", False)
+        argument = inputs == "global" and not record(node).parameter
         if isinstance(example, torch.nn.Parameter) or argument:
             out.append(node.name)
     return out

@@ -27,6 +27,7 @@ from support.spellings.eager_spellings import (
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.graph.record import mark
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.sharding.attention import ATTENTION
 
@@ -51,7 +52,7 @@ def canonical(
 ) -> torch.fx.GraphModule:
     gm = sp_compile.capture_export(torch.export.export(Model(attend), inputs(dtype)))
     for node in gm.graph.find_nodes(op="placeholder"):
-        node.meta["sp_grad"] = differentiable
+        mark(node, requires_grad=differentiable)
     Canonicalize()(gm)
     return gm
 

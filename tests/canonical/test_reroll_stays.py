@@ -12,8 +12,9 @@ from support.models import BATCH, check, floats
 from support.spellings.loops import WIDTH, Loop, moving_average, rolled
 from torch import Tensor
 
+from sp_compile.passes.canonical.loops.lists import WrittenLists
 from sp_compile.passes.canonical.loops.reroll import Reroll
-from sp_compile.passes.canonical.spellings import respell
+from sp_compile.passes.canonical.spellings import Explicit
 
 # Loops that stay.
 
@@ -85,9 +86,10 @@ STAY: dict[str, Loop] = {
 def test_what_stays(name: str) -> None:
     args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
     gm = captured(STAY[name], *args)
-    respell(gm)
+    Explicit()(gm)
     before = show(gm)
-    Reroll(gm).run()
+    WrittenLists()(gm)
+    Reroll()(gm)
     assert show(gm) == before
     check(STAY[name], *(x.requires_grad_() for x in args), sp=2, seq_dims={"x": 1})
 
@@ -111,9 +113,9 @@ def test_time_is_linear_in_the_nodes() -> None:
         looked = []
         for steps in (20, 80):
             gm = captured(fn, floats(BATCH, steps, WIDTH))
-            respell(gm)
-            reroll = Reroll(gm)
-            before = reroll.budget
-            reroll.run()
+            Explicit()(gm)
+            before = 4 * len(gm.graph.nodes)
+            reroll = Reroll()
+            reroll(gm)
             looked.append(before - reroll.budget)
         assert looked[1] <= 4.5 * looked[0]

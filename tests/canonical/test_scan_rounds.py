@@ -83,7 +83,7 @@ def inputs(length: int) -> tuple[Tensor, Tensor]:
 def rolled(model: Callable[..., object], length: int) -> GraphModule:
     gm = captured(model, *inputs(length))
     gm.graph.eliminate_dead_code()  # the products that a recurrence's last round makes for no one
-    assert ScanRounds(gm).run()
+    assert ScanRounds()(gm).modified
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -151,7 +151,7 @@ def test_what_stays(name: str) -> None:
     gm = captured(STAY[name], *inputs(8))
     gm.graph.eliminate_dead_code()
     before = show(gm)
-    assert not ScanRounds(gm).run()
+    assert not ScanRounds()(gm).modified
     assert show(gm) == before
 
 

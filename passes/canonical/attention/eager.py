@@ -18,17 +18,19 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, product, same, sizes
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import filling_nodes
 from sp_compile.sharding.matchers import is_cast, origin, source_of, steps_from
 from sp_compile.sharding.products import Factor, Product, product_of, transposed
 
 from .masks import always_attends, recognise
+from .refusals import between_products, why_no_scores
 from .scores import Scores, keeps_matrices, scores_of
 
 aten = torch.ops.aten
@@ -46,37 +48,48 @@ class Weights:
     last: Node | None = None
 
 
-class EagerAttention(Editor):
-    """Rewrites every attention of one graph that is spelled out around a softmax."""
+@register
+class EagerAttention(Spelling):
+    """Rewrites every attention that is spelled out around a softmax."""
 
-    def __init__(self, gm: torch.fx.GraphModule) -> None:
-        self.edit(gm.graph)
+    name = "eager_attention"
+    requires = frozenset({"explicit", "loops are rolled"})
+    provides = frozenset({"canonical", "attention is fused"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         self._filling = filling_nodes(gm)
-
-    def run(self) -> bool:
-        """True if the graph changed."""
         found = [n for n in self.graph.nodes if n.op == "call_function" and n.target in SOFTMAX]
-        changed = [self._rewrite(n) for n in found]
-        return any(changed)
+        refusals = {n: self._rewrite(n) for n in found}
+        for node, why in refusals.items():
+            if why is not None and between_products(node):
+                self.refused(node, why)
+        return sum(why is None for why in refusals.values())
 
-    def _rewrite(self, softmax: Node) -> bool:
+    def _rewrite(self, softmax: Node) -> str | None:
+        """None for what is attention now; else why it is none, or none that one op says exactly."""
         call = Call(softmax)
-        if call.ndim() < 3 or call.dim() != call.ndim() - 1 or len(softmax.users) != 1:
-            return False
+        if call.ndim() < 3 or call.dim() != call.ndim() - 1:
+            return f"a softmax along dim {call.dim()} of {call.ndim()}"
+        if len(softmax.users) != 1:
+            return "something else reads the probabilities"
         scores, weights = scores_of(call.operands[0], softmax), _weights(softmax)
-        if scores is None or weights.product is None or weights.last is None:
-            return False
+        if scores is None:
+            return why_no_scores(call.operands[0])
+        if weights.product is None or weights.last is None:
+            return "something else than values is multiplied with the probabilities, or reads them"
         chain = [*scores.chain, softmax, *weights.chain]
         operands = _operands(scores.product, weights.product, chain)
-        if operands is None or not _keep_dtype(scores, operands[0]):
-            return False
+        if operands is None:
+            return "softmax in less precision than the values, or operands that broadcast"
+        if not _keep_dtype(scores, operands[0]):
+            return "the scores are scaled in another dtype"
         with self.graph.inserting_before(weights.last):
             out = self._attention(scores, weights, operands, weights.last)
         if out is None:
-            return False
+            return "a mask of finite fills under which a query may attend to nothing, or a bias that may hold fills"
         weights.last.replace_all_uses_with(out)
         self.erase([*chain, weights.last])
-        return True
+        return None
 
     def _attention(self, scores: Scores, weights: Weights, operands: list[Factor], last: Node) -> Node | None:
         assert weights.product is not None

@@ -38,7 +38,7 @@ WIDE = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every po
 
 
 class Opaque(Exception):
-    """No expression describes the element."""
+    """No expression describes the element; the message says of which value, and why, where that is final."""
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
@@ -67,23 +67,29 @@ class Positions:
         return self.known[key]
 
     def _element(self, node: Node, coords: Coords) -> Value:
+        inner: Opaque | None = None
         if _name(node):
             handler = HANDLERS.get(_name(node), _moved)
             try:
                 return cast(handler(self, Call(node), coords), node.meta["val"].dtype)
-            except Opaque:
-                pass  # one value to look up may still stand for all that was not understood
+            except Opaque as error:
+                inner = error  # one value to look up may still stand for all that was not understood
         held = constant_of(node)
         if held is not None:
             return cast(number(held), node.meta["val"].dtype)
-        return self._leaf(node, coords)
+        try:
+            return self._leaf(node, coords)
+        except Opaque as error:
+            raise inner if inner is not None and inner.args else error from None
 
     def _leaf(self, node: Node, coords: Coords) -> Value:
         value = node.meta["val"]
+        if value.dtype not in LEAVES:
+            raise Opaque(f"{node.name} ({node.target}) holds {value.dtype} that no position gives")
         which = [self._index(c, s) for c, s in zip(coords, sizes(value.shape))]
         used = [index for index in which if index is not None]
-        if value.dtype not in LEAVES or len(set(used)) < len(used) or {QUERY, KEY} <= set(used):
-            raise Opaque
+        if len(set(used)) < len(used) or {QUERY, KEY} <= set(used):
+            raise Opaque(f"{node.name} ({node.target}) belongs to a query and a key at once")
         function = sympy.Function(f"leaf_{node.name}", integer=True)
         self.leaves[f"leaf_{node.name}"] = node
         element = function(*coords)

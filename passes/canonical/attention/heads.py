@@ -27,26 +27,30 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload, pytree, schema_of
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.edit import Editor
+from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import Size, product, quotient, same, sizes
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
+from sp_compile.sharding.attention import attention_nodes
 from sp_compile.sharding.matchers import dies_with, in_order, keeps_order, origin, source_of, steps_to
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 
 
-class StackHeads(Editor):
+@register
+class StackHeads(Spelling):
     """Rewrites the attentions of one graph that differ in their head alone."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.edit(gm.graph)
+    name = "stack_heads"
+    requires = frozenset({"attention is fused"})
+    provides = frozenset({"canonical", "heads are stacked"})
 
-    def run(self) -> bool:
-        """True if the graph changed."""
+    def apply(self, gm: GraphModule, job: Job) -> int:
         nodes = list(self.graph.nodes)
         joined = [self._join(n) for n in nodes if n.target is aten.cat.default]
         turned = [self._turn(n) for n in self.graph.find_nodes(op="call_function", target=SDPA)]
-        return any(joined) or any(turned)
+        return sum(joined) + sum(turned)
 
     def _join(self, cat: Node) -> bool:
         given = Call(cat).operands
@@ -141,8 +145,25 @@ def same_value(a: Any, b: Any) -> bool:
 HEADS = -3
 
 
-def group_heads(node: Node) -> bool:
-    """Give an attention the key and value heads before their repetition; True if it changed."""
+@register
+class GroupHeads(Spelling):
+    """Gives every attention the key and value heads before their repetition."""
+
+    name = "group_heads"
+    requires = frozenset({"masks are predicates"})  # a mask is recognised by the scores of all heads
+    provides = frozenset({"canonical", "heads are grouped"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
+        for node in attention_nodes(gm):
+            before = node.all_input_nodes
+            if _group(node):
+                changes += 1
+                self.drop(*before)
+        return changes
+
+
+def _group(node: Node) -> bool:
     call = Call(node)
     if call["enable_gqa"] or call.ndim() != 4:
         return False
@@ -152,7 +173,7 @@ def group_heads(node: Node) -> bool:
     if quotient(_heads(call.operands[0]), _heads(key)) is None:
         return False
     node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
-    node.meta["sp_grouped"] = True  # by us, so that passes/strategies/attention/expand_heads.py may undo it
+    mark(node, grouped=True)  # by us, so that passes/strategies/attention/expand_heads.py may undo it
     return True
 
 

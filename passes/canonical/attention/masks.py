@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.passes import base
+from sp_compile.passes.job import Job
 
 from . import element_ops  # noqa: F401  (registers how ops get their elements)
 from .elements import Opaque, Positions, Value
@@ -45,23 +46,31 @@ class Mask:
 
 def recognise(node: Node, shape: tuple[Size, ...]) -> Mask | None:
     """The mask that broadcasts to scores of `shape`, (B, H, Q, K) or (B, Q, K); None where it is not understood."""
+    try:
+        return understood(node, shape)
+    except Opaque:
+        return None
+
+
+def understood(node: Node, shape: tuple[Size, ...]) -> Mask:
+    """As `recognise`. Raises Opaque, which says why the mask stays data."""
     own = sizes(node.meta["val"].shape)
     if len(shape) not in (3, 4) or len(own) > len(shape):
-        return None
+        raise Opaque(f"scores of {len(shape)} dims, a mask of {len(own)}")
     indices = [i for i in INDICES if i != HEAD or len(shape) == 4]
     extent: dict[sympy.Symbol, Size] = {**dict.fromkeys(INDICES, 1), **dict(zip(indices, shape))}
     box = Box(extent)
     positions = Positions(box, extent)
     coords = [0 if s == 1 else i for s, i in zip(own, indices[len(shape) - len(own) :])]
-    try:
-        allowed, finite = _allowed(positions.at(node, coords))
-        allowed = box.tidy(sympy.to_nnf(allowed, simplify=False))
-        mask = Mask(allowed, box, positions.leaves, extent)
-    except Opaque:
-        return None
-    outside = _without_leaves(allowed).free_symbols & {BATCH, HEAD}
-    if allowed == sympy.false or outside or (finite and not always_attends(mask)):
-        return None
+    allowed, finite = _allowed(positions.at(node, coords))
+    allowed = box.tidy(sympy.to_nnf(allowed, simplify=False))
+    mask = Mask(allowed, box, positions.leaves, extent)
+    if allowed == sympy.false:
+        raise Opaque("no query attends to any key")
+    if _without_leaves(allowed).free_symbols & {BATCH, HEAD}:
+        raise Opaque("it differs between heads or batches")
+    if finite and not always_attends(mask):
+        raise Opaque("its fills are finite, and no query provably attends to some key")
     return mask
 
 
@@ -70,7 +79,7 @@ def _allowed(value: Value) -> tuple[Boolean, bool]:
     if not isinstance(value, tuple):
         return value, False
     if not all(v == 0 or (v.is_number and v <= FINITE) for _, v in value):
-        raise Opaque
+        raise Opaque(f"a bias of other numbers than 0 and fills from {FINITE:g} down")
     zero = [c for c, v in value if v == 0]
     return (zero[0] if zero else sympy.false), any(v.is_finite for _, v in value if v != 0)
 
@@ -115,20 +124,20 @@ class Spelling:
         return sympy.Symbol(f"{name}{known.index(e)}", integer=True)
 
 
-class Masks(Editor):
+@base.register
+class Masks(base.Spelling):
     """Rewrites the attentions of one graph."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.edit(gm.graph)
+    name = "masks"
+    requires = frozenset({"attention is fused", "heads are stacked"})  # one mask for all heads
+    provides = frozenset({"canonical", "masks are predicates"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         self.vectors: dict[tuple[Any, ...], Node] = {}
         self.masks: dict[tuple[Node, tuple[Size, ...]], Mask | None] = {}  # layers share theirs
-
-    def run(self) -> bool:
-        """True if the graph changed."""
         target = aten.scaled_dot_product_attention.default
         found = self.graph.find_nodes(op="call_function", target=target)
-        changed = [self._rewrite(n) for n in found if Call(n)["attn_mask"] is not None]
-        return any(changed)
+        return sum([self._rewrite(n) for n in found if Call(n)["attn_mask"] is not None])
 
     def _rewrite(self, node: Node) -> bool:
         call = Call(node)
@@ -138,7 +147,7 @@ class Masks(Editor):
             return False
         key = (call["attn_mask"], shape)
         if key not in self.masks:
-            self.masks[key] = recognise(*key)
+            self.masks[key] = self._understood(*key)
         mask = self.masks[key]
         if mask is None:
             return False
@@ -151,6 +160,15 @@ class Masks(Editor):
             self.drop(old)
             return True
         return self._predicate(node, call, mask)
+
+    def _understood(self, node: Node, shape: tuple[Size, ...]) -> Mask | None:
+        """The mask; of one that is computed here and stays data, the report says why."""
+        try:
+            return understood(node, shape)
+        except Opaque as why:
+            if node.op == "call_function":
+                self.refused(node, f"the mask stays data: {why}" if why.args else "the mask stays data")
+            return None
 
     def _predicate(self, node: Node, call: Call, mask: Mask) -> bool:
         spelling = Spelling()

@@ -17,7 +17,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import origin, readers
 
 from .steps import reading
@@ -37,19 +38,20 @@ class Write:
     keep: bool
 
 
-class WrittenLists(Editor):
+@register
+class WrittenLists(Spelling):
     """Rewrites the chains of writes of one graph."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.edit(gm.graph)
+    name = "written_lists"
+    requires = frozenset({"explicit"})
+    provides = frozenset({"canonical", "lists"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         self.writes = {n: w for n in gm.graph.nodes for w in [_write(n)] if w is not None}
         self.budget = 4 * len(gm.graph.nodes)
-
-    def run(self) -> bool:
-        """True if the graph changed."""
         forwarded = [self._forward(n, w) for n, w in reversed(self.writes.items())]
         listed = [self._list(n) for n in self.writes if n.users and not self._is_written_on(n)]
-        return any(forwarded) or any(listed)
+        return sum(forwarded) + sum(listed)
 
     def _forward(self, node: Node, write: Write) -> bool:
         """Reads of one row read what was written there, or what it was written into."""

@@ -31,8 +31,9 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import sizes
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
 
-from .lists import WrittenLists
 from .recurrence import Affine, Scans
 from .steps import Column, Loop, NotALoop, Operand, Read, Ref, Seeded, reading
 from .vectorize import Steps, Value
@@ -104,7 +105,7 @@ class Roll:
         if any(x is WAITS for x in leaves):
             return False
         if not any(isinstance(x, Affine) for x in leaves):
-            self.values[column] = self.editor.apply(column.node, leaves)
+            self.values[column] = self.editor.batched(column.node, leaves)
             return True
         form = self.editor.affine(column.node, leaves)
         if form is None:
@@ -170,23 +171,21 @@ def _is(a: Any, b: Any) -> bool:
 STATE_CALLS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALLS}
 
 
-class Reroll(Scans):
+@register
+class Reroll(Spelling, Scans):
     """Rolls up the unrolled loops of one graph."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm = gm
-        self.edit(gm.graph)
+    name = "reroll"
+    requires = frozenset({"explicit", "lists"})
+    provides = frozenset({"canonical", "loops are rolled"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         self.budget = 4 * len(gm.graph.nodes)
         self.made: list[Node] = []
         self.rolled: set[Node] = set()  # what loops became
-
-    def run(self) -> bool:
-        """True if the graph changed."""
-        written = WrittenLists(self.gm).run()
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
         lists.sort(key=lambda n: -len(n.args[0]))  # a loop before the lists of its body
-        changed = [bool(n.users) and self._roll(n) for n in lists]
-        return written or any(changed)
+        return sum([bool(n.users) and self._roll(n) for n in lists])
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node, and remember it."""
@@ -194,17 +193,20 @@ class Reroll(Scans):
         return self.made[-1]
 
     def _roll(self, listed: Node) -> bool:
-        values = _values(listed)
+        values, reasons = _values(listed), []
         for turned in (False, True):
             loop, self.made = Loop(self.budget), []
             try:
                 loop.read(values[::-1] if turned else values)
                 self._rewrite(listed, loop, turned)
                 return True
-            except NotALoop:
+            except NotALoop as reason:
                 self._forget()
+                reasons.append(reason)
             finally:
                 self.budget = loop.budget
+        if _goes_on(values):
+            self.refused(listed, f"{len(values)} steps are no scan: {reasons[values[0] > values[-1]]}")
         return False
 
     def _forget(self) -> None:
@@ -278,6 +280,20 @@ def _values(listed: Node) -> list[Node]:
         if len({sizes(v.meta["val"].shape)[dim] for v in values}) > 1:
             return []
     return values if len(set(values)) == len(values) > 1 else []
+
+
+def _goes_on(values: list[Node]) -> bool:
+    """Does the last of several values read, on its way from the one before, what was made on the way to that?"""
+    if len(values) < 3 or any(v.op != "call_function" for v in values):
+        return False
+    first, before, last = sorted(values)[-3:]
+    node = before.next
+    while True:
+        if any(first < i <= before for i in node.all_input_nodes):
+            return True
+        if node is last:
+            return False
+        node = node.next
 
 
 def _anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:

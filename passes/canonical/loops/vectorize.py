@@ -156,7 +156,7 @@ DIMS = {"dim", "dim0", "dim1", "dim2"}
 class BatchedOps(Batch):
     """Appends ops on Steps at the graph's insertion point."""
 
-    def apply(self, node: Node, leaves: Sequence[Value]) -> Value:
+    def batched(self, node: Node, leaves: Sequence[Value]) -> Value:
         """What `node` does at one step, on all of them; leaves: in place of those of its arguments."""
         if node.target is operator.getitem:
             return leaves[0][leaves[1]]

@@ -28,14 +28,14 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from sp_compile.config import CHOICES
 from sp_compile.cost.reductions import Links
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
-from sp_compile.passes.rewrite import Note
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job, Note
 from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
 
@@ -45,7 +45,7 @@ from .ways import Block, Chooser, apart, compared, value_of
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
-class MergeReductions(PassBase, Editor):
+class MergeReductions(Pass, Editor):
     """MergeReductions(groups)(graph_module): in place; `notes` tells what was merged, and what was not and why.
 
     groups: what declare_groups returned, or Groups.of(mesh_shape, names) without processes.
@@ -62,6 +62,7 @@ class MergeReductions(PassBase, Editor):
     """
 
     name = "merge_reductions"
+    provides = frozenset({"reductions are merged"})
 
     def __init__(
         self, groups: Groups, policy: str = "auto", links: Links | None = None, strict: bool = True
@@ -72,29 +73,25 @@ class MergeReductions(PassBase, Editor):
             raise SpError(f"merge_reductions={policy!r}: expected one of {', '.join(map(repr, allowed))}")
         self.groups, self.policy, self.strict = groups, policy, strict
         self.chooser = Chooser(groups, policy, links)
-        self.notes: list[Note] = []
         self.gone: set[Node] = set()
 
-    def call(self, graph_module: GraphModule) -> PassResult:
-        self.edit(graph_module.graph)
-        self.notes, self.gone = [], set()
-        for node in graph_module.graph.nodes:
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        self.edit(gm.graph)
+        self.gone = set()
+        for node in gm.graph.nodes:
             if node.target in KINDS:
                 value_of(node)
-        found, broken = chains(graph_module.graph)
+        found, broken = chains(gm.graph)
         refusals = [self._refuses(chain) for chain in found]
         for place in broken:
             self._note(place.node, place.why, merged=False)
-        changed = False
+        changes = 0
         for chain, refusal in zip(found, refusals):
             if refusal is None:
-                changed |= self._treat(chain)
+                changes += self._treat(chain)
             else:
                 self._note(chain.links[-1].node, refusal, merged=False)
-        if changed:
-            graph_module.graph.lint()
-            graph_module.recompile()
-        return PassResult(graph_module, changed)
+        return changes
 
     def _treat(self, chain: Chain) -> bool:
         """Do a chain in the best way that the policy allows."""

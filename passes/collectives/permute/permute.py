@@ -25,13 +25,12 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from sp_compile.errors import at
 from sp_compile.graph.edit import Editor, copy_of, infer
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.sizes import quotient, same, size, sizes
-from sp_compile.passes.rewrite import Note
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job, Note
 
 from .arrangement import name_of, value_of
 from .combine import gather_exchanges, merge_first
@@ -51,7 +50,7 @@ def permute_all_to_all(gm: GraphModule, decomposed: bool = False, packed: bool =
     return rewrite.notes
 
 
-class PermuteAllToAll(PassBase, Editor):
+class PermuteAllToAll(Pass, Editor):
     """By hand: `PermuteAllToAll()(graph_module)`; `.notes` says what was done.
 
     decomposed: leave ATen and functional collectives, as after AOTAutograd, instead of sp:: ops.
@@ -59,24 +58,23 @@ class PermuteAllToAll(PassBase, Editor):
     """
 
     name = "permute_all_to_all"
+    provides = frozenset({"exchanges are joined"})
 
     def __init__(self, decomposed: bool = False, packed: bool = True) -> None:
         super().__init__()
         self.decomposed, self.packed = decomposed, packed
-        self.notes: list[Note] = []
         self.writes: frozenset[Node] = frozenset()
 
-    def call(self, graph_module: GraphModule) -> PassResult:
-        self.notes = []
-        before = copy_of(graph_module.graph) if any(map(_may_be_one, graph_module.graph.nodes)) else None
-        lent = [n for n in graph_module.graph.nodes if "example_value" in n.meta and "val" not in n.meta]
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        before = copy_of(gm.graph) if any(map(_may_be_one, gm.graph.nodes)) else None
+        lent = [n for n in gm.graph.nodes if "example_value" in n.meta and "val" not in n.meta]
         for node in lent:
             node.meta["val"] = node.meta["example_value"]
-        one_mode(graph_module.graph)
-        self.edit(graph_module.graph)
-        restride = Restride(graph_module.graph)
-        prepared = make_functional(graph_module) | settle(graph_module.graph)
-        self.writes = writes_of(graph_module.graph)
+        one_mode(gm.graph)
+        self.edit(gm.graph)
+        restride = Restride(gm.graph)
+        prepared = make_functional(gm) | settle(gm.graph)
+        self.writes = writes_of(gm.graph)
         prepared |= join_padded(self, self.writes)
         made = [node for node in list(self.graph.nodes) if self._rewritten(node)]
         gone = [
@@ -87,25 +85,19 @@ class PermuteAllToAll(PassBase, Editor):
         merged = [node for node in apart if not self.writes and merge_first(self, node)]
         changed = bool(made or gone or together or merged)
         if prepared and not changed and before is not None:  # for nothing
-            graph_module.graph = before
-            return PassResult(graph_module, False)
+            gm.graph = before
+            return 0
         if changed and self.decomposed:
-            lower_exchanges(graph_module)
+            lower_exchanges(gm)
         if changed:
             restride.apply()
-            graph_module.graph.lint()
-            graph_module.recompile()
         for node in lent:
             node.meta["example_value"] = node.meta.pop("val")
-        return PassResult(graph_module, changed)
+        return len(made) + len(gone) + len(together) + len(merged)
 
     def infer(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Any:
         """Values of Dynamo's graphs are of another mode than the one that compiles."""
         return infer(target, args, kwargs or {})
-
-    def note(self, node: Node, why: str, done: str | None = None) -> None:
-        """Add a line to the report."""
-        self.notes.append(Note(done or self.name, node.name, at(node), why))
 
     def _rewritten(self, node: Node) -> bool:
         if node.op == "call_function" and name_of(node) == "shard_dim_alltoall":
@@ -120,7 +112,7 @@ class PermuteAllToAll(PassBase, Editor):
         )
         if isinstance(found, str) or isinstance(exchange, str):
             if found:
-                self.note(node, str(found), f"not {self.name}")
+                self.refused(node, str(found))
             return False
         self._rewrite(exchange, found)
         return True

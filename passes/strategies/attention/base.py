@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, product, same, sizes
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.attention import filling_nodes, predicate_of
@@ -57,7 +58,7 @@ class ShardedAttention(Rewrite):
 
     def chosen(self, node: Node) -> bool:
         """Is this pass the one for the node: by the cost model, because the user named it, or run by hand?"""
-        choice = node.meta.get("sp_choice")
+        choice = record(node).choice
         return choice.kind == self.name if choice is not None else self.job.attention in ("auto", self.name)
 
     def unfit(self, call: Call) -> str | None:
@@ -105,7 +106,7 @@ class ShardedAttention(Rewrite):
         return ""
 
     def _balance(self, node: Node) -> bool:
-        choice = node.meta.get("sp_choice")
+        choice = record(node).choice
         return bool(choice is not None and choice.relayout)
 
     def _result(self, q: Node, v: Node, dtype: torch.dtype) -> torch.Tensor:

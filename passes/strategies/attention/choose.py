@@ -1,6 +1,6 @@
 """Which way every attention goes: the cost model's candidates, those that config and program allow, the fastest.
 
-    node.meta["sp_choice"] = Candidate(kind="ring", layout="zigzag", ...)       read by ulysses, ring, hybrid, gathered
+    record(node).choice = Candidate(kind="ring", layout="zigzag", ...)       read by ulysses, ring, hybrid, gathered
 
 Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes
 themselves. One layout holds for the whole program: zigzag if any attention was chosen to run on it and nothing else of
@@ -22,10 +22,12 @@ from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
 from sp_compile.lowering.attention.predicate import over, symbols
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.localize.gradients import differentiable_nodes
-from sp_compile.passes.rewrite import Settings
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import Plan, Shard
 
@@ -49,6 +51,22 @@ class Chosen:
     decisions: Sequence[Decided]
 
 
+class ChooseAttention(Pass):
+    """Notes the choice for every attention, and the layout for the whole program."""
+
+    name = "choose_attention"
+    requires = frozenset({"canonical", "sequences"})
+    provides = frozenset({"attention is chosen"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        chosen = choose_attention(gm, job.plan(gm), job)
+        job.decisions += chosen.decisions
+        if chosen.folds != job.folds:
+            job.folds = chosen.folds
+            job.forget()
+        return 0
+
+
 def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> Chosen:
     """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits no attention here."""
     trained = differentiable_nodes(gm)
@@ -60,7 +78,7 @@ def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> Chosen:
     made = [Chosen(folds, _decisions(shapes, folds, plan, job)) for folds in programs]
     best = min(made, key=lambda c: (sum(d.chosen.seconds for d in c.decisions), c.folds))
     for decision in best.decisions:
-        decision.node.meta["sp_choice"] = decision.chosen
+        mark(decision.node, choice=decision.chosen)
     return best
 
 

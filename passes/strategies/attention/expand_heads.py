@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import quotient
+from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
-from sp_compile.sharding.placement import Plan
 
 aten = torch.ops.aten
 HEADS = 1
@@ -27,24 +28,24 @@ class ExpandHeads(Rewrite):
     """Repeats key and value heads in front of masked attention on devices other than the CPU (or on `devices`)."""
 
     name = "expand_heads"
+    requires = frozenset({"no demands"})
+    provides = frozenset({"planned"})
 
     def __init__(self, *args: Any, except_on: tuple[str, ...] = ("cpu",), **options: Any) -> None:
         super().__init__(*args, **options)
         self.except_on = except_on
 
-    def discharge(self, gm: torch.fx.GraphModule, plan: Plan) -> bool:
-        self.begin(gm, plan)
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        self.begin(gm, job.plan(gm))
         target = aten.scaled_dot_product_attention.default
         nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_it(n)]
         for node in nodes:
             self._expand(node)
-        if nodes:
-            gm.recompile()
-        return bool(nodes)
+        return len(nodes)
 
     def _needs_it(self, node: Node) -> bool:
         call = Call(node)
-        grouped = node.meta.get("sp_grouped", False) and call["enable_gqa"]
+        grouped = record(node).grouped and call["enable_gqa"]
         return (
             grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
         )

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from sp_compile.cost.attention import Candidate
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides
 
 from .base import ShardedAttention
@@ -38,7 +39,7 @@ class Hybrid(ShardedAttention):
         )
 
     def last(self, node: Node) -> tuple[Any, ...]:
-        choice: Candidate | None = node.meta.get("sp_choice")
+        choice: Candidate | None = record(node).choice
         grads = choice.ring_grads if choice is not None else "travel"
         return self._ulysses(Call(node)), grads or "travel"
 
@@ -48,7 +49,7 @@ class Hybrid(ShardedAttention):
         return f"heads over {ulysses} neighbours, a ring of {self.job.ranks.n // ulysses} neighbourhoods"
 
     def _ulysses(self, call: Call) -> int | None:
-        choice: Candidate | None = call.node.meta.get("sp_choice")
+        choice: Candidate | None = record(call.node).choice
         n, heads = self.job.ranks.n, call.shape(0)[-3]
         if choice is not None:
             return choice.ulysses

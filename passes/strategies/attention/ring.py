@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from sp_compile.cost.attention import Candidate
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.lowering.attention.predicate import over, symbols
 from sp_compile.sharding.attention import predicate_of
 
@@ -30,7 +31,7 @@ class Ring(ShardedAttention):
     op = torch.ops.sp.ring_attention.default
 
     def last(self, node: Node) -> tuple[Any, ...]:
-        choice: Candidate | None = node.meta.get("sp_choice")
+        choice: Candidate | None = record(node).choice
         grads = choice.ring_grads if choice is not None else "travel"
         return self._steps(node), grads or "travel"
 

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, same, sizes
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.attention import ATTENTION
@@ -36,7 +37,7 @@ class Ulysses(Rewrite):
     kinds = frozenset({"attend"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        choice = node.meta.get("sp_choice")
+        choice = record(node).choice
         if node.target not in ATTENTION:
             return ""
         if (choice.kind if choice is not None else self.job.attention) not in ("auto", "ulysses"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, quotient, same, sizes
 from sp_compile.sharding.placement import (
     REPLICATE,
@@ -85,14 +86,14 @@ c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
 @rule_of(c10d.all_reduce.default, c10d.broadcast.default, c10d.wait_tensor.default, sp.reduce_pair.default)
 def _row_wise(call: Call) -> Factors | None:
-    return None if "sp_no_rule" in call.node.meta else bind(call, "... -> ...", lazy=True)
+    return None if record(call.node).no_rule else bind(call, "... -> ...", lazy=True)
 
 
 @rule_of(
     c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default
 )
 def _along_the_first(call: Call) -> Factors | None:
-    return None if "sp_no_rule" in call.node.meta else bind(call, "a ... -> c ...", whole="a")
+    return None if record(call.node).no_rule else bind(call, "a ... -> c ...", whole="a")
 
 
 @rule_of(sp.own_rows.default)

@@ -11,8 +11,9 @@ from support.models import BATCH, floats
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile.passes.canonical.loops.lists import WrittenLists
 from sp_compile.passes.canonical.loops.reroll import Reroll
-from sp_compile.passes.canonical.spellings import respell
+from sp_compile.passes.canonical.spellings import Explicit
 
 WIDTH, KEYS = 3, 4
 Loop = Callable[..., object]
@@ -247,8 +248,9 @@ def inputs(name: str, steps: int = 6) -> tuple[Tensor, ...]:
 
 def rolled(fn: Loop, args: tuple[Tensor, ...]) -> GraphModule:
     gm = captured(fn, *args)
-    respell(gm)
-    assert Reroll(gm).run()
+    Explicit()(gm)
+    written = WrittenLists()(gm).modified
+    assert Reroll()(gm).modified or written
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -1,0 +1,197 @@
+"""The form of every pass: a name, what it requires and provides, and a run over a graph that tells what it did.
+
+    class Doubled(Spelling):                                # one file in passes/canonical is all that a spelling takes
+        \"\"\"x + x -> 2 * x.\"\"\"
+
+        name = "doubled"
+        requires = frozenset({"explicit"})
+
+        def apply(self, gm, job):
+            ...
+            return how_many
+
+    register(Doubled)                                       # or @register above the class
+
+A pass is run by hand, `Doubled()(graph_module)`, or by the pipeline. Words order the passes: all that provide a word
+come before all that require it. "captured" is what every pipeline begins with.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, ClassVar, TypeVar
+
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from sp_compile._compat import trace_graph, traces
+from sp_compile.config import Ranks
+from sp_compile.errors import at
+from sp_compile.graph.edit import Editor
+
+from .job import Job, Lap, Note, Settings, settings
+
+log = logging.getLogger(__name__)
+
+CAPTURED = frozenset({"captured"})
+ONE = Settings(Ranks(1, ""))
+"""What a pass by hand is told that asks for no ranks."""
+
+
+class Pass(PassBase):
+    """One rewrite of a graph. After a run: `gm`, the graph that it made (most edit in place), `notes` and `changes`."""
+
+    name: ClassVar[str]
+    requires: ClassVar[frozenset[str]] = CAPTURED
+    provides: ClassVar[frozenset[str]] = frozenset()
+    gm: GraphModule
+
+    def __init__(self, ranks: Ranks | int | Settings = ONE, **options: Any) -> None:
+        super().__init__()
+        self.given = settings(ranks, **options)
+        self.job: Settings = self.given
+        self.notes: list[Note] = []
+        self.changes = 0
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        """Rewrite the graph; how many changes that took. 0 promises that the graph is as it was."""
+        raise NotImplementedError
+
+    def run(self, gm: GraphModule, job: Job) -> list[Note]:
+        """Apply the pass as one lap of the job: what it did and would not do, node by node."""
+        self.gm, self.job, self.notes = gm, job, []
+        before = _text(gm) if traces() else ""
+        nodes, start = len(gm.graph.nodes), time.perf_counter()
+        self.changes = self.apply(gm, job)
+        if self.changes:
+            self.gm.graph.lint()
+            self.gm.recompile()
+            job.forget()
+        seconds, more = time.perf_counter() - start, len(self.gm.graph.nodes) - nodes
+        job.laps.append(Lap(self.name, self.requires, self.provides, self.changes, more, seconds))
+        job.notes += [note for note in self.notes if note not in job.notes]
+        log.debug("after %s: %d changes, %d nodes", self.name, self.changes, len(self.gm.graph.nodes))
+        if self.changes and before:
+            trace_graph(f"sp_before_{self.name}", before)
+            trace_graph(f"sp_after_{self.name}", _text(self.gm))
+        return self.notes
+
+    def __call__(self, graph_module: GraphModule) -> PassResult:
+        """By hand, as torch.fx calls a pass, but that `requires` is no check here."""
+        return self.call(graph_module)
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        """Run with the settings that the pass was made with."""
+        self.run(graph_module, Job.of(self.given))
+        return PassResult(self.gm, self.changes > 0)
+
+    def note(self, node: Node, why: str, done: str | None = None) -> None:
+        """Add a line to the report; `done` is the pass's name unless given."""
+        self.notes.append(Note(done or self.name, node.name, at(node), why))
+
+    def refused(self, node: Node, why: str) -> None:
+        """Say why a node that looks like one of this pass's is none."""
+        self.note(node, why, done=f"not {self.name}")
+
+
+class Passes(Pass):
+    """Several passes as one: each is a lap of its own."""
+
+    @classmethod
+    def parts(cls) -> Sequence[type[Pass]]:
+        """The passes, in order."""
+        raise NotImplementedError
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
+        for part in self.parts():
+            one = part()
+            self.notes += one.run(self.gm, job)
+            self.gm, changes = one.gm, changes + one.changes
+        return changes
+
+    def run(self, gm: GraphModule, job: Job) -> list[Note]:
+        self.gm, self.job, self.notes = gm, job, []
+        self.changes = self.apply(gm, job)
+        return self.notes
+
+
+def flat(one: type[Pass]) -> list[type[Pass]]:
+    """All the passes that a pass is made of, in order, each in front of what it is part of."""
+    parts = [part for each in one.parts() for part in flat(each)] if issubclass(one, Passes) else []
+    return [*parts, one]
+
+
+class Spelling(Pass, Editor):
+    """A pass of canonicalize: one of the ways to write something becomes the one that later passes read."""
+
+    provides = frozenset({"canonical"})
+
+    def run(self, gm: GraphModule, job: Job) -> list[Note]:
+        self.edit(gm.graph)
+        return super().run(gm, job)
+
+
+S = TypeVar("S", bound=type[Spelling])
+_SPELLINGS: list[type[Spelling]] = []
+
+
+def register(spelling: S) -> S:
+    """Make a spelling a part of canonicalize, at the place that what it requires and provides gives it."""
+    if any(one.name == spelling.name for one in _SPELLINGS):
+        raise ValueError(f"a spelling called {spelling.name!r} is registered already")
+    _SPELLINGS.append(spelling)
+    return spelling
+
+
+def unregister(spelling: type[Spelling]) -> None:
+    """Take a spelling out again."""
+    _SPELLINGS.remove(spelling)
+
+
+def spellings() -> list[type[Spelling]]:
+    """All registered spellings, in an order that their words allow; where these leave a choice, by name."""
+    return ordered(_SPELLINGS)
+
+
+P = TypeVar("P", bound=Pass)
+
+
+def ordered(passes: Iterable[type[P]]) -> list[type[P]]:
+    """The passes so that all that provide a word come before all that require it. ValueError if nothing does so."""
+    left = {one.name: one for one in sorted(passes, key=lambda one: one.name)}
+    before = {
+        name: [other.name for other in left.values() if other.provides & one.requires]
+        for name, one in left.items()
+    }
+    try:
+        return [left[name] for name in TopologicalSorter(before).static_order()]
+    except CycleError as error:
+        raise ValueError(f"these passes require each other: {' -> '.join(error.args[1])}") from error
+
+
+def check_order(passes: Sequence[type[Pass]], given: frozenset[str] = CAPTURED) -> None:
+    """Raises ValueError if a pass requires what none before it provides, or what one behind it still provides."""
+    provided = set(given)
+    for i, one in enumerate(passes):
+        missing = one.requires - provided
+        if missing:
+            raise ValueError(f"{one.name} requires {_words(missing)}, which no pass before it provides")
+        for later in passes[i:]:
+            late = one.requires & later.provides
+            if late:
+                raise ValueError(
+                    f"{one.name} requires {_words(late)}, and {later.name} provides it only later"
+                )
+        provided |= one.provides
+
+
+def _words(words: Iterable[str]) -> str:
+    return " and ".join(map(repr, sorted(words)))
+
+
+def _text(gm: GraphModule) -> str:
+    return gm.print_readable(print_output=False)

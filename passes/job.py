@@ -1,0 +1,134 @@
+"""One graph on its way through the passes: the settings, what is known of the graph, and what its passes did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from sp_compile.config import Ranks
+from sp_compile.cost.decision import Decision
+from sp_compile.cost.machine import Machine
+from sp_compile.errors import SpError
+from sp_compile.sharding.axes import Axes, find_sequences, name_axes
+from sp_compile.sharding.placement import Placement, Plan
+
+from .propagate import propagate
+
+
+@dataclass
+class Settings:
+    """What passes need to know of the job; the same on every rank."""
+
+    ranks: Ranks
+    seq_dims: Mapping[str, int] | None = None
+    inputs: Mapping[str, Placement] = field(default_factory=dict)
+    gather_outputs: bool = True
+    attention: str = "auto"
+    layout: str = "auto"
+    machine: Machine | None = None  # of the cost model; the device's defaults if None
+    folds: int = 1  # chunks of the sequence that a rank holds: 2 for zigzag
+    fallback: str = "gather"
+    param_grads: str = "reduce"
+    aligned: frozenset[str] | None = None  # groups of the program whose ranks hold the same rows; None: all
+
+
+def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:
+    """Settings from a number of ranks (then no process group is named), from Ranks, or as they are."""
+    if isinstance(ranks, Settings):
+        return ranks
+    return Settings(Ranks(ranks, "") if isinstance(ranks, int) else ranks, **options)
+
+
+def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
+    """Name the axes, find the sequence, propagate. Raises SpError when `seq_dims` names no input."""
+    axes = name_axes(gm)
+    axes.folds = job.folds
+    find_sequences(gm, axes, _seq_nodes(gm, job.seq_dims))
+    by_name = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+    inputs = {by_name[name]: placement for name, placement in job.inputs.items()}
+    return axes, propagate(gm, axes, job.ranks.n, inputs, job.gather_outputs)
+
+
+def _seq_nodes(gm: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[Node, int] | None:
+    if seq_dims is None:
+        return None
+    nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+    missing = sorted(set(seq_dims) - set(nodes))
+    if missing:
+        raise SpError(f"seq_dims: no input is called {missing}; the graph's inputs are {sorted(nodes)}")
+    return {nodes[name]: dim for name, dim in seq_dims.items()}
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line of the report: what a pass did, or would not do, to a node of the user's program."""
+
+    done: str  # "ulysses", "gather", ...
+    node: str
+    where: str  # the user's source line
+    why: str = ""
+
+
+@dataclass
+class Lap:
+    """One pass over one graph: a line of `explain(passes=True)`. changes: rewrites; nodes: how many more there are."""
+
+    name: str
+    requires: frozenset[str]
+    provides: frozenset[str]
+    changes: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+
+
+def total(laps: Iterable[Lap]) -> list[Lap]:
+    """One lap for each pass, with what all its runs took and changed, in the order of the first ones."""
+    found: dict[str, Lap] = {}
+    for lap in laps:
+        one = found.setdefault(lap.name, Lap(lap.name, lap.requires, lap.provides))
+        one.changes, one.nodes = one.changes + lap.changes, one.nodes + lap.nodes
+        one.seconds += lap.seconds
+    return list(found.values())
+
+
+@dataclass
+class Job(Settings):
+    """The settings of one graph, its analysis, and what passes leave for later ones and for the report.
+
+    fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence.
+    planned: the plan that a local graph was made from; its nodes are those of the global view.
+    """
+
+    fragment: bool = False
+    planned: Plan | None = None
+    notes: list[Note] = field(default_factory=list)
+    laps: list[Lap] = field(default_factory=list)
+    sequence_inputs: dict[str, list[int]] = field(default_factory=dict)
+    constraints: list[str] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    _analysed: tuple[Axes, Plan] | None = None
+
+    @classmethod
+    def of(cls, given: Settings) -> Job:
+        """A job with these settings; a job stays the one that it is."""
+        return given if isinstance(given, Job) else cls(**vars(given))
+
+    def axes(self, gm: GraphModule) -> Axes:
+        """The names of the graph's axes; found anew after a change."""
+        return self._analysis(gm)[0]
+
+    def plan(self, gm: GraphModule) -> Plan:
+        """Where every value of the graph lies; found anew after a change."""
+        return self._analysis(gm)[1]
+
+    def _analysis(self, gm: GraphModule) -> tuple[Axes, Plan]:
+        if self._analysed is None:
+            self._analysed = analyse(gm, self)
+        return self._analysed
+
+    def forget(self) -> None:
+        """The graph has changed, or what the analysis is told."""
+        self._analysed = None

@@ -1,0 +1,136 @@
+"""What is said of a graph before and after the demands of its sequence are met; no value changes.
+
+Aligned         nodes that exchange with ranks which hold other rows run on whole values
+Sequences       where the inputs have the sequence; refuses a model in which there is none
+LocalOutputs    what the plan relies on; refuses outputs='local' where a rank's shard would hold padding
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import argument_name, size_hint
+from sp_compile.errors import SpError, at
+from sp_compile.graph.record import record
+from sp_compile.graph.sizes import divides, same
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job, Note
+from sp_compile.sharding.axes import Axes
+from sp_compile.sharding.placement import Plan, Shard
+from sp_compile.spmd.inputs import mark_across
+
+ALL = "the whole graph"
+
+
+class Aligned(Pass):
+    """Marks the exchanges of the program's own that no rank may make of its rows alone."""
+
+    name = "aligned"
+    provides = frozenset({"exchanges are marked"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        if job.aligned is not None:
+            mark_across(gm, job.aligned)
+            job.forget()
+        return 0
+
+
+class Sequences(Pass):
+    """Finds the sequences of the inputs. Raises SpError if a whole model has none, or fallback='error' needs one."""
+
+    name = "sequences"
+    requires = frozenset({"canonical", "exchanges are marked"})
+    provides = frozenset({"sequences"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        fixed = _fix_short_lengths(gm, job.axes(gm), job.ranks.n)
+        if fixed:
+            job.forget()
+        axes = job.axes(gm)
+        found = {
+            n: axes.sequence_dims(n) for n in gm.graph.find_nodes(op="placeholder") if not record(n).parameter
+        }
+        job.sequence_inputs = {argument_name(node): dims for node, dims in found.items() if dims}
+        if job.ranks.n == 1:
+            return fixed
+        if not axes.sequences:
+            self._none(list(found), job)
+        elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
+            self._nothing_sharded(job)
+        return fixed
+
+    def _none(self, inputs: list[Node], job: Job) -> None:
+        if not job.fragment:
+            raise SpError(
+                "no sequence found: the model has no attention or scan whose dim could be followed to an input. Name "
+                f"it: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {[n.name for n in inputs]}"
+            )
+        where, why = "a piece between graph breaks", "it has no sequence; every rank runs it whole"
+        self.notes.append(Note("replicated", "graph", where, why))
+
+    def _nothing_sharded(self, job: Job) -> None:
+        why = "no value has the sequence in exactly one dim of more than one position; every rank runs the whole"
+        if job.fallback == "error":
+            raise SpError(f"{why}. fallback='error' forbids that; name the sequence with seq_dims")
+        self.notes.append(Note("replicated", "graph", ALL, why))
+
+
+class LocalOutputs(Pass):
+    """Checks results that stay sharded, and says how the plan cuts sequences and heads."""
+
+    name = "outputs"
+    requires = frozenset({"planned"})
+    provides = frozenset({"checked"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        plan = job.plan(gm)
+        if not job.gather_outputs:
+            _check_local_outputs(gm, plan, job.ranks.n)
+        job.constraints = _constraints(gm, job.axes(gm), plan, job.ranks.n)
+        return 0
+
+
+def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
+    """Make symbolic sequences of at most n positions constants: shapes of 1 are special to fake tensors."""
+    fixed = False
+    for node in gm.graph.find_nodes(op="placeholder"):
+        for dim in axes.sequence_dims(node):
+            extent = node.meta["val"].shape[dim]
+            if n > 1 and isinstance(extent, torch.SymInt) and size_hint(extent) <= n:
+                int(extent)  # a guard: another length is compiled anew
+                fixed = True
+    return fixed
+
+
+def _check_local_outputs(gm: GraphModule, plan: Plan, n: int) -> None:
+    for node in gm.graph.output_node().all_input_nodes:
+        have = plan.of(node)
+        if isinstance(have, Shard) and not (have.frame.exact(n) or _guard_divisible(node, have, n)):
+            raise SpError(
+                f"outputs='local': {node.name} at {at(node)} has {have.frame.length} of {have.frame.size} positions "
+                f"on {n} ranks, so some rank's shard holds padding; use a length that the ranks divide, "
+                "or outputs='gather'"
+            )
+
+
+def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
+    """For a symbolic length: does n divide it now? Asking makes it a guard, so another length is compiled anew."""
+    length = node.meta["val"].shape[have.dim]
+    whole = same(have.frame.start, 0) and same(have.frame.length, have.frame.size)
+    plain = same(have.outer, 1) and same(have.inner, 1)
+    return isinstance(length, torch.SymInt) and whole and plain and bool(length % n == 0)
+
+
+def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
+    """What the plan relies on: how sequences are cut, and what the ranks must divide."""
+    out: dict[str, None] = {}
+    for node in gm.graph.nodes:
+        have = plan.of(node)
+        if isinstance(have, Shard) and have.dim in axes.sequence_dims(node):
+            size, local = have.frame.size, have.frame.local(n)
+            padded = "" if divides(n, size) else f", padded to {n} * {local}"
+            out[f"sequence of {size}: {local} positions a rank{padded}"] = None
+        elif isinstance(have, Shard):
+            out[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
+    return list(out)

@@ -1,0 +1,60 @@
+"""What the passes know of a node, beside its value: one typed record, under one key of its meta.
+
+Copies of a node share what its meta holds, so a record is frozen: `record(node)` reads it, `mark(node, aside=True)`
+replaces it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Node
+
+KEY = "sp"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of one node; every field has a default that says nothing.
+
+    requires_grad: of an input, as it was given; of a local node, whether gradients reach it.
+    parameter: is an input a parameter, or state of a module? None: nobody looked.
+    local: an input's own value under inputs='local', a shard. scale: how many times longer the whole is.
+    origin: the node of the global view that a local node stands for.
+    result: where an exchange of the program's own leaves its result (a Placement), whatever its rule says.
+    no_rule: why a node runs on whole values only.
+    whole: propagation begins no sequence here, of what was gathered. aside: the node names no sequence.
+    grouped: canonicalize gave the attention its grouped heads, so expand_heads may undo it.
+    choice: how an attention will be split (a cost.attention.Candidate).
+    """
+
+    requires_grad: bool | None = None
+    parameter: bool | None = None
+    local: Any = None
+    scale: int | None = None
+    origin: Node | None = None
+    result: Any = None
+    no_rule: str | None = None
+    whole: bool = False
+    aside: bool = False
+    grouped: bool = False
+    choice: Any = None
+
+
+BLANK = Record()
+
+
+def record(node: Node) -> Record:
+    """What is known of the node."""
+    return node.meta.get(KEY, BLANK)
+
+
+def mark(node: Node, **known: Any) -> None:
+    """Let the node's record say this, too."""
+    node.meta[KEY] = replace(record(node), **known)
+
+
+def erase(node: Node) -> None:
+    """Forget all that is known of the node."""
+    node.meta.pop(KEY, None)

@@ -1,0 +1,252 @@
+"""The one form of pass: what orders them, what explain shows of them, and a spelling that registers itself."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from canonical.toy_spelling import Doubled
+from support.golden import captured
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile import passes
+from sp_compile.graph.edit import copy_of
+from sp_compile.graph.record import erase, mark, record
+from sp_compile.passes import Job, Pass, check_order, flat, register, settings, spellings, unregister
+from sp_compile.passes.base import ordered
+from sp_compile.pipeline import STRATEGIES, Pipeline
+
+
+class Sums(nn.Module):
+    """A sum along the sequence of x + x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + x).cumsum(1)
+
+
+@pytest.fixture
+def doubled() -> Iterator[None]:
+    register(Doubled)
+    yield
+    unregister(Doubled)
+
+
+def test_the_order_of_the_pipeline_has_its_reasons() -> None:
+    check_order(flat(Pipeline))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("eager_attention", "masks"),
+        ("masks", "group_heads"),
+        ("group_heads", "repeats"),
+        ("written_lists", "reroll"),
+        ("scan_idioms", "paddings"),
+        ("choose_attention", "ring"),
+        ("nested_scan", "scan"),
+        ("mean", "reduce"),
+        ("halo", "gather"),
+        ("gather", "draw"),
+        ("discharge", "localize"),
+        ("slow_scans", "localize"),
+        ("localize", "prove"),
+        ("prove", "restore_strides"),
+    ],
+)
+def test_a_swapped_order_is_refused(first: str, second: str) -> None:
+    order = flat(Pipeline)
+    names = [one.name for one in order]
+    i, j = names.index(first), names.index(second)
+    assert i < j
+    order[i], order[j] = order[j], order[i]
+    with pytest.raises(ValueError, match="requires"):
+        check_order(order)
+
+
+def test_spellings_are_ordered_by_their_words_alone() -> None:
+    assert [one.name for one in spellings()] == [one.name for one in ordered(reversed(spellings()))]
+
+
+def test_passes_that_require_each_other_are_refused() -> None:
+    class A(Pass):
+        name, requires, provides = "a", frozenset({"b"}), frozenset({"a"})
+
+    class B(Pass):
+        name, requires, provides = "b", frozenset({"a"}), frozenset({"b"})
+
+    with pytest.raises(ValueError, match="require each other"):
+        ordered([A, B])
+    with pytest.raises(ValueError, match="no pass before it provides"):
+        check_order([A])
+
+
+def test_every_pass_says_what_it_is() -> None:
+    for one in flat(Pipeline):
+        assert one.name
+        assert one.__doc__
+    names = [one.name for one in flat(Pipeline)]
+    assert len(set(names)) == len(names)
+    assert {one.name for one in STRATEGIES} <= set(names)
+
+
+@pytest.mark.usefixtures("doubled")
+def test_a_spelling_registers_itself() -> None:
+    x = torch.randn(1, 8, 4)
+    report = sp_compile.explain(Sums(), x, passes=True, seq_dims={"x": 1})
+    (lap,) = (lap for lap in report.passes if lap.name == "doubled")
+    assert lap.changes == 1
+    assert "twice the same" in str(report)
+    assert "doubled" in str(report).partition("Passes, in order")[2]
+    verified = sp_compile.verify(Sums(), x, seq_dims={"x": 1})
+    assert "doubled" in [note.done for note in verified.notes]
+    assert verified.worst < 1e-6
+    names = [one.name for one in spellings()]
+    assert names.index("explicit") < names.index("doubled") < names.index("masks")
+    with pytest.raises(ValueError, match="registered already"):
+        register(Doubled)
+
+
+def test_without_it_nothing_is_left_of_it() -> None:
+    report = sp_compile.explain(Sums(), torch.randn(1, 8, 4), seq_dims={"x": 1})
+    assert "doubled" not in [lap.name for lap in report.passes]
+    assert "Passes, in order" not in str(report)
+    assert list(report.seconds) == [one.name for one in flat(Pipeline) if one.name in report.seconds]
+
+
+def test_graphs_go_to_tlparse_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[str] = []
+    monkeypatch.setattr("sp_compile.passes.base.traces", lambda: True)
+    monkeypatch.setattr("sp_compile.passes.base.trace_graph", lambda name, text: traced.append(name))
+    Doubled()(captured(Sums(), torch.randn(1, 8, 4)))
+    assert traced == ["sp_before_doubled", "sp_after_doubled"]
+
+
+def test_nothing_is_printed_where_nobody_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logging.getLogger("torch.__trace")
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr("sp_compile.passes.base._text", lambda gm: pytest.fail("printed"))
+    assert Doubled()(captured(Sums(), torch.randn(1, 8, 4))).modified
+
+
+def test_by_hand_twice() -> None:
+    gm, again = (captured(Sums(), torch.randn(1, 8, 4)) for _ in range(2))
+    gather = passes.Gather(2, seq_dims={"x": 1})
+    for graph in (gm, again):
+        assert gather(graph).modified
+        assert len(gather.notes) == 1
+    assert not gather(gm).modified
+
+
+def test_every_name_is_there() -> None:
+    for name in passes.__all__:
+        assert getattr(passes, name).__name__ == name
+    assert passes.gather.Gather is passes.Gather
+    assert passes.scan.Scan is passes.Scan
+    assert passes.permute_all_to_all.PermuteAllToAll is passes.PermuteAllToAll
+    assert passes.merge_reductions.MergeReductions is passes.MergeReductions
+    with pytest.raises(AttributeError, match="Nothing"):
+        passes.Nothing  # noqa: B018
+
+
+def test_a_record_is_not_shared_by_copies() -> None:
+    gm = captured(Sums(), torch.randn(1, 8, 4))
+    (node,) = gm.graph.find_nodes(op="placeholder")
+    mark(node, parameter=True)
+    (copy,) = copy_of(gm.graph).find_nodes(op="placeholder")
+    mark(copy, parameter=False, requires_grad=True)
+    assert (record(node).parameter, record(node).requires_grad) == (True, None)
+    assert (record(copy).parameter, record(copy).requires_grad) == (False, True)
+    erase(copy)
+    assert record(copy).parameter is None
+
+
+def test_a_job_analyses_anew_after_a_change() -> None:
+    gm = captured(Sums(), torch.randn(1, 8, 4))
+    job = Job.of(settings(2, seq_dims={"x": 1}))
+    assert job.plan(gm) is job.plan(gm)
+    before = job.plan(gm)
+    passes.Gather().run(gm, job)
+    assert job.plan(gm) is not before
+    assert [lap.name for lap in job.laps] == ["gather"]
+
+
+def step_by_step(step: Callable[[Tensor, Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:
+    def loop(x: Tensor) -> Tensor:
+        h, out = x[:, 0] * 0, []
+        for t in range(x.shape[1]):
+            h = step(h, x[:, t], t)
+            out.append(h)
+        return torch.stack(out, 1)
+
+    return loop
+
+
+def attention(scored: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def attend(x: Tensor) -> Tensor:
+        return scored(x @ x.mT * 0.5) @ x
+
+    return attend
+
+
+def masked(mask: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.scaled_dot_product_attention(x, x, x, mask(x))
+
+
+def grid(x: Tensor) -> tuple[Tensor, Tensor]:
+    at = torch.arange(x.shape[-2])
+    return at[:, None], at
+
+
+REFUSED = {
+    "tanh": (
+        step_by_step(lambda h, x, t: torch.tanh(h * x)),
+        "8 steps are no scan: a state that is not affine",
+    ),
+    "steps": (
+        step_by_step(lambda h, x, t: h * x if t % 2 else h + x),
+        "8 steps are no scan: steps that differ",
+    ),
+    "soft-cap": (attention(lambda s: s.tanh().softmax(-1)), r"tanh \(aten.tanh.default\) stands between"),
+    "columns": (attention(lambda s: s.softmax(-2)), "not eager_attention a softmax along dim 2 of 4"),
+    "read twice": (
+        lambda x: (p := (x @ x.mT).softmax(-1)) @ x + p.sum(),
+        "not eager_attention something else reads the probabilities",
+    ),
+    "bias": (
+        masked(lambda x: -(grid(x)[0] - grid(x)[1]).abs().float()),
+        "a bias of other numbers than 0 and fills",
+    ),
+    "pairs": (
+        masked(lambda x: x[0, 0] @ x[0, 0].T > 0),
+        r"the mask stays data: \w+ .* holds torch.float32 that no position gives",
+    ),
+    "heads": (
+        masked(lambda x: grid(x)[1] <= grid(x)[0] + torch.arange(x.shape[1])[:, None, None]),
+        "the mask stays data: it differs between heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_says_why(name: str) -> None:
+    fn, why = REFUSED[name]
+    loop = name in ("tanh", "steps")
+    x = torch.randn(2, 8, 4) if loop else torch.randn(2, 2, 8, 4)
+    report = sp_compile.explain(fn, x, seq_dims={"x": 1 if loop else 2})
+    (note,) = (n for n in report.notes if n.done in ("not reroll", "not eager_attention", "not masks"))
+    assert re.search(why, " ".join((note.done, note.why)))
+    assert note.why.split(":")[0][:20] in str(report)
+
+
+def test_what_is_no_near_miss_is_not_mentioned() -> None:
+    def others(x: Tensor) -> Tensor:
+        return torch.stack([x.softmax(-1), x + 1, (x * 2).sin()], 0).softmax(-1)
+
+    report = sp_compile.explain(others, torch.randn(2, 8, 4), seq_dims={"x": 1})
+    assert not [n for n in report.notes if n.done.startswith("not ")]

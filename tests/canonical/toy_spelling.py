@@ -1,0 +1,28 @@
+"""A canonical spelling from outside the package: x + x, which no pass reads, becomes 2 * x."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from sp_compile.passes import Job, Spelling
+
+aten = torch.ops.aten
+
+
+class Doubled(Spelling):
+    """x + x -> x * 2."""
+
+    name = "doubled"
+    requires = frozenset({"explicit"})
+    provides = frozenset({"canonical", "attention is fused"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        added = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+        found = [node for node in added if node.args[0] is node.args[1] and not node.kwargs]
+        for node in found:
+            with gm.graph.inserting_before(node):
+                fresh = self.compute(aten.mul.Tensor, (node.args[0], 2), node)
+            self.note(fresh, "twice the same")
+            self.replace(node, fresh)
+        return len(found)
