@@ -33,7 +33,7 @@ def bytes_of(collective: str, nbytes: Any, n: int) -> Any:
 
 @dataclass(frozen=True)
 class Line:
-    """What one collective over one group takes: seconds before the first byte, and bytes per second that a rank sends."""
+    """What one collective over one group takes. bandwidth: of the bytes that one rank sends, in a second."""
 
     latency: float
     bandwidth: float
@@ -44,7 +44,9 @@ class Line:
 
 
 def fitted(sizes: Sequence[float], times: Sequence[float]) -> Line:
-    """The line through measured times whose relative errors are the least squares."""
+    """The line through measured times whose relative errors are the least squares; nothing takes no time."""
+    if min(times) <= 0:
+        return Line(0.0, math.inf)
     w = [1 / t for t in times]
     a, b, c = (sum(x * x * s**p for x, s in zip(w, sizes)) for p in (0, 1, 2))
     y, z = sum(w), sum(x * s for x, s in zip(w, sizes))
