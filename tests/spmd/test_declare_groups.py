@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from merge.test_merge_ranks import names, reduced_twice
+from collectives.merge.test_merge_ranks import names, reduced_twice
 from support import ranks as worker
 from support.ranks import Ranks
 from torch.fx.experimental.proxy_tensor import make_fx
