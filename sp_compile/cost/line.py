@@ -18,14 +18,16 @@ _SHARE: dict[str, Callable[[int], tuple[int, int]]] = {
     "all_reduce": lambda n: (2 * (n - 1), n),
     "broadcast": lambda n: (1, 1),
     "shift": lambda n: (1, 1),
+    # Of 2 n chunks rank r has 2 r and 2 r + 1 and is to have r and 2 n - 1 - r: from three ranks on one keeps neither.
+    "fold": lambda n: (min(n - 1, 2), 2),
 }
 
 
 def bytes_of(collective: str, nbytes: Any, n: int) -> Any:
     """What one of n ranks sends in a collective; a number or an expression, as `nbytes` is.
 
-    nbytes: of all that a rank holds (all_to_all, all_reduce, broadcast, and shift: one step around a ring), of its part
-    (all_gather), or of its part of the result (reduce_scatter).
+    nbytes: of all that a rank holds (all_to_all, all_reduce, broadcast, shift: one step around a ring, and fold: from
+    contiguous to zigzag order or back), of its part (all_gather), or of its part of the result (reduce_scatter).
     """
     times, over = _SHARE[collective](n)
     return nbytes * times // over if isinstance(nbytes, int) else nbytes * times / over
