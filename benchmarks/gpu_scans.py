@@ -1,11 +1,10 @@
 """Scans on one GPU: right values first, then times. The one script to run where a GPU is at hand.
 
-    python benchmarks/gpu_scans.py                      values, races and times of every way of the Triton row
-    python benchmarks/gpu_scans.py values races         some minutes of it, most of them Triton's compiler
-    python benchmarks/gpu_scans.py times --only 1-D --sizes     tiles, warps and windows, to set `scan_ways.Sizes` by
+    python benchmarks/gpu_scans.py                      values and times of every way of the Triton row
+    python benchmarks/gpu_scans.py values               some minutes of it, most of them Triton's compiler
+    python benchmarks/gpu_scans.py times --only 1-D --sizes     tiles and warps, to set `ways.Sizes` by
 
 values  every way against float64 by other code, exactly for integers
-races   look-back again and again, whose sums of integers must always be the same
 times   every way beside torch and cupy, as a share of a copy_ in the same process that moves as many bytes as the scan
         must; "default" is what the table in `kernels/triton/ways.py` takes. A way whose share is best on a shape
         is the one for which that table should have a row
@@ -38,7 +37,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring.clock import Clock, Job
-from measuring.scan_values import CHECKED, F32, FEW, I64, Shape, draw, draw_starts, races, values
+from measuring.scan_values import CHECKED, F32, FEW, I64, Shape, draw, draw_starts, values
 from measuring.tables import markdown, processor
 
 from sp_compile import linear_scan
@@ -46,19 +45,10 @@ from sp_compile.lowering.scan import table
 from sp_compile.lowering.scan.kernels.triton import scan as row
 from sp_compile.lowering.scan.kernels.triton.ways import WAYS, Sizes, using_way
 
-PARTS = ["values", "races", "times"]
+PARTS = ["values", "times"]
 RESULTS = Path(__file__).parent / "results" / "scans_gpu.md"
 BF16 = torch.bfloat16
-SIZES = [
-    Sizes(walk=(walk, walk_warps), look_back=(look_back, warps), window=window)
-    for (walk, walk_warps), (look_back, warps), window in [
-        ((8192, 4), (16384, 8), 256),
-        ((4096, 2), (8192, 4), 256),
-        ((16384, 4), (16384, 4), 256),
-        ((16384, 8), (32768, 8), 256),
-        ((32768, 8), (16384, 8), 32),
-    ]
-]
+SIZES = [Sizes(walk) for walk in [(8192, 4), (4096, 2), (16384, 4), (16384, 8), (32768, 8)]]
 
 
 @dataclass(frozen=True)
@@ -178,8 +168,8 @@ def _run(job: Job, way: str, sizes: Sizes | None) -> object:
 def _label(way: str, sizes: Sizes | None) -> str:
     if sizes is None:
         return way
-    held, warps = sizes.look_back if way == "look-back" else sizes.walk
-    return f"{way}, {held} bytes, {warps} warps" + (f", window {sizes.window}" if way == "look-back" else "")
+    held, warps = sizes.walk
+    return f"{way}, {held} bytes, {warps} warps"
 
 
 def facts() -> str:
@@ -207,7 +197,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="values|races|times", help="all if none is given")
+    parser.add_argument("parts", nargs="*", metavar="values|times", help="all if none is given")
     parser.add_argument("--sizes", action="store_true", help="time every way with several sizes")
     parser.add_argument("--only", default="", help="time only what has this in its name")
     parser.add_argument("--repeats", type=int, default=5)
@@ -226,10 +216,9 @@ def main() -> None:
         console.print("no GPU here: nothing timed; tiny values are right in Triton's interpreter")
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    for part in ("values", "races"):
-        if part in args.parts:
-            stop_if(values(CHECKED, device) if part == "values" else races(device))
-            console.print(f"{part}: right")
+    if "values" in args.parts:
+        stop_if(values(CHECKED, device))
+        console.print("values: right")
     if "times" in args.parts:
         times(args, device, console)
 

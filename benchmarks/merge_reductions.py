@@ -71,6 +71,7 @@ def program(nbytes: int, names: list[str]) -> GraphModule:
 def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     """What a rank does."""
     from sp_compile import declare_groups
+    from sp_compile.cost.line import bytes_of
     from sp_compile.passes.collectives.merge.merge import merge_reductions
 
     torch.set_num_threads(1)
@@ -89,8 +90,9 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
         rounds = args.rounds * (SMALL_ROUNDS if nbytes < SMALL else 1)
         times = in_turn([apart, merged], torch.ones(nbytes // 4), rounds)
         (union,) = set(groups.members) - set(axes)
-        predicted = groups.turns[frozenset(axes)].seconds(nbytes)
-        rows.append(Row(nbytes, *times, predicted, groups.lines[union].seconds(nbytes), merges))
+        sent = {name: bytes_of("all_reduce", nbytes, groups.size(name)) for name in (*axes, union)}
+        predicted = groups.turns[frozenset(axes)].seconds(sum(sent[axis] for axis in axes))
+        rows.append(Row(nbytes, *times, predicted, groups.lines[union].seconds(sent[union]), merges))
     if rank == 0:
         lines = [groups.lines[name] for name in (*axes, union)]
         torch.save((rows, lines), f"{folder}/result.pt")
@@ -100,7 +102,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 def in_turn(jobs: list[GraphModule], x: Tensor, rounds: int) -> list[float]:
     """The slowest rank's seconds, the mean of the middle half of the rounds; the first one does not count."""
-    from sp_compile.cost.reductions import typical
+    from sp_compile.cost.measure import typical
 
     found = torch.zeros(rounds + 1, len(jobs), dtype=torch.float64)
     for times in found:

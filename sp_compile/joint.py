@@ -55,7 +55,7 @@ class JointPasses:
     apart: the groups whose ranks have different programs, or may, and ask each other (`talk`) while they compile.
     sequence: the group that shares the program's sequence, if it is another one; it is asked what all are asked.
     scatter: may layers run scattered? shared: the gradients of results that a group's ranks must have alike, by name,
-    and where the result is made. merge: the policy of `merge_reductions`.
+    and where the result is made. merge, cost: the policy of `merge_reductions`, and its constants.
     """
 
     groups: Sequence[Ranks] = ()
@@ -67,6 +67,7 @@ class JointPasses:
     decompose: bool = False
     scatter: bool = True
     merge: str = "never"
+    cost: Mapping[str, Any] | None = None
     report: Report = field(default_factory=lambda: Report(1))
     scattered: set[str] = field(default_factory=set)
     shared: list[tuple[Ranks, Mapping[str, str]]] = field(default_factory=list)
@@ -75,6 +76,7 @@ class JointPasses:
     def configure(self, config: SPConfig) -> None:
         """Do what the options say."""
         self.decompose, self.merge = config.compiler == "inductor", config.merge_reductions
+        self.cost = config.cost
         self.scatter = config.sequence_parallel_linear != "never"
 
     def place(self, sequence: Sequence[Ranks]) -> frozenset[str]:
@@ -96,7 +98,7 @@ class JointPasses:
     def key(self) -> str | None:
         """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
         version = digest(*passes.__path__, str(Path(__file__).parent))
-        return None if self.groups else f"sp_compile joint {version} {self.merge} {declared()}"
+        return None if self.groups else f"sp_compile joint {version} {self.merge} {self.cost} {declared()}"
 
     def __call__(self, gm: GraphModule) -> None:
         """Change the graph in place. Raises SpError as the passes do, on all ranks of a group that talk."""
@@ -161,7 +163,7 @@ class JointPasses:
         if self.groups:
             self.report.add(permute_all_to_all(gm, decomposed=True))
         if self.merge != "never" and declared().members:
-            self.report.add(merge_reductions(gm, self.merge))
+            self.report.add(merge_reductions(gm, self.merge, cost=self.cost))
         gm.recompile()
 
     def _alike_around(

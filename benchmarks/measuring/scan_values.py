@@ -1,4 +1,4 @@
-"""Right values of the Triton row of the scans' lowering table: against float64 by other code, and for races."""
+"""Right values of the Triton row of the scans' lowering table, against float64 by other code."""
 
 import itertools
 from collections.abc import Iterator
@@ -84,22 +84,3 @@ def _error(found: Tensor, exact: Tensor) -> float:
         return 0.0
     scale = exact[finite].abs().max().clamp_min(1)
     return ((found[finite].double() - exact[finite]).abs().max() / scale).item() / ALLOWED
-
-
-def races(device: torch.device, rounds: int = 20) -> list[str]:
-    """Look-back's order of events is never the same: sums of integers must be, whatever is published how."""
-    wrong = []
-    for shape, dtype in itertools.product(
-        [(1, 2**26, 1), (1, 2**20, 64), (8, 2**20 + 7, 3)], (torch.int32, I64)
-    ):
-        x, starts = draw(shape, torch.int32, device), draw_starts(shape, device)
-        with using_way("parts"):
-            expected = [row.scan(x, s, "sum", False, False, dtype, dtype)[0] for s in (None, starts)]
-        if shape[2] == 1 and not torch.equal(expected[0], x.cumsum(1, dtype=dtype)):
-            wrong.append(f"parts of {list(shape)} in {dtype} are not torch.cumsum's")
-        with using_way("look-back"):
-            for turn, (s, true) in itertools.product(range(rounds), zip((None, starts), expected)):
-                if not torch.equal(row.scan(x, s, "sum", False, False, dtype, dtype)[0], true):
-                    wrong.append(f"look-back over {list(shape)} in {dtype}, round {turn}: a race")
-                    break
-    return wrong

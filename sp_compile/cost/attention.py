@@ -129,6 +129,7 @@ class Candidate:
     to zigzag order, and the result back. forward, backward: predicted seconds. memory: bytes that the forward holds per
     rank beyond its shards. rounds: collectives forward and backward. ring_grads: how the gradients of K and V get home:
     they "travel" with them, or "scatter" (one reduce-scatter); "" without a ring. legal: None, or the reason why not.
+    folds_keys: does a relayout move keys and values, too?
     """
 
     kind: str
@@ -142,6 +143,7 @@ class Candidate:
     rounds: tuple[int, int]
     ring_grads: str = ""
     legal: str | None = None
+    folds_keys: bool = True
 
     @property
     def seconds(self) -> float:
@@ -203,7 +205,7 @@ def ring_grads(shape: Shape, machine: Machine, ulysses: int = 1, layout: str = "
 def _finished(c: Candidate, shape: Shape, machine: Machine) -> Candidate:
     """With the exchanges of a relayout, what a mask takes, no backward where nothing is trained, and the memory cap."""
     if c.layout == "zigzag" and not shape.zigzag:
-        extra = _relayout(shape, machine, c.ring)
+        extra = _relayout(shape, machine, c.folds_keys)
         rounds = (c.rounds[0] + 2, c.rounds[1] + 2)
         c = replace(c, relayout=True, forward=c.forward + extra, backward=c.backward + extra, rounds=rounds)
     if shape.mask:
@@ -215,17 +217,11 @@ def _finished(c: Candidate, shape: Shape, machine: Machine) -> Candidate:
     return c
 
 
-def _relayout(shape: Shape, machine: Machine, parts: int) -> float:
-    """Seconds to bring q, k and v from contiguous to zigzag order over so many parts, and the result back."""
-    # Part r holds half-chunks 2r and 2r + 1 and has to hold r and 2 * parts - 1 - r.
-    stay = min(len({2 * r, 2 * r + 1} & {r, 2 * parts - 1 - r}) for r in range(parts))
-    seconds = 0.0
-    for nbytes in (
-        shape.heads * shape.q_bytes + shape.kv_heads * shape.kv_bytes,
-        shape.heads * shape.out_bytes,
-    ):
-        seconds += machine.hop(nbytes * (1 - stay / 2), shape.n) + machine.copy(2 * nbytes)
-    return seconds
+def _relayout(shape: Shape, machine: Machine, keys: bool) -> float:
+    """Seconds to bring q, and k and v, from contiguous to zigzag order, and the result back."""
+    there = shape.heads * shape.q_bytes + (shape.kv_heads * shape.kv_bytes if keys else 0)
+    both = (there, shape.heads * shape.out_bytes)
+    return sum(machine.seconds("fold", nbytes, shape.n) + machine.copy(2 * nbytes) for nbytes in both)
 
 
 def _ulysses(shape: Shape, machine: Machine) -> Candidate:
@@ -269,7 +265,7 @@ def _gather(shape: Shape, machine: Machine, layout: str) -> Candidate:
     merge, accumulate = (_merge(shape, machine), _accumulate(shape, machine)) if shape.causal else (0.0, 0.0)
     forward = compute + again + merge + calls
     backward = BACKWARD_FLOPS * compute + again + grads + accumulate + calls
-    return Candidate("gather", 1, n, layout, False, forward, backward, n * kv, (1, 2))
+    return Candidate("gather", 1, n, layout, False, forward, backward, n * kv, (1, 2), folds_keys=False)
 
 
 def _merge(shape: Shape, machine: Machine) -> float:

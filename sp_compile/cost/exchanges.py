@@ -22,18 +22,19 @@ from sp_compile.lowering import routes
 from sp_compile.sharding.attention import SHARDED
 from sp_compile.sharding.windows import ON_SHARDS, shifts_of
 
-from .scan import SCANS, message_bytes, rounds_of
+from .line import bytes_of
+from .scan import SCANS, message_bytes, rounds_of, sent
 
 HEADS = 1
-FORWARD_AND_BACKWARD = {
-    "all_to_all": ("(n-1)/n x", "(n-1)/n x"),
-    "all_gather": ("(n-1) x", "(n-1) x"),
-    "unshard": ("(n-1) x", "none"),
-    "shard": ("none", "(n-1) x"),
-    "all_reduce": ("2 (n-1)/n x", "none"),
-    "reduce_grad": ("none", "2 (n-1)/n x"),
-    "broadcast": ("x", "none"),
-    "broadcast_grad": ("none", "x"),
+FORWARD_AND_BACKWARD = {  # op -> its collective each way
+    "all_to_all": ("all_to_all", "all_to_all"),
+    "all_gather": ("all_gather", "reduce_scatter"),
+    "unshard": ("all_gather", ""),
+    "shard": ("", "all_gather"),
+    "all_reduce": ("all_reduce", ""),
+    "reduce_grad": ("", "all_reduce"),
+    "broadcast": ("broadcast", ""),
+    "broadcast_grad": ("", "broadcast"),
 }
 
 
@@ -68,7 +69,8 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
             operands = (
                 [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if _is_tensor(v)]
             )
-            there, back = (_scaled(formula, _bytes(operands), n) for formula in FORWARD_AND_BACKWARD[name])
+            nbytes, kinds = _bytes(operands), FORWARD_AND_BACKWARD[name]
+            there, back = (bytes_of(kind, nbytes, n) if kind else 0 for kind in kinds)
             out.append(_exchange(node, name, operands, there, back))
     return out
 
@@ -77,10 +79,9 @@ def _scan(call: Call, n: int) -> list[tuple[Size, Size]]:
     """Forward and backward of a scan over ranks; nothing of one that is not."""
     if call["frame"] is None:
         return []
-    times = n - 1 if call["exchange"] == "gather" else rounds_of(n)
     folds = call["frame"][4] if len(call["frame"]) == 5 else 1
-    there, back = message_bytes(call, folds)
-    return [(times * there, times * back)]
+    there, back = (sent(call["exchange"], nbytes, n) for nbytes in message_bytes(call, folds))
+    return [(there, back)]
 
 
 def _halo(call: Call, n: int) -> list[Size]:
@@ -88,10 +89,8 @@ def _halo(call: Call, n: int) -> list[Size]:
     rows = [size(rows) for _, rows in shifts_of(call, n)]
     at = call.dim() if "dim" in call.args else call.ndim() - 1
     others = product(s for d, s in enumerate(call.shape()) if d != at)
-    total: Size = 0
-    for count in rows:
-        total = total + count * others * call.operands[0].meta["val"].element_size()
-    return [total] if rows else []
+    total = sum(rows, 0) * others * call.operands[0].meta["val"].element_size()
+    return [bytes_of("shift", total, n)] if rows else []
 
 
 def _is_tensor(value: object) -> bool:
@@ -122,21 +121,6 @@ def _bytes(operands: Iterable[Node]) -> Size:
     return total
 
 
-def _scaled(formula: str, nbytes: Size, n: int) -> Size:
-    factor = {
-        "none": (0, 1),
-        "x": (1, 1),
-        "(n-1) x": (n - 1, 1),
-        "(n-1)/n x": (n - 1, n),
-        "2 (n-1)/n x": (2 * (n - 1), n),
-    }
-    return _share(nbytes, *factor[formula])
-
-
-def _share(nbytes: Size, times: int, over: int) -> Size:
-    return nbytes * times // over if isinstance(nbytes, int) else nbytes * times / over
-
-
 class _Heads:
     """The bytes of an attention's operands: queries with the result, keys with values, and these in float32."""
 
@@ -153,24 +137,23 @@ class _Heads:
         return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
 
     def moved(self, n: int, keys: bool) -> Size:
-        """Of the exchanges to the zigzag layout and back, if it is made inside: half of the chunks change ranks."""
-        return (
-            _share(self.queries + (self.keys if keys else 0), 1, 2) if self.call["balance"] and n > 1 else 0
-        )
+        """Of the exchanges to the zigzag layout and back, if it is made inside."""
+        return bytes_of("fold", self.queries + (self.keys if keys else 0), n) if self.call["balance"] else 0
 
 
 def _ring(heads: _Heads, n: int, ulysses: int = 1, hops: int | None = None) -> tuple[Size, Size]:
     keys, size = heads.repeated(ulysses), n // ulysses
     hops = size - 1 if hops is None else hops
     home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
-    others = _share(heads.queries + keys, ulysses - 1, ulysses) + heads.moved(n, keys=True)
-    return others + hops * keys, others + hops * keys + home * heads.widening * keys
+    others = bytes_of("all_to_all", heads.queries + keys, ulysses) + heads.moved(n, keys=True)
+    others = others + hops * bytes_of("shift", keys, n)
+    return others, others + home * heads.widening * keys
 
 
 def _gathered(heads: _Heads, n: int) -> tuple[Size, Size]:
     keys = heads.keys if len(heads.call["k_frame"]) else 0
-    others = heads.moved(n, keys=False)
-    return others + (n - 1) * keys, others + (n - 1) * keys * (1 + heads.widening)
+    others = heads.moved(n, keys=False) + bytes_of("all_gather", keys, n)
+    return others, others + bytes_of("reduce_scatter", keys * heads.widening, n)
 
 
 _ATTENTION: dict[str, Callable[[_Heads, int], tuple[Size, Size]]] = {

@@ -1,4 +1,4 @@
-"""What one rank and its links can do: the constants of the attention cost model, and times that follow from them."""
+"""What one rank and its links can do: the constants of the cost model, and times that follow from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from sp_compile.errors import SpError
 
+from .line import Line, bytes_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -20,8 +22,9 @@ class Machine:
     ring_efficiency: the rate of a block of a ring, over that of the same block alone (transfers take some cores).
     overlap: how much of a transfer hides behind the compute that runs with it: 1 all of it, 0 nothing.
     call: fixed seconds of one attention block or one merge (launches, Python).
-    all_to_all_*, all_gather_*, hop_*: bandwidth and seconds per call of an all-to-all (bytes sent to others), of an
-        all-gather or reduce-scatter (bytes received), and of a shift around a ring, between ranks of one node.
+    all_to_all_*, all_gather_*, hop_*, all_reduce_*: bandwidth and seconds per call of an all-to-all, an all-gather or
+        reduce-scatter, a shift around a ring, and an all-reduce, between ranks of one node.
+    step_latency, inter_node_step_latency: seconds that every step of an all-reduce adds, of 2 (n - 1).
     inter_node_bandwidth: between nodes. ranks_per_node: neighbouring ranks on one node.
     memory_bandwidth: bytes read plus bytes written. memory: bytes one attention may use on top of its shards.
 
@@ -39,6 +42,10 @@ class Machine:
     all_gather_latency: float
     hop_bandwidth: float
     hop_latency: float
+    all_reduce_bandwidth: float
+    all_reduce_latency: float
+    step_latency: float
+    inter_node_step_latency: float
     inter_node_bandwidth: float
     ranks_per_node: float
     memory_bandwidth: float
@@ -46,11 +53,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not _in_range(f.name, value):
-                raise SpError(
-                    f"machine: {f.name}={value!r}: expected {_RANGES.get(f.name, 'a number above 0')}"
-                )
+            value, expected = getattr(self, f.name), _expected(f.name, getattr(self, f.name))
+            if expected:
+                raise SpError(f"machine: {f.name}={value!r}: expected {expected}")
 
     @staticmethod
     def of(device_type: str, override: Mapping[str, Any] | None = None) -> Machine:
@@ -74,53 +79,58 @@ class Machine:
         """Seconds to read and write `nbytes` in all."""
         return nbytes / self.memory_bandwidth
 
-    def all_to_all(self, nbytes: float, ranks: int) -> float:
-        """Seconds to exchange equal shares of the `nbytes` that each of so many neighbouring ranks holds."""
+    def line(self, collective: str, ranks: int, stride: int = 1, inside: bool | None = None) -> Line:
+        """What a collective takes among so many ranks, `stride` apart. inside: do they share a node?"""
+        node = max(1.0, self.ranks_per_node / stride)
+        inside = ranks <= node if inside is None else inside
+        kind = _KINDS.get(collective, collective)
+        latency, bandwidth = getattr(self, f"{kind}_latency"), getattr(self, f"{kind}_bandwidth")
+        if kind == "all_reduce":
+            latency += 2 * (ranks - 1) * (self.step_latency if inside else self.inter_node_step_latency)
+        if inside:
+            return Line(latency, bandwidth)
+        within, across = {  # of what a rank sends, over its links to its node and over those to others
+            "all_to_all": ((node - 1) / (ranks - 1), (ranks - node) / (ranks - 1)),
+            "all_gather": (1, (ranks - node) / (ranks - 1) / node),
+            "all_reduce": (1, 1),
+            "hop": (0, 1),
+        }[kind]
+        return Line(latency, 1 / max(within / bandwidth, across / self.inter_node_bandwidth))
+
+    def seconds(self, collective: str, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Of a collective on `nbytes`, as `bytes_of` counts them; nothing for one rank."""
         if ranks == 1:
             return 0.0
-        inside = nbytes * (min(ranks, self.ranks_per_node) - 1) / ranks / self.all_to_all_bandwidth
-        outside = nbytes * max(ranks - self.ranks_per_node, 0) / ranks / self.inter_node_bandwidth
-        return max(inside, outside) + self.all_to_all_latency
+        return self.line(collective, ranks, stride).seconds(bytes_of(collective, nbytes, ranks))
+
+    def all_to_all(self, nbytes: float, ranks: int) -> float:
+        """Seconds to exchange equal shares of the `nbytes` that each of so many neighbouring ranks holds."""
+        return self.seconds("all_to_all", nbytes, ranks)
 
     def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds to gather the `nbytes` of each of the ranks, `stride` apart (or to reduce-scatter as many)."""
-        if ranks == 1:
-            return 0.0
-        node = max(1.0, self.ranks_per_node / stride)
-        inside = (ranks - 1) * nbytes / self.all_gather_bandwidth
-        outside = max(ranks - node, 0) * nbytes / node / self.inter_node_bandwidth
-        return max(inside, outside) + self.all_gather_latency
+        return self.seconds("all_gather", nbytes, ranks, stride)
 
     def hop(self, nbytes: float, ranks: int) -> float:
         """Seconds of one shift of `nbytes` around a ring that lies within so many neighbouring ranks."""
-        crosses = ranks > self.ranks_per_node
-        return nbytes / (self.inter_node_bandwidth if crosses else self.hop_bandwidth) + self.hop_latency
+        return self.seconds("shift", nbytes, ranks)
 
     def together(self, compute: float, transfer: float) -> float:
         """Seconds of a transfer issued with the compute that does not depend on it."""
         return compute + transfer - self.overlap * min(compute, transfer)
 
 
-_RANGES = {
-    "block_keys": "a number from 0",
-    "ring_efficiency": "a number above 0, at most 1",
-    "overlap": "a number from 0 to 1",
-    "call": "a number from 0",
-    "all_to_all_latency": "a number from 0",
-    "all_gather_latency": "a number from 0",
-    "hop_latency": "a number from 0",
-    "ranks_per_node": "a number from 1",
-}
+_KINDS = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop"}
 
 
-def _in_range(name: str, value: float) -> bool:
-    if name == "overlap":
-        return 0 <= value <= 1
-    if name == "ring_efficiency":
-        return 0 < value <= 1
-    if name == "ranks_per_node":
-        return value >= 1
-    return value >= 0 if name in _RANGES else value > 0
+def _expected(name: str, value: Any) -> str:
+    """What this constant has to be, if the value is something else."""
+    low, high = float(name == "ranks_per_node"), 1.0 if name in ("overlap", "ring_efficiency") else math.inf
+    least = name.endswith("latency") or name in ("block_keys", "overlap", "call", "ranks_per_node")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and low <= value <= high and (least or value > low):
+        return ""
+    return f"a number {'from' if least else 'above'} {low:g}" + (", at most 1" if high == 1 else "")
 
 
 # Two to four Gloo processes of one thread each on a shared two-core virtual machine, float32. A transfer is copied by
@@ -137,6 +147,10 @@ CPU = Machine(
     all_gather_latency=3e-4,
     hop_bandwidth=6e8,
     hop_latency=3e-4,
+    all_reduce_bandwidth=4e8,
+    all_reduce_latency=2e-4,
+    step_latency=5e-4,
+    inter_node_step_latency=5e-4,
     inter_node_bandwidth=1e9,
     ranks_per_node=math.inf,
     memory_bandwidth=2e10,
@@ -145,7 +159,8 @@ CPU = Machine(
 # One H100 of a node of eight, bfloat16. flops: causal FlashAttention-3 as published for context parallelism over 8 to
 # 64 of them; block_keys: its published fall towards 1K keys. Links: NVLink at 370 GB/s, 80 % of it in an all-to-all;
 # one 400 Gbit/s NIC per GPU at 90 %. Memory: 85 % of 3.35 TB/s. ring_efficiency: half blocks of 4K keys then run at
-# 82 % of `flops`, which is still 8 to 18 % above published ring throughput.
+# 82 % of `flops`, which is still 8 to 18 % above published ring throughput. An all-reduce's latencies: those that
+# torch._inductor.comm_analysis has for NCCL.
 GPU = Machine(
     flops=650e12,
     block_keys=340,
@@ -158,6 +173,10 @@ GPU = Machine(
     all_gather_latency=1e-5,
     hop_bandwidth=370e9,
     hop_latency=1e-5,
+    all_reduce_bandwidth=370e9,
+    all_reduce_latency=7e-6,
+    step_latency=6e-7,
+    inter_node_step_latency=3e-6,
     inter_node_bandwidth=45e9,
     ranks_per_node=8,
     memory_bandwidth=2.85e12,

@@ -1,6 +1,7 @@
 """The constants of the cost model on these ranks: measured once, the same on every rank, kept on disk.
 
-Every path from `machine` issues the same collectives on every rank, whatever the ranks find on their disks.
+Every path from `machine` and `reductions` issues the same collectives on every rank, whatever the ranks find on their
+disks.
 """
 
 from __future__ import annotations
@@ -10,37 +11,42 @@ import json
 import math
 import os
 import platform
-import statistics
 import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
+from sp_compile._compat import process_group
 from sp_compile.config import Ranks
 from sp_compile.lowering.communicator import current
 
+from .line import Line, bytes_of, fitted
 from .machine import Machine
 
-REPEATS = 7
-FIELDS = tuple(f.name for f in fields(Machine))
+VERSION = 1  # of what is kept on disk
+CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
+GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
+MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
 
-_known: weakref.WeakKeyDictionary[Any, dict[str, Machine]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
 def machine(ranks: Ranks, device: torch.device, override: Mapping[str, Any] | None = None) -> Machine:
     """The constants of these ranks, equal on all of them.
 
-    `override`: the defaults of the device with these constants replaced, nothing is measured. Otherwise the constants
-    measured earlier: by this process, or those that rank 0 finds on its disk; otherwise `fit`. All ranks have to ask
+    `override`: the defaults of the device with these constants replaced, nothing is measured. Otherwise all-to-all,
+    all-gather and attention are measured, as `measured` says; about a second on CPU. All ranks have to ask
     together, outside of any tracing. One rank, or ranks without processes (a simulation), have the defaults.
     Raises SpError: an override that is not known.
     """
@@ -49,129 +55,182 @@ def machine(ranks: Ranks, device: torch.device, override: Mapping[str, Any] | No
         return Machine.of(device.type, override)
     known = _known.setdefault(group, {})
     if device.type not in known:
-        path = _path(ranks, device)
-        found = _shared(_read(path) if dist.get_rank(group) == 0 else None, ranks, device)
-        if found is None:
-            found = fit(ranks, device)
-            if dist.get_rank(group) == 0:
-                _write(path, found)
-        known[device.type] = found
+        where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        everyone = [(ranks.group, (tuple(range(ranks.n)),))]
+        jobs = [_collective(kind, everyone, where) for kind in ("all_to_all", "all_gather")]
+        lines = measured([*jobs, _attention(device)], group, device, where, MACHINE_REPEATS)
+        known[device.type] = constants(lines, ranks.n, _ranks_per_node(ranks, where), Machine.of(device.type))
     return known[device.type]
 
 
-def fit(ranks: Ranks, device: torch.device) -> Machine:
-    """Measure all-to-all, all-gather and attention, each at two sizes; under half a second on CPU.
-
-    The slowest rank counts: the times are combined by a maximum, so every rank computes the same constants from them.
-    """
-    where = _where(ranks, device)
-    plan = GPU_PLAN if device.type != "cpu" else CPU_PLAN
-    with torch.no_grad():
-        times = [_all_to_all(size, ranks, where) for size in plan.sizes]
-        times += [_all_gather(size, ranks, where) for size in plan.sizes]
-        times += [_attention(plan, length, device) for length in plan.lengths]
-    slowest = torch.tensor(times, dtype=torch.float64, device=where)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=ranks.process_group)
-    node = _ranks_per_node(ranks, where)
-    return constants(slowest.tolist(), plan, ranks.n, node, Machine.of(device.type))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured: exchanges of so many bytes in all, attention over so many positions."""
-
-    sizes: tuple[int, int]
-    lengths: tuple[int, int]
-    heads: int
-    dim: int
-    dtype: torch.dtype
-
-    def flops(self, length: int) -> int:
-        """FLOPs of the attention over so many positions."""
-        return 4 * self.heads * self.dim * length**2
-
-
-CPU_PLAN = Plan((1 << 16, 1 << 22), (256, 1024), 4, 64, torch.float32)
-GPU_PLAN = Plan((1 << 20, 1 << 26), (1024, 8192), 16, 128, torch.bfloat16)
-
-
-def constants(times: Sequence[float], plan: Plan, n: int, node: int, base: Machine) -> Machine:
-    """`base` with what the six times tell: two all-to-alls, two all-gathers, two attentions, small and large.
+def constants(lines: Sequence[Line], n: int, node: int, base: Machine) -> Machine:
+    """`base` with what the lines of all-to-all, all-gather and attention tell.
 
     Over several nodes the all-to-all is bound by the links between them, and `base` is kept for those inside.
     """
-    inside, outside = ((n - 1) / n, max(n - node, 0) / n)
-    exchange = _line(plan.sizes, times[0:2])
-    gather = _line(plan.sizes, times[2:4])
-    flops, block_keys = _rate(plan, times[4:6])
-    fitted = replace(
+    exchange, gather, attention = lines
+    there, per_flop = exchange.bandwidth, attention.latency
+    links: dict[str, float] = {"inter_node_bandwidth": there * (n - node) / (n - 1)}
+    if n <= node:
+        links = {
+            "all_to_all_bandwidth": there,
+            "hop_bandwidth": there,
+            "all_gather_bandwidth": gather.bandwidth,
+        }
+    return replace(
         base,
-        flops=flops,
-        block_keys=block_keys,
-        all_to_all_latency=exchange[1],
-        all_gather_latency=gather[1],
-        hop_latency=exchange[1],
+        **links,
+        flops=1 / per_flop if per_flop else base.flops,  # 0: noise
+        block_keys=1 / per_flop / attention.bandwidth if per_flop else base.block_keys,
+        all_to_all_latency=exchange.latency,
+        all_gather_latency=gather.latency,
+        hop_latency=exchange.latency,
         ranks_per_node=node,
     )
-    if outside:
-        return replace(fitted, inter_node_bandwidth=exchange[0] * outside)
-    there, gathered = exchange[0] * inside, gather[0] * inside
-    return replace(fitted, all_to_all_bandwidth=there, hop_bandwidth=there, all_gather_bandwidth=gathered)
 
 
-def _line(sizes: tuple[int, int], times: Sequence[float]) -> tuple[float, float]:
-    """(bytes per second, seconds per call) through two measurements; noise may have made the large one the faster."""
-    if times[1] <= times[0]:
-        return sizes[1] / times[1], 0.0
-    bandwidth = (sizes[1] - sizes[0]) / (times[1] - times[0])
-    return bandwidth, max(0.0, times[0] - sizes[0] / bandwidth)
+Named: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
+"""What this rank calls its communicator (None if it has none), and the ranks of all communicators of that kind."""
 
 
-def _rate(plan: Plan, times: Sequence[float]) -> tuple[float, float]:
-    """(FLOP/s of long sequences, keys at half of that): seconds per FLOP are (1 + block_keys / keys) / flops."""
-    small, large = (t / plan.flops(length) for t, length in zip(times, plan.lengths))
-    slope = (small - large) / (1 / plan.lengths[0] - 1 / plan.lengths[1])
-    slowest = large - slope / plan.lengths[1]
-    return (1 / slowest, slope / slowest) if slope > 0 and slowest > 0 else (1 / large, 0.0)
+def reductions(
+    groups: Named, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device
+) -> tuple[dict[str, Line], dict[frozenset[str], Line]]:
+    """The lines of all_reduces over this rank's communicators, and over several in turn; equal on all ranks.
+
+    turns: which of the groups, by number, one behind the other: what a merged one is compared with, measured as a whole
+    because the second of two does not find its ranks as the first one did. where: the device whose tensors they reduce.
+    All ranks of the program have to ask together.
+    """
+    named = [[group] for group in groups] + [[groups[i] for i in turn] for turn in turns]
+    jobs = [_collective("all_reduce", several, where) for several in named]
+    lines = measured(jobs, dist.group.WORLD, device, where, REDUCTION_REPEATS)
+    mine = zip([[name for name, _ in several] for several in named], lines)
+    known = [(list(map(str, names)), line) for names, line in mine if None not in names]
+    alone = {names[0]: line for names, line in known if len(names) == 1}
+    return alone, {frozenset(names): line for names, line in known if len(names) > 1}
 
 
-def _all_to_all(nbytes: int, ranks: Ranks, where: torch.device) -> float:
-    x = torch.ones(ranks.n, nbytes // ranks.n // 4, device=where)
-    return _median(lambda: current().all_to_all(x, ranks.n, ranks.group), where)
+@dataclass(frozen=True)
+class Job:
+    """What is timed. key: what its line is kept under. device: where it runs.
+
+    sizes: those that are timed. call: what to time of a size; None on a rank that takes no part. point: what a size and
+    its seconds are on the line; by the bytes that one rank sends.
+    """
+
+    key: Hashable
+    device: torch.device
+    sizes: Sequence[int]
+    call: Callable[[int], Callable[[], object] | None]
+    point: Callable[[int, float], tuple[float, float]]
 
 
-def _all_gather(nbytes: int, ranks: Ranks, where: torch.device) -> float:
-    x = torch.ones(nbytes // ranks.n // 4, device=where)
-    return _median(lambda: current().all_gather(x, ranks.n, ranks.group), where)
+def _collective(kind: str, named: Named, where: torch.device) -> Job:
+    """A collective over one group behind the other, of so many bytes on each rank (all_gather: in all)."""
+    names, parts = zip(*named)
+    n = max(map(len, parts[0]))
+
+    def shape(size: int) -> tuple[int, int]:
+        return 1 if kind == "all_gather" else n, max(1, size // n // 4)
+
+    def call(size: int) -> Callable[[], object] | None:
+        over = [(name, dist.get_world_size(process_group(name))) for name in names if name is not None]
+        if len(over) < len(names) or all(k == 1 for _, k in over):
+            return None
+        x = torch.ones(shape(size), device=where)
+        return lambda: reduce(lambda y, group: getattr(current(), kind)(y, group[1], group[0]), over, x)
+
+    def point(size: int, seconds: float) -> tuple[float, float]:
+        nbytes = 4 * math.prod(shape(size))
+        return sum(bytes_of(kind, nbytes, max(map(len, groups))) for groups in parts), seconds
+
+    sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES
+    return Job((kind, where.type, parts), where, sizes, call, point)
 
 
-def _attention(plan: Plan, length: int, device: torch.device) -> float:
-    q = torch.ones(1, plan.heads, length, plan.dim, device=device, dtype=plan.dtype)
-    return _median(lambda: F.scaled_dot_product_attention(q, q, q), device)
+def _attention(device: torch.device) -> Job:
+    """Of one rank: seconds per FLOP are (1 + block_keys / keys) / flops."""
+    cpu = device.type == "cpu"
+    heads, dim, dtype = (4, 64, torch.float32) if cpu else (16, 128, torch.bfloat16)
+
+    def call(length: int) -> Callable[[], object]:
+        q = torch.ones(1, heads, length, dim, device=device, dtype=dtype)
+        return lambda: F.scaled_dot_product_attention(q, q, q)
+
+    def point(length: int, seconds: float) -> tuple[float, float]:
+        return 1 / length, seconds / (4 * heads * dim * length**2)
+
+    return Job(("attention", device.type), device, (256, 1024) if cpu else (1024, 8192), call, point)
 
 
-def _median(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call, the first not counted."""
+def measured(
+    jobs: Sequence[Job], group: Any, device: torch.device, where: torch.device, repeats: int
+) -> list[Line]:
+    """The lines of the jobs, equal on all ranks of the group, which have to ask together.
+
+    Of what this process has not measured yet, what rank 0 finds on its disk counts; the rest all measure, and the
+    slowest rank decides. where: the device whose tensors the group's own collectives take.
+    """
+    known = _known.setdefault(group, {})
+    new = list({job.key: job for job in jobs if job.key not in known}.values())
+    if new:
+        path, first = _path(group, device), dist.get_rank(group) == 0
+        kept = _read(path) if first else {}
+        found = _shared([kept.get(repr(job.key)) for job in new], group, where)
+        missing = [job for job, line in zip(new, found) if line is None]
+        known.update((job.key, line) for job, line in zip(new, found) if line is not None)
+        if missing:
+            known.update(zip([job.key for job in missing], _fit(missing, group, where, repeats)))
+        if missing and first:
+            _write(path, kept | {repr(job.key): known[job.key] for job in missing})
+    return [known[job.key] for job in jobs]
+
+
+def _fit(jobs: Sequence[Job], group: Any, where: torch.device, repeats: int) -> list[Line]:
+    """The slowest rank of a round counts: that is what the next collective waits for.
+
+    The jobs take turns, so that what disturbs one disturbs all; the sizes do not: a small message behind a large one
+    finds other caches than in a program that sends small ones.
+    """
+    points: dict[Hashable, list[tuple[float, float]]] = {job.key: [] for job in jobs}
+    for k in range(max(len(job.sizes) for job in jobs)):
+        turn = [job for job in jobs if k < len(job.sizes)]
+        with torch.no_grad():
+            calls = [(job.call(job.sizes[k]), job.device) for job in turn]
+            rounds = [[_time(call, device, group) for call, device in calls] for _ in range(repeats + 1)]
+        slowest = torch.tensor(rounds[1:], dtype=torch.float64, device=where)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        for job, seconds in zip(turn, typical(slowest).tolist()):
+            points[job.key].append(job.point(job.sizes[k], seconds))
+    return [fitted(*zip(*points[job.key])) for job in jobs]
+
+
+def _time(call: Callable[[], object] | None, device: torch.device, group: Any) -> float:
+    """Seconds of a call that ranks come to from elsewhere; 0 for a rank that takes no part.
+
+    Several in a row would have no rank to wake up, which is what a small one mostly waits for.
+    """
+    dist.barrier(group=group)
+    if call is None:
+        return 0.0
+    finish(device)
+    start = time.perf_counter()
     call()
-    times = []
-    for _ in range(REPEATS):
-        finish(device)
-        start = time.perf_counter()
-        call()
-        finish(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    finish(device)
+    return time.perf_counter() - start
+
+
+def typical(rounds: Tensor) -> Tensor:
+    """(rounds, ...) -> (...), the mean of the middle half: without what disturbed a round, steadier than a median."""
+    quarter = len(rounds) // 4
+    return rounds.sort(0).values[quarter : len(rounds) - quarter].mean(0)
 
 
 def finish(device: torch.device) -> None:
     """Wait for what runs on a device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _where(ranks: Ranks, device: torch.device) -> torch.device:
-    """Where the group's collectives take their tensors."""
-    return torch.device("cpu") if dist.get_backend(ranks.process_group) == "gloo" else device
 
 
 def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
@@ -181,68 +240,50 @@ def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
     return min(Counter(hosts.tolist()).values())
 
 
-def _shared(found: Machine | None, ranks: Ranks, device: torch.device) -> Machine | None:
-    """Rank 0's constants on every rank, or None on every rank: one broadcast."""
-    values = [math.nan] * len(FIELDS) if found is None else [float(getattr(found, name)) for name in FIELDS]
-    tensor = torch.tensor(values, dtype=torch.float64, device=_where(ranks, device))
-    group = ranks.process_group
+def _shared(found: Sequence[Line | None], group: Any, where: torch.device) -> list[Line | None]:
+    """What rank 0 found, on every rank: one broadcast."""
+    values = [(math.nan, math.nan) if line is None else (line.latency, line.bandwidth) for line in found]
+    tensor = torch.tensor(values, dtype=torch.float64, device=where)
     dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
-    values = tensor.tolist()
-    return None if math.isnan(values[0]) else Machine(**dict(zip(FIELDS, values)))
+    return [None if math.isnan(latency) else Line(latency, beta) for latency, beta in tensor.tolist()]
 
 
-def _path(ranks: Ranks, device: torch.device) -> Path:
-    """The file of these ranks."""
-    members = dist.get_process_group_ranks(ranks.process_group)
-    return cache_path("machine", device, ranks.process_group, [rank - members[0] for rank in members], FIELDS)
-
-
-def cache_path(kind: str, device: torch.device, group: Any, members: Any, *more: Any) -> Path:
-    """The file of what was measured: host, device, which ranks of the program, backend, versions, and `more`."""
+def _path(group: Any, device: torch.device) -> Path:
+    """The file of what these ranks measured: by host, device, which ranks of the program, backend and versions."""
     folder = os.path.expanduser(os.environ.get("SP_COMPILE_CACHE_DIR") or "~/.cache/sp_compile")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    members = dist.get_process_group_ranks(group)
     key = (
+        VERSION,
         platform.node(),
         f"{device.type} {gpu}",
-        members,
+        [rank - members[0] for rank in members],
         os.environ.get("LOCAL_WORLD_SIZE", ""),
         dist.get_backend(group),
         torch.__version__,
         torch.get_num_threads(),
-        *more,
     )
-    return Path(folder) / f"{kind}-{_hash(repr(key))[:16]}.json"
+    return Path(folder) / f"measured-{_hash(repr(key))[:16]}.json"
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(path: Path) -> Machine | None:
-    """The constants in a file; None if there is no such file, or anything else in it."""
-    found = load(path)
+def _read(path: Path) -> dict[str, Line]:
+    """The lines in a file; none if there is no such file, or if it holds something else."""
     try:
-        return Machine(**{name: found[name] for name in FIELDS})
-    except (ValueError, TypeError, KeyError):
-        return None
+        found = json.loads(path.read_text())
+        lines = {key: Line(*map(float, line)) for key, line in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+    return {key: line for key, line in lines.items() if line.latency >= 0 and line.bandwidth > 0}
 
 
-def _write(path: Path, found: Machine) -> None:
-    save(path, asdict(found))
-
-
-def load(path: Path) -> Any:
-    """What a file of JSON holds; None if there is no such file, or it holds something else."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def save(path: Path, found: Mapping[str, Any]) -> None:
-    """Write the whole file or nothing; a disk that refuses costs only the next run's time."""
+def _write(path: Path, lines: Mapping[str, Line]) -> None:
+    """The whole file or nothing; a disk that refuses costs only the next run's time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(found, file, indent=1)
+            json.dump({key: [line.latency, line.bandwidth] for key, line in lines.items()}, file, indent=1)
         os.replace(file.name, path)

@@ -20,6 +20,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, product, size
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 
+from .line import bytes_of
 from .machine import Machine
 
 sp = torch.ops.sp
@@ -45,13 +46,20 @@ class Carries:
 
 def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> Carries:
     """How `nbytes` a rank travel. folds: chunks a rank holds; steps need contiguous ones (1)."""
-    alpha, rounds = max(machine.all_gather_latency, machine.hop_latency), rounds_of(n)
-    fold = machine.copy(2 * n * nbytes)
-    gather = machine.all_gather(nbytes, n) - machine.all_gather_latency + alpha + fold
-    step = machine.hop(nbytes, n) - machine.hop_latency + alpha + machine.copy(3 * nbytes)
-    stepped = rounds * step
+    lines = {"gather": machine.line("all_gather", n), "steps": machine.line("shift", n)}
+    alpha, rounds = max(line.latency for line in lines.values()), rounds_of(n)
+    beta = {exchange: sent(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
+    gather = alpha + beta["gather"] + machine.copy(2 * n * nbytes)
+    stepped = beta["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
     exchange = "steps" if folds == 1 and rounds < n - 1 and stepped < gather else "gather"
     return Carries(nbytes, gather, stepped, rounds, exchange)
+
+
+def sent(exchange: str, nbytes: Any, n: int) -> Any:
+    """What one rank sends for all to know `nbytes` of each."""
+    if exchange == "gather":
+        return bytes_of("all_gather", nbytes, n)
+    return rounds_of(n) * bytes_of("shift", nbytes, n)
 
 
 def rounds_of(n: int) -> int:

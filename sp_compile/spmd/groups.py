@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from sp_compile.cost.reductions import Line
+from sp_compile.cost.line import Line
 from sp_compile.errors import SpError
 
 Partition: TypeAlias = tuple[tuple[int, ...], ...]
@@ -25,8 +25,8 @@ class Groups:
 
     members: group name, as this rank's graphs have it -> the groups of its kind on all ranks.
     nodes: rank -> number of the machine it runs on; a rank that is not in it has machine 0.
-    lines: group name -> what an all_reduce over it takes, where that was measured. turns: names of several -> the same
-        of all_reduces over one behind the other.
+    lines: group name -> what an all_reduce over it takes, by the bytes that a rank sends, where that was measured.
+    turns: names of several -> the same of all_reduces over one behind the other.
     """
 
     members: Mapping[str, Partition] = field(default_factory=dict)

@@ -16,11 +16,30 @@ from support.ranks import Ranks
 from sp_compile.config import Ranks as Group
 from sp_compile.config import resolve
 from sp_compile.cost import measure
+from sp_compile.cost.line import Line, bytes_of, fitted
 from sp_compile.cost.machine import CPU, GPU, Machine
 from sp_compile.errors import SpError
 
 DEVICE = torch.device("cpu")
-MARK = {"flops": 123.0, "ranks_per_node": 2.0}  # what no measurement gives
+EVERYONE = (((0, 1),),)
+KEYS = [
+    repr(("all_to_all", "cpu", EVERYONE)),
+    repr(("all_gather", "cpu", EVERYONE)),
+    repr(("attention", "cpu")),
+]
+MARK = [[0.5, 2e3], [0.25, 3e3], [1 / 128, math.inf]]  # what no measurement gives
+MARKED = replace(
+    CPU,
+    flops=128.0,
+    block_keys=0.0,
+    all_to_all_latency=0.5,
+    all_to_all_bandwidth=2e3,
+    all_gather_latency=0.25,
+    all_gather_bandwidth=3e3,
+    hop_latency=0.5,
+    hop_bandwidth=2e3,
+    ranks_per_node=2,
+)
 
 
 def asked(folders: list[str], override: dict | None = None) -> tuple[Machine, int, list[str]]:
@@ -29,7 +48,7 @@ def asked(folders: list[str], override: dict | None = None) -> tuple[Machine, in
     measure._known.clear()
     with (
         mock.patch.dict(os.environ, {"SP_COMPILE_CACHE_DIR": folder}),
-        mock.patch.object(measure, "fit", wraps=measure.fit) as fit,
+        mock.patch.object(measure, "_fit", wraps=measure._fit) as fit,
     ):
         ranks = resolve(worker.mesh(), None)
         found = measure.machine(ranks, DEVICE, override)
@@ -51,17 +70,22 @@ def test_measured_once_and_kept(ranks: Ranks, tmp_path: Path) -> None:
     assert 1e8 < first.flops < 1e14
     assert 1e6 < first.all_to_all_bandwidth < 1e12
     assert 1e6 < first.all_gather_bandwidth < 1e12
-    assert json.loads((tmp_path / "rank0" / files[0]).read_text()) == asdict(first)
+    assert list(json.loads((tmp_path / "rank0" / files[0]).read_text())) == KEYS
     assert [r[:2] for r in ranks.run(2, asked, two(tmp_path))] == [(first, 0)] * 2
 
 
 def test_what_rank_0_reads_counts(ranks: Ranks, tmp_path: Path) -> None:
     folders = two(tmp_path)
     _, _, (name,) = ranks.run(2, asked, folders)[0]
-    (tmp_path / "rank0" / name).write_text(json.dumps(asdict(replace(CPU, **MARK))))
+    (tmp_path / "rank0" / name).write_text(json.dumps(dict(zip(KEYS, MARK))))
     (tmp_path / "rank1").mkdir()
-    (tmp_path / "rank1" / name).write_text(json.dumps(asdict(replace(CPU, flops=7.0))))
-    assert [r[:2] for r in ranks.run(2, asked, folders)] == [(replace(CPU, **MARK), 0)] * 2
+    (tmp_path / "rank1" / name).write_text(json.dumps(dict(zip(KEYS, [[7.0, 7.0]] * 3))))
+    assert [r[:2] for r in ranks.run(2, asked, folders)] == [(MARKED, 0)] * 2
+    (tmp_path / "rank0" / name).write_text(json.dumps({KEYS[0]: MARK[0]}))  # the others are measured
+    (first, fits, _), (other, *_) = ranks.run(2, asked, folders)
+    assert first == other
+    assert (first.all_to_all_bandwidth, fits) == (2e3, 1)
+    assert 1e6 < first.all_gather_bandwidth < 1e12
     (tmp_path / "rank0" / name).unlink()  # now only rank 1 has a file: both measure
     (first, *_), (other, *_) = results = ranks.run(2, asked, folders)
     assert [r[1] for r in results] == [1, 1]
@@ -69,7 +93,7 @@ def test_what_rank_0_reads_counts(ranks: Ranks, tmp_path: Path) -> None:
     assert first.flops > 1e8
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"flops": 1}', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"attention": 1}', "\x00"])
 def test_a_corrupt_file_is_measured_again(ranks: Ranks, tmp_path: Path, text: str) -> None:
     folder = tmp_path / "rank0"
     folder.mkdir()
@@ -79,21 +103,22 @@ def test_a_corrupt_file_is_measured_again(ranks: Ranks, tmp_path: Path, text: st
     (first, fits, files), (other, _, _) = ranks.run(2, asked, two(tmp_path))
     assert first == other
     assert fits == 1
-    assert json.loads((folder / files[0]).read_text()) == asdict(first)
+    assert list(json.loads((folder / files[0]).read_text())) == KEYS
 
 
 def path_of() -> str:
-    return measure._path(resolve(worker.mesh(), None), DEVICE).name
+    return measure._path(resolve(worker.mesh(), None).process_group, DEVICE).name
 
 
 def test_values_out_of_range_are_no_constants(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    for changes in ({"flops": -1.0}, {"flops": "fast"}, {"overlap": 2}, {"flops": math.nan}):
-        path.write_text(json.dumps({**asdict(CPU), **changes}))
-        assert measure._read(path) is None
-    measure._write(path, CPU)
-    assert measure._read(path) == CPU  # infinite values too
-    assert os.listdir(tmp_path) == ["machine.json"]
+    path = tmp_path / "lines.json"
+    for wrong in ([-1.0, 1.0], [1.0, 0.0], [1.0, "fast"], [1.0], [1.0, math.nan], 1.0):
+        path.write_text(json.dumps({"a": wrong}))
+        assert measure._read(path) == {}
+    lines = {"a": Line(1.0, 2.0), "b": Line(0.0, math.inf)}
+    measure._write(path, lines)
+    assert measure._read(path) == lines  # infinite values too
+    assert os.listdir(tmp_path) == ["lines.json"]
 
 
 def test_a_disk_that_refuses(ranks: Ranks, tmp_path: Path) -> None:
@@ -119,12 +144,8 @@ def test_without_processes() -> None:
         measure.machine(Group(8, ""), DEVICE, {"overlaps": 1})
 
 
-def test_constants_from_times() -> None:
-    plan = measure.CPU_PLAN
-    small, large = plan.sizes
-    links = [1e-4 + 0.75 * x / 2e9 for x in plan.sizes] + [2e-4 + 0.75 * x / 1e9 for x in plan.sizes]
-    rates = [plan.flops(keys) / 1e10 * (1 + 300 / keys) for keys in plan.lengths]
-    fitted = measure.constants(links + rates, plan, 4, 4, CPU)
+def test_constants_from_lines() -> None:
+    lines = [Line(1e-4, 2e9), Line(2e-4, 1e9), Line(1e-10, 1e10 / 300)]
     expected = replace(
         CPU,
         flops=1e10,
@@ -137,12 +158,21 @@ def test_constants_from_times() -> None:
         hop_latency=1e-4,
         ranks_per_node=4,
     )
-    assert asdict(fitted) == pytest.approx(asdict(expected))
-    nodes = measure.constants(links + rates, plan, 4, 2, GPU)  # half of an all-to-all leaves its node
-    assert nodes.inter_node_bandwidth == pytest.approx(0.5 * 2e9 / 0.75)
+    assert asdict(measure.constants(lines, 4, 4, CPU)) == pytest.approx(asdict(expected))
+    nodes = measure.constants(lines, 4, 2, GPU)  # two thirds of what a rank sends leave its node
+    assert nodes.inter_node_bandwidth == pytest.approx(2e9 * 2 / 3)
     assert nodes.all_to_all_bandwidth == GPU.all_to_all_bandwidth
-    noisy = measure.constants([2.0, 1.0, 2.0, 1.0, 1e-9, 1.0], plan, 4, 4, CPU)
-    assert noisy.all_to_all_bandwidth == 0.75 * large
-    assert (noisy.all_to_all_latency, noisy.block_keys) == (0, 0)
-    assert noisy.flops == plan.flops(1024)
-    assert small < large
+    assert nodes.all_to_all(8.0, 4) == pytest.approx(1e-4 + bytes_of("all_to_all", 8.0, 4) / 2e9)
+    noisy = measure.constants([*lines[:2], Line(0.0, 1e10)], 4, 4, CPU)
+    assert (noisy.flops, noisy.block_keys) == (CPU.flops, CPU.block_keys)
+
+
+@pytest.mark.parametrize("keys", [0, 300])
+def test_attention_times_are_a_line(keys: float) -> None:
+    """Seconds per FLOP over one over the length: from zero on the rate, and how much more short ones take."""
+    job = measure._attention(DEVICE)
+    rates = [1e-10 * (1 + keys / length) for length in job.sizes]
+    flops = [4 * 4 * 64 * length**2 for length in job.sizes]
+    line = fitted(*zip(*(job.point(s, r * f) for s, r, f in zip(job.sizes, rates, flops))))
+    found = measure.constants([Line(1.0, 1.0), Line(1.0, 1.0), line], 4, 4, CPU)
+    assert (found.flops, found.block_keys) == (pytest.approx(1e10), pytest.approx(keys, abs=1e-3))

@@ -112,5 +112,5 @@ def test_steps_declare_their_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "ensure", known.append)
     gm = captured(lambda x: (x * 2).cumsum(1), torch.randn(1, 32, 4))
     Scan(Settings(Ranks(8, GROUP), machine=Machine.of("cpu", {"all_gather_bandwidth": 1.0})))(gm)
-    sp_compile.cost.attention.exchanges.declare_routes(gm, Ranks(8, GROUP))
+    sp_compile.cost.exchanges.declare_routes(gm, Ranks(8, GROUP))
     assert known == [f"sim/shift:{offset}:1" for offset in (1, -1, 2, -2, 4, -4)]

@@ -9,14 +9,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from merge.test_merge_ranks import names, reduced_twice
+from collectives.merge.test_merge_ranks import names, reduced_twice
 from support import ranks as worker
 from support.ranks import Ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
 from sp_compile._compat import process_groups
-from sp_compile.cost import reductions as reduction_cost
+from sp_compile.cost import measure
 from sp_compile.errors import SpError
 from sp_compile.passes.collectives.merge.merge import MergeReductions
 
@@ -42,19 +42,17 @@ def test_the_default_group_is_a_union(ranks: Ranks) -> None:
 def fitted(folder: str) -> tuple[list[dict], int, list[int]]:
     """(lines by axis of four declarations, files that they left, how many communicators and turns each measured)."""
     os.environ["SP_COMPILE_CACHE_DIR"] = folder
-    reduction_cost._measured.clear()
+    measure._known.clear()
     mesh = worker.mesh2d(2, 2)
     labels = dict(zip([*names(mesh), dist.group.WORLD.group_name], "abu"))
     timed: list[int] = []
-    plain = reduction_cost._fit
+    plain = measure._fit
     lines = []
-    with mock.patch.object(
-        reduction_cost, "_fit", lambda jobs, *a: timed.append(len(jobs)) or plain(jobs, *a)
-    ):
+    with mock.patch.object(measure, "_fit", lambda jobs, *a: timed.append(len(jobs)) or plain(jobs, *a)):
         for axes, unions in ((mesh, []), (mesh, None), (mesh.get_all_groups(), None), (mesh, [])):
             lines.append(sp_compile.declare_groups(axes, unions).lines)
             if len(lines) == 3:
-                reduction_cost._measured.clear()
+                measure._known.clear()
     return [{labels[k]: v for k, v in found.items()} for found in lines], len(os.listdir(folder)), timed
 
 
@@ -63,7 +61,7 @@ def test_lines_are_measured_once_and_alike(ranks: Ranks, tmp_path: Path) -> None
     assert results == [results[0]] * 4
     (axes, mesh, again, from_disk), files, timed = results[0]
     assert timed == [2, 2]
-    assert files == 2
+    assert files == 1
     assert set(mesh) == set("abu")
     assert mesh == again == {**mesh, **axes}
     assert from_disk == axes

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.config import CHOICES
-from sp_compile.cost.reductions import Links
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
@@ -50,8 +50,8 @@ class MergeReductions(Pass, Editor):
 
     groups: what declare_groups returned, or Groups.of(mesh_shape, names) without processes.
     policy: "auto" merges where the cost model predicts that it is faster, "always" wherever it is exact, "intra_node"
-        where the ranks to be merged are on one machine, "never" nowhere. links: constants of communicators that
-        `groups` has no measurement of; by default those of the device.
+        where the ranks to be merged are on one machine, "never" nowhere. cost: of communicators that `groups` has no
+        measurement of, the device's default constants with these replaced.
     strict: a chain over a group that was not declared is an error; otherwise it is noted and left alone.
     Every rank decides alike, if all have the same graph and what declare_groups gave them. The pass sees one rank's
     graph and cannot tell whether the others have it too: a number between two reductions, as in
@@ -65,14 +65,14 @@ class MergeReductions(Pass, Editor):
     provides = frozenset({"reductions are merged"})
 
     def __init__(
-        self, groups: Groups, policy: str = "auto", links: Links | None = None, strict: bool = True
+        self, groups: Groups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True
     ) -> None:
         super().__init__()
         allowed = CHOICES["merge_reductions"]
         if policy not in allowed:
             raise SpError(f"merge_reductions={policy!r}: expected one of {', '.join(map(repr, allowed))}")
         self.groups, self.policy, self.strict = groups, policy, strict
-        self.chooser = Chooser(groups, policy, links)
+        self.chooser = Chooser(groups, policy, cost)
         self.gone: set[Node] = set()
 
     def apply(self, gm: GraphModule, job: Job) -> int:
@@ -212,9 +212,9 @@ class MergeReductions(Pass, Editor):
 
 
 def merge_reductions(
-    gm: GraphModule, policy: str = "auto", groups: Groups | None = None, links: Links | None = None
+    gm: GraphModule, policy: str = "auto", groups: Groups | None = None, cost: Mapping[str, Any] | None = None
 ) -> list[Note]:
     """Merge in place over the declared groups, or those given, not strict, as the backend does. Returns the notes."""
-    rewrite = MergeReductions(declared() if groups is None else groups, policy, links, strict=False)
+    rewrite = MergeReductions(declared() if groups is None else groups, policy, cost, strict=False)
     rewrite(gm)
     return rewrite.notes

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from sp_compile._compat import size_hint, statically_known_true
-from sp_compile.cost.reductions import Links, seconds
+from sp_compile.cost.line import Line, bytes_of
+from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
 from sp_compile.spmd.groups import Groups, Partition, gathered, reduced, scattered
 
@@ -35,11 +37,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Chooser:
-    """What decides: the declared groups, the policy, and constants for communicators that were not measured."""
+    """What decides: the declared groups, the policy, and constants of communicators that were not measured."""
 
     groups: Groups
     policy: str
-    links: Links | None = None
+    cost: Mapping[str, Any] | None = None
 
     def ways(self, chain: Chain) -> list[Way]:
         """Every way that is exact and has its communicators; the one that merges nothing is among them."""
@@ -59,9 +61,9 @@ class Chooser:
     def _in_all(self, chain: Chain, named: dict[Block, str]) -> float:
         """Predicted seconds of the blocks, one behind the other."""
         line = self.groups.turns.get(frozenset(named.values()))
-        bytes_of = {self._bytes(chain, block) for block in named}
-        if line is not None and len(named) > 1 and len(bytes_of) == 1:
-            return seconds(chain.links[0].kind, bytes_of.pop(), line)
+        values = {self._bytes(chain, block) for block in named}
+        if line is not None and len(named) > 1 and len(values) == 1:
+            return self._seconds(chain, line, values.pop(), named.values())
         return sum(self._time(chain, block, name) for block, name in named.items())
 
     def best(self, ways: list[Way]) -> Way:
@@ -116,12 +118,17 @@ class Chooser:
 
     def _time(self, chain: Chain, block: Block, name: str) -> float:
         """Predicted seconds of a block done at once."""
-        first = chain.links[block[0]]
-        links = self.links or Links.of(value_of(first.node).device.type)
         line = self.groups.lines.get(name)
         if line is None:
-            line = links.line(self.groups.size(name), self.groups.in_one_node(name))
-        return seconds(first.kind, self._bytes(chain, block), line)
+            machine = Machine.of(value_of(chain.links[block[0]].node).device.type, self.cost)
+            inside = self.groups.in_one_node(name)
+            line = machine.line("all_reduce", self.groups.size(name), inside=inside)
+        return self._seconds(chain, line, self._bytes(chain, block), [name])
+
+    def _seconds(self, chain: Chain, line: Line, nbytes: float, names: Iterable[str]) -> float:
+        """Of the chain's collective over groups in turn; a line of all_reduces is twice that of gathers or scatters."""
+        sent = sum(bytes_of("all_reduce", nbytes, self.groups.size(name)) for name in names)
+        return line.seconds(sent) / (1 if chain.links[0].kind == "all_reduce" else 2)
 
     def _bytes(self, chain: Chain, block: Block) -> float:
         """Of what a block reduces, gathers in all, or scatters in all."""

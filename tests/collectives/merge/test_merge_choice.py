@@ -9,7 +9,8 @@ from support.parallel.merging import GRID, X, ag, ar, c10d, collectives, left, m
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sp_compile.cost.reductions import Line, Links, fitted
+from sp_compile.cost.line import Line, bytes_of, fitted
+from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
 from sp_compile.passes.collectives.merge.merge import MergeReductions, merge_reductions
 from sp_compile.spmd.groups import Groups
@@ -70,8 +71,8 @@ def test_bad_input() -> None:
         node.meta.clear()
     with pytest.raises(SpError, match="run FakeTensorProp"):
         MergeReductions(GRID)(gm)
-    with pytest.raises(SpError, match="bandwidth=0: expected a number above 0"):
-        Links(call=0, hop=0, bandwidth=0, inter_hop=0, inter_bandwidth=1)
+    with pytest.raises(SpError, match="all_reduce_bandwidth=0: expected a number above 0"):
+        MergeReductions(GRID, cost={"all_reduce_bandwidth": 0})(traced(two("sum", "sum"), X))
 
 
 # Gathering and scattering.
@@ -108,7 +109,7 @@ def test_kinds_do_not_mix() -> None:
 
 # Policies.
 
-SLOW_UNION = {"a": Line(1e-3, 1e9), "b": Line(1e-3, 1e9), "a+b": Line(3e-3, 1.9e9)}
+SLOW_UNION = {"a": Line(1e-3, 1e9), "b": Line(1e-3, 4e9 / 3), "a+b": Line(3e-3, 5 / 3 * 1.9e9)}
 
 
 def sized(rows: int) -> Callable[[Tensor], Tensor]:
@@ -116,7 +117,10 @@ def sized(rows: int) -> Callable[[Tensor], Tensor]:
 
 
 def test_auto_follows_the_sizes() -> None:
-    """1 ms less to start with, half of the time for every byte: 2 + 2 M = 3 + M / 1.9 where M is 0.68 MB."""
+    """1 ms less to start with, half of the time for every byte: 2 + 2 M = 3 + M / 1.9 where M is 0.68 MB.
+
+    Of M bytes one of 2, 3 and 6 ranks sends M, 4 / 3 M and 5 / 3 M.
+    """
     groups = Groups(GRID.members, GRID.nodes, SLOW_UNION)
     x = torch.ones(1, 1, dtype=torch.float64)
     for rows, expected in ((1, 2), (40, 2), (80, 1), (120, 1)):
@@ -153,12 +157,18 @@ def test_machines() -> None:
     why = left(lambda x: ar(ar(x, "sum", "b"), "sum", "a"), X, groups, "intra_node")
     assert why == "the policy is 'intra_node', and the ranks are on several machines"
     # Inside 100 times as fast as between: of a large value only the inner two are worth merging.
-    fast = Links(call=1e-5, hop=0, bandwidth=1e11, inter_hop=0, inter_bandwidth=1e9)
+    fast = {
+        "all_reduce_latency": 1e-5,
+        "step_latency": 0,
+        "all_reduce_bandwidth": 1e11,
+        "inter_node_step_latency": 0,
+        "inter_node_bandwidth": 1e9,
+    }
     gm = traced(lambda x: fn(x.expand(1 << 14, 1 << 10)), torch.ones(1, 1))
-    MergeReductions(groups, "auto", links=fast)(gm)
+    MergeReductions(groups, "auto", cost=fast)(gm)
     assert collectives(gm) == ["all_reduce a", "all_reduce b+c"]
     gm = traced(fn, torch.ones(2))
-    MergeReductions(groups, "auto", links=fast)(gm)
+    MergeReductions(groups, "auto", cost=fast)(gm)
     assert collectives(gm) == ["all_reduce a+b+c"]
 
 
@@ -186,7 +196,15 @@ def test_fitted_lines() -> None:
 
 def test_rings() -> None:
     """call + 2 (k - 1) hop + 2 M (k - 1) / k / bandwidth, and half of it to gather or scatter."""
-    links = Links(call=1e-3, hop=1e-4, bandwidth=1e9, inter_hop=2e-4, inter_bandwidth=1e8)
-    assert links.line(4, inside=True).seconds(1e6) == pytest.approx(1e-3 + 6e-4 + 1.5e-3)
-    assert links.line(4, inside=False).seconds(1e6) == pytest.approx(1e-3 + 12e-4 + 15e-3)
-    assert links.line(1, inside=True).seconds(1e6) == 1e-3
+    cost = {
+        "all_reduce_latency": 1e-3,
+        "step_latency": 1e-4,
+        "all_reduce_bandwidth": 1e9,
+        "inter_node_step_latency": 2e-4,
+        "inter_node_bandwidth": 1e8,
+    }
+    machine = Machine.of("cpu", cost)
+    sent = bytes_of("all_reduce", 1e6, 4)
+    assert machine.line("all_reduce", 4, inside=True).seconds(sent) == pytest.approx(1e-3 + 6e-4 + 1.5e-3)
+    assert machine.line("all_reduce", 4, inside=False).seconds(sent) == pytest.approx(1e-3 + 12e-4 + 15e-3)
+    assert machine.line("all_reduce", 1, inside=True).seconds(bytes_of("all_reduce", 1e6, 1)) == 1e-3

@@ -24,7 +24,6 @@ from support.parallel.merging import (
 )
 from torch import Tensor
 
-from sp_compile.cost.reductions import Links
 from sp_compile.passes.collectives.merge.merge import MergeReductions
 from sp_compile.spmd.groups import Groups
 
@@ -186,7 +185,8 @@ def test_long_chains() -> None:
     assert collectives(merged(fn, X, CUBE)[0]) == ["all_reduce a+b+c"]
     # Only neighbours: two communicators, and one for all three is missing.
     without = Groups({k: v for k, v in CUBE.members.items() if k != "a+b+c"}, CUBE.nodes)
-    gm, _ = merged(fn, X, without, links=Links(call=1, hop=0, bandwidth=1, inter_hop=0, inter_bandwidth=1))
+    slow = {"all_reduce_latency": 1, "step_latency": 0, "all_reduce_bandwidth": 1}
+    gm, _ = merged(fn, X, without, cost=slow)
     assert len(collectives(gm)) == 2
     # The first and the last are merged around one that stays.
     around = Groups({k: CUBE.members[k] for k in ("a", "b", "c", "b+c")}, CUBE.nodes)

@@ -25,7 +25,7 @@ def python(program: str, interpret: bool = True) -> None:
 
 @pytest.mark.sampled(every=3)
 @needs_triton
-@pytest.mark.parametrize("way", ["one", "parts", "look-back"])
+@pytest.mark.parametrize("way", ["one", "parts"])
 def test_way(way: str) -> None:
     python(f"from support.scans import triton_scans as t; t.check_way({way!r})")
 
@@ -42,7 +42,7 @@ def test_without_triton() -> None:
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
         "from sp_compile.lowering.scan.table import Problem\n"
-        "from sp_compile.lowering.triton import scan\n"
+        "from sp_compile.lowering.scan.kernels.triton import scan\n"
         "f32 = torch.float32\n"
         "assert not scan.fits(Problem('scan', 'cuda', 1, 9, 1, f32, f32, f32))"
     )
@@ -76,13 +76,13 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
     JITFunction.run(kernel, *args, grid=grid, warmup=True, **options)
 )
 
-from sp_compile.lowering.triton import scan
-from sp_compile.lowering.triton.scan_ways import using_way
+from sp_compile.lowering.scan.kernels.triton import scan
+from sp_compile.lowering.scan.kernels.triton.ways import using_way
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
 x, starts = torch.empty(1, 2**20, 1), torch.empty(1, 2**20, 1, dtype=torch.bool)
 few = torch.empty(1, 2**16, 8, dtype=torch.int32)
-for way in ("one", "parts", "look-back"):
+for way in ("one", "parts"):
     with using_way(way):
         scan.scan(x, None, "sum", False, False, f32, f32)
         scan.scan(x.to(bf16), starts, "max", True, True, bf16, f32)
@@ -90,7 +90,7 @@ for way in ("one", "parts", "look-back"):
         scan.extremes(x, None, "min", False)
         scan.linear(x, x, torch.empty(1, 1), True, True, f32, f32)
         scan.scan(x, None, "logsumexp", False, False, f32, f32)
-assert len(compiled) == 6 * (1 + 3 + 1)
+assert len(compiled) == 6 * (1 + 3)
 assert all("mov" in kernel.asm["ptx"] for kernel in compiled)
 """
 

@@ -175,4 +175,4 @@ def scan_segments(flag, p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 LEAVES = {"logsumexp": "exponentials", "linear": "linear", "argmax": "indexed", "argmin": "indexed"}
-"""What makes the state of one element, see `scan_parts.leaf`; of the other operations it is its "value"."""
+"""What makes the state of one element, see `tiles._leaf`; of the other operations it is its "value"."""

@@ -7,7 +7,7 @@ inner > 1, places where inner == 1, so that either way a tile is read in whole r
 Scans run forward over places; place i is time length - 1 - i if REVERSE. An exclusive scan, and a lagged recurrence,
 is the inclusive one of what comes a place earlier: SHIFT.
 
-FLAT: outer == 1. EVEN: LINES divides the lines. SHARED: all lines have the same starts. LEAF: see `leaf`.
+FLAT: outer == 1. EVEN: LINES divides the lines. SHARED: all lines have the same starts. LEAF: see `_leaf`.
 
 One scan as the kernels take it, and the size of their tiles. Importing this needs triton.
 """
@@ -191,7 +191,7 @@ RUN_BYTES = 128
 
 @dataclass(frozen=True)
 class State:
-    """Of some places of every line, (places, lines): what `scan_parts.value_of` gives, and what an operator adds.
+    """Of some places of every line, (places, lines): what `value_of` gives, and what an operator adds.
 
     second: factor of a recurrence, or index. flag: int8, whether a segment begins there.
     """
@@ -267,9 +267,9 @@ class Sweep:
             reverse=False,
         )
 
-    def states(self, places: int, whole: bool = False) -> State:
-        """Memory for what states stand for, of every line at some places; whole: for both tensors of a state."""
-        pair = self.leaf in ("linear", "indexed") or (whole and self.leaf != "value")
+    def states(self, places: int) -> State:
+        """Memory for what states stand for, of every line at some places."""
+        pair = self.leaf in ("linear", "indexed")
         second_dtype = self.index if self.leaf == "indexed" else self.compute
         empty, shape = self.x.new_empty, (places, self.lines)
         return State(

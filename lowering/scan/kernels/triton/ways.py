@@ -1,7 +1,6 @@
 """Which way a scan goes on a GPU. Importing this needs triton.
 
-None of the thresholds here has been measured: `benchmarks/gpu_scans.py` times every way on every shape. Until then
-the table prefers what is simplest: look-back only runs if `using_way` says so.
+None of the thresholds here has been measured: `benchmarks/gpu_scans.py` times every way on every shape.
 """
 
 from __future__ import annotations
@@ -16,27 +15,23 @@ import triton
 
 from sp_compile.errors import SpError
 
-from .lookback import in_one_pass
 from .tiles import State, Sweep, Tile
 from .walk import in_one, in_parts
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """walk and look_back: bytes of states that a program holds at once, and its warps.
+    """walk: bytes of states that a program holds at once, and its warps.
 
-    window: tiles that look-back reads at a time. programs: for each multiprocessor when a length is divided.
-    enough: for each to leave it whole.
+    programs: for each multiprocessor when a length is divided. enough: for each to leave it whole.
     """
 
     walk: tuple[int, int] = (8192, 4)
-    look_back: tuple[int, int] = (16384, 8)
-    window: int = 256
     programs: int = 16
     enough: int = 4
 
 
-INTERPRETED = Sizes((128, 1), (128, 1), 4, programs=2, enough=2)
+INTERPRETED = Sizes((128, 1), programs=2, enough=2)
 """In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
 
 
@@ -53,7 +48,6 @@ class Shape:
 WAYS: dict[str, Callable[[Shape], bool]] = {
     "one": lambda s: s.across >= s.sizes.enough * s.multiprocessors or s.along <= 2,
     "parts": lambda s: True,
-    "look-back": lambda s: True,
 }
 """The first that fits is taken."""
 
@@ -62,7 +56,7 @@ _forced: list[tuple[str, Sizes | None]] = []
 
 @contextmanager
 def using_way(name: str, sizes: Sizes | None = None) -> Iterator[None]:
-    """Every scan inside, on any thread, goes this way, except totals without results, for which none looks back."""
+    """Every scan inside, on any thread, goes this way."""
     if name not in WAYS:
         raise SpError(f"scan: there is no way {name!r}, but {', '.join(WAYS)}")
     _forced.append((name, sizes))
@@ -76,8 +70,6 @@ def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> 
     """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
     way, sizes = _forced[-1] if _forced else ("", None)
     sizes = sizes or (INTERPRETED if triton.knobs.runtime.interpret else Sizes())
-    if way == "look-back" and out is not None:
-        return in_one_pass(sweep, _tile(sweep, sizes.look_back), sizes.window, initial, out, total)
     tile = _tile(sweep, sizes.walk)
     shape = _shape(sweep, tile, sizes)
     way = way or next(name for name, fits in WAYS.items() if fits(shape))
