@@ -101,7 +101,7 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
             )
         gm.graph.erase_node(node)
     gm.delete_submodule("_guards_fn")
-    require_ops(gm)
+    require_ops(gm, "capture_export")
     mode = _only_mode(gm)
     _own_bodies(gm)
     functional_collectives(gm)

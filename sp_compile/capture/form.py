@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,25 +17,25 @@ from sp_compile.graph.mutation import functional_form, is_mutation
 aten = torch.ops.aten
 
 
-def require_captured(gm: GraphModule, name: str) -> None:
-    """Raises SpError, in the name of a pass, unless the graph is captured IR or one that AOTAutograd made of it."""
-    for node in gm.graph.nodes:
-        why = _is_no_op(node) or _changes(node)
-        if why:
-            raise SpError(
-                f"{name}: {node.name}: {why}; give it the graph of sp_compile.capture_export(program)"
-            )
+def require_ops(gm: GraphModule, name: str) -> None:
+    """Raises SpError, in the name of who asks, unless the graph calls ops on fake values; they may change some."""
+    _refuse(
+        gm,
+        name,
+        _is_no_op,
+        "torch.export or make_fx; a graph of Dynamo is captured in a backend of torch.compile",
+    )
 
 
-def require_ops(gm: GraphModule) -> None:
-    """Raises SpError unless the graph calls ops on fake values; they may change some."""
+def require_functional(gm: GraphModule, name: str) -> None:
+    """Raises SpError where an op changes a value, other than an input at the end of the program."""
+    _refuse(gm, name, _changes, "sp_compile.capture_export(program)")
+
+
+def _refuse(gm: GraphModule, name: str, fault: Callable[[Node], str], give: str) -> None:
     for node in gm.graph.nodes:
-        why = _is_no_op(node)
-        if why:
-            raise SpError(
-                f"capture_export: {node.name}: {why}; give it what torch.export or make_fx made of the program, or "
-                "capture a graph of Dynamo in a backend of torch.compile"
-            )
+        if why := fault(node):
+            raise SpError(f"{name}: {node.name}: {why}; give it a graph of {give}")
 
 
 def _is_no_op(node: Node) -> str:
@@ -44,7 +45,8 @@ def _is_no_op(node: Node) -> str:
     if node.op != "call_function" or isinstance(node.target, OpOverload | HigherOrderOperator):
         return ""
     made = is_tensor(node) and node.target is not operator.getitem
-    if made or "example_value" in node.meta or "val" not in node.meta:
+    unknown = "example_value" in node.meta or not all("val" in i.meta for i in node.all_input_nodes)
+    if made or unknown:
         return f"a call of the Python function {getattr(node.target, '__name__', node.target)}"
     return ""
 

@@ -27,7 +27,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from sp_compile.capture.form import require_captured
+from sp_compile.capture.form import require_functional, require_ops
 from sp_compile.errors import at
 from sp_compile.graph.call import is_written
 from sp_compile.graph.edit import Editor
@@ -70,11 +70,12 @@ class PermuteAllToAll(PassBase, Editor):
         self.notes: list[Note] = []
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        require_captured(graph_module, self.name)
         self.notes = []
         graph = graph_module.graph
+        require_ops(graph_module, self.name)
         if not any(map(_exchanges, graph.nodes)):
             return PassResult(graph_module, False)
+        require_functional(graph_module, self.name)
         self.edit(graph)
         restride = Restride(graph)
         changed = [drop_buffers(self), join_padded(self)]
@@ -170,7 +171,8 @@ class PermuteAllToAll(PassBase, Editor):
 
 
 def _exchanges(node: Node) -> bool:
-    return is_all_to_all(node) or node.target is PERMUTE or _is_dtensors(node)
+    in_place = str(op_of(node)) == "c10d.alltoall_base_"
+    return is_all_to_all(node) or node.target is PERMUTE or _is_dtensors(node) or in_place
 
 
 def _is_dtensors(node: Node) -> bool:

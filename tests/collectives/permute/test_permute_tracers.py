@@ -237,7 +237,7 @@ def test_what_is_not_captured_is_refused(group: Any) -> None:
     x = torch.randn(2, 3, 8, 5)
     dynamo = traced(fn, x, tracer="dynamo")
     for graph, why in (
-        (dynamo, "a call of the method reshape; give it the graph of sp_compile.capture_export"),
+        (dynamo, "a call of the method reshape; give it a graph of torch.export or make_fx"),
         (make_fx(in_place, tracing_mode="fake")(x), "aten.add_.Tensor works in place; give it"),
         (
             make_fx(collective, tracing_mode="fake")(x),
@@ -246,7 +246,7 @@ def test_what_is_not_captured_is_refused(group: Any) -> None:
     ):
         with pytest.raises(SpError, match=why):
             permute_all_to_all(graph)
-    with pytest.raises(SpError, match="capture a graph of Dynamo in a backend"):
+    with pytest.raises(SpError, match="a graph of Dynamo is captured in a backend"):
         capture_export(dynamo)
     with pytest.raises(SpError, match="tracing_mode='fake'"):
         capture_export(make_fx(fn)(x))
