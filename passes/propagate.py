@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile.graph.buckets import packed_in
 from sp_compile.graph.call import Call, is_tensor, is_written, result_number
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
@@ -310,6 +311,9 @@ def _visit(
 ) -> Step:
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         source, index = plan.placements.get(node.args[0], ()), node.args[1]
+        part = packed_in(node) if VARYING in source else None
+        if part is not None:
+            return Step(None, (plan.of(part),))
         if len(source) > 1 and isinstance(index, int):
             return Step(None, (source[result_number(node)],))
         return Step(None, (plan.of(node.args[0]),))

@@ -30,7 +30,7 @@ def choose(
     itself is taken; else the one that most share; of equals one that n divides and that lies in front, where a cut is
     contiguous; else the longest.
     """
-    differ = differing(gm, varying)
+    differ = differing(gm, axes, varying)
     blocks = gm.graph.find_nodes(op="call_function", target=sp.own_rows.default)
     taken = {moved_from(block.args[0]) for block in blocks}
     own = {axes.find(a.name) for node in blocks for a in axes.dims[node.args[0], 0][node.args[1]][:1]}

@@ -26,11 +26,12 @@ from sp_compile.sharding.rule import lookup
 from .varying import group_of, wait_of
 
 aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
-Exchange = Callable[[list[int]], list[list[int]]]
+AskAll = Callable[[list[int]], list[list[int]]]
+"""What every rank of the group says, given what this one does."""
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """`node` is the block of `source` from `start` on along `dim`, or puts `source` there among zeros."""
 
     node: Node
@@ -40,10 +41,10 @@ class Block:
     length: int
 
 
-def mark_own_rows(gm: GraphModule, ranks: Ranks, exchange: Exchange) -> int:
+def mark_own_rows(gm: GraphModule, ranks: Ranks, ask_all: AskAll) -> int:
     """Rewrite the graph in place; how many slices and gathers were found. Every rank of the group has to call it."""
     blocks = [*_slices(gm, ranks.n), *_pads(gm, ranks)]
-    everyone = exchange([block.start for block in blocks])
+    everyone = ask_all([block.start for block in blocks])
     found = _mark_gathers(gm, ranks)
     if any(len(starts) != len(blocks) for starts in everyone):
         return found  # not one program: agreement is somebody else's business
@@ -55,7 +56,7 @@ def mark_own_rows(gm: GraphModule, ranks: Ranks, exchange: Exchange) -> int:
     return found
 
 
-def _slices(gm: GraphModule, n: int) -> Iterator[Block]:
+def _slices(gm: GraphModule, n: int) -> Iterator[RowBlock]:
     """Every piece of 1/n of a dim."""
     for node in gm.graph.nodes:
         found = lookup(node) if node.op == "call_function" else None
@@ -66,10 +67,10 @@ def _slices(gm: GraphModule, n: int) -> Iterator[Block]:
         extent = sizes(source.meta["val"].shape)[dim]
         for piece, (start, length) in pieces:
             if isinstance(start, int) and isinstance(length, int) and length and length * n == extent:
-                yield Block(piece, source, dim, start, length)
+                yield RowBlock(piece, source, dim, start, length)
 
 
-def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[Block]:
+def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[RowBlock]:
     """Every block among zeros that is summed over the ranks, as the gradient of a slice is."""
     for node in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
         padded = node.args[0]
@@ -79,7 +80,7 @@ def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[Block]:
             length = sizes(source.meta["val"].shape)[dim]
             extent = sizes(padded.meta["val"].shape)[dim]
             if isinstance(length, int) and length * ranks.n == extent and wait_of(node) is not None:
-                yield Block(node, source, dim, start, length)
+                yield RowBlock(node, source, dim, start, length)
 
 
 def _placed(node: Node) -> tuple[Node, int, int] | None:
@@ -136,7 +137,7 @@ def _joined(wait: Node, n: int) -> tuple[Node, int]:
     return end, Call(end)["dim"] % end.meta["val"].ndim
 
 
-def _replace_block(gm: GraphModule, block: Block, ranks: Ranks) -> None:
+def _replace_block(gm: GraphModule, block: RowBlock, ranks: Ranks) -> None:
     node = block.node
     target = sp.own_rows.default
     if node.target is c10d.all_reduce.default:

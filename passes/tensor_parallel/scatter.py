@@ -125,7 +125,7 @@ class SequenceParallelLinear(Pass):
                 mark(node, requires_grad=False)
         axes = name_axes(gm)
         varying = varying_inputs(gm, axes, summed, self.facts)
-        draw_whole(gm, differing(gm, varying))
+        draw_whole(gm, differing(gm, axes, varying))
         chosen = choose(name_axes(gm), gm, summed, varying, self.ranks.n)
         self.inputs: dict[Node, Placement] = dict.fromkeys(varying, VARYING)
         found = {node: self._layer(node, chosen) for node in summed}

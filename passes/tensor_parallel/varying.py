@@ -4,8 +4,6 @@ Types on the axis of one process group: the result of an all_reduce or all_gathe
 computed from a cut weight is a value of each rank's own (Varying). Everything else is as its inputs are. No weight is
 known by its name or shape: a matrix that a contraction multiplies tokens by is taken to be cut, unless its values are
 known to be equal on all ranks and its gradient is, too, so that no step of an optimizer can tell them apart.
-
-Values that travel in one bucket: cat, a reduction, split. What comes out is made of what went in at its place.
 """
 
 from __future__ import annotations
@@ -19,55 +17,15 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.record import mark, record
-from sp_compile.graph.sizes import product, same, sizes
+from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement
 from sp_compile.sharding.reshape import Reshape
-from sp_compile.sharding.rule import Factors, lookup
+from sp_compile.sharding.rule import Factors, lookup, transfer_of
 from sp_compile.spmd.grid import Grid
 from sp_compile.spmd.inputs import Facts
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-SPLITS = (aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
-ELEMENTWISE = (c10d.all_reduce.default, c10d.wait_tensor.default)
-
-
-def piece_of(node: Node) -> Node | None:
-    """The operand of the cat that this result of the split is made of; None if it is no such result."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
-        return None
-    split, index = node.args
-    if split.target not in SPLITS or len(split.args) > 2 or split.kwargs:
-        return None
-    source = split.args[0]
-    while source.target in ELEMENTWISE and record(source).result is None:
-        source = source.args[0]
-    if source.target is not aten.cat.default or len(source.args) > 1 or source.kwargs:
-        return None
-    parts, lengths = source.args[0], split.args[1]
-    fits = len(parts) == len(lengths) and all(is_tensor(p) and p.meta["val"].ndim == 1 for p in parts)
-    if not fits or any(_length(p) != n and not same(_length(p), n) for p, n in zip(parts, _sizes(split))):
-        return None
-    return parts[index]
-
-
-def _length(part: Node) -> object:
-    return product(sizes(part.meta["val"].shape))
-
-
-def _sizes(split: Node) -> list[object]:
-    return [product(sizes(value.shape)) for value in split.meta["val"]]
-
-
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
-LEAVES = {
-    sp.all_gather.default: REPLICATE,
-    sp.all_reduce.default: REPLICATE,
-    sp.all_rows.default: REPLICATE,
-    sp.own_rows.default: VARYING,
-    sp.reduce_scatter.default: REPLICATE,
-    sp.unshard.default: REPLICATE,
-}
 WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 GROUP_ARGUMENTS = ("group_name", "group", "tag")
@@ -152,14 +110,14 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: F
     sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
     known = {sources[name] for name in facts.differ | facts.numbers if name in sources}
     matrices = set(_matrices(gm, axes, _token_classes(axes, reduced)))
-    varying = _closed(gm, known | {m for m in matrices if not _stays_equal(m, facts)}, sources, facts)
-    types = differing(gm, varying)
+    varying = _closed(gm, axes, known | {m for m in matrices if not _stays_equal(m, facts)}, sources, facts)
+    types = differing(gm, axes, varying)
     if any(r.args[0] in types for r in reduced):
         return varying
     parts = known | (
         matrices & _before_exchanges(gm, facts)
     )  # that are equal by chance, or nobody has looked
-    return _closed(gm, parts, sources, facts)
+    return _closed(gm, axes, parts, sources, facts)
 
 
 def _before_exchanges(gm: GraphModule, facts: Facts) -> set[Node]:
@@ -169,11 +127,7 @@ def _before_exchanges(gm: GraphModule, facts: Facts) -> set[Node]:
         if node.name in facts.tangents or any(i in backward for i in node.all_input_nodes):
             backward.add(node)
     seen: set[Node] = set()
-    waiting = [
-        n
-        for n in gm.graph.nodes
-        if (record(n).result is not None or n.target in LEAVES) and n not in backward
-    ]
+    waiting = [n for n in gm.graph.nodes if _is_exchange(n) and n not in backward]
     while waiting:
         node = waiting.pop()
         if node not in seen:
@@ -188,13 +142,15 @@ def _stays_equal(matrix: Node, facts: Facts) -> bool:
     return equal and (matrix.name in facts.gradients or matrix.name not in facts.blank)
 
 
-def _closed(gm: GraphModule, varying: set[Node], sources: Mapping[str, Node], facts: Facts) -> set[Node]:
+def _closed(
+    gm: GraphModule, axes: Axes, varying: set[Node], sources: Mapping[str, Node], facts: Facts
+) -> set[Node]:
     """With the inputs that training drives apart, as their gradients differ, and gradients of results that differ.
 
     What is left is equal on all ranks now, and so are its gradients: no step of an optimizer tells it apart.
     """
     while True:
-        types = differing(gm, varying)
+        types = differing(gm, axes, varying)
         apart = {sources[name] for name, gradient in facts.gradients.items() if gradient in types}
         theirs = {
             sources[name] for name, results in facts.tangents.items() if any(r in types for r in results)
@@ -204,16 +160,15 @@ def _closed(gm: GraphModule, varying: set[Node], sources: Mapping[str, Node], fa
         varying = varying | apart | theirs
 
 
-def differing(gm: GraphModule, varying: Collection[Node]) -> set[Node]:
+def _is_exchange(node: Node) -> bool:
+    blocks = (sp.own_rows.default, sp.all_rows.default)
+    return record(node).result is not None or node.target in blocks or transfer_of(node.target) is not None
+
+
+def differing(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Node]:
     """All values that differ by rank if these inputs do."""
-    out = set(varying)
-    for node in gm.graph.nodes:
-        fixed = LEAVES.get(node.target, record(node).result)
-        piece = piece_of(node)
-        sources = node.all_input_nodes if piece is None else [piece]
-        if fixed is VARYING or (fixed is None and any(i in out for i in sources)):
-            out.add(node)
-    return out
+    plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), begin=False)
+    return {node for node, placements in plan.placements.items() if VARYING in placements}
 
 
 def _token_classes(axes: Axes, summed: Iterable[Node]) -> set[int]:

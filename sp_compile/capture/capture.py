@@ -28,6 +28,8 @@ from sp_compile._compat import (
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import drop_dead
 
+from .collectives import functional_collectives
+from .form import require_ops
 from .functionalize import functionalize
 from .regions import inline_regions
 from .trace import trace
@@ -85,10 +87,10 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
 
 
 def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
-    """An exported program, or the module made of one, as IR with the user's calling convention.
+    """An exported program, or the module made of one, as IR with the user's calling convention. Graphs of make_fx too.
 
     Parameters and buffers are get_attr nodes on the result, shared ones shared; no input guards are run. The given
-    program is not changed; its parameters are not copied.
+    program is not changed; its parameters are not copied. Raises SpError for a graph of calls that are no ops.
     """
     source = program.module() if isinstance(program, ExportedProgram) else program
     gm = inline_regions(source)
@@ -99,10 +101,22 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
             )
         gm.graph.erase_node(node)
     gm.delete_submodule("_guards_fn")
+    require_ops(gm, "capture_export")
+    mode = _only_mode(gm)
     _own_bodies(gm)
-    _lift_constants(gm, detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes]))
+    functional_collectives(gm)
+    _lift_constants(gm, mode)
     functionalize(gm)
     return _finish(gm)
+
+
+def _only_mode(gm: GraphModule) -> FakeTensorMode | None:
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
+        raise SpError(
+            "capture_export: every value has a fake mode of its own; use make_fx(..., tracing_mode='fake')"
+        )
+    return detect_fake_mode(values)
 
 
 def _own_bodies(gm: GraphModule) -> None:

@@ -112,10 +112,8 @@ def copy_of(old: Graph) -> Graph:
 
 
 def infer(target: Any, args: Any, kwargs: Any) -> Any:
-    """What an op, or a method by its name, gives for the fake values of its operands, in the mode that is theirs."""
+    """What an op gives for the fake values of its operands, in the mode that is theirs."""
     args, kwargs = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     modes = [x.fake_mode for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
     with torch.no_grad(), modes[0] if modes else nullcontext(), enable_python_dispatcher():
-        if isinstance(target, str):
-            return getattr(args[0], target)(*args[1:], **kwargs)
         return target(*args, **kwargs)

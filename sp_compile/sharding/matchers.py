@@ -26,6 +26,7 @@ from torch.fx import Node
 from sp_compile._compat import FakeTensor
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, same, size, sizes
 
 from .reshape import Reshape, Window
@@ -100,7 +101,8 @@ def _carries_gradient(node: Node) -> bool:
     """Is it made of floats that may need a gradient?"""
     inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) else ())
     return any(
-        n.op in ("placeholder", "get_attr") and _floats(n) and n.meta.get("sp_grad", True) for n in inputs
+        n.op in ("placeholder", "get_attr") and _floats(n) and record(n).requires_grad is not False
+        for n in inputs
     )
 
 

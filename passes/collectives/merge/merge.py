@@ -40,7 +40,7 @@ from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
 
 from .chains import KINDS, Chain, Chunks, Link, chains
-from .ways import Block, Chooser, apart, compared, value_of
+from .ways import Chooser, LinkSet, apart, compared, value_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -136,7 +136,7 @@ class MergeReductions(Pass, Editor):
 
     # The rewrite.
 
-    def _merge(self, chain: Chain, block: Block, name: str) -> None:
+    def _merge(self, chain: Chain, block: LinkSet, name: str) -> None:
         """Take the first links of a block out, and let the last one do their work."""
         last, links = chain.links[block[-1]], [chain.links[i] for i in block]
         averages = [link for link in links if link.op == "avg"]
@@ -189,7 +189,7 @@ class MergeReductions(Pass, Editor):
         chunks.cat.args = (pieces, *chunks.cat.args[1:])
         self._refresh(chunks.cat)
 
-    def _between(self, chain: Chain, block: Block) -> Iterator[Node]:
+    def _between(self, chain: Chain, block: LinkSet) -> Iterator[Node]:
         """What is left between the first and the last link of a block."""
         for i in range(block[0], block[-1]):
             yield from chain.steps[i]

@@ -23,7 +23,7 @@ COMPOSE = {"all_reduce": reduced, "reduce_scatter": scattered, "all_gather": gat
 TIE = 1.05
 """A way that is predicted to take up to so much longer than the fastest is as good; the fewest collectives win."""
 
-Block = tuple[int, ...]
+LinkSet = tuple[int, ...]
 """Links of a chain, by their numbers."""
 
 
@@ -31,7 +31,7 @@ Block = tuple[int, ...]
 class Way:
     """How a chain may be done: blocks of links, each with its communicator; and the seconds that this takes."""
 
-    blocks: dict[Block, str]
+    blocks: dict[LinkSet, str]
     time: float
 
 
@@ -58,7 +58,7 @@ class Chooser:
                     found.append(Way(named, self._in_all(chain, named)))
         return found
 
-    def _in_all(self, chain: Chain, named: dict[Block, str]) -> float:
+    def _in_all(self, chain: Chain, named: dict[LinkSet, str]) -> float:
         """Predicted seconds of the blocks, one behind the other."""
         line = self.groups.turns.get(frozenset(named.values()))
         values = {self._bytes(chain, block) for block in named}
@@ -94,10 +94,10 @@ class Chooser:
             return f"no communicator is declared for the ranks of {groups} together{order}"
         return f"the {len(union[0])} ranks of {groups} are not known to divide the rows"
 
-    def _parts(self, chain: Chain, block: Block) -> list[Partition]:
+    def _parts(self, chain: Chain, block: LinkSet) -> list[Partition]:
         return [self.groups[chain.links[i].group] for i in block]
 
-    def _communicator(self, chain: Chain, block: Block) -> str | None:
+    def _communicator(self, chain: Chain, block: LinkSet) -> str | None:
         """The group over which one collective does what those of the block do; None if there is none."""
         if len(block) == 1:
             return chain.links[block[0]].group
@@ -107,7 +107,7 @@ class Chooser:
             return None
         return self.groups.communicator(union, ordered=kind != "all_reduce")
 
-    def _divides(self, chain: Chain, block: Block, ranks: int) -> bool:
+    def _divides(self, chain: Chain, block: LinkSet, ranks: int) -> bool:
         """Are the rows that are scattered at once the same as those scattered step by step?"""
         first = chain.links[block[0]]
         rows = value_of(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
@@ -116,7 +116,7 @@ class Chooser:
     def _stays_inside(self, way: Way) -> bool:
         return all(len(block) == 1 or self.groups.in_one_node(name) for block, name in way.blocks.items())
 
-    def _time(self, chain: Chain, block: Block, name: str) -> float:
+    def _time(self, chain: Chain, block: LinkSet, name: str) -> float:
         """Predicted seconds of a block done at once."""
         line = self.groups.lines.get(name)
         if line is None:
@@ -130,7 +130,7 @@ class Chooser:
         sent = sum(bytes_of("all_reduce", nbytes, self.groups.size(name)) for name in names)
         return line.seconds(sent) / (1 if chain.links[0].kind == "all_reduce" else 2)
 
-    def _bytes(self, chain: Chain, block: Block) -> float:
+    def _bytes(self, chain: Chain, block: LinkSet) -> float:
         """Of what a block reduces, gathers in all, or scatters in all."""
         first, last = chain.links[block[0]], value_of(chain.links[block[-1]].node)
         whole = value_of(first.source) if first.kind == "reduce_scatter" else last
@@ -165,12 +165,12 @@ def _elements(value: torch.Tensor) -> float:
         return math.nan
 
 
-def _subsets(count: int) -> list[Block]:
+def _subsets(count: int) -> list[LinkSet]:
     """Every one and more of so many links."""
     return [block for size in range(1, count + 1) for block in itertools.combinations(range(count), size)]
 
 
-def _partitions(links: Block) -> Iterator[tuple[Block, ...]]:
+def _partitions(links: LinkSet) -> Iterator[tuple[LinkSet, ...]]:
     """Every way to put the links into blocks."""
     if not links:
         yield ()

@@ -3,22 +3,22 @@
 An atom is a factor of a dim: splitting x (b, s, n * h, d) as (b, s, n, h, d) splits its third atom in two, a permute
 orders atoms, a flatten puts several into one dim. Two chains move data alike if they arrange the atoms of one tensor
 alike, however they are spelled. Sizes may be symbolic; what does not provably factor has no arrangement.
-
-What a node that only moves data does to an arrangement of atoms, in graphs of ATen ops and of Dynamo's calls.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from sp_compile._compat import OpOverload, schema_of
-from sp_compile.graph.sizes import Size, product, quotient, same, sizes
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size, product, quotient, same
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 Atoms = tuple[int, ...]
 """Outermost first."""
@@ -151,79 +151,59 @@ class IndexMap:
         return all(i == j and self.alike(x, y) for (x, i), (y, j) in zip(a, b))
 
 
-REGROUPS = frozenset(
+def _ops(names: str) -> frozenset[Any]:
+    return frozenset(getattr(aten, name) for name in names.split())
+
+
+REGROUPS = _ops(
     "view reshape _unsafe_view _reshape_alias flatten unflatten ravel unsqueeze squeeze view_as reshape_as alias "
-    "contiguous clone expand expand_as wait_tensor".split()
+    "contiguous clone expand expand_as"
+) | {c10d.wait_tensor}
+PERMUTES = _ops("permute transpose movedim moveaxis swapaxes swapdims t mT numpy_T")
+PIECES = _ops(
+    "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split hsplit vsplit dsplit unbind"
 )
-PERMUTES = frozenset("permute transpose movedim moveaxis swapaxes swapdims t mT T numpy_T".split())
-DIMS = {"hsplit": 1, "vsplit": 0, "dsplit": 2, "hstack": 1, "vstack": 0, "dstack": 2, "row_stack": 0}
-PIECES = frozenset(
-    "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split hsplit vsplit dsplit".split()
-)
-JOINS = frozenset("cat concat concatenate stack hstack vstack dstack row_stack".split())
-COPIES = frozenset("contiguous clone reshape flatten ravel reshape_as _unsafe_view".split()) | JOINS
+ONE_PIECE = _ops("slice narrow select")
+JOINS = _ops("cat concat concatenate stack hstack vstack dstack row_stack")
+MOVES = REGROUPS | PERMUTES | PIECES | ONE_PIECE | JOINS
+COPIES = JOINS | _ops("contiguous clone reshape flatten ravel reshape_as _unsafe_view")
 """Ops that make, or may make, another tensor in memory."""
+DIMS = {
+    op: d
+    for names, d in (("vsplit vstack row_stack", 0), ("hsplit hstack", 1), ("dsplit dstack", 2))
+    for op in _ops(names)
+}
 
 Value = Arrangement | list[Arrangement]
 
 
-def name_of(node: Node) -> str:
-    """The op's name without its overload, whether it is an ATen op, a torch function, a method or an attribute."""
-    if isinstance(node.target, OpOverload):
-        return schema_of(node.target).name.split("::")[1]
-    if node.target is getattr:
-        return str(node.args[1])
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-
-
-def value_of(node: Node) -> Any:
-    """The fake result: of ATen graphs "val", of Dynamo's "example_value"."""
-    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+def op_of(node: Node) -> Any:
+    """The ATen op that the node calls, whichever of its overloads; None if it calls none."""
+    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
 
 
 def is_move(node: Node) -> bool:
     """Might it only move data?"""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = name_of(node)
-    return (
-        name in REGROUPS | PERMUTES | PIECES | JOINS
-        or name
-        in (
-            "getitem",
-            "unbind",
-            "select",
-            "slice",
-            "narrow",
-            "copy",
-        )
-        or (name == "einsum" and bool(_letters(node)))
-    )
+    op = op_of(node)
+    return op in MOVES or _is_getitem(node) or (op is aten.einsum and _only_permutes(Call(node)))
 
 
 def operands(node: Node) -> list[Node]:
-    """The tensors, or pieces of one, that it moves."""
-    if name_of(node) == "copy":
-        return [node.args[1]]
-    if name_of(node) in JOINS:
-        return list(_argument(node, 0, "tensors"))
-    if name_of(node) == "einsum":
-        return [node.args[1][0] if isinstance(node.args[1], list | tuple) else node.args[1]]
-    return [node.args[0] if node.args else node.kwargs["input"]]
+    """The tensors, or pieces of one, that it moves. Others only lend their shape."""
+    if _is_getitem(node):
+        return [node.args[0]]
+    found = Call(node).operands
+    return found if op_of(node) in JOINS else found[:1]
 
 
-def _letters(node: Node) -> tuple[str, str] | None:
-    """Of the dims before and after, if an einsum does nothing but permute."""
-    one = len(node.args) == 2 and (not isinstance(node.args[1], list | tuple) or len(node.args[1]) == 1)
-    given, _, made = str(node.args[0]).replace(" ", "").partition("->")
-    permuted = given.isalpha() and len(set(given)) == len(given) and sorted(given) == sorted(made)
-    return (given, made) if one and permuted else None
+def _is_getitem(node: Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
 
 
-def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    if len(node.args) > position:
-        return node.args[position]
-    return node.kwargs.get(name, default)
+def _only_permutes(einsum: Call) -> bool:
+    given, _, made = str(einsum["equation"]).replace(" ", "").partition("->")
+    once = given.isalpha() and len(set(given)) == len(given)
+    return once and sorted(given) == sorted(made) and len(einsum.operands) == 1
 
 
 class Mover:
@@ -244,98 +224,55 @@ class Mover:
         return self.known[node]
 
     def _moved(self, node: Node) -> Value | None:
-        given = [self._value(x) if isinstance(x, Node) else None for x in operands(node)]
+        given = [self._value(x) for x in operands(node)]
         if any(x is None for x in given):
             return None
-        name, (first, *_) = name_of(node), given
-        if name in JOINS:
-            return self._join(node, given)
-        if isinstance(first, list):
-            index = node.args[1]
-            return first[index] if name == "getitem" and isinstance(index, int) else None
-        assert first is not None
-        result = value_of(node)
-        if name in REGROUPS | {"copy"} and isinstance(result, Tensor):
-            # An expand that repeats has more elements than there are atoms, a copy into a larger tensor too.
-            moved = result.dtype == value_of(operands(node)[0]).dtype
-            return self.index.reshape(first, sizes(result.shape)) if moved else None
-        if name == "einsum":
-            before, after = _letters(node) or ("", "")
-            return self.index.permute(first, [before.index(letter) for letter in after])
-        if name in PERMUTES:
-            return self.index.permute(first, _order(node, len(first.dims)))
-        return self._pieces(node, name, first)
+        if _is_getitem(node):
+            return given[0][node.args[1]] if isinstance(given[0], list) else None
+        parts = [x for x in given if isinstance(x, Arrangement)]
+        op, call = op_of(node), Call(node)
+        if op in JOINS:
+            return self._join(call, op, parts)
+        (x,) = parts
+        if op in REGROUPS:
+            # An expand that repeats has more elements than there are atoms.
+            moved = node.meta["val"].dtype == call.operands[0].meta["val"].dtype
+            return self.index.reshape(x, call.result_shapes()[0]) if moved else None
+        if op in PERMUTES or op is aten.einsum:
+            return self.index.permute(x, _order(node))
+        return self._pieces(call, op, x)
 
-    def _join(self, node: Node, given: Sequence[Any]) -> Arrangement | None:
-        if not all(isinstance(x, Arrangement) for x in given):
-            return None
-        new = name_of(node) == "stack"
-        ndim, dim = len(given[0].dims), _dim(node, 1)
-        return None if dim >= ndim + new else self.index.join(given, dim % (ndim + new), new)
+    def _join(self, call: Call, op: Any, parts: Sequence[Arrangement]) -> Arrangement | None:
+        new = op is aten.stack
+        ndim, dim = len(parts[0].dims), DIMS[op] if op in DIMS else call["dim"]
+        return None if dim >= ndim + new else self.index.join(parts, dim % (ndim + new), new)
 
-    def _pieces(self, node: Node, name: str, x: Arrangement) -> Value | None:
-        result = value_of(node)
-        if name in PIECES and isinstance(result, list | tuple):
-            dim = _dim(node, 2)
-            if dim >= len(x.dims):
-                return None
-            dim %= len(x.dims)
-            alike = {sizes(piece.shape)[dim] for piece in result}
-            return self.index.pieces(x, dim, len(result), keep=True) if len(alike) == 1 else None
-        if name == "unbind" and isinstance(result, list | tuple):
-            return self.index.pieces(x, _argument(node, 1, "dim", 0) % len(x.dims), len(result), keep=False)
-        if (
-            name in ("slice", "narrow", "getitem")
-            and isinstance(result, Tensor)
-            and result.ndim == len(x.dims)
-        ):
-            return self._slice(node, x, sizes(result.shape))
-        if name in ("select", "getitem"):
-            dim, at = (0, node.args[1]) if name == "getitem" else (node.args[1], node.args[2])
-            count = sizes(value_of(operands(node)[0]).shape)[dim]
-            if isinstance(at, int) and isinstance(count, int):
-                pieces = self.index.pieces(x, dim % len(x.dims), count, keep=False)
-                return pieces[at] if pieces is not None else None
-        return None
-
-    def _slice(self, node: Node, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
-        """One of several equal pieces, as AOTAutograd writes chunk."""
-        dim, start, step = _cut(node)
-        count = quotient(sizes(value_of(operands(node)[0]).shape)[dim], shape[dim])
-        at = quotient(start, shape[dim]) if isinstance(start, int) else None
-        if step != 1 or not isinstance(count, int) or not isinstance(at, int):
+    def _pieces(self, call: Call, op: Any, x: Arrangement) -> Value | None:
+        dim = DIMS[op] if op in DIMS else call["dim"]
+        if dim >= len(x.dims):
             return None
         dim %= len(x.dims)
-        pieces = self.index.pieces(x, dim, count, keep=True)
+        if op in ONE_PIECE:
+            return self._one_piece(call, op, x, dim)
+        shapes, keep = call.result_shapes(), op is not aten.unbind
+        equal = not keep or len({shape[dim] for shape in shapes}) == 1
+        return self.index.pieces(x, dim, len(shapes), keep) if equal else None
+
+    def _one_piece(self, call: Call, op: Any, x: Arrangement, dim: int) -> Arrangement | None:
+        """One of several equal pieces, as AOTAutograd writes chunk."""
+        keep = op is not aten.select
+        length = call.result_shapes()[0][dim] if keep else 1
+        start = (call["start"] or 0) if keep else call["index"]
+        count = quotient(call.shape()[dim], length)
+        at = quotient(start, length) if isinstance(start, int) else None
+        if not isinstance(count, int) or not isinstance(at, int) or call.get("step", 1) != 1:
+            return None
+        pieces = self.index.pieces(x, dim, count, keep)
         return pieces[at] if pieces is not None else None
 
 
-def _dim(node: Node, position: int) -> int:
-    """Along which dim it cuts or joins."""
-    dim = DIMS.get(name_of(node))
-    return _argument(node, position, "dim", 0) if dim is None else dim
-
-
-def _cut(node: Node) -> tuple[int, Any, Any]:
-    """The dim, the start and the step of a slice; step 0: of several dims, or of none."""
-    name = name_of(node)
-    if name != "getitem":
-        step = _argument(node, 4, "step", 1) if name == "slice" else 1
-        return _argument(node, 1, "dim", 0), _argument(node, 2, "start", 0) or 0, step
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    cut = [d for d, part in enumerate(index) if part != slice(None)]
-    if len(cut) != 1 or not isinstance(index[cut[0]], slice):
-        return 0, 0, 0
-    part = index[cut[0]]
-    return cut[0], part.start or 0, 1 if part.step is None else part.step
-
-
-def _order(node: Node, ndim: int) -> list[int]:
+def _order(node: Node) -> list[int]:
     """Which dim each dim of the result was: tried on a tensor whose dims all differ."""
-    probe = torch.empty(tuple(range(2, 2 + ndim)), device="meta")
+    probe = torch.empty(tuple(range(2, 2 + Call(node).ndim())), device="meta")
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: probe)
-    if node.op == "call_method":
-        result = getattr(probe, str(node.target))(*args[1:], **kwargs)
-    else:
-        result = node.target(*args, **kwargs)
-    return [size - 2 for size in result.shape]
+    return [size - 2 for size in node.target(*args, **kwargs).shape]

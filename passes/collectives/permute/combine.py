@@ -22,25 +22,21 @@ from sp_compile.graph.edit import Editor
 from sp_compile.graph.mutation import is_mutation, is_pure
 from sp_compile.graph.sizes import product, same, sizes
 
-from .arrangement import IndexMap, Mover, value_of
+from .arrangement import IndexMap, Mover
 from .match import downstream, erase_chain, private
-from .writes import between
 
-sp = torch.ops.sp
+aten, sp = torch.ops.aten, torch.ops.sp
+PERMUTE = sp.all_to_all_permute.default
 
 
-def gather_exchanges(graph: Graph, writes: frozenset[Node], pack: Callable[[list[Node]], None]) -> list[Node]:
-    """Have `pack` put groups of exchanges together, moving what used the first of them behind the last.
-
-    writes: the graph's nodes that do, which no operand's reading is moved across.
-    """
+def gather_exchanges(graph: Graph, pack: Callable[[list[Node]], None]) -> list[Node]:
+    """Have `pack` put groups of exchanges together, moving what used the first of them behind the last."""
     done = []
     backward = _of_tangents(graph)
     open_groups: dict[Any, list[Node]] = {}
-    for node in [n for n in graph.nodes if n.target is sp.all_to_all_permute.default]:
+    for node in [n for n in graph.nodes if n.target is PERMUTE]:
         key = (*_key(node), node in backward)
-        near = key in open_groups and not between(writes, open_groups[key][0], node)
-        if near and _may_join(open_groups[key], node):
+        if key in open_groups and _may_join(open_groups[key], node):
             open_groups[key].append(node)
         else:
             open_groups[key] = [node]
@@ -55,7 +51,7 @@ def gather_exchanges(graph: Graph, writes: frozenset[Node], pack: Callable[[list
 def _key(node: Node) -> Any:
     """Exchanges that differ in this need different messages."""
     x, scatter, gather, n, group = node.args
-    value = value_of(x)
+    value = x.meta["val"]
     scatter, gather = scatter % value.ndim, gather % value.ndim
     rows = sizes(value.shape)[gather]
     return value.ndim, scatter, gather, rows, n, group, value.dtype, value.device
@@ -105,15 +101,10 @@ def _make_room(members: list[Node]) -> None:
         behind = node
 
 
-aten, sp = torch.ops.aten, torch.ops.sp
-PERMUTE = sp.all_to_all_permute.default
-
-
 def merge_first(editor: Editor, node: Node) -> bool:
     """Rewrite what follows one all_to_all_permute; whether that was done."""
-    results = downstream(node)
-    for result in results[::-1]:
-        chain = private(node, result, results)
+    for result in downstream(node)[::-1]:
+        chain = private(node, result)
         returned = any(user.op == "output" for user in result.users)  # in its old layout, whatever that costs
         groups = _groups(node, result) if chain is not None and not returned else None
         if groups is not None and chain is not None and _rewritten(editor, node, result, groups):
@@ -125,7 +116,7 @@ def merge_first(editor: Editor, node: Node) -> bool:
 def _groups(node: Node, result: Node) -> list[list[int]] | None:
     """Which dims of the exchange's result are each dim of what is made of it, if gathered ones lead a merged dim."""
     index = IndexMap()
-    given = index.tensor(sizes(value_of(node).shape))
+    given = index.tensor(sizes(node.meta["val"].shape))
     made = Mover(index, {node: given}).tensor(result)
     if made is None or made.fixed:
         return None
@@ -141,7 +132,7 @@ def _groups(node: Node, result: Node) -> list[list[int]] | None:
 
 def _rewritten(editor: Editor, node: Node, result: Node, groups: list[list[int]]) -> bool:
     x, scatter, gather, n, group = node.args
-    shape, order = sizes(value_of(x).shape), [d for dims in groups for d in dims]
+    shape, order = sizes(x.meta["val"].shape), [d for dims in groups for d in dims]
     if all(same(size, 1) for size in shape[: scatter % len(shape)]):
         return False  # x is sent as it lies, and copied on its arrival
     leads = [dims[0] for dims in groups]

@@ -9,23 +9,25 @@ x in their order, with `came` in front of those of dim b.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
+from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.sizes import same, sizes
 
-from .arrangement import COPIES, Arrangement, Atoms, IndexMap, Mover, is_move, name_of, operands, value_of
-from .writes import between
+from .arrangement import COPIES, Arrangement, Atoms, IndexMap, Mover, is_move, op_of, operands
 
-sp = torch.ops.sp
+sp, c10d = torch.ops.sp, torch.ops._c10d_functional
+ALL_TO_ALLS = (c10d.all_to_all_single, torch.ops._c10d_functional_autograd.all_to_all_single)
 MOST = 64  # nodes of a chain
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AllToAll:
     """Nodes: sent, the all_to_all_single, what waits for it. n equal shares over the group of this name."""
 
     sent: Node
@@ -47,17 +49,15 @@ class Match:
     chain: frozenset[Node]
 
 
-def is_exchange(node: Node) -> bool:
+def is_all_to_all(node: Node) -> bool:
     """Is it torch's functional all_to_all_single?"""
-    named = name_of(node) if node.op == "call_function" else ""
-    return named == "all_to_all_single" and "_c10d_functional" in str(node.target)
+    return op_of(node) in ALL_TO_ALLS
 
 
-def read(node: Node) -> Exchange | str:
+def read(node: Node) -> AllToAll | str:
     """The exchange; or why it is not one of equal shares between all ranks, "" if it is of another kind."""
     names = ("input", "output_split_sizes", "input_split_sizes", "group_name")
-    arguments = {**dict(zip(names, node.args)), **node.kwargs}
-    sent, received_sizes, sent_sizes, group = (arguments[name] for name in names)
+    sent, received_sizes, sent_sizes, group = (Call(node)[name] for name in names)
     if not isinstance(group, str):
         return "its group has no name"
     if group.partition("/")[2].partition(":")[0] not in ("", "among", "across") or len(sent_sizes) == 1:
@@ -65,28 +65,23 @@ def read(node: Node) -> Exchange | str:
     shares = [*sizes(received_sizes), *sizes(sent_sizes)]
     if not shares or not all(same(share, shares[0]) for share in shares):
         return "the shares are not equal"
-    waits = [user for user in node.users if name_of(user) == "wait_tensor"]
+    waits = [user for user in node.users if op_of(user) is c10d.wait_tensor]
     if len(waits) != 1 or len(node.users) != 1:
         return "the result is not waited for once"
-    return Exchange(sent, node, waits[0], len(sent_sizes), group)
+    return AllToAll(sent, node, waits[0], len(sent_sizes), group)
 
 
-def match(exchange: Exchange, writes: frozenset[Node] = frozenset()) -> Match | None:
-    """The longest chain around the exchange that is one all_to_all_permute, exactly or up to a reshape.
-
-    What writes to memory may not come after the chain's first node, since x is read at the exchange's place.
-    """
+def match(exchange: AllToAll) -> Match | None:
+    """The longest chain around the exchange that is one all_to_all_permute, exactly or up to a reshape."""
     sources = [exchange.sent, *_upstream(exchange.sent)][::-1]
     results = [exchange.wait, *downstream(exchange.wait)][::-1]
     for exact in (True, False):
         for x in sources:
             before = _chain_to(exchange.sent, x)
-            if before is None or between(
-                writes, min(set(before) - {x}, default=exchange.node), exchange.node
-            ):
+            if before is None:
                 continue
             for y in results:
-                behind = private(exchange.wait, y, results)
+                behind = private(exchange.wait, y)
                 dims = _dims(exchange, x, y, exact) if behind is not None else None
                 if dims is not None and behind is not None:
                     chain = frozenset((*before, exchange.node, *behind)) - {x}
@@ -101,11 +96,13 @@ def _upstream(node: Node) -> list[Node]:
     while waiting and len(found) < MOST:
         nearest = waiting.pop(0)
         # What a wait waits for is not there yet.
-        for source in operands(nearest) if is_move(nearest) and name_of(nearest) != "wait_tensor" else ():
-            if isinstance(source, Node) and source not in found:
+        for source in (
+            operands(nearest) if is_move(nearest) and op_of(nearest) is not c10d.wait_tensor else ()
+        ):
+            if source not in found:
                 found[source] = None
                 waiting.append(source)
-    return [x for x in found if isinstance(value_of(x), torch.Tensor)]
+    return [x for x in found if is_tensor(x)]
 
 
 def downstream(node: Node) -> list[Node]:
@@ -116,7 +113,7 @@ def downstream(node: Node) -> list[Node]:
         if nearest not in found and is_move(nearest) and all(x in found for x in operands(nearest)):
             found[nearest] = None
             waiting += nearest.users
-    return [x for x in list(found)[1:] if isinstance(value_of(x), torch.Tensor)]
+    return [x for x in list(found)[1:] if is_tensor(x)]
 
 
 def _chain_to(sent: Node, x: Node) -> list[Node] | None:
@@ -132,13 +129,13 @@ def _chain_to(sent: Node, x: Node) -> list[Node] | None:
             waiting += operands(node)
     inside = set(chain)
     for node in chain:
-        elsewhere = any(user not in inside and not is_exchange(user) for user in node.users)
-        if node is not x and elsewhere and name_of(node) in COPIES:
+        elsewhere = any(user not in inside and not is_all_to_all(user) for user in node.users)
+        if node is not x and elsewhere and op_of(node) in COPIES:
             return None
     return chain
 
 
-def private(wait: Node, y: Node, within: Iterable[Node]) -> list[Node] | None:
+def private(wait: Node, y: Node) -> list[Node] | None:
     """All nodes from the wait to y, both included; None if another than y is used elsewhere."""
     chain, waiting = [y], [y]
     while waiting:
@@ -153,13 +150,13 @@ def private(wait: Node, y: Node, within: Iterable[Node]) -> list[Node] | None:
 
 def is_unused(node: Node) -> bool:
     """One of several pieces that nobody reads."""
-    return name_of(node) == "getitem" and not node.users
+    return node.target is operator.getitem and not node.users
 
 
-def _dims(exchange: Exchange, x: Node, y: Node, exact: bool) -> tuple[int, int] | None:
+def _dims(exchange: AllToAll, x: Node, y: Node, exact: bool) -> tuple[int, int] | None:
     """The scatter and the gather dim, if x -> y is an exchange of these."""
     index = IndexMap()
-    given = index.tensor(sizes(value_of(x).shape))
+    given = index.tensor(sizes(x.meta["val"].shape))
     sent = Mover(index, {x: given}).tensor(exchange.sent)
     cut = index.take(sent.dims[0], exchange.n) if sent is not None and sent.dims and not sent.fixed else None
     if sent is None or cut is None:
@@ -212,7 +209,7 @@ def undone(first: Node, second: Node) -> bool | None:
     if tuple(second.args[3:]) != (n, group):
         return None
     index = IndexMap()
-    given = index.tensor(sizes(value_of(x).shape))
+    given = index.tensor(sizes(x.meta["val"].shape))
     cut = index.take(given.dims[scatter % len(given.dims)], n)
     if cut is None:
         return None
@@ -236,6 +233,13 @@ def sources_of(node: Node) -> Sequence[Node]:
     """The exchanges whose results a chain of moves brings to this one's operand."""
     x = node.args[0]
     return [n for n in [x, *_upstream(x)] if n.target is sp.all_to_all_permute.default]
+
+
+def lies_in_input(node: Node) -> bool:
+    """Does it share memory with an input of the graph?"""
+    while is_move(node) and op_of(node) not in COPIES:
+        node = operands(node)[0]
+    return node.op in ("placeholder", "get_attr")
 
 
 def erase_chain(graph: Graph, chain: frozenset[Node]) -> None:

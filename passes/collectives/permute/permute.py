@@ -4,14 +4,15 @@
     all_to_all_single, wait                                     ->    sp.all_to_all_permute(x, 2, 1): [b, n * s, h, d]
     .permute(1, 0, 2, 3, 4).reshape(b, n * s, h, d)
 
-By index algebra (see `exchanges.py`), so in any spelling: permutes, transposes, chunks and cats, buffers that are
-filled by copies. Then an exchange that brings back what another took away goes, with it; exchanges that do not wait for
-each other (q, k and v of an attention) become one sp.all_to_all; and heads that are flattened after an exchange are
-flattened before it (see `merged_dims.py`). Bytes moved are the same or less; of the copies on both sides one is left,
-which a compiler writes from the kernel that makes x. Works on graphs from torch.export, make_fx, Dynamo and
-AOTAutograd, forward, backward or joint, functional or not: nothing is read across a write. Leaves alone, with a note:
-unequal shares, results or copies that are also used elsewhere, any other permutation, sizes of which it cannot be
-proved.
+By index algebra (see `arrangement.py`), so in any spelling: permutes, transposes, chunks and cats. Then an exchange
+that brings back what another took away goes, with it; exchanges that do not wait for each other (q, k and v of an
+attention) become one sp.all_to_all; and heads that are flattened after an exchange are flattened before it (see
+`combine.py`). Bytes moved are the same or less; of the copies on both sides one is left, which a compiler writes from
+the kernel that makes x.
+
+Works on captured graphs, in which no value changes (`capture_export` makes them of exported programs), and on those of
+AOTAutograd, forward, backward or joint. Leaves alone, with a note: unequal shares, results or copies that are also used
+elsewhere, any other permutation, sizes of which it cannot be proved.
 
 What follows may find other strides than before. Views that the new strides do not allow become reshapes; results of the
 graph keep the old ones.
@@ -21,30 +22,33 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.edit import Editor, copy_of, infer
+from sp_compile.capture.form import require_functional, require_ops
+from sp_compile.graph.call import is_written
+from sp_compile.graph.edit import Editor
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.sizes import quotient, same, size, sizes
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note
 
-from .arrangement import name_of, value_of
+from .arrangement import op_of
 from .combine import gather_exchanges, merge_first
-from .match import Exchange, Match, erase_chain, is_exchange, match, read, sources_of, undone
-from .restride import Restride, one_mode
-from .tidy import join_padded, make_functional, settle
-from .writes import between, writes_of
+from .match import AllToAll, Match, erase_chain, is_all_to_all, lies_in_input, match, read, sources_of, undone
+from .restride import Restride
+from .tidy import drop_buffers, join_padded
 
 sp, aten = torch.ops.sp, torch.ops.aten
 PERMUTE = sp.all_to_all_permute.default
 
 
 def permute_all_to_all(gm: GraphModule, decomposed: bool = False, packed: bool = True) -> list[Note]:
-    """Rewrite the graph in place; what was done to which exchange, and why not to others."""
+    """Rewrite the graph in place; what was done to which exchange, and why not to others.
+
+    Raises SpError for a graph that is not captured.
+    """
     rewrite = PermuteAllToAll(decomposed, packed)
     rewrite(gm)
     return rewrite.notes
@@ -63,53 +67,34 @@ class PermuteAllToAll(Pass, Editor):
     def __init__(self, decomposed: bool = False, packed: bool = True) -> None:
         super().__init__()
         self.decomposed, self.packed = decomposed, packed
-        self.writes: frozenset[Node] = frozenset()
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        before = copy_of(gm.graph) if any(map(_may_be_one, gm.graph.nodes)) else None
-        lent = [n for n in gm.graph.nodes if "example_value" in n.meta and "val" not in n.meta]
-        for node in lent:
-            node.meta["val"] = node.meta["example_value"]
-        one_mode(gm.graph)
-        self.edit(gm.graph)
-        restride = Restride(gm.graph)
-        prepared = make_functional(gm) | settle(gm.graph)
-        self.writes = writes_of(gm.graph)
-        prepared |= join_padded(self, self.writes)
-        made = [node for node in list(self.graph.nodes) if self._rewritten(node)]
-        gone = [
-            node for node in self.graph.find_nodes(op="call_function", target=PERMUTE) if self._undone(node)
-        ]
-        together = gather_exchanges(self.graph, self.writes, self.together) if self.packed else []
-        apart = self.graph.find_nodes(op="call_function", target=PERMUTE)
-        merged = [node for node in apart if not self.writes and merge_first(self, node)]
-        changed = bool(made or gone or together or merged)
-        if prepared and not changed and before is not None:  # for nothing
-            gm.graph = before
+        graph = gm.graph
+        require_ops(gm, self.name)
+        if not any(map(_exchanges, graph.nodes)):
             return 0
-        if changed and self.decomposed:
-            lower_exchanges(gm)
-        if changed:
+        require_functional(gm, self.name)
+        self.edit(graph)
+        restride = Restride(graph)
+        changed = [drop_buffers(self), join_padded(self)]
+        changed += [self._rewritten(node) for node in list(graph.nodes)]
+        changed += [self._undone(node) for node in graph.find_nodes(op="call_function", target=PERMUTE)]
+        if self.packed:
+            changed += gather_exchanges(graph, self.together)
+        changed += [merge_first(self, n) for n in graph.find_nodes(op="call_function", target=PERMUTE)]
+        if any(changed):
+            if self.decomposed:
+                lower_exchanges(gm)
             restride.apply()
-        for node in lent:
-            node.meta["example_value"] = node.meta.pop("val")
-        return len(made) + len(gone) + len(together) + len(merged)
-
-    def infer(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Any:
-        """Values of Dynamo's graphs are of another mode than the one that compiles."""
-        return infer(target, args, kwargs or {})
+        return sum(map(bool, changed))
 
     def _rewritten(self, node: Node) -> bool:
-        if node.op == "call_function" and name_of(node) == "shard_dim_alltoall":
+        if _is_dtensors(node):
             return self._from_dtensor(node)
-        if not is_exchange(node):
+        if not is_all_to_all(node):
             return False
         exchange = read(node)
-        found = (
-            exchange
-            if isinstance(exchange, str)
-            else match(exchange, self.writes) or "no exchange of two dims"
-        )
+        found = match(exchange) or "no exchange of two dims" if isinstance(exchange, AllToAll) else exchange
         if isinstance(found, str) or isinstance(exchange, str):
             if found:
                 self.refused(node, str(found))
@@ -117,15 +102,15 @@ class PermuteAllToAll(Pass, Editor):
         self._rewrite(exchange, found)
         return True
 
-    def _rewrite(self, exchange: Exchange, found: Match) -> None:
+    def _rewrite(self, exchange: AllToAll, found: Match) -> None:
         x, y = found.x, found.y
         with self.graph.inserting_before(exchange.node):
             args = (x, found.scatter_dim, found.gather_dim, exchange.n, exchange.group)
             fresh = self.compute(PERMUTE, args, y)
             if not found.exact:
-                shape = self.sizes.list(sizes(value_of(y).shape))
+                shape = self.sizes.list(sizes(y.meta["val"].shape))
                 fresh = self.compute(aten.reshape.default, (fresh, shape), y)
-        dims = f"dim {found.scatter_dim} for dim {found.gather_dim} of {list(value_of(x).shape)}"
+        dims = f"dim {found.scatter_dim} for dim {found.gather_dim} of {list(x.meta['val'].shape)}"
         self.note(exchange.node, f"{dims}, {exchange.n} ranks")
         y.replace_all_uses_with(fresh)
         erase_chain(self.graph, found.chain)
@@ -133,9 +118,9 @@ class PermuteAllToAll(Pass, Editor):
     def _from_dtensor(self, node: Node) -> bool:
         """DTensor's own op says the dims."""
         x, gather, scatter, group = node.args
-        n = quotient(size(value_of(node).shape[gather]), size(value_of(x).shape[gather]))
+        n = quotient(size(node.meta["val"].shape[gather]), size(x.meta["val"].shape[gather]))
         if not isinstance(n, int) or not same(
-            value_of(x).shape[scatter] * 1, value_of(node).shape[scatter] * n
+            x.meta["val"].shape[scatter] * 1, node.meta["val"].shape[scatter] * n
         ):
             return False
         with self.graph.inserting_before(node):
@@ -150,15 +135,12 @@ class PermuteAllToAll(Pass, Editor):
             how = undone(first, node)
             if how is None:
                 continue
-            if between(self.writes, first, node):
-                continue
             home = first.args[0]
-            if self.writes:  # to what comes back, perhaps, and not to what went
-                with self.graph.inserting_before(node):
+            with self.graph.inserting_before(node):
+                if is_written(node) or lies_in_input(home):  # which may be written, and is not to be returned
                     home = self.compute(aten.clone.default, (home,), node)
-            if not how:
-                with self.graph.inserting_before(node):
-                    shape = self.sizes.list(sizes(value_of(node).shape))
+                if not how:
+                    shape = self.sizes.list(sizes(node.meta["val"].shape))
                     home = self.compute(aten.reshape.default, (home, shape), node)
             self.note(node, f"takes back {first.name}; both are left out", "cancelled")
             self.replace(node, home)
@@ -169,7 +151,7 @@ class PermuteAllToAll(Pass, Editor):
         """Put independent exchanges of the same two dims into one, where the last of them is."""
         _, scatter, gather, n, group = members[0].args
         whole = [1, n, 0, n]  # n positions, one a rank: equal shares of any size
-        ndim = value_of(members[0]).ndim
+        ndim = members[0].meta["val"].ndim
         with self.graph.inserting_before(members[-1]):
             args = ([m.args[0] for m in members], scatter % ndim, whole, gather % ndim, whole, n, group)
             both = self.compute(sp.all_to_all.default, args, members[-1])
@@ -180,5 +162,10 @@ class PermuteAllToAll(Pass, Editor):
             self.graph.erase_node(member)
 
 
-def _may_be_one(node: Node) -> bool:
-    return is_exchange(node) or "alltoall_base_" in str(node.target)
+def _exchanges(node: Node) -> bool:
+    in_place = str(op_of(node)) == "c10d.alltoall_base_"
+    return is_all_to_all(node) or node.target is PERMUTE or _is_dtensors(node) or in_place
+
+
+def _is_dtensors(node: Node) -> bool:
+    return str(op_of(node)) == "_dtensor.shard_dim_alltoall"

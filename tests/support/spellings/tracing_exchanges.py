@@ -1,9 +1,10 @@
-"""Graphs with exchanges between four ranks, of which one is here, as three tracers have them."""
+"""Graphs with exchanges between four ranks, of which one is here, as several tracers have them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sp_compile.capture.capture import capture
+from sp_compile.capture.capture import capture, capture_export
 from sp_compile.passes.collectives.permute.permute import permute_all_to_all
 
 N = 4
@@ -42,6 +44,28 @@ def traced(fn: Callable[..., Any], *inputs: Tensor, tracer: str = "capture") -> 
     torch._dynamo.reset()
     torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
     return found[0]
+
+
+def exported(fn: Callable[..., Any], x: Tensor, strict: bool = False) -> GraphModule:
+    """As torch.export has it, captured; unless it is strict, Dynamo has not seen it."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return fn(x)
+
+    return capture_export(torch.export.export(Model(), (x,), strict=strict))
+
+
+def by_make_fx(fn: Callable[..., Any], x: Tensor) -> GraphModule:
+    return capture_export(make_fx(fn, tracing_mode="fake")(x))
+
+
+TRACERS: dict[str, Callable[..., GraphModule]] = {
+    "capture": traced,
+    "export": exported,
+    "strict export": partial(exported, strict=True),
+    "make_fx": by_make_fx,
+}
 
 
 def aot(fn: Callable[..., Any], *inputs: Tensor) -> dict[str, GraphModule]:

@@ -1,0 +1,63 @@
+"""The form of a captured graph: calls of ops on fake values, of which none ever changes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import HigherOrderOperator, OpOverload, namespace_of
+from sp_compile.errors import SpError
+from sp_compile.graph.call import is_tensor
+from sp_compile.graph.mutation import functional_form, is_mutation
+
+aten = torch.ops.aten
+
+
+def require_ops(gm: GraphModule, name: str) -> None:
+    """Raises SpError, in the name of who asks, unless the graph calls ops on fake values; they may change some."""
+    _refuse(
+        gm,
+        name,
+        _is_no_op,
+        "torch.export or make_fx; a graph of Dynamo is captured in a backend of torch.compile",
+    )
+
+
+def require_functional(gm: GraphModule, name: str) -> None:
+    """Raises SpError where an op changes a value, other than an input at the end of the program."""
+    _refuse(gm, name, _changes, "sp_compile.capture_export(program)")
+
+
+def _refuse(gm: GraphModule, name: str, fault: Callable[[Node], str], give: str) -> None:
+    for node in gm.graph.nodes:
+        if why := fault(node):
+            raise SpError(f"{name}: {node.name}: {why}; give it a graph of {give}")
+
+
+def _is_no_op(node: Node) -> str:
+    """Why the node is none of a graph of ops: as Dynamo has it before capture, and torch.fx.symbolic_trace."""
+    if node.op in ("call_method", "call_module"):
+        return f"a call of the {node.op.removeprefix('call_')} {node.target}"
+    if node.op != "call_function" or isinstance(node.target, OpOverload | HigherOrderOperator):
+        return ""
+    made = is_tensor(node) and node.target is not operator.getitem
+    unknown = "example_value" in node.meta or not all("val" in i.meta for i in node.all_input_nodes)
+    if made or unknown:
+        return f"a call of the Python function {getattr(node.target, '__name__', node.target)}"
+    return ""
+
+
+def _changes(node: Node) -> str:
+    """Why the node may change a value that is read elsewhere; an input is written back at the end of the program."""
+    target: Any = node.target
+    if namespace_of(target) == "c10d":
+        return (
+            f"{target} works in place: export the program with strict=True, where collectives are functional"
+        )
+    written_back = target is aten.copy_.default and node.args[0].op in ("placeholder", "get_attr")
+    in_place = is_mutation(node) and functional_form(target) is not None and not written_back
+    return f"{target} works in place" if in_place or str(target) == "triton_kernel_wrapper_mutation" else ""
