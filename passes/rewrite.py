@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from sp_compile.config import Ranks
+from sp_compile.config import Ranks, SPConfig
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import Editor
@@ -48,6 +48,25 @@ class Settings:
     fallback: str = "gather"
     param_grads: str = "reduce"
     aligned: frozenset[str] | None = None  # groups of the program whose ranks hold the same rows; None: all
+
+    @staticmethod
+    def of(config: SPConfig, ranks: Ranks, device: torch.device, **found: Any) -> Settings:
+        """What the user's options say to passes: the one place where they become settings.
+
+        found: what graph and ranks say. seq_dims: those of the options by the names of the graph. machine: as it was
+        measured on a device of this kind, which constants of the options replace.
+        """
+        if config.cost is not None:
+            found["machine"] = Machine.of(device.type, config.cost)
+        return Settings(
+            ranks,
+            gather_outputs=config.outputs == "gather",
+            attention=config.attention,
+            layout=config.layout,
+            fallback=config.fallback,
+            param_grads=config.param_grads,
+            **found,
+        )
 
 
 def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:

@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 from sp_compile.capture.capture import capture_export
 from sp_compile.cost.decision import merged
 from sp_compile.cost.exchanges import exchanges_of
-from sp_compile.cost.machine import Machine
 from sp_compile.graph.sizes import divides, same
 from sp_compile.graph.strides import restore_strides
 from sp_compile.lowering.simulate import GROUP
@@ -22,6 +21,7 @@ from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.localize.localize import localize
 from sp_compile.passes.localize.prove import validate
+from sp_compile.passes.report import Report
 from sp_compile.passes.rewrite import Note, Rewrite, Settings, analyse
 from sp_compile.passes.strategies.attention.choose import choose_attention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
@@ -43,7 +43,6 @@ from sp_compile.spmd.inputs import mark_across
 from ._compat import argument_name, size_hint, trace_structured
 from .config import Ranks, SPConfig, resolve
 from .errors import SpError, at
-from .explain import Report
 
 log = logging.getLogger(__name__)
 
@@ -155,34 +154,38 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
 
     sp: the number of ranks, for a look or a simulation without processes; None takes config's mesh or the default
     group. config: the fields of SPConfig; seq_dims names inputs of the exported graph. The report is in
-    `meta["sp_report"]`. Raises SpError as the backend would.
+    `meta["sp_report"]`. Raises SpError as the backend would, and for options of what comes behind these passes.
     """
-    options = SPConfig(**config)
-    gm = capture_export(program)
-    job = Settings(
-        resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP),
-        seq_dims=None if isinstance(options.seq_dims, str) else options.seq_dims,
-        gather_outputs=options.outputs == "gather",
-        attention=options.attention,
-        layout=options.layout,
-        machine=_machine(options),
-        fallback=options.fallback,
-        param_grads=options.param_grads,
-    )
-    if options.inputs == "local":
-        raise SpError(
-            "inputs='local' is for torch.compile: an exported program has its sequence length already"
+    options = SPConfig.of(config)
+    options.refuse("parallelize", **BEHIND)
+    if sp is not None:
+        options.refuse(
+            f"sp={sp}", mesh="says how many ranks there are: give one of them", mesh_dim="has no mesh"
         )
-    local, report = run_pipeline(gm, job)
+    ranks = resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP)
+    gm = capture_export(program)
+    seq_dims = None if isinstance(options.seq_dims, str) else options.seq_dims
+    local, report = run_pipeline(gm, Settings.of(options, ranks, _device(gm), seq_dims=seq_dims))
     local.meta["sp_report"] = report
     return local
 
 
-def _machine(options: SPConfig) -> Machine | None:
-    """The constants that the user gave; whoever has processes measures them (backend.py)."""
-    if options.cost is None:
-        return None
-    return Machine.of("cuda" if torch.cuda.is_available() else "cpu", options.cost)
+_COMPILES = "returns a module that is not compiled yet: leave it out, and {} when you compile that"
+BEHIND = {
+    "inputs": "has a program whose sequence length is set already: compile the model with backend='sp' for that",
+    "compiler": _COMPILES.format("name the compiler"),
+    "activation_memory_budget": _COMPILES.format("set torch._functorch.config.activation_memory_budget"),
+    "sequence_parallel_linear": "changes no layers over groups of the program's own, as only backend='sp' does: "
+    "leave it out",
+    "merge_reductions": "merges no reductions, as only backend='sp' does: leave it out, or compile the model with that",
+}
+"""Options of what is done to a joint graph, and behind it."""
+
+
+def _device(gm: GraphModule) -> torch.device:
+    """Of the first tensor that goes in."""
+    values = (n.meta.get("val") for op in ("placeholder", "get_attr") for n in gm.graph.find_nodes(op=op))
+    return next((x.device for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
 
 
 def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:

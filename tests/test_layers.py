@@ -25,8 +25,7 @@ passes                          passes/canonical            spmd
 functional                      passes/strategies
 passes/localize                 passes/collectives          passes/collectives/merge  passes/collectives/permute
 passes/strategies/attention     passes/tensor_parallel
-explain
-pipeline                        joint
+pipeline                        passes/joint
 backend
 verify
 __init__
