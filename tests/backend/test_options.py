@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
-from sp_compile import SPConfig, SpError, backend
+from sp_compile import SPConfig, SpError, backend, pipeline
 from sp_compile.spmd import declare
 from sp_compile.spmd.check_run import Agreed
 from sp_compile.spmd.groups import Groups, axis_of
