@@ -85,7 +85,7 @@ class Pass(PassBase):
 
     def call(self, graph_module: GraphModule) -> PassResult:
         """Run with the settings that the pass was made with."""
-        self.run(graph_module, Job.of(self.given))
+        self.run(graph_module, Job.begin(self.given))
         return PassResult(self.gm, self.changes > 0)
 
     def note(self, node: Node, why: str, done: str | None = None) -> None:

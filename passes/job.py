@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.config import Ranks
+from sp_compile.config import Ranks, SPConfig
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
@@ -33,6 +34,25 @@ class Settings:
     fallback: str = "gather"
     param_grads: str = "reduce"
     aligned: frozenset[str] | None = None  # groups of the program whose ranks hold the same rows; None: all
+
+    @staticmethod
+    def of(config: SPConfig, ranks: Ranks, device: torch.device, **found: Any) -> Settings:
+        """What the user's options say to passes: the one place where they become settings.
+
+        found: what graph and ranks say. seq_dims: those of the options by the names of the graph. machine: as it was
+        measured on a device of this kind, which constants of the options replace.
+        """
+        if config.cost is not None:
+            found["machine"] = Machine.of(device.type, config.cost)
+        return Settings(
+            ranks,
+            gather_outputs=config.outputs == "gather",
+            attention=config.attention,
+            layout=config.layout,
+            fallback=config.fallback,
+            param_grads=config.param_grads,
+            **found,
+        )
 
 
 def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:
@@ -112,7 +132,7 @@ class Job(Settings):
     _analysed: tuple[Axes, Plan] | None = None
 
     @classmethod
-    def of(cls, given: Settings) -> Job:
+    def begin(cls, given: Settings) -> Job:
         """A job with these settings; a job stays the one that it is."""
         return given if isinstance(given, Job) else cls(**vars(given))
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._compat import flat_mesh, process_group
+from ._compat import JOINT_COMPILERS, flat_mesh, process_group
 from .errors import SpError
 
 CHOICES = {
@@ -90,9 +90,21 @@ class SPConfig:
             if self.compiler not in known:
                 close = _close(self.compiler, known)
                 raise SpError(f"compiler={self.compiler!r}: no torch.compile backend{close}")
+        if self.merge_reductions in ("always", "intra_node") and self.compiler not in JOINT_COMPILERS:
+            raise SpError(
+                f"merge_reductions={self.merge_reductions!r}: compiler={self.compiler!r} has no place for passes on "
+                f"collectives; use one of {', '.join(map(repr, JOINT_COMPILERS))}"
+            )
         budget = self.activation_memory_budget
         if budget is not None and not 0 <= budget <= 1:
             raise SpError(f"activation_memory_budget={budget}: expected a number from 0 to 1")
+
+    def refuse(self, entry: str, **reasons: str) -> None:
+        """Raise SpError if an option that `entry` can not honour is not left at its default. reasons: what to do."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in reasons and value != option.default:
+                raise SpError(f"{option.name}={value!r}: {entry} {reasons[option.name]}")
 
     @staticmethod
     def of(options: SPConfig | Mapping[str, Any] | None) -> SPConfig:

@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 from sp_compile.capture.capture import capture_export
 from sp_compile.cost.decision import merged
 from sp_compile.cost.exchanges import exchanges_of
-from sp_compile.cost.machine import Machine
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.base import Pass, Passes, check_order, flat
 from sp_compile.passes.canonical.associative_scan import Trees
@@ -22,6 +21,7 @@ from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.memory_order import RestoreStrides
 from sp_compile.passes.localize.prove import Prove
+from sp_compile.passes.report import Report
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.passes.strategies.attention.choose import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
@@ -40,8 +40,6 @@ from sp_compile.passes.strategies.windows import Halo
 from sp_compile.sharding.placement import Plan, Shard
 
 from .config import Ranks, SPConfig, resolve
-from .errors import SpError
-from .explain import Report
 
 STRATEGIES: tuple[type[Rewrite], ...] = (
     Undo,
@@ -114,7 +112,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence.
     Raises SpError when no sequence is found in a whole model, or when a pass refuses.
     """
-    state = replace(Job.of(job), fragment=fragment)
+    state = replace(Job.begin(job), fragment=fragment)
     if job.ranks.n == 1:  # whatever way attention is asked to be split, it is not
         state = replace(state, attention="auto", layout="auto")
     pipeline = Pipeline(state)
@@ -142,31 +140,35 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
 
     sp: the number of ranks, for a look or a simulation without processes; None takes config's mesh or the default
     group. config: the fields of SPConfig; seq_dims names inputs of the exported graph. The report is in
-    `meta["sp_report"]`. Raises SpError as the backend would.
+    `meta["sp_report"]`. Raises SpError as the backend would, and for options of what comes behind these passes.
     """
-    options = SPConfig(**config)
-    gm = capture_export(program)
-    job = Settings(
-        resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP),
-        seq_dims=None if isinstance(options.seq_dims, str) else options.seq_dims,
-        gather_outputs=options.outputs == "gather",
-        attention=options.attention,
-        layout=options.layout,
-        machine=_machine(options),
-        fallback=options.fallback,
-        param_grads=options.param_grads,
-    )
-    if options.inputs == "local":
-        raise SpError(
-            "inputs='local' is for torch.compile: an exported program has its sequence length already"
+    options = SPConfig.of(config)
+    options.refuse("parallelize", **BEHIND)
+    if sp is not None:
+        options.refuse(
+            f"sp={sp}", mesh="says how many ranks there are: give one of them", mesh_dim="has no mesh"
         )
-    local, report = run_pipeline(gm, job)
+    ranks = resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP)
+    gm = capture_export(program)
+    seq_dims = None if isinstance(options.seq_dims, str) else options.seq_dims
+    local, report = run_pipeline(gm, Settings.of(options, ranks, _device(gm), seq_dims=seq_dims))
     local.meta["sp_report"] = report
     return local
 
 
-def _machine(options: SPConfig) -> Machine | None:
-    """The constants that the user gave; whoever has processes measures them (backend.py)."""
-    if options.cost is None:
-        return None
-    return Machine.of("cuda" if torch.cuda.is_available() else "cpu", options.cost)
+_COMPILES = "returns a module that is not compiled yet: leave it out, and {} when you compile that"
+BEHIND = {
+    "inputs": "has a program whose sequence length is set already: compile the model with backend='sp' for that",
+    "compiler": _COMPILES.format("name the compiler"),
+    "activation_memory_budget": _COMPILES.format("set torch._functorch.config.activation_memory_budget"),
+    "sequence_parallel_linear": "changes no layers over groups of the program's own, as only backend='sp' does: "
+    "leave it out",
+    "merge_reductions": "merges no reductions, as only backend='sp' does: leave it out, or compile the model with that",
+}
+"""Options of what is done to a joint graph, and behind it."""
+
+
+def _device(gm: GraphModule) -> torch.device:
+    """Of the first tensor that goes in."""
+    values = (n.meta.get("val") for op in ("placeholder", "get_attr") for n in gm.graph.find_nodes(op=op))
+    return next((x.device for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,94 +13,92 @@ from torch.fx import GraphModule
 
 from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.spmd.check_compile import Lockstep
-from sp_compile.spmd.inputs import groups_of
+from sp_compile.passes.report import Report
+from sp_compile.passes.rewrite import Note
+from sp_compile.spmd.session import Session
 
 from . import _compat
-from .backend import joint_passes, lower, note, questions, runs_as_written
-from .config import Ranks, SPConfig, resolve, splits_sequence
+from .backend import NO_PLACE, Lowered, compile_local, has_place, lower
+from .config import Ranks, SPConfig
 from .errors import SpError
-from .explain import Report
-from .joint import JointPasses
 
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, sp: int = 2, passes: bool = False, **config: Any
+    model: Callable[..., Any], *args: Any, sp: int | None = None, passes: bool = False, **config: Any
 ) -> Report:
     """What `backend="sp"` would do to `model(*args)` on `sp` ranks: rewrites, collectives with bytes, fallbacks.
 
     Needs no processes; the model runs once, on one device. A program that is tensor-parallel already needs its groups:
-    of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers. With a
-    `mesh` that has an axis for its sequence too, the ranks of that axis count, and not `sp`. passes: show every pass,
+    of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers.
+    sp: how many ranks share the sequence; 2, or as many as a `mesh` has along the axis for it. passes: show every pass,
     with its order's words, rewrites, nodes and seconds. config: the fields of SPConfig, and `kwargs`, a dict of keyword
-    arguments of the model. Raises SpError as the backend would.
+    arguments of the model. Raises SpError as the backend would, and for an option that has no effect on a report.
     """
-    report = _each_graph(model, args, sp, config, None)
+    report = _each_graph("explain", IN_A_LOOK, model, args, sp, config, None)
     report.show_passes = passes
     return report
 
 
-def verify(model: Callable[..., Any], *args: Any, sp: int = 2, **config: Any) -> Report:
+def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
     """Run `model(*args)` on `sp` simulated ranks against one device, forward and backward.
 
     The report's `errors` holds the largest relative error of every result and every gradient over the ranks; a random
-    model (dropout) is compared as drawn, so expect its errors to be large. config: as for `explain`.
+    model (dropout) is compared as drawn, so expect its errors to be large. sp, config: as for `explain`.
     """
 
-    for name in ("inputs", "outputs", "param_grads"):
-        if config.get(name, default := getattr(SPConfig, name)) != default:
-            raise SpError(f"verify compares whole results and gradients, so it needs {name}={default!r}")
-
-    def compare(gm: GraphModule, local: GraphModule, report: Report, inputs: Sequence[Any]) -> None:
+    def compare(gm: GraphModule, lowered: Lowered, inputs: Sequence[Any]) -> None:
         reference = _run(gm, inputs)
-        for rank in run_ranks(sp, lambda _: _run(local, inputs)):
-            report.errors = _worst(report.errors, _errors(local, reference, rank))
+        for rank in run_ranks(lowered.ranks.n, lambda _: _run(lowered.graph, inputs)):
+            errors = _errors(lowered.graph, reference, rank)
+            lowered.report.errors = _worst(lowered.report.errors, errors)
 
-    return _each_graph(model, args, sp, config, compare)
+    return _each_graph("verify", IN_A_COMPARISON, model, args, sp, config, compare)
+
+
+_WHOLE = "compares whole results and gradients: leave it out"
+IN_A_LOOK = {"activation_memory_budget": "says nothing of what is kept for a backward: leave it out"}
+IN_A_COMPARISON = {**IN_A_LOOK, "inputs": _WHOLE, "outputs": _WHOLE, "param_grads": _WHOLE}
+"""Options that `explain` and `verify` refuse, and why."""
 
 
 def _each_graph(
-    model: Callable[..., Any], args: Any, sp: int, config: dict[str, Any], visit: Callable[..., None] | None
+    entry: str,
+    refused: Mapping[str, str],
+    model: Callable[..., Any],
+    args: Any,
+    sp: int | None,
+    config: dict[str, Any],
+    compare: Callable[..., None] | None,
 ) -> Report:
     """Lower every graph that Dynamo finds in the model, and merge the reports.
 
-    visit: what to do with each, lowered for `sp` simulated ranks; if nothing, tensor-parallel programs are lowered for
-    the ranks of their mesh.
+    compare: what to do with each that was split, over simulated ranks; None: the ranks of a mesh are taken as they are.
     """
     kwargs = config.pop("kwargs", {})
     options = SPConfig.of(config)
-    total = Report(sp)
+    options.refuse(entry, **refused)
+    if has_place(options):
+        options = replace(options, compiler="aot_eager")
+    total = Report(2 if sp is None else sp)
     failure: list[SpError] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            others = groups_of(gm, example_inputs)
-            splits = bool(others) and splits_sequence(options.mesh, options.mesh_dim, others)
-            sequence = [resolve(options.mesh, options.mesh_dim)] if splits else []
-            joint = _joint(gm, example_inputs, options, others, sequence)
-            if joint is not None and not splits:
-                joint.place(())
-                total.merge(_scattered(gm, example_inputs, joint))
-                return gm.forward
-            if runs_as_written(gm, example_inputs, vars(options)):
-                total.add([note()])
-                return gm.forward
-            if joint is not None and visit is None:
-                local, report = lower(gm, example_inputs, options, sequence[0], None, joint.place(sequence))
-                total.n = sequence[0].n
-                report.merge(_scattered(local, example_inputs, joint))
-            else:
-                local, report = lower(gm, example_inputs, options, Ranks(sp, GROUP))
+            session = Session(gm, example_inputs, vars(options), measures=False)
+            if session.splits:
+                total.n = _look(session, options, sp, simulate=compare is not None)
+            lowered = lower(gm, example_inputs, vars(options), session)
+            _joint_report(lowered, example_inputs)
         except SpError as error:
             failure.append(error)
             return gm.forward
 
         def call(*inputs: Any) -> Any:
-            if visit is not None:
-                visit(gm, local, report, inputs)
-            total.merge(report)
+            if compare is not None and session.split:
+                compare(gm, lowered, inputs)
+            total.merge(lowered.report)
             return gm.forward(*inputs)
 
         return call
@@ -113,26 +112,28 @@ def _each_graph(
     return total
 
 
-def _joint(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    options: SPConfig,
-    groups: Sequence[Ranks],
-    sequence: Sequence[Ranks],
-) -> JointPasses | None:
-    """The passes over a tensor-parallel program's joint graph; its ranks, if there are any, ask together."""
-    talk = Lockstep(questions(groups, sequence))
-    joint = joint_passes(gm, example_inputs, groups, talk, vars(options))
-    if joint is not None:
-        joint.configure(options)
-        joint.decompose = False
-    return joint
+def _look(session: Session, options: SPConfig, sp: int | None, simulate: bool) -> int:
+    """Set the ranks of the sequence for a look without processes; their number."""
+    ranks = session.ranks
+    if options.mesh is not None and session.problem is None and sp not in (None, ranks.n):
+        raise SpError(f"sp={sp}: the mesh has {ranks.n} ranks for the sequence; give one of them")
+    if options.mesh is None:
+        session.ranks = Ranks(2 if sp is None else sp, GROUP)
+    elif simulate:
+        session.ranks = replace(ranks, group=GROUP)
+    return session.ranks.n
 
 
-def _scattered(gm: GraphModule, example_inputs: Sequence[Any], joint: JointPasses) -> Report:
-    """What becomes of a tensor-parallel program, compiled and not run."""
-    _compat.joint_compiler("aot_eager", joint, None)(gm, example_inputs)
-    return joint.report
+def _joint_report(lowered: Lowered, example_inputs: Sequence[Any]) -> None:
+    """Add to the report what becomes of a tensor-parallel program's layers and collectives: compiled and not run."""
+    if lowered.joint is None:
+        return
+    if has_place(lowered.config):
+        compile_local(lowered, example_inputs)
+        lowered.report.merge(lowered.joint.report)
+    else:
+        why = NO_PLACE.format(lowered.config.compiler)
+        lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
 
 
 @contextmanager

@@ -26,8 +26,7 @@ passes/canonical                spmd
 functional                      passes/strategies
 passes/localize                 passes/collectives          passes/collectives/merge  passes/collectives/permute
 passes/strategies/attention     passes/tensor_parallel
-explain
-pipeline                        joint
+pipeline                        passes/joint
 backend
 verify
 __init__

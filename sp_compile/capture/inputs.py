@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import argument_name, is_module_state, refuse_eager_fallback
+from sp_compile._compat import argument_name, is_fragment, is_module_state, refuse_eager_fallback
 from sp_compile.config import SPConfig
 from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
@@ -103,12 +103,16 @@ def _enlarge(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode:
 
 
 def global_view(
-    gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, n: int, fragment: bool
-) -> tuple[GraphModule, dict[str, Placement], dict[str, int] | None]:
-    """(graph in the global view, where inputs lie that come in shards, the sequence dims that the user named).
-
-    fragment: the graph is a piece of a model, so it may lack inputs that the user named.
+    gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, n: int
+) -> tuple[GraphModule, dict[str, Placement], dict[str, int] | None, bool]:
+    """(graph in the global view, where inputs lie that come in shards, the sequence dims that the user named,
+    whether the graph is a piece of a model, between graph breaks, so that it may lack inputs that the user named).
     """
+    fragment = is_fragment(gm)
+    if fragment and (config.outputs == "local" or config.inputs == "local"):
+        raise SpError(
+            "inputs='local' and outputs='local' need a model without graph breaks: what crosses one is whole"
+        )
     _mark_inputs(gm, example_inputs)
     seq_dims = None if isinstance(config.seq_dims, str) else _placeholder_names(gm, config.seq_dims, fragment)
     inputs: dict[str, Placement] = {}
@@ -118,7 +122,7 @@ def global_view(
     else:
         graph = capture(gm, example_inputs)
     _mark_inputs(graph, example_inputs)
-    return graph, inputs, seq_dims
+    return graph, inputs, seq_dims, fragment
 
 
 def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:

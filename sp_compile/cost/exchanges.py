@@ -99,7 +99,8 @@ def _is_tensor(value: object) -> bool:
 
 def _exchange(node: Node, name: str, operands: list[Node], there: Size, back: Size) -> Exchange:
     values = [v.meta["val"] for v in operands]
-    if not all(v.is_floating_point() for v in values) or record(node).requires_grad is False:
+    partial = "partial" in node.args  # of sp::reduce_grad: whoever averages the gradients sends them
+    if partial or not all(v.is_floating_point() for v in values) or record(node).requires_grad is False:
         back = 0
     shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")

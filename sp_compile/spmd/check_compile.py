@@ -3,9 +3,8 @@
 Ranks that compile one program ask each other the same questions in the same order. One that fails in between still
 answers all that the others will ask, with its error, so they fail too and none waits.
 
-What one process group of a program decides, its ranks' neighbours over the other groups have to decide as well.
-
-Tensor-parallel groups of one grid look at values of their own. Where one scatters a layer and the next does not, what
+What one process group of a program decides, its ranks' neighbours over the other groups have to decide as well:
+tensor-parallel groups of one grid look at values of their own. Where one scatters a layer and the next does not, what
 both exchange over a third group, as data-parallel ranks do, would have two sizes.
 """
 
@@ -15,17 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.fx import GraphModule
 
 from sp_compile._compat import real_tensors
 from sp_compile.config import Ranks
 from sp_compile.errors import Alone, Told
-from sp_compile.graph.call import is_tensor
-from sp_compile.graph.sizes import same, sizes
 
 from .check_run import COMPILES, exchange_words, of_two_minds, stop
-from .fingerprint import is_exchange
-from .inputs import named_groups
 
 
 class Lockstep:
@@ -125,20 +119,3 @@ def connected(talk: Lockstep, groups: Sequence[Ranks], question: str, said: Sequ
         answers = talk.ask(ranks, one, (alike, words[ranks]))
         alike = all(answer == (True, words[ranks]) for answer in answers)
     return alike
-
-
-def cut_exchanges(gm: GraphModule, local: GraphModule, group: str) -> str:
-    """Which dims of what goes over a group have another size in `local`; the sizes where these are other exchanges."""
-    before, after = (_operands(graph_module, group) for graph_module in (gm, local))
-    if [list(map(len, one)) for one in before] != [list(map(len, one)) for one in after]:
-        return str(after)
-    pairs = [pair for old, new in zip(before, after) for pair in zip(old, new)]
-    return str([[i for i, (a, b) in enumerate(zip(*pair)) if not same(a, b)] for pair in pairs])
-
-
-def _operands(gm: GraphModule, group: str) -> list[list[tuple[Any, ...]]]:
-    """The shapes of what each exchange over the group sends."""
-    found = [node for node in gm.graph.nodes if is_exchange(node) and group in named_groups(node)]
-    return [
-        [tuple(sizes(x.meta["val"].shape)) for x in node.all_input_nodes if is_tensor(x)] for node in found
-    ]

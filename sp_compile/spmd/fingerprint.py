@@ -22,6 +22,8 @@ from sp_compile.config import Ranks
 from sp_compile.errors import source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
+from .named_groups import is_exchange
+
 WIDTH = 160  # characters of a line in an error message
 
 
@@ -68,9 +70,6 @@ def gathered(mine: Any, ranks: Ranks) -> list[Any]:
 def hashed(text: str) -> int:
     """63 bits of a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-WORDS = ("_c10d_functional", "c10d", "sp")  # ops whose strings name groups, which ranks call as they like
 
 
 @dataclass(frozen=True)
@@ -170,14 +169,6 @@ def _digest(x: Any) -> str:
             value = str(x.item()) if x.ndim == 0 else checksum(x)
         return f"{x.dtype} {tuple(x.shape)} {value}"
     return str(size_hint(x)) if isinstance(x, torch.SymInt) else str(x)
-
-
-def is_exchange(node: Node) -> bool:
-    """Does the node exchange something with other ranks?"""
-    if node.op != "call_function":
-        return False
-    target: Any = node.target
-    return namespace_of(target) in WORDS or "functional_collectives" in getattr(target, "__module__", "")
 
 
 def _target(node: Node) -> str:

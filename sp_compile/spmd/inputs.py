@@ -1,37 +1,31 @@
-"""Which process groups a program talks over, and which of its inputs hold the same values on all ranks of one.
+"""Which inputs of a program hold the same values on all ranks of a group, and which of them the ranks compare.
 
-Which inputs of a program the ranks compare before they run it: by value, or by size.
+They compare them before they run the program: by value, or by size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from sp_compile import _compat
 from sp_compile._compat import (
-    group_names,
+    is_module_state,
     known_process_group,
-    namespace_of,
-    process_group,
-    pytree,
     real_tensors,
 )
-from sp_compile.config import Ranks
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
 from sp_compile.lowering.collectives.checksums import is_one_number
 
 from .check_run import input_names
-from .declare import declared
-from .fingerprint import Text, digests, is_exchange, text_of
+from .fingerprint import Text, digests, text_of
 from .grid import Grid
+from .named_groups import has_dtensors, is_exchange, named_groups
 
 
 @dataclass(frozen=True)
@@ -64,80 +58,6 @@ class Facts:
         gradients = {name: now(node) for name, node in self.gradients.items()}
         tangents = {name: [now(node) for node in nodes] for name, nodes in self.tangents.items()}
         return replace(self, gradients=gradients, tangents=tangents)
-
-
-def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
-    """The groups of more than one rank that the program's collectives and DTensors name, in order of appearance.
-
-    Those over which it only reduces numbers and vectors count where another group is named too: they may be merged.
-    """
-    values = [node.meta.get("example_value") for node in gm.graph.nodes]
-    tensors = [*_of_tensors(inputs), *_of_tensors(values)]
-    several = _of_several([*_named(gm, _may_merge), *tensors])
-    rows = {*_named(gm, _exchanges_rows), *tensors}
-    return several if len(several) > 1 or not rows.isdisjoint(r.group for r in several) else []
-
-
-def exchanges_by_itself(gm: GraphModule) -> bool:
-    """Does the program name a group of more than one rank in any exchange?"""
-    return bool(_of_several(_named(gm, is_exchange)))
-
-
-def _of_several(names: Iterable[str]) -> list[Ranks]:
-    """The names that are those of groups of more than one rank, once each."""
-    found = [n for n in dict.fromkeys(names) if dist.is_initialized() and known_process_group(n)]
-    return [ranks for ranks in (Ranks(process_group(n).size(), n) for n in found) if ranks.n > 1]
-
-
-def check_groups(gm: GraphModule) -> None:
-    """Does every collective name a process group that there is? Raises SpError where one does not."""
-    for node in gm.graph.nodes:
-        functional = str(namespace_of(node.target)).startswith("_c10d_functional")
-        words = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]  # the group comes last
-        if functional and words and dist.is_initialized() and not known_process_group(words[-1]):
-            raise SpError(
-                f"this rank has no process group {words[-1]!r}, which {node.target} names: pass the group_name of a "
-                f"group that all its ranks have made. At {at(node)}"
-            )
-
-
-def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
-    """Every string among the arguments of the exchanges that count, in bodies of regions too."""
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and counts(node):
-            yield from sorted(named_groups(node))
-        elif node.op == "get_attr":
-            value = getattr(gm, str(node.target), None)
-            if isinstance(value, GraphModule):
-                yield from _named(value, counts)
-
-
-def _may_merge(node: Node) -> bool:
-    """Also: is it a reduction over a declared group?"""
-    names = {a for a in node.args if isinstance(a, str)}
-    return _exchanges_rows(node) or (
-        "all_reduce" in str(node.target) and bool(declared().members.keys() & names)
-    )
-
-
-def _exchanges_rows(node: Node) -> bool:
-    """Reductions of numbers and vectors, as of losses over data-parallel ranks, leave no layer to scatter.
-
-    Whatever the reduction: ranks that disagree on it must meet to find out.
-    """
-    if "c10d" not in str(node.target):
-        return "sp.all_to_all_permute" in str(node.target)
-    if "all_reduce" not in str(node.target):
-        return True
-    operands = [n.meta.get("example_value") for n in node.all_input_nodes]
-    ranks_of = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
-    return not ranks_of or max(ranks_of) > 1
-
-
-def _of_tensors(inputs: Iterable[Any]) -> Iterator[str]:
-    for x in inputs:
-        if isinstance(x, DTensor):
-            yield from group_names(x.device_mesh)
 
 
 def known(gm: GraphModule, inputs: Sequence[Any], options: str) -> Known:
@@ -200,18 +120,6 @@ def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
             mark(node, no_rule="it exchanges with ranks that hold other rows of the sequence")
 
 
-def named_groups(node: Node) -> set[str]:
-    """The strings among an exchange's arguments; of "sum 3", as sp::reduce_pair has it, the group."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    return {leaf.rpartition(" ")[2] for leaf in leaves if isinstance(leaf, str)}
-
-
-def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:
-    """Is any input a DTensor, or any value of the Dynamo graph?"""
-    values = (node.meta.get("example_value") for node in gm.graph.nodes)
-    return any(isinstance(x, DTensor) for x in (*inputs, *values))
-
-
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among the inputs; of a DTensor, what this rank holds."""
     return [x.to_local() if isinstance(x, DTensor) else x for x in inputs if isinstance(x, torch.Tensor)]
@@ -241,7 +149,7 @@ def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -
     tensors = symbols = 0
     for i, (node, x) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
         if isinstance(x, torch.Tensor):
-            part = isinstance(x, torch.nn.Parameter) or _compat.is_module_state(node) or x.ndim == 0
+            part = isinstance(x, torch.nn.Parameter) or is_module_state(node) or x.ndim == 0
             if part and f"input_{tensors}" in facts.differ:
                 names[i] = ""
             tensors += 1

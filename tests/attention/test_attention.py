@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from support.capturing import lowered
 from support.models import BATCH, SIZES, WIDTH, Decoder, causal, check, floats, rotated, seeded, tokens
 from support.spellings.attention_spellings import EXCHANGED, OTHERS, Attend, Model, sdpa
 from torch import Tensor, nn
 
-from sp_compile.backend import lower
-from sp_compile.config import Ranks, SPConfig
-from sp_compile.explain import Report
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.simulate import run_ranks
+from sp_compile.passes.report import Report
 
 HEADS = [(6, 6, 4), (8, 2, 4), (4, 1, 4), (3, 3, 2), (6, 3, 3)]
 """(query heads, key heads, ranks)."""
@@ -191,7 +190,7 @@ def test_dropout_differs_between_heads_and_keeps_the_mean() -> None:
     found: list[Tensor] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        local, _ = lower(gm, inputs, SPConfig(), Ranks(ranks, GROUP))
+        local = lowered(gm, inputs, ranks)
 
         def draw(rank: int) -> Tensor:
             torch.manual_seed(rank)  # as `decorrelated` does on real ranks

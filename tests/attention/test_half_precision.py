@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.capturing import lowered
 from support.models import Decoder, rotated, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from sp_compile.backend import lower
-from sp_compile.config import Ranks, SPConfig
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.simulate import run_ranks
 
 LENGTH = 96
 
@@ -47,7 +46,7 @@ def on_ranks(model: nn.Module, ids: Tensor, ranks: int, **config: Any) -> list[T
     found: list[Tensor] = []
 
     def backend(gm: GraphModule, inputs: list[Any]) -> Any:
-        local, _ = lower(gm, inputs, SPConfig(**config), Ranks(ranks, GROUP))
+        local = lowered(gm, inputs, ranks, **config)
 
         def call(*args: Any) -> Any:
             def live(rank: int) -> list[Tensor]:

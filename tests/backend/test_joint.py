@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compile
-from sp_compile import joint
 from sp_compile.lowering.library import digest
+from sp_compile.passes.joint import joint
 
 EXCHANGES = re.compile(r"_c10d_functional\.(\w+)\.default")
 

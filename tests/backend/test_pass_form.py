@@ -168,7 +168,7 @@ def test_a_record_is_not_shared_by_copies() -> None:
 
 def test_a_job_analyses_anew_after_a_change() -> None:
     gm = captured(Sums(), torch.randn(1, 8, 4))
-    job = Job.of(settings(2, seq_dims={"x": 1}))
+    job = Job.begin(settings(2, seq_dims={"x": 1}))
     assert job.plan(gm) is job.plan(gm)
     before = job.plan(gm)
     passes.Gather().run(gm, job)

@@ -7,7 +7,7 @@ from cost.test_cost import candidate, shape
 from sp_compile.cost.attention import candidates, choose
 from sp_compile.cost.decision import Decision, described, merged, table
 from sp_compile.cost.machine import GPU
-from sp_compile.explain import Report
+from sp_compile.passes.report import Report
 
 
 def test_table() -> None:

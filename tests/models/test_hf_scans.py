@@ -12,7 +12,7 @@ from support.ranks import Ranks
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.explain import Report
+from sp_compile.passes.report import Report
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,7 +11,18 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from sp_compile.backend import lower
 from sp_compile.capture.capture import capture
+from sp_compile.config import Ranks
+from sp_compile.lowering.simulate import GROUP
+from sp_compile.spmd.session import Session
+
+
+def lowered(gm: GraphModule, inputs: list[Any], n: int, **options: Any) -> GraphModule:
+    """Dynamo's graph as one of n simulated ranks runs it."""
+    session = Session(gm, inputs, options, measures=False)
+    session.ranks = Ranks(n, GROUP)
+    return lower(gm, inputs, options, session).graph
 
 
 class Backend:

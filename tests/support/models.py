@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.explain import Report
+from sp_compile.passes.report import Report
 
 TOLERANCE = 1e-9
 BATCH, VOCABULARY, WIDTH = 2, 11, 24

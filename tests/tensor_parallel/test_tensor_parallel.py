@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
-from sp_compile import joint
+from sp_compile.passes.joint import joint
 
 WIDTH, HIDDEN, STEPS = 8, 16, 3
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.config import Ranks
 from sp_compile.graph.inline import lower_exchanges
-from sp_compile.joint import adopt
+from sp_compile.passes.joint.joint import adopt
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 
 LAYERS, BATCH, LENGTH = 3, 4, 6

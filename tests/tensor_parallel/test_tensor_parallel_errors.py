@@ -16,10 +16,9 @@ from support.parallel.parallel_variants import DIM, Hidden
 from support.ranks import Ranks as Pool
 from torch import Tensor
 
-import sp_compile
-from sp_compile import joint
 from sp_compile.config import Ranks
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
+from sp_compile.spmd import session
 
 OPTIONS = {"compiler": "aot_eager"}
 
@@ -110,19 +109,19 @@ def test_gradients_of_results_that_differ(ranks: Pool) -> None:
 
 def failing(where: str) -> str:
     """The last rank fails while it compiles."""
-    owner, name = {"facts": (sp_compile.backend, "known"), "passes": (joint, "text_of")}[where]
-    plain = getattr(owner, name)
+    name = {"facts": "known", "passes": "text_of"}[where]
+    plain = getattr(session, name)
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("out of luck")
 
     if dist.get_rank() == worker.group().size() - 1:
-        setattr(owner, name, fail)
+        setattr(session, name, fail)
     try:
         run = torch.compile(build(split(), head="vocab", layers=1), backend="sp", options=OPTIONS)
         return message(lambda: run(tokens(2, 6)))
     finally:
-        setattr(owner, name, plain)
+        setattr(session, name, plain)
 
 
 @pytest.mark.parametrize("where", ["facts", "passes"])

@@ -34,9 +34,9 @@ def reported(reports: list[Report]) -> Iterator[None]:
     plain = backend.lower
 
     def lower(*args: Any) -> Any:
-        local, report = plain(*args)
-        reports.append(report)
-        return local, report
+        lowered = plain(*args)
+        reports.append(lowered.report)
+        return lowered
 
     backend.lower = lower
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import sp_compile
-from sp_compile.joint import JointPasses
+from sp_compile.passes.joint.joint import JointPasses
 
 SIZES = (4, 6)
 

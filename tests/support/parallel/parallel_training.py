@@ -15,7 +15,7 @@ from support.parity import difference
 from torch import Tensor, nn
 
 from sp_compile.errors import SpError
-from sp_compile.joint import JointPasses
+from sp_compile.passes.joint.joint import JointPasses
 
 STEPS = 3
 Make = Callable[[Split], nn.Module]

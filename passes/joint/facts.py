@@ -1,0 +1,82 @@
+"""What is known of a function's arguments, as facts about the inputs of its joint graph, and their gradients."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import detect_fake_mode
+from sp_compile.config import Ranks
+from sp_compile.graph.call import is_tensor
+from sp_compile.graph.sizes import same, sizes
+from sp_compile.spmd.inputs import Facts
+
+
+def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]) -> Facts | None:
+    """Facts about the function's arguments as facts about a joint graph's inputs, with their gradients.
+
+    A joint graph has the primals, then the tangents; its results end with a gradient (or None) for each primal. A
+    DTensor is its local tensor there, and its mesh. None if the inputs are not recognised.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    primals = [n for n in inputs if not n.name.startswith("tangents")]
+    tensors = [n for n in primals if is_tensor(n)]
+    if len(tensors) != len(shapes) or not all(map(_alike, tensors, shapes)):
+        return None
+    symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
+    names = {
+        **{f"input_{i}": node.name for i, node in enumerate(tensors)},
+        **{f"size_{i}": node.name for i, node in enumerate(symbols)},
+    }
+    if not facts.differ <= names.keys():
+        return None
+    results = gm.graph.output_node().args[0]
+    gradients: dict[str, Node] = {}
+    tangents: dict[str, list[Node]] = {}
+    if len(primals) < len(inputs) and isinstance(results, Sequence) and len(results) > len(primals):
+        made, ends = results[: -len(primals)], results[-len(primals) :]
+        gradients = {p.name: g for p, g in zip(primals, ends, strict=True) if isinstance(g, Node)}
+        for tangent in inputs[len(primals) :]:
+            tangents[tangent.name] = [r for r in made if is_tensor(r) and _same_kind(r, tangent)]
+    differ = frozenset(names[name] for name in facts.differ)
+    blank = frozenset(names[name] for name in facts.blank)
+    equal = None if facts.equal is None else frozenset(names[name] for name in facts.equal)
+    return replace(facts, differ=differ, equal=equal, blank=blank, gradients=gradients, tangents=tangents)
+
+
+def compare_gradients(gm: GraphModule, ranks: Ranks, tangents: Mapping[str, str]) -> None:
+    """Let every backward begin with a look whether the ranks were given these gradients alike."""
+    found = [node for node in gm.graph.find_nodes(op="placeholder") if node.name in tangents and node.users]
+    if not found:
+        return
+    readers = {node: list(node.users) for node in found}
+    mode = detect_fake_mode([node.meta["val"] for node in found])
+    with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
+        args = (found, [tangents[node.name] for node in found], ranks.n, ranks.group)
+        both = gm.graph.call_function(torch.ops.sp.shared.default, args)
+        with mode:
+            both.meta["val"] = [torch.empty_like(node.meta["val"]) for node in found]
+        for i, node in enumerate(found):
+            one = gm.graph.call_function(operator.getitem, (both, i))
+            one.meta["val"] = both.meta["val"][i]
+            for reader in readers[node]:
+                reader.replace_input_with(node, one)
+    gm.recompile()
+
+
+def _same_kind(result: Node, tangent: Node) -> bool:
+    """Could this be the gradient of that? AOTAutograd does not say of which result it is."""
+    a, b = result.meta["val"], tangent.meta.get("val")
+    return isinstance(b, torch.Tensor) and a.ndim == b.ndim and all(map(same, sizes(a.shape), sizes(b.shape)))
+
+
+def _alike(node: Node, shape: tuple[Any, ...]) -> bool:
+    """Sizes that are symbols here were numbers when the program was called."""
+    found = node.meta["val"].shape
+    pairs = [(a, b) for a, b in zip(found, shape) if isinstance(a, int)]
+    return len(found) == len(shape) and all(a == b for a, b in pairs)

@@ -1,0 +1,132 @@
+"""Over which groups a program exchanges by itself, and what: what its ranks have to agree on while they compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import group_names, known_process_group, namespace_of, process_group, pytree
+from sp_compile.config import Ranks
+from sp_compile.errors import SpError, at
+from sp_compile.graph.call import is_tensor
+from sp_compile.graph.sizes import same, sizes
+
+from .declare import declared
+
+WORDS = ("_c10d_functional", "c10d", "sp")  # ops whose strings name groups, which ranks call as they like
+
+
+def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
+    """The groups of more than one rank that the program's collectives and DTensors name, in order of appearance.
+
+    Those over which it only reduces numbers and vectors count where another group is named too: they may be merged.
+    """
+    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    tensors = [*_of_tensors(inputs), *_of_tensors(values)]
+    several = _of_several([*_named(gm, _may_merge), *tensors])
+    rows = {*_named(gm, _exchanges_rows), *tensors}
+    return several if len(several) > 1 or not rows.isdisjoint(r.group for r in several) else []
+
+
+def exchanges_by_itself(gm: GraphModule) -> bool:
+    """Does the program name a group of more than one rank in any exchange?"""
+    return bool(_of_several(_named(gm, is_exchange)))
+
+
+def _of_several(names: Iterable[str]) -> list[Ranks]:
+    """The names that are those of groups of more than one rank, once each."""
+    found = [n for n in dict.fromkeys(names) if known_process_group(n)] if dist.is_initialized() else []
+    return [ranks for ranks in (Ranks(process_group(n).size(), n) for n in found) if ranks.n > 1]
+
+
+def check_groups(gm: GraphModule) -> None:
+    """Does every collective name a process group that there is? Raises SpError where one does not."""
+    for node in gm.graph.nodes if dist.is_initialized() else ():
+        functional = str(namespace_of(node.target)).startswith("_c10d_functional")
+        words = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]  # the group comes last
+        if functional and words and not known_process_group(words[-1]):
+            raise SpError(
+                f"this rank has no process group {words[-1]!r}, which {node.target} names: pass the group_name of a "
+                f"group that all its ranks have made. At {at(node)}"
+            )
+
+
+def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
+    """Every string among the arguments of the exchanges that count, in bodies of regions too."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and counts(node):
+            yield from sorted(named_groups(node))
+        elif node.op == "get_attr":
+            value = getattr(gm, str(node.target), None)
+            if isinstance(value, GraphModule):
+                yield from _named(value, counts)
+
+
+def _may_merge(node: Node) -> bool:
+    """Also: is it a reduction over a declared group?"""
+    names = {a for a in node.args if isinstance(a, str)}
+    return _exchanges_rows(node) or (
+        "all_reduce" in str(node.target) and bool(declared().members.keys() & names)
+    )
+
+
+def _exchanges_rows(node: Node) -> bool:
+    """Reductions of numbers and vectors, as of losses over data-parallel ranks, leave no layer to scatter.
+
+    Whatever the reduction: ranks that disagree on it must meet to find out.
+    """
+    if "c10d" not in str(node.target):
+        return "sp.all_to_all_permute" in str(node.target)
+    if "all_reduce" not in str(node.target):
+        return True
+    operands = [n.meta.get("example_value") for n in node.all_input_nodes]
+    ranks_of = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
+    return not ranks_of or max(ranks_of) > 1
+
+
+def _of_tensors(inputs: Iterable[Any]) -> Iterator[str]:
+    for x in inputs:
+        if isinstance(x, DTensor):
+            yield from group_names(x.device_mesh)
+
+
+def is_exchange(node: Node) -> bool:
+    """Does the node exchange something with other ranks?"""
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    return namespace_of(target) in WORDS or "functional_collectives" in getattr(target, "__module__", "")
+
+
+def named_groups(node: Node) -> set[str]:
+    """The strings among an exchange's arguments; of "sum 3", as sp::reduce_pair has it, the group."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return {leaf.rpartition(" ")[2] for leaf in leaves if isinstance(leaf, str)}
+
+
+def cut_exchanges(gm: GraphModule, local: GraphModule, group: str) -> str:
+    """Which dims of what goes over a group have another size in `local`; the sizes where these are other exchanges."""
+    before, after = (_operands(graph_module, group) for graph_module in (gm, local))
+    if [list(map(len, one)) for one in before] != [list(map(len, one)) for one in after]:
+        return str(after)
+    pairs = [pair for old, new in zip(before, after) for pair in zip(old, new)]
+    return str([[i for i, (a, b) in enumerate(zip(*pair)) if not same(a, b)] for pair in pairs])
+
+
+def _operands(gm: GraphModule, group: str) -> list[list[tuple[Any, ...]]]:
+    """The shapes of what each exchange over the group sends."""
+    found = [node for node in gm.graph.nodes if is_exchange(node) and group in named_groups(node)]
+    return [
+        [tuple(sizes(x.meta["val"].shape)) for x in node.all_input_nodes if is_tensor(x)] for node in found
+    ]
+
+
+def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:
+    """Is any input a DTensor, or any value of the Dynamo graph?"""
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    return any(isinstance(x, DTensor) for x in (*inputs, *values))

@@ -1,0 +1,250 @@
+"""One compilation among the ranks that it connects: whom they are, and all that they tell each other meanwhile.
+
+A program may exchange over groups of its own (tensor and data parallelism), and its sequence be split over the ranks
+of one more. All of them compile it, and what they decide has to fit: every question that one rank has for others is a
+method here, and every rank asks the same ones in the same order, whatever fails on one of them (see `check_compile`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from sp_compile.config import Ranks, resolve, splits_sequence
+from sp_compile.cost import measure
+from sp_compile.cost.machine import Machine
+from sp_compile.errors import SpError
+
+from .check_compile import Lockstep, connected, exchanges, rounds
+from .check_run import Agreed, fingerprint, input_names
+from .fingerprint import Program, program_of, text_of, unlike
+from .grid import grids
+from .inputs import (
+    Facts,
+    are_apart,
+    check_options,
+    equal_arguments,
+    equal_inputs,
+    facts_of,
+    known,
+    sized_inputs,
+)
+from .named_groups import check_groups, cut_exchanges, groups_of
+
+ALONE = Ranks(1, "")
+JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
+OF_PASSES = ("rows", "text", "exchanges")  # what passes over one group's collectives ask
+
+
+class Session:
+    """The ranks of one program, given to Dynamo's graph and its inputs; until `open` or `learn` nobody is asked.
+
+    options: as the user gave them, unchecked. groups: those that the program exchanges over by itself, in the order of
+    their appearance. ranks: those that its sequence is split over; `splits` is False where no rank is left for that.
+    facts: what is known of the inputs on each group, by its name: tensors are called input_0, input_1, ..., symbols
+    size_0, ... apart: the groups whose ranks have different programs, or may. unlike: do programs differ in any group?
+    aligned: the groups whose ranks all hold the same rows of the sequence; None: all. measures: time the links of the
+    ranks for the cost model.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule | None = None,
+        inputs: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+        measures: bool = True,
+    ) -> None:
+        given = options or {}
+        mesh, mesh_dim = given.get("mesh"), given.get("mesh_dim")
+        self.options = str({name: given[name] for name in JOINT_OPTIONS if name in given})
+        self.groups = groups_of(gm, inputs) if gm is not None else []
+        self.splits = not self.groups or splits_sequence(mesh, mesh_dim, self.groups)
+        asked = self.splits or mesh is None  # an axis of no mesh is an error of any program's
+        found, self.problem = _resolved(mesh, mesh_dim) if asked else (ALONE, None)
+        self.ranks = found if self.splits else ALONE
+        self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
+        self.everyone = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
+        self.facts: dict[str, Facts] = {}
+        self.apart: set[str] = set()
+        self.unlike = False
+        self.aligned: frozenset[str] | None = None
+        self.measures, self.split = measures, False
+
+    @cached_property
+    def _talk(self) -> Lockstep:
+        return Lockstep(self._questions())
+
+    def _questions(self) -> list[tuple[Ranks, str]]:
+        """All that ranks may ask each other, in order. What one group decides, its neighbours over all others hear."""
+        out = [(ranks, question) for question in ("inputs", "place") for ranks in self.groups]
+        out += [(ranks, "machine") for ranks in self.everyone if self.sequence]
+        for number, group in enumerate(self.groups):
+            out += [(group, question) for question in OF_PASSES]
+            out += rounds(self.everyone, f"layers {number}")
+        return out + rounds(self.everyone, "unlike")
+
+    # In front of the passes.
+
+    def open(self) -> None:
+        """Begin: are the others compiling as well? Raises SpError on every rank of a group that is of two minds."""
+        if self.groups:
+            self._talk.open(self.sequence)
+
+    def learn(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        """Which inputs are equal on the ranks of each group, and how the groups lie to each other.
+
+        Raises SpError: a mesh that is wrong, a group that this rank lacks, other options than other ranks'.
+        """
+        check_groups(gm)
+        self._check_axis()
+        if not self.groups:
+            return
+        mine = known(gm, inputs, self.options)
+        for ranks in self.groups:
+            everyone = self._talk.ask(ranks, "inputs", mine)
+            check_options(everyone)
+            self.facts[ranks.group] = facts_of(mine, everyone)
+            if are_apart(everyone):
+                self.apart.add(ranks.group)
+            else:
+                self._talk.skip(ranks, OF_PASSES)
+        self._place()
+
+    def _check_axis(self) -> None:
+        """A sequence cannot be split over ranks between which the program exchanges by itself."""
+        if self.problem is not None:
+            raise self.problem
+        taken = [ranks for ranks in self.sequence if ranks in self.groups]
+        if taken:
+            raise SpError(
+                f"mesh_dim: the program's own collectives go over this axis (group {taken[0].group!r}), so its "
+                f"{taken[0].n} ranks cannot share the sequence as well: name another axis of the mesh"
+            )
+
+    def _place(self) -> None:
+        """How the groups lie to each other and to the ranks of the sequence."""
+        of_sequence = Lockstep([(ranks, "place") for ranks in self.sequence])
+
+        def ask(ranks: Ranks, mine: tuple[int, ...]) -> list[Any]:
+            return (of_sequence if ranks in self.sequence else self._talk).ask(ranks, "place", mine)
+
+        found = grids(self.everyone, ask)
+        self.facts = {name: replace(facts, grid=found[name]) for name, facts in self.facts.items()}
+        if self.sequence:
+            names = {ranks.group for ranks in self.sequence}
+            self.aligned = frozenset(name for name in self.facts if names <= found[name].level)
+
+    def machine(self, device: torch.device) -> Machine | None:
+        """The cost model's constants on the ranks of the sequence; None: the device's defaults.
+
+        Two groups that split one sequence each, as the columns of a mesh do, measure apart. All that the program
+        connects take the same constants, or a tensor-parallel group would be given two programs.
+        """
+        self.split = True
+        if not self.measures or self.ranks.process_group is None:
+            return None
+        found = measure.machine(self.ranks, device)
+        for ranks in self.everyone:  # the axes of a grid: what all have in the end is the least of all
+            answers = self._talk.ask(ranks, "machine", found)
+            found = min((one for one in answers if one is not None), key=astuple)
+        return found
+
+    # Between the passes.
+
+    def rows(self, ranks: Ranks, starts: list[int]) -> list[list[int]]:
+        """Where every rank's blocks begin."""
+        return [answer or [] for answer in self._talk.ask(ranks, "rows", starts)]
+
+    def numbers(self, gm: GraphModule, ranks: Ranks) -> frozenset[str] | None:
+        """The nodes that other ranks have with other numbers; None if their graphs differ in more than that."""
+        found: frozenset[str] | None = frozenset()
+        if ranks.group in self.apart:
+            everyone = self._talk.ask(ranks, "text", text_of(gm))
+            found = None if None in everyone else unlike(gm, everyone)
+        self.unlike |= found is None or bool(found)
+        return found
+
+    def same_exchanges(self, local: GraphModule, ranks: Ranks, tangents: Sequence[str]) -> bool:
+        """Would every rank exchange the same with the others, and compare the same gradients?"""
+        if ranks.group not in self.apart:
+            return True
+        mine = (text_of(local).exchanges, list(tangents))
+        return all(theirs == mine for theirs in self._talk.ask(ranks, "exchanges", mine))
+
+    def same_layers(self, gm: GraphModule, local: GraphModule, ranks: Ranks, layers: Sequence[Any]) -> bool:
+        """Would the neighbours over the program's other groups scatter the same layers over theirs?"""
+        said = str((text_of(local).exchanges, ranks.n, [(layer.mode, layer.dim) for layer in layers]))
+        cut = ["" if one == ranks else cut_exchanges(gm, local, one.group) for one in self.everyone]
+        question = f"layers {self.groups.index(ranks)}"
+        return connected(self._talk, self.everyone, question, [said + one for one in cut])
+
+    def all_alike(self) -> bool:
+        """Have all ranks that any of the groups connect programs that differ in nothing?"""
+        self.unlike |= not connected(
+            self._talk, self.everyone, "unlike", [str(self.unlike)] * len(self.everyone)
+        )
+        return not self.unlike
+
+    def compares_gradients(self, ranks: Ranks) -> bool:
+        """Not in a look at a program without processes, on torch's fake groups."""
+        return ranks.process_group is None or exchanges(ranks.process_group)
+
+    # Behind the passes.
+
+    def finish(self, error: Exception | None) -> None:
+        """Answer what the others will still ask."""
+        if self.groups:
+            self._talk.finish(error)
+
+    def guard(
+        self,
+        run: Callable[..., Any] | None,
+        error: Exception | None,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        local: GraphModule | None,
+        inputs: str = "global",
+        scattered: Collection[str] = (),
+    ) -> Callable[..., Any]:
+        """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
+
+        run, local: what this rank compiled, of which graph; None where that failed with `error`, which every call
+        raises on all ranks. inputs: the option. scattered: the groups that share work where values are equal.
+        """
+        if self.split:
+            done = run is not None and local is not None
+            run = Agreed(
+                run,
+                self.ranks,
+                fingerprint(local) if done else Program(),
+                input_names(gm),
+                error,
+                equal=equal_inputs(gm, example_inputs, inputs) if done else (),
+            )
+            error = None
+        elif error is not None and not self.groups:
+            return Agreed(None, ALONE, Program(), [], error)
+        for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
+            facts = self.facts.get(ranks.group, Facts())
+            always = (
+                equal_arguments(gm, example_inputs, facts)
+                if run is not None and ranks.group in scattered
+                else []
+            )
+            names = sized_inputs(gm, example_inputs, facts)
+            run = Agreed(run, ranks, program_of(gm), names, error, always=always)
+        assert run is not None
+        return run
+
+
+def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:
+    """The ranks of the sequence; where the mesh is wrong a single one, and what will be said of it."""
+    try:
+        return resolve(mesh, mesh_dim), None
+    except Exception as problem:
+        return ALONE, problem

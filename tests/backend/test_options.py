@@ -1,0 +1,169 @@
+"""Every option at every entry: its effect can be seen, or an SpError names it. None is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import sp_compile
+from sp_compile import SPConfig, SpError, backend, pipeline
+from sp_compile.spmd import declare
+from sp_compile.spmd.check_run import Agreed
+from sp_compile.spmd.groups import Groups, axis_of
+
+WIDTH, WORLD = 16, (2, 4)
+Options = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Of a program of eight ranks, seven of which do not exist; reductions over both axes may be merged."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    found = init_device_mesh("cpu", WORLD, mesh_dim_names=("dp", "sp"))
+    world = dist.group.WORLD
+    members = {group.group_name: axis_of(WORLD, dim) for dim, group in enumerate(found.get_all_groups())}
+    with mock.patch.dict(
+        declare._declared, {world: Groups({**members, world.group_name: (tuple(range(8)),)})}
+    ):
+        yield found
+    dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    """Linears and attention of four heads, and what no strategy splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.up(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        h = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return self.down(h).sin()
+
+
+class Sorted(Model):
+    """Attention, and an op that needs the whole sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sort(1).values
+
+
+class TensorParallel(Model):
+    """A layer over one axis of a mesh, and sums over both in turn: nothing with a sequence to split."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.first, self.second = (group.group_name for group in mesh.get_all_groups())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = funcol.all_reduce(self.up(x), "sum", self.second).sin()
+        h = funcol.all_reduce(self.down(h), "sum", self.first) * 0.5
+        return funcol.all_reduce(h, "sum", self.second).sin()
+
+
+def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
+    """The graphs that are compiled, with what, and what the passes on collectives report."""
+    seen: list[Any] = []
+    plain = backend.compile_local
+
+    def keep(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        seen.append((gm.code, functorch_config.activation_memory_budget))
+        return gm.forward
+
+    def watched(lowered: backend.Lowered, inputs: Any) -> Any:
+        run = plain(lowered, inputs)
+        seen.append((lowered.graph.code, str(lowered.joint and lowered.joint.report)))
+        return run
+
+    compiler = "aot_eager" if isinstance(model, TensorParallel) else keep
+    with mock.patch.object(backend, "compile_local", watched), mock.patch.object(Agreed, "_agree"):
+        torch.compile(model, backend="sp", options={"compiler": compiler, **options})(x)
+    return str(seen)
+
+
+def of_explain(model: nn.Module, x: Tensor, options: Options) -> str:
+    return str(sp_compile.explain(model, x, **options))
+
+
+def of_verify(model: nn.Module, x: Tensor, options: Options) -> str:
+    report = sp_compile.verify(model, x, **options)
+    assert report.worst < 1e-4
+    report.errors = []  # rounding
+    return str(report)
+
+
+def of_parallelize(model: nn.Module, x: Tensor, options: Options) -> str:
+    program = torch.export.export(model, (x,))
+    return sp_compile.parallelize(program, **options).code
+
+
+ENTRIES = (of_backend, of_explain, of_verify, of_parallelize)
+
+
+def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
+    """A program, options beside the one that is tried, and a value of that."""
+    slow = {"all_to_all_latency": 10.0}
+    plain: dict[str, tuple[Options, Any]] = {
+        "mesh": ({}, mesh),
+        "mesh_dim": ({"mesh": mesh}, "dp"),
+        "seq_dims": ({"mesh": mesh}, {"x": 0}),
+        "attention": ({"mesh": mesh}, "ring"),
+        "layout": ({"mesh": mesh, "attention": "ring", "cost": {"call": 10.0}}, "zigzag"),
+        "cost": ({"mesh": mesh}, slow),
+        "inputs": ({"mesh": mesh}, "local"),
+        "outputs": ({"mesh": mesh}, "local"),
+        "param_grads": ({"mesh": mesh}, "partial"),
+        "activation_memory_budget": ({"mesh": mesh}, 0.5),
+    }
+    if option == "fallback":
+        return Sorted(), {"mesh": mesh}, "error"
+    if option in plain:
+        return Model(), *plain[option]
+    of_exchanges: dict[str, tuple[Options, Any]] = {
+        "sequence_parallel_linear": ({}, "never"),
+        "merge_reductions": ({"merge_reductions": "never", "sequence_parallel_linear": "never"}, "always"),
+        "compiler": ({}, "eager"),
+    }
+    return TensorParallel(mesh), *of_exchanges[option]
+
+
+def outcome(entry: Callable[..., str], model: nn.Module, options: Options, option: str) -> str:
+    """What is seen of a compilation; of an error that it names the option."""
+    torch._dynamo.reset()
+    x = torch.randn(8, 32, WIDTH, generator=torch.Generator().manual_seed(0))
+    if option == "inputs":
+        torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad() if isinstance(model, TensorParallel) else torch.enable_grad():
+        try:
+            return entry(model, x, options)
+        except SpError as error:
+            return f"refused: {error}"
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("option", [f.name for f in fields(SPConfig)])
+def test_an_option_is_honoured_or_refused(mesh: DeviceMesh, entry: Callable[..., str], option: str) -> None:
+    model, others, value = given(option, mesh)
+    if entry is of_parallelize:  # it refuses what is only there to have the other entries show something
+        others = {name: one for name, one in others.items() if name not in pipeline.BEHIND}
+    without = {name: one for name, one in others.items() if name != option}
+    plain = outcome(entry, model, others, option)
+    found = outcome(entry, model, {**without, option: value}, option)
+    if found.startswith("refused"):
+        assert option in found
+    else:
+        assert found != plain
