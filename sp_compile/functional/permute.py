@@ -105,7 +105,7 @@ class PermuteCall:
         """What must be the same on every rank, or exchanges would not meet."""
         x, ranks = self.x, self.ranks
         scatter, gather = self.scatter_dim % x.ndim, self.gather_dim % x.ndim
-        way = choose(Problem(x, scatter, gather, ranks.n, ranks.group)).name
+        way = choose(Problem(x, scatter, gather, ranks.n, ranks.group))
         return (
             f"{NAME} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={scatter}, gather_dim={gather}, "
             f"gradient: {needs_gradient(x)}, {way}"

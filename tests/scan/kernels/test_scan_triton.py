@@ -42,7 +42,7 @@ def test_without_triton() -> None:
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
         "from sp_compile.lowering.scan.table import Problem\n"
-        "from sp_compile.lowering.triton import scan\n"
+        "from sp_compile.lowering.scan.kernels.triton import scan\n"
         "f32 = torch.float32\n"
         "assert not scan.fits(Problem('scan', 'cuda', 1, 9, 1, f32, f32, f32))"
     )
@@ -77,7 +77,7 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
 )
 
 from sp_compile.lowering.triton import scan
-from sp_compile.lowering.triton.scan_ways import using_way
+from sp_compile.lowering.scan.kernels.triton.ways import using_way
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
 x, starts = torch.empty(1, 2**20, 1), torch.empty(1, 2**20, 1, dtype=torch.bool)

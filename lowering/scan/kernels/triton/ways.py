@@ -6,8 +6,8 @@ the table prefers what is simplest: look-back only runs if `using_way` says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,6 +15,7 @@ import torch
 import triton
 
 from sp_compile.errors import SpError
+from sp_compile.lowering.table import Forced
 
 from .lookback import in_one_pass
 from .tiles import State, Sweep, Tile
@@ -57,24 +58,19 @@ WAYS: dict[str, Callable[[Shape], bool]] = {
 }
 """The first that fits is taken."""
 
-_forced: list[tuple[str, Sizes | None]] = []
+_forced: Forced[tuple[str, Sizes | None]] = Forced()
 
 
-@contextmanager
-def using_way(name: str, sizes: Sizes | None = None) -> Iterator[None]:
+def using_way(name: str, sizes: Sizes | None = None) -> AbstractContextManager[None]:
     """Every scan inside, on any thread, goes this way, except totals without results, for which none looks back."""
     if name not in WAYS:
         raise SpError(f"scan: there is no way {name!r}, but {', '.join(WAYS)}")
-    _forced.append((name, sizes))
-    try:
-        yield
-    finally:
-        _forced.remove((name, sizes))
+    return _forced.to((name, sizes))
 
 
 def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
     """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
-    way, sizes = _forced[-1] if _forced else ("", None)
+    way, sizes = _forced.value or ("", None)
     sizes = sizes or (INTERPRETED if triton.knobs.runtime.interpret else Sizes())
     if way == "look-back" and out is not None:
         return in_one_pass(sweep, _tile(sweep, sizes.look_back), sizes.window, initial, out, total)
