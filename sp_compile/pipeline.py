@@ -23,12 +23,9 @@ from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.localize.localize import localize
 from sp_compile.passes.localize.prove import validate
 from sp_compile.passes.rewrite import Note, Rewrite, Settings, analyse
+from sp_compile.passes.strategies.attention.base import attention_passes
 from sp_compile.passes.strategies.attention.choose import choose_attention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
-from sp_compile.passes.strategies.attention.gathered import Gathered
-from sp_compile.passes.strategies.attention.hybrid import Hybrid
-from sp_compile.passes.strategies.attention.ring import Ring
-from sp_compile.passes.strategies.attention.ulysses import Ulysses
 from sp_compile.passes.strategies.draws import Draws
 from sp_compile.passes.strategies.gather import Gather, Undo
 from sp_compile.passes.strategies.local_scan import SlowScans
@@ -47,23 +44,12 @@ from .explain import Report
 
 log = logging.getLogger(__name__)
 
-# Strategies first; what they leave is gathered. Each claims demands by kind and may be run alone, by hand.
-STRATEGIES: tuple[type[Rewrite], ...] = (
-    Undo,
-    NestedScan,
-    Means,
-    Pick,
-    Ulysses,
-    Ring,
-    Hybrid,
-    Gathered,
-    Scan,
-    Halo,
-    Reduce,
-    Gather,
-    Draws,
-)
 MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
+
+
+def strategies() -> list[type[Rewrite]]:
+    """Strategies first; what they leave is gathered. Each claims demands by kind and may be run alone, by hand."""
+    return [Undo, NestedScan, Means, Pick, *attention_passes(), Scan, Halo, Reduce, Gather, Draws]
 
 
 def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tuple[GraphModule, Report]:
@@ -140,7 +126,7 @@ def _discharge(gm: GraphModule, job: Settings, axes: Axes, plan: Plan, clock: _C
     for _ in range(MAX_ROUNDS):
         if not plan.demands:
             break
-        for strategy in STRATEGIES:
+        for strategy in strategies():
             one = strategy(job)
             if one.discharge(gm, plan):
                 axes, plan = analyse(gm, job)

@@ -6,7 +6,7 @@ Makes the routes of a local graph's exchanges known: a cache may bring its progr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from sp_compile.errors import at
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, product, size, sizes
 from sp_compile.lowering import routes
-from sp_compile.sharding.attention import SHARDED
+from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.windows import ON_SHARDS, shifts_of
 
 from .scan import SCANS, message_bytes, rounds_of
@@ -55,9 +55,9 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
         if node.op != "call_function" or getattr(node.target, "namespace", "") != "sp":
             continue
         name = node.target.__name__.split(".")[0]
-        if node.target in SHARDED:
-            there, back = _ATTENTION[name](_Heads(node), n)
-            out.append(_exchange(node, name, Call(node).operands[:3], there, back))
+        if strategy := strategy_of(node.target):
+            call = Call(node)
+            out.append(_exchange(node, name, call.operands[:3], *strategy.sends(call, n)))
         elif node.target in SCANS:
             out += [_exchange(node, name, Call(node).operands[:1], *sent) for sent in _scan(Call(node), n)]
         elif node.target in ON_SHARDS:
@@ -129,20 +129,21 @@ def _scaled(formula: str, nbytes: Size, n: int) -> Size:
         "(n-1)/n x": (n - 1, n),
         "2 (n-1)/n x": (2 * (n - 1), n),
     }
-    return _share(nbytes, *factor[formula])
+    return share(nbytes, *factor[formula])
 
 
-def _share(nbytes: Size, times: int, over: int) -> Size:
+def share(nbytes: Size, times: int, over: int) -> Size:
+    """times / over of so many bytes, as a number or an expression."""
     return nbytes * times // over if isinstance(nbytes, int) else nbytes * times / over
 
 
-class _Heads:
+class Heads:
     """The bytes of an attention's operands: queries with the result, keys with values, and these in float32."""
 
-    def __init__(self, node: Node) -> None:
-        self.call = Call(node)
+    def __init__(self, call: Call) -> None:
+        self.call = call
         q, k, v = self.call.operands[:3]
-        self.queries, self.keys = _bytes([q, node]), _bytes([k, v])
+        self.queries, self.keys = _bytes([q, call.node]), _bytes([k, v])
         element = k.meta["val"].element_size()
         self.widening = max(4, element) // element
 
@@ -153,39 +154,14 @@ class _Heads:
 
     def moved(self, n: int, keys: bool) -> Size:
         """Of the exchanges to the zigzag layout and back, if it is made inside: half of the chunks change ranks."""
-        return (
-            _share(self.queries + (self.keys if keys else 0), 1, 2) if self.call["balance"] and n > 1 else 0
-        )
-
-
-def _ring(heads: _Heads, n: int, ulysses: int = 1, hops: int | None = None) -> tuple[Size, Size]:
-    keys, size = heads.repeated(ulysses), n // ulysses
-    hops = size - 1 if hops is None else hops
-    home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
-    others = _share(heads.queries + keys, ulysses - 1, ulysses) + heads.moved(n, keys=True)
-    return others + hops * keys, others + hops * keys + home * heads.widening * keys
-
-
-def _gathered(heads: _Heads, n: int) -> tuple[Size, Size]:
-    keys = heads.keys if len(heads.call["k_frame"]) else 0
-    others = heads.moved(n, keys=False)
-    return others + (n - 1) * keys, others + (n - 1) * keys * (1 + heads.widening)
-
-
-_ATTENTION: dict[str, Callable[[_Heads, int], tuple[Size, Size]]] = {
-    "ring_attention": lambda heads, n: _ring(heads, n, hops=heads.call["steps"] - 1),
-    "hybrid_attention": lambda heads, n: _ring(heads, n, ulysses=heads.call["ulysses"]),
-    "gathered_attention": _gathered,
-}
+        return share(self.queries + (self.keys if keys else 0), 1, 2) if self.call["balance"] and n > 1 else 0
 
 
 def declare_routes(local: GraphModule, ranks: Ranks) -> None:
     """Declare, for every op of the graph that talks to some of the ranks only, whom it talks to."""
     for node in local.graph.nodes:
-        if node.target in SHARDED:
-            call = Call(node)
-            stride = call.get("ulysses", 1)
-            routes.declare(ranks.group, stride, call.get("steps", ranks.n // stride))
+        if strategy := strategy_of(node.target):
+            strategy.declare(Call(node), ranks)
         elif node.target in SCANS:
             routes.declare_shifts(ranks.group, _steps(node, ranks.n))
         elif node.target in ON_SHARDS:
