@@ -1,6 +1,6 @@
 """Which way every attention goes: the cost model's candidates, those that config and program allow, the fastest.
 
-    node.meta["sp_choice"] = Candidate(kind="ring", layout="zigzag", ...)       read by its pass
+    node.meta["sp_choice"] = Candidate(kind=<a strategy>, layout="zigzag", ...)       read by that strategy's pass
 
 Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes
 themselves. One layout holds for the whole program: zigzag if any attention was chosen to run on it and nothing else of
