@@ -82,7 +82,7 @@ class SPConfig:
     compiler: str | Callable[..., Any] = "inductor"
 
     def __post_init__(self) -> None:
-        for name, allowed in {"attention": ("auto", *STRATEGIES), **CHOICES}.items():
+        for name, allowed in {"attention": ("auto", *sorted(STRATEGIES)), **CHOICES}.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise SpError(

@@ -113,7 +113,10 @@ def test_rounds_of_a_hybrid(ranks: Ranks) -> None:
     forward, backward = first["calls"]
     assert forward == ["among", "shift", "among"]
     travelling, sent_home = ["shift"] * 3, ["across", "shift"]
-    assert sorted(backward) in (sorted([*travelling, "among", "among"]), sorted([*sent_home, "among", "among"]))
+    assert sorted(backward) in (
+        sorted([*travelling, "among", "among"]),
+        sorted([*sent_home, "among", "among"]),
+    )
 
 
 @pytest.mark.sampled(every=2)

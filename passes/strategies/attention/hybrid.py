@@ -25,7 +25,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, divides
 from sp_compile.lowering import routes
 
-from .base import ShardedAttention, register
+from .base import ShardedAttention, choice_of, register
 from .ring import candidate, ring_grads, sends
 from .ulysses import exchange, exchanged_bytes
 
@@ -59,7 +59,7 @@ class Hybrid(ShardedAttention):
         return f"heads over {ulysses} neighbours, a ring of {self.job.ranks.n // ulysses} neighbourhoods"
 
     def _ulysses(self, call: Call) -> int | None:
-        choice: Candidate | None = call.node.meta.get("sp_choice")
+        choice = choice_of(call.node)
         n, heads = self.job.ranks.n, call.shape(0)[-3]
         if choice is not None:
             return choice.ulysses

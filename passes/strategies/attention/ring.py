@@ -27,7 +27,7 @@ from sp_compile.lowering import routes
 from sp_compile.lowering.attention.predicate import over, symbols
 from sp_compile.sharding.attention import predicate_of
 
-from .base import ShardedAttention, register, sequence_shard
+from .base import ShardedAttention, choice_of, register, sequence_shard
 
 
 class Ring(ShardedAttention):
@@ -70,7 +70,7 @@ def _held(rank: int, rows: int) -> tuple[int, int]:
 
 def ring_grads(node: Node) -> str:
     """How the gradients of its keys and values were chosen to get home."""
-    choice: Candidate | None = node.meta.get("sp_choice")
+    choice = choice_of(node)
     return choice.ring_grads or "travel" if choice is not None else "travel"
 
 
