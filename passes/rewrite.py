@@ -27,7 +27,7 @@ aten = torch.ops.aten
 class Note:
     """One line of the report: what a pass did, or would not do, to a node of the user's program."""
 
-    done: str  # the name of a pass, or "not <it>"
+    done: str  # "ulysses", "gather", ...
     node: str
     where: str  # the user's source line
     why: str = ""
