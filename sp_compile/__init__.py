@@ -20,6 +20,7 @@ from sp_compile.lowering import attention as _attention  # noqa: F401  (the room
 from sp_compile.lowering import collectives as _collectives  # noqa: F401
 from sp_compile.lowering import scan as _scan  # noqa: F401
 from sp_compile.lowering import windows as _windows  # noqa: F401
+from sp_compile.lowering.scan import kernels as _kernels  # noqa: F401  (the ways to run scans register themselves)
 from sp_compile.passes.report import Report
 from sp_compile.sharding import rules as _rules  # noqa: F401  (registers the sharding rules)
 from sp_compile.sharding.rule import rule as sharding_rule

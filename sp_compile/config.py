@@ -14,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from sp_compile.lowering.table import Table
+
 from ._compat import JOINT_COMPILERS, flat_mesh, process_group
 from .errors import SpError
 
+STRATEGIES: Table[Any] = Table("attention")
+"""Strategies, as `sp_compile.cost.attention.Strategy` describes them, by the value of the option that asks for them."""
+
 CHOICES = {
-    "attention": ("auto", "ulysses", "ring", "hybrid", "gather"),
     "layout": ("auto", "contiguous", "zigzag"),
     "inputs": ("global", "local"),
     "outputs": ("gather", "local"),
@@ -38,7 +42,8 @@ class SPConfig:
     seq_dims: "auto", or {input name: dim} naming the sequence dim of the model's inputs.
     attention: "ulysses" exchanges heads for sequence; "ring" sends keys and values round; "hybrid" does both on a mesh
         with axes ("ring", "ulysses"), or on any that factors; "gather" gathers keys and values; "auto" takes what the
-        cost model predicts to be fastest, attention by attention.
+        cost model predicts to be fastest, attention by attention. Others are registered, see
+        `sp_compile.passes.strategies.attention`.
     layout: the order of the sequence over the ranks. "zigzag" balances causal rings and gathers: rank r of n holds
         chunks r and 2n - 1 - r of 2n; "auto" takes it where that pays and nothing else depends on the order.
     cost: constants of the cost model, such as {"flops": 6e14}: the device's defaults with these replaced, instead of
@@ -77,7 +82,7 @@ class SPConfig:
     compiler: str | Callable[..., Any] = "inductor"
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
+        for name, allowed in {"attention": ("auto", *sorted(STRATEGIES)), **CHOICES}.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise SpError(

@@ -23,12 +23,9 @@ from sp_compile.passes.localize.memory_order import RestoreStrides
 from sp_compile.passes.localize.prove import Prove
 from sp_compile.passes.report import Report
 from sp_compile.passes.rewrite import Rewrite
+from sp_compile.passes.strategies.attention.base import attention_passes
 from sp_compile.passes.strategies.attention.choose import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
-from sp_compile.passes.strategies.attention.gathered import Gathered
-from sp_compile.passes.strategies.attention.hybrid import Hybrid
-from sp_compile.passes.strategies.attention.ring import Ring
-from sp_compile.passes.strategies.attention.ulysses import Ulysses
 from sp_compile.passes.strategies.draws import Draws
 from sp_compile.passes.strategies.gather import Gather, Undo
 from sp_compile.passes.strategies.local_scan import SlowScans
@@ -40,23 +37,6 @@ from sp_compile.passes.strategies.windows import Halo
 from sp_compile.sharding.placement import Plan, Shard
 
 from .config import Ranks, SPConfig, resolve
-
-STRATEGIES: tuple[type[Rewrite], ...] = (
-    Undo,
-    NestedScan,
-    Means,
-    Pick,
-    Ulysses,
-    Ring,
-    Hybrid,
-    Gathered,
-    Scan,
-    Halo,
-    Reduce,
-    Gather,
-    Draws,
-)
-"""Each claims demands by kind and may be run alone, by hand; what the others leave is gathered."""
 
 MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
 
@@ -70,7 +50,7 @@ class Discharge(Passes):
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
-        return STRATEGIES
+        return strategies()
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         changes = 0
@@ -104,6 +84,11 @@ class Pipeline(Passes):
             Prove,
             RestoreStrides,
         )
+
+
+def strategies() -> tuple[type[Rewrite], ...]:
+    """Each claims demands by kind and may be run alone, by hand; what the others leave is gathered."""
+    return (Undo, NestedScan, Means, Pick, *attention_passes(), Scan, Halo, Reduce, Gather, Draws)
 
 
 def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tuple[GraphModule, Report]:

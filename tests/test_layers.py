@@ -15,7 +15,8 @@ MOST_ENTRIES = 16
 
 LAYERS = """
 _compat                         lowering/triton
-errors                          lowering
+errors
+lowering
 config                          lowering/attention          lowering/collectives      lowering/scan
 graph                           lowering/windows            lowering/scan/kernels     lowering/scan/kernels/triton
 sharding

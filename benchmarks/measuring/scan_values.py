@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.scan.kernels import tree
+from sp_compile.lowering.scan.kernels.tree import KERNELS as TREE
 from sp_compile.lowering.scan.kernels.triton import scan as row
 from sp_compile.lowering.scan.kernels.triton.ways import WAYS, using_way
 
@@ -54,20 +54,20 @@ def _errors(shape: Shape, device: torch.device, seed: int) -> Iterator[tuple[str
     for begin in (None, starts, starts[:1, :, :1].contiguous()):
         kind = "scan" if begin is None else "segmented scan"
         found = row.scan(given, begin, op, exclusive, reverse, F32, F32)
-        expected = tree.scan(given.double(), begin, op, exclusive, reverse, F64, F64)
+        expected = TREE.scan(given.double(), begin, op, exclusive, reverse, F64, F64)
         yield f"{kind} {op}", max(_error(a, b) for a, b in zip(found, expected))
     counts = draw(shape, torch.int32, device, seed)
     found = row.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
-    expected = tree.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
+    expected = TREE.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
     yield "integer scan", _differ(found, expected)
     peaks = torch.cummax(x.bfloat16(), 1) if not reverse else torch.cummin(x.bfloat16(), 1)
     ties = row.extremes(x.bfloat16(), None, "min" if reverse else "max", False)
     yield "extremes", _differ(ties, peaks)
     a, initial = draw(shape, F32, device, seed + 1).sigmoid(), x[:, 0].contiguous()
     h = row.linear(a, x, initial, reverse, exclusive, F32, F32)
-    yield "linear scan", _error(h, tree.linear(a.double(), x.double(), initial, reverse, exclusive, F64, F64))
+    yield "linear scan", _error(h, TREE.linear(a.double(), x.double(), initial, reverse, exclusive, F64, F64))
     factor, state = row.linear_total(a, x, reverse, exclusive, F32)
-    exact = tree.linear_total(a.double(), x.double(), reverse, exclusive, F64)
+    exact = TREE.linear_total(a.double(), x.double(), reverse, exclusive, F64)
     yield "linear total", max(_error(factor, exact[0]), _error(state, exact[1]))
 
 

@@ -20,8 +20,7 @@ it lies; see ``all_to_all_permute.py``. ``sp_compile.declare_symmetric_memory`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from sp_compile.lowering import triton
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 from sp_compile.lowering.frames import known
 from sp_compile.lowering.library import composite
+from sp_compile.lowering.table import Table
 
 from .all_to_all import equal_route, exchange
 
@@ -161,43 +161,24 @@ def _packed(problem: Problem) -> Tensor:
 class Row(NamedTuple):
     """An implementation, for the problems that it fits."""
 
-    name: str
     fits: Callable[[Problem], bool]
     run: Callable[[Problem], Tensor]
 
 
-ROWS = (
+TABLE: Table[Row] = Table("all_to_all_permute")
+TABLE.register(
+    "symmetric",
     Row(
-        "symmetric",
         lambda p: triton.reads_peers(p.x) and p.words <= triton.MOST_DIMS and p.buffer is not None,
         _symmetric,
     ),
-    Row(
-        "torch",
-        lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None,
-        _torchs,
-    ),
-    Row("packed", lambda p: True, _packed),
 )
-_forced: list[str] = []
-
-
-def choose(problem: Problem) -> Row:
-    """The row that runs the problem."""
-    rows = [row for row in ROWS if not _forced or row.name == _forced[-1]]
-    return next(row for row in rows if row.fits(problem))
-
-
-@contextmanager
-def using(name: str) -> Iterator[None]:
-    """Every exchange inside, on any thread, runs by the named row: for tests and measurements."""
-    if name not in {row.name for row in ROWS}:
-        raise ValueError(f"all_to_all_permute: no row {name!r}")
-    _forced.append(name)
-    try:
-        yield
-    finally:
-        _forced.pop()
+TABLE.register(
+    "torch",
+    Row(lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None, _torchs),
+)
+TABLE.register("packed", Row(lambda p: True, _packed))
+choose, using = TABLE.choose, TABLE.using
 
 
 class _Permute(torch.autograd.Function):
@@ -206,7 +187,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
         problem = Problem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
-        result = choose(problem).run(problem)
+        result = TABLE[choose(problem)].run(problem)
         # As a view of what arrived it could not be changed in place.
         return result.data if triton.is_plain(result) else result
 

@@ -1,23 +1,19 @@
-"""What every way to compute an attention over the ranks would cost: compute, exchanges, copies and merges, both ways.
+"""What an attention over ranks costs and which way is taken: its sizes, the candidates of every strategy, the choice.
 
-Bytes are those that one rank sends or receives; `n_h = batch * s * head_dim * element_size` is one head of one rank's
-`s` rows. Forward, P ranks, H query heads, G key heads, which U ranks of Ulysses repeat to G' = lcm(G, U):
-    ulysses  (P-1)/P * n_h * (2 H + 2 G')                           2 collectives, 2 backward
-    gather   (P-1) * 2 G * n_h                                      1 collective, 2 backward: again, reduce-scatter
-    ring     (P-1) * 2 G * n_h in P-1 hops                          as many backward, and the gradients of K and V
-    hybrid   (U-1)/U * n_h * (2 H + 2 G') + (R-1) * 2 G' * n_h      ulysses over U neighbours, a ring over R = P/U
+What a strategy costs, it says itself: `passes/strategies/attention`. Bytes are those that one rank sends or receives.
 Gradients of keys and values move in float32 (float64 for float64). Backward computes 2.5 times as much.
-
-The sizes of one attention: what its cost depends on.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from sp_compile.config import STRATEGIES, Ranks
 from sp_compile.errors import SpError
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size
 
 from .machine import Machine
 
@@ -77,6 +73,16 @@ class Shape:
         return max(4, self.element_size) / self.element_size
 
     @property
+    def merge_bytes(self) -> float:
+        """Read and written to add one block's result to the accumulator of all of one rank's rows."""
+        return self.heads * self.out_bytes * (1 + 2 * self.widening)
+
+    @property
+    def accumulate_bytes(self) -> float:
+        """Read and written to add one block's gradient of q to that of all of one rank's rows."""
+        return self.heads * self.q_bytes * 3 * self.widening
+
+    @property
     def flops(self) -> float:
         """Forward FLOPs of one rank if all ranks do the same."""
         dims = self.head_dim + self.v_head_dim
@@ -114,35 +120,33 @@ def _below(x: float, keys: int) -> float:
     return x * x / 2 if x <= keys else keys * keys / 2 + (x - keys) * keys
 
 
-__all__ = ["Candidate", "Machine", "Shape", "candidates", "choose", "fastest", "ring_grads"]
-
 BACKWARD_FLOPS = 2.5
 TIE = 1.05
-PREFERENCE = ("ulysses", "gather", "ring", "hybrid")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute an attention: Ulysses over `ulysses` neighbouring ranks, a ring or a gather over `ring`.
+    """One way to compute an attention: heads shared by `ulysses` neighbouring ranks, the sequence split over `ring`.
 
-    layout: "contiguous" or "zigzag", the order of the sequence inside; relayout: q, k and v first move from contiguous
-    to zigzag order, and the result back. forward, backward: predicted seconds. memory: bytes that the forward holds per
-    rank beyond its shards. rounds: collectives forward and backward. ring_grads: how the gradients of K and V get home:
-    they "travel" with them, or "scatter" (one reduce-scatter); "" without a ring. legal: None, or the reason why not.
-    folds_keys: does a relayout move keys and values, too?
+    kind: the strategy's name. layout: "contiguous" or "zigzag", the order of the sequence inside. forward, backward:
+    predicted seconds. memory: bytes that the forward holds per rank beyond its shards. rounds: collectives forward and
+    backward. ring_grads: how the gradients of K and V get home: they "travel" with them, or "scatter" (one
+    reduce-scatter); "" without a ring. legal: None, or the reason why not. relayout: q, k and v first move from
+    contiguous to zigzag order, and the result back; `candidates` adds what that costs. folds_keys: do keys and values
+    move then, too?
     """
 
     kind: str
     ulysses: int
     ring: int
     layout: str
-    relayout: bool
     forward: float
     backward: float
     memory: float
     rounds: tuple[int, int]
     ring_grads: str = ""
     legal: str | None = None
+    relayout: bool = False
     folds_keys: bool = True
 
     @property
@@ -156,16 +160,44 @@ class Candidate:
         return sum(self.rounds)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A way to split attention over ranks: all that the compiler knows of it.
+
+    name: what the option attention= calls it, and the `kind` of its candidates.
+    preference: of two that are as good, the one of lower preference is taken.
+    rewrite: the pass, an `AttentionPass` of the same name; its `op` is what it puts in the place of attention.
+    candidates(shape, machine, layout): the ways to run an attention so, with the sequence in that layout inside; one
+        that cannot be is returned with the reason, or not at all.
+    sends(call, n): the bytes that one of n ranks sends in a call of the op, forward and backward.
+    declare(call, ranks): makes the routes of the op's exchanges known (`sp_compile.lowering.routes`), if it has any.
+    """
+
+    name: str
+    preference: int
+    rewrite: Any
+    candidates: Callable[[Shape, Machine, str], Iterable[Candidate]]
+    sends: Callable[[Call, int], tuple[Size, Size]] = lambda call, n: (0, 0)
+    declare: Callable[[Call, Ranks], None] = lambda call, ranks: None
+
+    @property
+    def op(self) -> Any:
+        """Its op; None if it leaves the attention as it is, between exchanges."""
+        return self.rewrite.op
+
+
+def strategies() -> list[Strategy]:
+    """All that are registered, in the order of their preference."""
+    return sorted(STRATEGIES.values(), key=lambda s: s.preference)
+
+
 def candidates(shape: Shape, machine: Machine) -> list[Candidate]:
-    """Every way to compute the attention, legal or not, in a fixed order."""
-    found = [_ulysses(shape, machine)]
-    if shape.n > 1:
-        # A window leaves little to balance, and zigzag order would spread its few neighbours over all ranks.
-        halves = shape.causal and shape.window is None and shape.q_len == shape.kv_len
-        inner = [u for u in range(1, shape.n) if shape.n % u == 0 and shape.heads % u == 0]
-        for layout in ("contiguous", "zigzag") if halves else ("contiguous",):
-            found.append(_gather(shape, machine, layout))
-            found += [_ring(shape, machine, u, layout) for u in inner]
+    """Every way to compute the attention, legal or not, in a fixed order. On one rank nothing is split."""
+    # A window leaves little to balance, and zigzag order would spread its few neighbours over all ranks.
+    halves = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
+    layouts = ("contiguous", "zigzag") if halves else ("contiguous",)
+    ways = [s for s in strategies() if shape.n > 1 or s.op is None]
+    found = [c for layout in layouts for s in ways for c in s.candidates(shape, machine, layout)]
     return [_finished(c, shape, machine) for c in found]
 
 
@@ -181,7 +213,7 @@ def fastest(found: Iterable[Candidate]) -> Candidate:
 def choose(found: Sequence[Candidate]) -> Candidate:
     """The fastest; of those within 5 % of it that need no more memory, the one with the fewest collectives.
 
-    Then Ulysses, gather, ring, hybrid in this order. Raises SpError: no candidate is legal.
+    Then in the order of the strategies' preference. Raises SpError: no candidate is legal.
     """
     best = fastest(found)
     tied = [c for c in found if c.legal is None and _ties(c, best)]
@@ -194,12 +226,7 @@ def _ties(c: Candidate, best: Candidate) -> bool:
 
 
 def _preference(c: Candidate) -> tuple[int, int, bool, int, str]:
-    return c.collectives, PREFERENCE.index(c.kind), c.relayout, c.ring, c.layout
-
-
-def ring_grads(shape: Shape, machine: Machine, ulysses: int = 1, layout: str = "contiguous") -> str:
-    """The cheaper way home for the gradients of K and V in a ring: "travel" with them, or "scatter" at the end."""
-    return _ring(shape, machine, ulysses, layout).ring_grads
+    return c.collectives, STRATEGIES[c.kind].preference, c.relayout, c.ring, c.layout
 
 
 def _finished(c: Candidate, shape: Shape, machine: Machine) -> Candidate:
@@ -222,99 +249,3 @@ def _relayout(shape: Shape, machine: Machine, keys: bool) -> float:
     there = shape.heads * shape.q_bytes + (shape.kv_heads * shape.kv_bytes if keys else 0)
     both = (there, shape.heads * shape.out_bytes)
     return sum(machine.seconds("fold", nbytes, shape.n) + machine.copy(2 * nbytes) for nbytes in both)
-
-
-def _ulysses(shape: Shape, machine: Machine) -> Candidate:
-    n = shape.n
-    legal = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
-    compute = machine.attention(shape.flops, shape.kv_len)
-    fixed = _exchange_heads(shape, machine, n) + machine.call
-    memory = _exchanged_bytes(shape, n) if n > 1 else 0
-    rounds = (2, 2) if n > 1 else (0, 0)
-    backward = BACKWARD_FLOPS * compute + fixed
-    return Candidate(
-        "ulysses", n, 1, "contiguous", False, compute + fixed, backward, memory, rounds, "", legal
-    )
-
-
-def _exchange_heads(shape: Shape, machine: Machine, ulysses: int) -> float:
-    """Seconds of the all-to-all of q, k and v over so many neighbours, that of the result, and their packing."""
-    if ulysses == 1:
-        return 0.0
-    back = shape.heads * shape.out_bytes
-    there = _exchanged_bytes(shape, ulysses) - back
-    exchanges = machine.all_to_all(there, ulysses) + machine.all_to_all(back, ulysses)
-    return exchanges + machine.copy(2 * (there + back))
-
-
-def _exchanged_bytes(shape: Shape, ulysses: int) -> int:
-    """q, k, v and the result of one rank on either side of the exchange; too few key heads are repeated."""
-    repeated = math.lcm(shape.kv_heads, ulysses)
-    return shape.heads * (shape.q_bytes + shape.out_bytes) + repeated * shape.kv_bytes
-
-
-def _gather(shape: Shape, machine: Machine, layout: str) -> Candidate:
-    n, kv = shape.n, shape.kv_heads * shape.kv_bytes
-    busiest = 1.0 if layout == "zigzag" else shape.imbalance(n)
-    compute = machine.attention(shape.flops * busiest, shape.kv_len)
-    # A causal mask cuts the keys of a run of queries into a full block and a diagonal one, merged.
-    runs = 2 if layout == "zigzag" else 1
-    calls = (3 if shape.causal else 1) * runs * machine.call
-    again = machine.all_gather(kv, n) + machine.copy(2 * n * kv)
-    grads = machine.all_gather(kv * shape.widening, n) + machine.copy(2 * n * kv * shape.widening)
-    merge, accumulate = (_merge(shape, machine), _accumulate(shape, machine)) if shape.causal else (0.0, 0.0)
-    forward = compute + again + merge + calls
-    backward = BACKWARD_FLOPS * compute + again + grads + accumulate + calls
-    return Candidate("gather", 1, n, layout, False, forward, backward, n * kv, (1, 2), folds_keys=False)
-
-
-def _merge(shape: Shape, machine: Machine) -> float:
-    """Seconds to add one block's result to the accumulator of all of one rank's rows: read both, write one."""
-    return machine.copy(shape.heads * shape.out_bytes * (1 + 2 * shape.widening))
-
-
-def _accumulate(shape: Shape, machine: Machine) -> float:
-    """Seconds to add one block's gradient of q to that of all of one rank's rows."""
-    return machine.copy(shape.heads * shape.q_bytes * 3 * shape.widening)
-
-
-def _ring(shape: Shape, machine: Machine, ulysses: int, layout: str) -> Candidate:
-    """A ring of `n / ulysses`; what it sends is the same with and without Ulysses inside but for repeated heads."""
-    n, size = shape.n, shape.n // ulysses
-    kv = math.lcm(shape.kv_heads, ulysses) * shape.kv_bytes
-    grads = kv * shape.widening
-    zigzag = layout == "zigzag"
-    hops = _hops(shape, size) if ulysses == 1 else size - 1
-    busiest = 1.0 if zigzag else shape.imbalance(size)
-    keys = ulysses * shape.kv_rows / (2 if zigzag else 1)
-    step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
-    # Zigzag: every step is two blocks, and three in four halves of the queries take part in one.
-    blocks, share = (2, 0.75) if zigzag else (1, 1.0)
-    fixed = _exchange_heads(shape, machine, ulysses) + (blocks * (hops + 1) + hops) * machine.call
-    hop, hop_grads = machine.hop(kv, n), machine.hop(grads, n)
-
-    forward = fixed + step + hops * machine.together(step, hop)
-    forward += hops * share * _merge(shape, machine)
-    back = BACKWARD_FLOPS * step
-    shared = fixed + back + hops * share * _accumulate(shape, machine)
-    travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads))
-    last = 1 if hops else 0  # from the last rank home; there is none if no rank needs another one's keys
-    travel += last * hop_grads
-    scatter = hops * machine.together(back, hop) + machine.all_gather(grads, size, ulysses)
-    way, home = ("travel", travel) if travel <= scatter else ("scatter", scatter)
-
-    exchanged = 2 if ulysses > 1 else 0
-    rounds = (exchanged + hops, exchanged + hops + (hops + last if way == "travel" else 1))
-    accumulators = shape.heads * shape.out_bytes * shape.widening
-    memory = 2 * kv + accumulators + (_exchanged_bytes(shape, ulysses) if ulysses > 1 else 0)
-    memory += 2 * size * grads if way == "scatter" else 0  # every part, and all of them packed
-    kind = "hybrid" if ulysses > 1 else "ring"
-    return Candidate(kind, ulysses, size, layout, False, forward, shared + home, memory, rounds, way)
-
-
-def _hops(shape: Shape, size: int) -> int:
-    """How many ranks of a ring of `size` hold keys that another one needs, in contiguous order."""
-    if shape.window is None or not shape.causal or shape.q_len != shape.kv_len:
-        return size - 1
-    rows = -(-shape.q_len // size)
-    return min(size - 1, -(-(shape.window - 1) // rows))

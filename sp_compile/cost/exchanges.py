@@ -6,7 +6,7 @@ Makes the routes of a local graph's exchanges known: a cache may bring its progr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, size, sizes
 from sp_compile.lowering import routes
-from sp_compile.sharding.attention import SHARDED
+from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.windows import ON_SHARDS, shifts_of
 
 from .line import bytes_of
@@ -57,9 +57,9 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
         if node.op != "call_function" or getattr(node.target, "namespace", "") != "sp":
             continue
         name = node.target.__name__.split(".")[0]
-        if node.target in SHARDED:
-            there, back = _ATTENTION[name](_Heads(node), n)
-            out.append(_exchange(node, name, Call(node).operands[:3], there, back))
+        if strategy := strategy_of(node.target):
+            call = Call(node)
+            out.append(_exchange(node, name, call.operands[:3], *strategy.sends(call, n)))
         elif node.target in SCANS:
             out += [_exchange(node, name, Call(node).operands[:1], *sent) for sent in _scan(Call(node), n)]
         elif node.target in ON_SHARDS:
@@ -122,13 +122,13 @@ def _bytes(operands: Iterable[Node]) -> Size:
     return total
 
 
-class _Heads:
+class Heads:
     """The bytes of an attention's operands: queries with the result, keys with values, and these in float32."""
 
-    def __init__(self, node: Node) -> None:
-        self.call = Call(node)
+    def __init__(self, call: Call) -> None:
+        self.call = call
         q, k, v = self.call.operands[:3]
-        self.queries, self.keys = _bytes([q, node]), _bytes([k, v])
+        self.queries, self.keys = _bytes([q, call.node]), _bytes([k, v])
         element = k.meta["val"].element_size()
         self.widening = max(4, element) // element
 
@@ -142,35 +142,11 @@ class _Heads:
         return bytes_of("fold", self.queries + (self.keys if keys else 0), n) if self.call["balance"] else 0
 
 
-def _ring(heads: _Heads, n: int, ulysses: int = 1, hops: int | None = None) -> tuple[Size, Size]:
-    keys, size = heads.repeated(ulysses), n // ulysses
-    hops = size - 1 if hops is None else hops
-    home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
-    others = bytes_of("all_to_all", heads.queries + keys, ulysses) + heads.moved(n, keys=True)
-    others = others + hops * bytes_of("shift", keys, n)
-    return others, others + home * heads.widening * keys
-
-
-def _gathered(heads: _Heads, n: int) -> tuple[Size, Size]:
-    keys = heads.keys if len(heads.call["k_frame"]) else 0
-    others = heads.moved(n, keys=False) + bytes_of("all_gather", keys, n)
-    return others, others + bytes_of("reduce_scatter", keys * heads.widening, n)
-
-
-_ATTENTION: dict[str, Callable[[_Heads, int], tuple[Size, Size]]] = {
-    "ring_attention": lambda heads, n: _ring(heads, n, hops=heads.call["steps"] - 1),
-    "hybrid_attention": lambda heads, n: _ring(heads, n, ulysses=heads.call["ulysses"]),
-    "gathered_attention": _gathered,
-}
-
-
 def declare_routes(local: GraphModule, ranks: Ranks) -> None:
     """Declare, for every op of the graph that talks to some of the ranks only, whom it talks to."""
     for node in local.graph.nodes:
-        if node.target in SHARDED:
-            call = Call(node)
-            stride = call.get("ulysses", 1)
-            routes.declare(ranks.group, stride, call.get("steps", ranks.n // stride))
+        if strategy := strategy_of(node.target):
+            strategy.declare(Call(node), ranks)
         elif node.target in SCANS:
             routes.declare_shifts(ranks.group, _steps(node, ranks.n))
         elif node.target in ON_SHARDS:

@@ -97,7 +97,7 @@ class PermuteCall(RankCall):
     def description(self) -> str:
         x, ranks = self.x, self.ranks
         scatter, gather = self.scatter_dim % x.ndim, self.gather_dim % x.ndim
-        way = choose(Problem(x, scatter, gather, ranks.n, ranks.group)).name
+        way = choose(Problem(x, scatter, gather, ranks.n, ranks.group))
         return (
             f"{self.name} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={scatter}, "
             f"gather_dim={gather}, gradient: {needs_gradient(x)}, {way}"

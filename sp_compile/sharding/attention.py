@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import pytree
+from sp_compile.config import STRATEGIES
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.lowering.attention.predicate import symbols
@@ -24,12 +25,9 @@ ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.m
 """q, k, v are their first three tensor operands; both take dropout_p, scale and enable_gqa."""
 
 
-SHARDED = (
-    torch.ops.sp.ring_attention.default,
-    torch.ops.sp.hybrid_attention.default,
-    torch.ops.sp.gathered_attention.default,
-)
-"""What a pass made of an attention: q, k, v first, as above, and exchanges of their own."""
+def strategy_of(op: Any) -> Any:
+    """The strategy whose op this is, made of an attention: q, k, v first, and exchanges of its own. None for others."""
+    return next((s for s in STRATEGIES.values() if s.op is not None and s.op == op), None)
 
 
 def attention_nodes(gm: GraphModule) -> list[Node]:
@@ -39,7 +37,11 @@ def attention_nodes(gm: GraphModule) -> list[Node]:
 
 def attending_nodes(gm: GraphModule) -> list[Node]:
     """Every attention of the graph, sharded or not, in its order."""
-    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in (*ATTENTION, *SHARDED)]
+    return [
+        n
+        for n in gm.graph.nodes
+        if n.op == "call_function" and (n.target in ATTENTION or strategy_of(n.target))
+    ]
 
 
 def predicate_of(call: Call) -> str | None:

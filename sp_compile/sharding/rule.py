@@ -133,6 +133,11 @@ def rule_of(*ops: Any) -> Callable[[RuleFunctionT], RuleFunctionT]:
     return register
 
 
+def forget(op: Any) -> None:
+    """Undo `rule_of` for an op that is no longer there."""
+    del _REGISTRY[op]
+
+
 def transfer(*ops: Any) -> Callable[[TransferFunction], TransferFunction]:
     """Decorator: where the results of an op lie that changes placements and nothing else (the sp:: exchanges)."""
 

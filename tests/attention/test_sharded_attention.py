@@ -1,14 +1,18 @@
-"""Ring, hybrid and gathered attention as ops on local shards, against attention of the whole on one device."""
+"""The op of every registered strategy on local shards, against attention of the whole on one device."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from support.attention import toy_strategy
 from torch import Tensor
 
+from sp_compile.config import STRATEGIES
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
@@ -64,14 +68,27 @@ def cut(x: Tensor, frame: list[int], n: int) -> Tensor:
     return sp.shard(x, 2, frame, n, GROUP)
 
 
-Op = Callable[[Tensor, Tensor, Tensor, tuple], Tensor]
-OPS: dict[str, tuple[int, Op]] = {
-    "ring": (1, lambda q, k, v, a, n: sp.ring_attention(q, k, v, *a, n, "travel")),
-    "ring, scattered": (1, lambda q, k, v, a, n: sp.ring_attention(q, k, v, *a, n, "scatter")),
-    "gathered": (1, lambda q, k, v, a, n: sp.gathered_attention(q, k, v, *a)),
-    "hybrid": (2, lambda q, k, v, a, n: sp.hybrid_attention(q, k, v, *a, 2, "travel")),
-    "hybrid, scattered": (2, lambda q, k, v, a, n: sp.hybrid_attention(q, k, v, *a, 2, "scatter")),
-}
+OWN: dict[str, tuple[Any, ...]] = {"steps": ("all",), "ulysses": (2,), "grads": ("travel", "scatter")}
+"""Values of the arguments that only some of the ops have, behind those that all have; "all": as many as ranks."""
+
+
+def _calls() -> Iterator[tuple[str, tuple[Any, tuple[Any, ...]]]]:
+    """Every op with all combinations of its own arguments."""
+    for name, strategy in STRATEGIES.items():
+        if strategy.op is not None:
+            arguments = [a.name for a in strategy.op._schema.arguments]
+            for own in itertools.product(*(OWN[a] for a in arguments[arguments.index("balance") + 1 :])):
+                yield ", ".join([name, *map(str, own)]), (strategy.op, own)
+
+
+with toy_strategy.registered():
+    OPS = dict(_calls())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def toy() -> Iterator[None]:
+    with toy_strategy.registered():
+        yield
 
 
 def check(
@@ -87,13 +104,15 @@ def check(
     whole = dense(q, k, v, given, allowed((rows, cols, sizes, predicate), s, t))
     expected = torch.autograd.grad(whole, leaves, grad)
     frames = [1, s, 0, s, *folds], [1, t, 0, t, *folds]
+    run, own = OPS[op]
+    last = [n if x == "all" else x for x in own]
 
     def live(rank: int) -> list[Tensor]:
         mine = [x.detach().clone().requires_grad_() for x in leaves]
         shards = [cut(x, f, n) for x, f in zip(mine, (frames[0], frames[1], frames[1]))]
         bias = sp.reduce_grad(mine[3:], "reduce", n, GROUP)[0] if given is not None else None
         scores = (bias, rows, cols, sizes, predicate, None, 0.0, None)
-        out = OPS[op][1](*shards, (*scores, *frames, n, GROUP, balance), n)
+        out = run(*shards, *scores, *frames, n, GROUP, balance, *last)
         out = sp.unshard(out, 2, frames[0], n, GROUP)
         return [out.detach(), *torch.autograd.grad(out, mine, grad)]
 

@@ -1,22 +1,35 @@
-"""Every strategy x mask x heads x length, on simulated ranks: the loss of one device, and every gradient."""
+"""Every strategy x mask x heads x length, on simulated ranks: the loss of one device, and every gradient.
+
+Every registered strategy: those of the package, and the toy, which is registered from outside as anyone would.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attention import toy_strategy
 from support.models import Decoder, check, rotated, seeded, tokens
 from torch import Tensor
 
 import sp_compile
+from sp_compile.config import STRATEGIES, SPConfig
+from sp_compile.errors import SpError
 
-STRATEGIES = ("ulysses", "ring", "hybrid", "gather", "auto")
+with toy_strategy.registered():
+    NAMES = (*STRATEGIES, "auto")
 LAYOUTS = ("auto", "contiguous", "zigzag")
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 LENGTHS = (16, 13)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def toy() -> Iterator[None]:
+    with toy_strategy.registered():
+        yield
 
 
 class Model(Decoder):
@@ -75,18 +88,18 @@ def run(
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", NAMES)
 def test_equals_one_device(strategy: str, mask: str, heads: str) -> None:
     length = LENGTHS[(list(MASKS).index(mask) + list(HEADS).index(heads)) % 2]
     report = run(strategy, mask, heads, length, 4)
-    done = {"gather": "gathered"}.get(strategy, strategy)
-    assert strategy == "auto" or any(note.done == done for note in report.notes), str(report)
+    if strategy != "auto":
+        assert any(note.done == STRATEGIES[strategy].rewrite.name for note in report.notes), str(report)
     assert not report.fallbacks
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", NAMES)
 def test_layouts(strategy: str, layout: str) -> None:
     run(strategy, "causal", "GQA", 16, 4, layout)
     run(strategy, "documents", "GQA", 13, 4, layout)
@@ -94,7 +107,7 @@ def test_layouts(strategy: str, layout: str) -> None:
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8])
-@pytest.mark.parametrize("strategy", ["ring", "gather", "auto"])
+@pytest.mark.parametrize("strategy", ["ring", "gather", "toy", "auto"])
 def test_any_number_of_ranks(strategy: str, ranks: int) -> None:
     run(strategy, "causal", "GQA", 24, ranks)
     run(strategy, "padding", "MQA", 13, ranks)
@@ -104,7 +117,7 @@ def test_any_number_of_ranks(strategy: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("strategy", "mask", "heads"), list(itertools.product(STRATEGIES, MASKS, HEADS)))
+@pytest.mark.parametrize(("strategy", "mask", "heads"), list(itertools.product(NAMES, MASKS, HEADS)))
 def test_all(strategy: str, mask: str, heads: str, layout: str, length: int, ranks: int) -> None:
     if strategy in ("ulysses", "hybrid") and not _fits(strategy, ranks, HEADS[heads][0]):
         with pytest.raises(sp_compile.SpError, match="heads"):
@@ -145,3 +158,29 @@ def test_one_layout_for_layers_that_want_different_ones(flops: float) -> None:
     shifts = [note.why.split()[0] for note in report.notes if note.done == "ring"]
     hops = sorted(d.chosen.rounds[0] - 2 * d.chosen.relayout for d in report.attention)
     assert sorted(map(int, shifts)) == hops
+
+
+FREE = {"flops": 1e30, "memory_bandwidth": 1e30, "all_gather_bandwidth": 1e30}
+"""Only the number of collectives counts; the toy has one each way, and any other more."""
+
+
+def test_auto_considers_a_strategy_from_outside() -> None:
+    report = check(seeded(Decoder), tokens(16), sp=4, cost=FREE)
+    (decision,) = report.attention
+    assert decision.chosen.kind == "toy"
+    assert {c.kind for c in decision.candidates} == set(STRATEGIES)
+    assert any(note.done == "toy" for note in report.notes)
+    (sent,) = [e for e in report.exchanges if e.op == "toy_attention"]
+    shards = 3 * 2 * 4 * 4 * 6 * 8  # q, k, v: (batch 2, 4 heads, 4 positions, 6) of float64
+    assert sent.forward == sent.backward == 3 * shards
+    assert "toy" in str(decision)
+    assert "toy_attention" in str(report)
+
+
+def test_a_strategy_is_an_option_while_it_is_registered() -> None:
+    with pytest.raises(
+        SpError, match=r"attention='toys': expected one of 'auto', .*'toy', 'ulysses' \(did you mean 'toy'"
+    ):
+        SPConfig(attention="toys")
+    with pytest.raises(SpError, match="attention: 'toy' is registered already"):
+        toy_strategy.registered()

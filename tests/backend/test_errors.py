@@ -107,7 +107,7 @@ def with_options(options: dict[str, Any]) -> str:
     ("options", "words"),
     [
         ({"param_grad": "reduce"}, ["unknown option 'param_grad'", "did you mean 'param_grads'?"]),
-        ({"attention": "torus"}, ["attention='torus'", "'auto', 'ulysses', 'ring', 'hybrid', 'gather'"]),
+        ({"attention": "torus"}, ["attention='torus'", "'auto', 'gather', 'hybrid', 'ring', 'ulysses'"]),
         ({"layout": "zig"}, ["layout='zig'", "did you mean 'zigzag'?"]),
         ({"attention": "ulyses"}, ["did you mean 'ulysses'?"]),
         ({"outputs": "global"}, ["outputs='global'", "'gather', 'local'"]),

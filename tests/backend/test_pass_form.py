@@ -19,7 +19,7 @@ from sp_compile.graph.edit import copy_of
 from sp_compile.graph.record import erase, mark, record
 from sp_compile.passes import Job, Pass, check_order, flat, register, settings, spellings, unregister
 from sp_compile.passes.base import ordered
-from sp_compile.pipeline import STRATEGIES, Pipeline
+from sp_compile.pipeline import Pipeline, strategies
 
 
 class Sums(nn.Module):
@@ -92,7 +92,7 @@ def test_every_pass_says_what_it_is() -> None:
         assert one.__doc__
     names = [one.name for one in flat(Pipeline)]
     assert len(set(names)) == len(names)
-    assert {one.name for one in STRATEGIES} <= set(names)
+    assert {one.name for one in strategies()} <= set(names)
 
 
 @pytest.mark.usefixtures("doubled")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sp_compile.cost.attention import Candidate, Shape, candidates, choose, fastest, ring_grads
+from sp_compile.cost.attention import Candidate, Shape, candidates, choose, fastest
 from sp_compile.cost.machine import CPU, GPU, Machine
 from sp_compile.errors import SpError
 
@@ -69,6 +69,10 @@ def test_bytes(n: int, heads: int, kv_heads: int, element_size: int) -> None:
     assert {(c.ulysses, c.ring) for c in found if c.kind == "hybrid"} == {
         (u, n // u) for u in range(2, n) if n % u == 0 and heads % u == 0
     }
+
+
+def ring_grads(s: Shape, machine: Machine) -> str:
+    return of(candidates(s, machine), "ring", layout="contiguous").ring_grads
 
 
 def test_gradients_that_travel_make_one_hop_more() -> None:
@@ -213,7 +217,7 @@ def test_one_rank_and_inference() -> None:
 
 
 def candidate(kind: str, seconds: float, rounds: int = 4, memory: float = 1.0, **more: Any) -> Candidate:
-    return Candidate(kind, 1, 4, "contiguous", False, seconds, 0.0, memory, (rounds, 0), **more)
+    return Candidate(kind, 1, 4, "contiguous", seconds, 0.0, memory, (rounds, 0), **more)
 
 
 def test_ties() -> None:

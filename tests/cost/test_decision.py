@@ -2,12 +2,17 @@
 
 from dataclasses import replace
 
+import pytest
 from cost.test_cost import candidate, shape
+from support.attention import toy_strategy
 
+from sp_compile import SPConfig, SpError
 from sp_compile.cost.attention import candidates, choose
 from sp_compile.cost.decision import Decision, described, merged, table
 from sp_compile.cost.machine import GPU
 from sp_compile.passes.report import Report
+from sp_compile.sharding.attention import strategy_of
+from sp_compile.sharding.rule import registered
 
 
 def test_table() -> None:
@@ -44,3 +49,16 @@ def test_report() -> None:
     assert described(cross) == (
         "batch 1, 8 heads (2 of keys) x 128/64, 2048 x 77 keys positions, window 9, mask as data, no gradient"
     )
+
+
+def test_a_strategy_that_is_registered_for_a_block_is_gone_behind_it() -> None:
+    op, before = toy_strategy.Toy.op, registered()
+    with toy_strategy.registered():
+        assert SPConfig(attention="toy").attention == strategy_of(op).name
+        assert registered().keys() - before.keys() == {op}
+        assert "toy" in {c.kind for c in candidates(shape(4), GPU)}
+    assert strategy_of(op) is None
+    assert registered() == before
+    assert "toy" not in {c.kind for c in candidates(shape(4), GPU)}
+    with pytest.raises(SpError, match="attention='toy': expected one of"):
+        SPConfig(attention="toy")

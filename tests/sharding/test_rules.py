@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile.errors import SpError
-from sp_compile.sharding.attention import SHARDED
+from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import Frame, Shard
 from sp_compile.sharding.reshape import Reshape, Window, move
 from sp_compile.sharding.rule import POINTWISE, Factors, Rule, lookup, registered, rule
@@ -29,7 +29,7 @@ EXCHANGES = (torch.ops.sp.own_rows.default, torch.ops.sp.all_rows.default, torch
 RULES = {
     op: function
     for op, function in registered().items()
-    if op not in (POINTWISE, *SHARDED, *EXCHANGES) and op.namespace != "_c10d_functional"
+    if op not in (POINTWISE, *EXCHANGES) and not strategy_of(op) and op.namespace != "_c10d_functional"
 }
 OWN = samples.build()
 TABLE = Path(__file__).with_name("rules_table.txt")

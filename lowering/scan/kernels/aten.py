@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Monoid, Pair, accumulate_dtype
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.table import SMALL, Problem, register
 
 DIM = 1
+SHORT = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up
 
 
 def fits(problem: Problem) -> bool:
@@ -16,6 +19,17 @@ def fits(problem: Problem) -> bool:
     if problem.inner != 1 or problem.segmented:
         return False
     return problem.kind == "extremes" or (problem.kind == "scan" and _exact(problem))
+
+
+def is_small(problem: Problem) -> bool:
+    """Does it take longer to launch a kernel from Python than to let torch scan?"""
+    return problem.outer * problem.length * problem.inner <= SMALL
+
+
+def has_short_lines(problem: Problem) -> bool:
+    """Are there many lines on a CPU, of few rows each, which torch need not compute much for?"""
+    simple = problem.kind == "scan" and problem.op != "logsumexp" and not problem.reverse
+    return problem.device == "cpu" and problem.inner == 1 and problem.length < SHORT and simple
 
 
 def _exact(problem: Problem) -> bool:
@@ -70,3 +84,10 @@ def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
         return values, indices
     values, indices = MONOIDS[op].cumulative(x.flip(DIM), DIM)
     return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)
+
+
+register(
+    "aten",
+    sys.modules[__name__],
+    rank=lambda problem: 0 if is_small(problem) or has_short_lines(problem) else 30,
+)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_compile._compat import pytree
 from sp_compile.lowering.scan.monoids import Combine
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.table import register
 
 from .generic import Kernels, Map, joined, length, rows, same
 
@@ -79,15 +79,4 @@ def _results(like: Any, dim: int, n: int) -> Any:
     return pytree.tree_map(empty, like)
 
 
-def fits(problem: Problem) -> bool:
-    """Every problem."""
-    return True
-
-
-_KERNELS = Kernels(inclusive, total)
-scan, extremes, linear, linear_total = (
-    _KERNELS.scan,
-    _KERNELS.extremes,
-    _KERNELS.linear,
-    _KERNELS.linear_total,
-)
+register("blocked", Kernels(inclusive, total), rank=lambda problem: 40)

@@ -34,6 +34,10 @@ class Kernels:
     inclusive: Callable[[Combine, Any, int, Map, Map], tuple[Any, Any]]
     total: Callable[[Combine, Any, int, Map], Any]
 
+    def fits(self, problem: object) -> bool:
+        """Every problem."""
+        return True
+
     def scan(
         self,
         x: Tensor,

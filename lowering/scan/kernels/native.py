@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from sp_compile._compat import compile_cpp, has_cpp_compiler
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.table import Problem, register
 
 SOURCES = ("vectors", "steps", "walks", "tensors", "grid", "lines", "passes")
 FLAGS = ("-ffp-contract=fast", "-g0")
@@ -222,3 +223,6 @@ def _steps_of(starts: Tensor | None) -> tuple[int, int, int]:
         return 0, 0, 0
     outer, length, inner = starts.shape
     return length * inner if outer > 1 else 0, inner, int(inner > 1)
+
+
+register("native", sys.modules[__name__], rank=lambda problem: 10)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from sp_compile.lowering.scan.monoids import Combine
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.table import register
 
 from .generic import Kernels, Map, interleaved, joined, length, rows
 
@@ -75,15 +75,5 @@ def _total(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
     return total(combine, lift(states), dim)
 
 
-def fits(problem: Problem) -> bool:
-    """Every problem."""
-    return True
-
-
-_KERNELS = Kernels(_scan, _total)
-scan, extremes, linear, linear_total = (
-    _KERNELS.scan,
-    _KERNELS.extremes,
-    _KERNELS.linear,
-    _KERNELS.linear_total,
-)
+KERNELS = Kernels(_scan, _total)
+register("tree", KERNELS, rank=lambda problem: 50)

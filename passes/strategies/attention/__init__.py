@@ -1,1 +1,36 @@
-"""Ways to split attention over ranks, and the choice among them."""
+"""Ways to split attention over ranks, one file each, and the choice among them.
+
+A file holds all that is known of its strategy and registers it; no other file names it. So can one of yours:
+
+    from sp_compile.passes.strategies.attention import Candidate, ShardedAttention, Strategy, register
+
+    class Mine(ShardedAttention):           # the pass: what it claims, and the op that it puts in an attention's place
+        name = "mine"
+        op = torch.ops.sp.mine.default
+
+    register(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))
+"""
+
+import pkgutil
+from importlib import import_module
+
+from sp_compile.cost.attention import Candidate, Shape, Strategy
+from sp_compile.cost.exchanges import Heads
+from sp_compile.cost.machine import Machine
+
+from .base import AttentionPass, ShardedAttention, attention_passes, register
+
+__all__ = [
+    "AttentionPass",
+    "Candidate",
+    "Heads",
+    "Machine",
+    "Shape",
+    "ShardedAttention",
+    "Strategy",
+    "attention_passes",
+    "register",
+]
+
+for _found in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_found.name}")

@@ -1,36 +1,87 @@
-"""The base of the passes that replace an attention by one op which does its own exchanges: ring, hybrid, gathered.
+"""What a strategy's pass begins with: `AttentionPass`, or `ShardedAttention`, which puts one op in its place.
 
     q: f32[B, H, S, D]  k, v: f32[B, Hkv, T, D]
     scaled_dot_product_attention(q, k, v, mask, ...)      or sp::masked_attention, whose mask is a predicate
-    ->  sp::ring_attention(q, k, v, mask, rows, cols, sizes, predicate, ..., q_frame, k_frame, n, group, ...)
+    ->  sp::<its op>(q, k, v, mask, rows, cols, sizes, predicate, ..., q_frame, k_frame, n, group, ...)
 
 `is_causal` becomes the predicate "k <= q". Operands of other than four dims are reshaped around the op.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from sp_compile.config import STRATEGIES, Ranks
+from sp_compile.cost.attention import Candidate, Strategy, strategies
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, product, same, sizes
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.attention import filling_nodes, predicate_of
 from sp_compile.sharding.placement import Demand, Plan, Shard
+from sp_compile.sharding.rule import RuleFunction, forget, rule_of
+from sp_compile.sharding.rules.attention import sharded_attention
 
-sp, aten = torch.ops.sp, torch.ops.aten
+aten = torch.ops.aten
 SEQUENCE = -2
 
 
-class ShardedAttention(Rewrite):
-    """Claims attention whose queries are sharded along their sequence. Subclasses name the op and its arguments."""
+class AttentionPass(Rewrite):
+    """The pass of a strategy: claims attention that is to be split its way."""
 
     kinds = frozenset({"attend"})
-    op: Any = None
+    op: Any = None  # what it puts in an attention's place, if it does
     merges = True  # results over some keys and over others are merged by their log-sum-exps
+    explains = False  # it says itself why it cannot do what was asked for
+    takes_rest = False  # it also takes what all others leave, so its turn comes last
+
+    @classmethod
+    def on_mesh(cls, ranks: Ranks) -> bool:
+        """Does a mesh of this shape ask for it?"""
+        return False
+
+    def chosen(self, node: Node) -> bool:
+        """Is this pass the one for the node: by the cost model, because the user named it, or run by hand?"""
+        choice = choice_of(node)
+        asked = choice.kind if choice is not None else self.job.attention
+        return self.takes_rest or asked in ("auto", self.name)
+
+    def others(self) -> str:
+        """What to ask for instead: the other strategies and "auto"."""
+        names = [repr(s.name) for s in strategies() if s.rewrite.name != self.name]
+        return f"{', '.join(names)} or 'auto'"
+
+
+def register(strategy: Strategy, rule: RuleFunction = sharded_attention) -> ExitStack:
+    """Make a strategy known to everything: for good, or `with register(...):` for a block. Its rule is that of its op.
+
+    attention=<its name> is then an option, "auto" considers it, `explain` shows what it would cost and what it sends.
+    Raises SpError: its name is taken.
+    """
+    added = STRATEGIES.register(strategy.name, strategy)
+    if strategy.op is not None:
+        rule_of(strategy.op)(rule)
+        added.callback(forget, strategy.op)
+    return added
+
+
+def choice_of(node: Node) -> Candidate | None:
+    """What the cost model, or the user, chose for an attention; None for one that is left to the passes."""
+    return record(node).choice
+
+
+def attention_passes() -> list[type[AttentionPass]]:
+    """Of all strategies, in the order in which they take their turns."""
+    return sorted((s.rewrite for s in strategies()), key=lambda p: p.takes_rest)
+
+
+class ShardedAttention(AttentionPass):
+    """Claims attention whose queries are sharded along their sequence. Subclasses name the op and its arguments."""
+
     moves_keys = True  # the keys are exchanged in blocks, so they must be shards themselves
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
@@ -55,11 +106,6 @@ class ShardedAttention(Rewrite):
         if self.merges and may_hold_fills(call):
             return "its mask may hold large finite numbers, whose log-sum-exps cannot be merged (use -inf or bools)"
         return self.unfit(call)
-
-    def chosen(self, node: Node) -> bool:
-        """Is this pass the one for the node: by the cost model, because the user named it, or run by hand?"""
-        choice = record(node).choice
-        return choice.kind == self.name if choice is not None else self.job.attention in ("auto", self.name)
 
     def unfit(self, call: Call) -> str | None:
         """None, or why this way of sharding cannot take the call."""
@@ -106,7 +152,7 @@ class ShardedAttention(Rewrite):
         return ""
 
     def _balance(self, node: Node) -> bool:
-        choice = record(node).choice
+        choice = choice_of(node)
         return bool(choice is not None and choice.relayout)
 
     def _result(self, q: Node, v: Node, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Which way every attention goes: the cost model's candidates, those that config and program allow, the fastest.
 
-    record(node).choice = Candidate(kind="ring", layout="zigzag", ...)       read by ulysses, ring, hybrid, gathered
+    record(node).choice = Candidate(kind=<a strategy>, layout="zigzag", ...)       read by that strategy's pass
 
 Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes
 themselves. One layout holds for the whole program: zigzag if any attention was chosen to run on it and nothing else of
@@ -17,7 +17,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import size_hint
-from sp_compile.cost.attention import Candidate, Shape, candidates, choose
+from sp_compile.config import STRATEGIES
+from sp_compile.cost.attention import Candidate, Shape, candidates, choose, strategies
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
@@ -99,8 +100,7 @@ def _found(shape: Shape, machine: Machine) -> list[Candidate]:
     if not shape.zigzag or not shape.causal or shape.q_len != shape.kv_len:
         return found
     others = candidates(replace(shape, window=None), machine)
-    heads = [c for c in found if c.kind == "ulysses"]
-    return heads + [c for c in others if c.kind != "ulysses" and c.layout == "zigzag"]
+    return [c for c in found if c.ring == 1] + [c for c in others if c.ring > 1 and c.layout == "zigzag"]
 
 
 def _shardable(node: Node, plan: Plan) -> bool:
@@ -123,45 +123,46 @@ def _machine(job: Settings, node: Node) -> Machine:
 def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -> Candidate | None:
     """The best of what config and sizes allow; None leaves the node to the passes, which say why they refuse it."""
     even = all(_even(plan.of(o), job.ranks.n) for o in Call(node).operands[:2])
-    allowed = [c for c in found if _asked(c, job) and (even or not c.relayout)]
-    if may_hold_fills(Call(node)):  # passes/strategies/attention/ring.py says why, and gathered.py takes it
-        allowed = [c for c in allowed if c.kind in ("ulysses", "gather")]
-        if _kind(job) in ("ring", "hybrid"):
+    allowed = [c for c in found if _allows(c, job) and (even or not c.relayout)]
+    asked = STRATEGIES.get(_asked(job))
+    if may_hold_fills(Call(node)):
+        allowed = [c for c in allowed if not STRATEGIES[c.kind].rewrite.merges]
+        if asked is not None and asked.rewrite.merges:
             return None
     legal = [c for c in allowed if c.legal is None]
     if legal:
         return choose(legal)
-    if _kind(job) in (
-        "auto",
-        "ulysses",
-    ):  # passes/strategies/attention/ulysses.py raises what it knows better
+    if asked is None or asked.rewrite.explains:
         return None
-    why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
+    raise SpError(_unfit(node, job, allowed, {c.kind for c in found if c.legal is None}))
+
+
+def _unfit(node: Node, job: Settings, allowed: Iterable[Candidate], legal: set[str]) -> str:
     call, n = Call(node), job.ranks.n
-    raise SpError(
+    why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
+    return (
         f"{node.name} ({node.target}) at {at(node)}: attention={job.attention!r} on {n} ranks"
         + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis," if job.ranks.ulysses else "")
         + f" cannot take its {call.shape(0)[-3]} query heads and {call.shape(1)[-3]} key heads"
         + (f" ({why})" if why else f": no U with 1 < U < {n} divides both {n} and the query heads")
-        + "; use attention='auto', 'ring' or 'gather', or another mesh"
+        + f"; use attention={', '.join(map(repr, ['auto', *sorted(legal)]))}, or another mesh"
     )
 
 
-def _asked(c: Candidate, job: Settings) -> bool:
-    kind = _kind(job)
-    if kind not in ("auto", c.kind):
+def _allows(c: Candidate, job: Settings) -> bool:
+    if _asked(job) not in ("auto", c.kind):
         return False
-    if c.kind == "hybrid" and job.ranks.ulysses is not None and c.ulysses != job.ranks.ulysses:
+    if 1 < c.ulysses < job.ranks.n and job.ranks.ulysses not in (None, c.ulysses):
         return False
     if job.layout == "zigzag":
         return not c.relayout
     return job.layout == "auto" or c.layout == "contiguous"
 
 
-def _kind(job: Settings) -> str:
-    """What the user asked for; a mesh of two axes asks for the hybrid."""
-    two_axes = job.ranks.ulysses not in (None, 1, job.ranks.n)
-    return "hybrid" if two_axes and job.attention == "auto" else job.attention
+def _asked(job: Settings) -> str:
+    """The strategy that the user asked for, by name or by the mesh; or "auto"."""
+    on_mesh = [s.name for s in strategies() if s.rewrite.on_mesh(job.ranks)]
+    return on_mesh[0] if on_mesh and job.attention == "auto" else job.attention
 
 
 def _even(have: object, n: int) -> bool:

@@ -5,14 +5,26 @@
 One all-gather of K and V forward, another and a reduce-scatter backward; nothing whole is kept in between, and causal
 attention is cut into full blocks and diagonals. For few key heads, and for what no other pass takes: keys that are
 whole already, odd head counts, cross attention. Refuses: queries that are not sharded along their sequence.
+Bytes, for P ranks and G key heads of `n_h` bytes a rank: (P-1) * 2 G * n_h, again in the backward, and their gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.fx import Node
 
-from .base import ShardedAttention
+from sp_compile.config import Ranks
+from sp_compile.cost.attention import BACKWARD_FLOPS, Candidate, Shape, Strategy
+from sp_compile.cost.exchanges import Heads
+from sp_compile.cost.line import bytes_of
+from sp_compile.cost.machine import Machine
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size
+from sp_compile.lowering import routes
+
+from .base import ShardedAttention, register
 
 
 class Gathered(ShardedAttention):
@@ -21,9 +33,46 @@ class Gathered(ShardedAttention):
     name = "gathered"
     op = torch.ops.sp.gathered_attention.default
     merges = moves_keys = False
-
-    def chosen(self, node: Node) -> bool:
-        return True
+    takes_rest = True
 
     def says(self, node: Node) -> str:
         return "keys and values are gathered, and gathered again in the backward"
+
+
+def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+    n, kv = shape.n, shape.kv_heads * shape.kv_bytes
+    busiest = 1.0 if layout == "zigzag" else shape.imbalance(n)
+    compute = machine.attention(shape.flops * busiest, shape.kv_len)
+    # A causal mask cuts the keys of a run of queries into a full block and a diagonal one, merged.
+    runs = 2 if layout == "zigzag" else 1
+    calls = (3 if shape.causal else 1) * runs * machine.call
+    again = machine.all_gather(kv, n) + machine.copy(2 * n * kv)
+    grads = machine.all_gather(kv * shape.widening, n) + machine.copy(2 * n * kv * shape.widening)
+    forward, backward = compute + again + calls, BACKWARD_FLOPS * compute + again + grads + calls
+    if shape.causal:
+        forward += machine.copy(shape.merge_bytes)
+        backward += machine.copy(shape.accumulate_bytes)
+    yield Candidate("gather", 1, n, layout, forward, backward, n * kv, (1, 2), folds_keys=False)
+
+
+def _sends(call: Call, n: int) -> tuple[Size, Size]:
+    heads = Heads(call)
+    keys = heads.keys if len(call["k_frame"]) else 0
+    others = heads.moved(n, keys=False) + bytes_of("all_gather", keys, n)
+    return others, others + bytes_of("reduce_scatter", keys * heads.widening, n)
+
+
+def _declare(call: Call, ranks: Ranks) -> None:
+    routes.declare(ranks.group, 1, ranks.n)
+
+
+register(
+    Strategy(
+        name="gather",
+        preference=1,
+        rewrite=Gathered,
+        candidates=_candidates,
+        sends=_sends,
+        declare=_declare,
+    )
+)

@@ -5,21 +5,30 @@
 
 For more ranks than heads, and for machines whose neighbours are close. U comes from the mesh's "ulysses" axis, from the
 cost model, or is the largest proper divisor of n that divides the query heads. Refuses: n without such a divisor.
+Bytes: those of Ulysses over U neighbours, and those of a ring of R.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from sp_compile.cost.attention import Candidate
+from sp_compile.config import Ranks
+from sp_compile.cost.attention import Candidate, Shape, Strategy
+from sp_compile.cost.exchanges import Heads
+from sp_compile.cost.line import bytes_of
+from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
-from sp_compile.graph.record import record
-from sp_compile.graph.sizes import divides
+from sp_compile.graph.sizes import Size, divides
+from sp_compile.lowering import routes
 
-from .base import ShardedAttention
+from .base import ShardedAttention, choice_of, register
+from .ring import candidate, ring_grads, sends
+from .ulysses import exchange, exchanged_bytes
 
 
 class Hybrid(ShardedAttention):
@@ -28,6 +37,10 @@ class Hybrid(ShardedAttention):
     name = "hybrid"
     op = torch.ops.sp.hybrid_attention.default
 
+    @classmethod
+    def on_mesh(cls, ranks: Ranks) -> bool:
+        return ranks.ulysses not in (None, 1, ranks.n)
+
     def unfit(self, call: Call) -> str | None:
         if self._ulysses(call) is not None:
             return None
@@ -35,13 +48,11 @@ class Hybrid(ShardedAttention):
         raise self.error(
             call.node,
             f"attention='hybrid': {self.job.ranks.ulysses or 'no U > 1 with 1 < U < n'} does not factor {n} ranks so "
-            f"that it divides the {heads} query heads; use another mesh, 'ring', or 'auto'",
+            f"that it divides the {heads} query heads; use another mesh, {self.others()}",
         )
 
     def last(self, node: Node) -> tuple[Any, ...]:
-        choice: Candidate | None = record(node).choice
-        grads = choice.ring_grads if choice is not None else "travel"
-        return self._ulysses(Call(node)), grads or "travel"
+        return self._ulysses(Call(node)), ring_grads(node)
 
     def says(self, node: Node) -> str:
         ulysses = self._ulysses(Call(node))
@@ -49,7 +60,7 @@ class Hybrid(ShardedAttention):
         return f"heads over {ulysses} neighbours, a ring of {self.job.ranks.n // ulysses} neighbourhoods"
 
     def _ulysses(self, call: Call) -> int | None:
-        choice: Candidate | None = record(call.node).choice
+        choice = choice_of(call.node)
         n, heads = self.job.ranks.n, call.shape(0)[-3]
         if choice is not None:
             return choice.ulysses
@@ -58,3 +69,41 @@ class Hybrid(ShardedAttention):
             if n % u == 0 and divides(u, heads):
                 return u
         return None
+
+
+def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+    for u in range(2, shape.n):
+        if shape.n % u == 0 and shape.heads % u == 0:
+            ring, heads = candidate(shape, machine, layout, u), exchange(shape, machine, u)
+            yield replace(
+                ring,
+                kind="hybrid",
+                forward=heads + ring.forward,
+                backward=heads + ring.backward,
+                memory=ring.memory + exchanged_bytes(shape, u),
+                rounds=(2 + ring.rounds[0], 2 + ring.rounds[1]),
+            )
+
+
+def _sends(call: Call, n: int) -> tuple[Size, Size]:
+    heads, u = Heads(call), call["ulysses"]
+    keys = heads.repeated(u)
+    others = bytes_of("all_to_all", heads.queries + keys, u) + heads.moved(n, keys=True)
+    there, back = sends(heads, keys, n // u, n // u - 1)
+    return others + there, others + back
+
+
+def _declare(call: Call, ranks: Ranks) -> None:
+    routes.declare(ranks.group, call["ulysses"], ranks.n // call["ulysses"])
+
+
+register(
+    Strategy(
+        name="hybrid",
+        preference=3,
+        rewrite=Hybrid,
+        candidates=_candidates,
+        sends=_sends,
+        declare=_declare,
+    )
+)

@@ -5,6 +5,8 @@
 Any number of heads; P - 1 shifts forward, at most 2 P - 1 backward; a sliding window needs only the shifts that reach
 it. Causal attention is balanced by the zigzag layout, of the whole program or (`balance`) inside the op. Refuses:
 queries that are not sharded along their sequence, keys and values that are not sharded alike.
+Bytes, for P ranks and G key heads of `n_h` bytes a rank: (P-1) * 2 G * n_h in P-1 hops, as many in the backward, and
+the gradients of K and V, which travel with them and one hop further, or are reduce-scattered.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.cost.attention import Candidate
+from sp_compile.config import Ranks
+from sp_compile.cost.attention import BACKWARD_FLOPS, Candidate, Shape, Strategy
+from sp_compile.cost.exchanges import Heads
+from sp_compile.cost.line import bytes_of
+from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
-from sp_compile.graph.record import record
+from sp_compile.graph.sizes import Size
+from sp_compile.lowering import routes
 from sp_compile.lowering.attention.predicate import over, symbols
 from sp_compile.sharding.attention import predicate_of
 
-from .base import ShardedAttention, sequence_shard
+from .base import ShardedAttention, choice_of, register, sequence_shard
 
 
 class Ring(ShardedAttention):
@@ -31,9 +38,7 @@ class Ring(ShardedAttention):
     op = torch.ops.sp.ring_attention.default
 
     def last(self, node: Node) -> tuple[Any, ...]:
-        choice: Candidate | None = record(node).choice
-        grads = choice.ring_grads if choice is not None else "travel"
-        return self._steps(node), grads or "travel"
+        return self._steps(node), ring_grads(node)
 
     def says(self, node: Node) -> str:
         shifts = self._steps(node) - 1
@@ -62,3 +67,78 @@ class Ring(ShardedAttention):
 
 def _held(rank: int, rows: int) -> tuple[int, int]:
     return rank * rows, (rank + 1) * rows - 1
+
+
+def ring_grads(node: Node) -> str:
+    """How the gradients of its keys and values were chosen to get home."""
+    choice = choice_of(node)
+    return choice.ring_grads or "travel" if choice is not None else "travel"
+
+
+def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> Candidate:
+    """A ring of `n / ulysses` places, each with the rows of `ulysses` neighbours and a share of the heads."""
+    size, zigzag = shape.n // ulysses, layout == "zigzag"
+    kv = math.lcm(shape.kv_heads, ulysses) * shape.kv_bytes
+    grads = kv * shape.widening
+    hops = _hops(shape, size) if ulysses == 1 else size - 1
+    keys = ulysses * shape.kv_rows / (2 if zigzag else 1)
+    busiest = 1.0 if zigzag else shape.imbalance(size)
+    step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
+    # Zigzag: every step is two blocks, and three in four halves of the queries take part in one.
+    blocks, share = (2, 0.75) if zigzag else (1, 1.0)
+    calls = (blocks * (hops + 1) + hops) * machine.call
+    hop, hop_grads = machine.hop(kv, shape.n), machine.hop(grads, shape.n)
+
+    forward = calls + step + hops * machine.together(step, hop)
+    forward += hops * share * machine.copy(shape.merge_bytes)
+    back = BACKWARD_FLOPS * step
+    backward = calls + back + hops * share * machine.copy(shape.accumulate_bytes)
+    memory = 2 * kv + shape.heads * shape.out_bytes * shape.widening
+    last = 1 if hops else 0  # from the last rank home; there is none if no rank needs another one's keys
+    travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads)) + last * hop_grads
+    scatter = hops * machine.together(back, hop) + machine.all_gather(grads, size, ulysses)
+    if travel <= scatter:
+        rounds = (hops, 2 * hops + last)
+        return Candidate("ring", ulysses, size, layout, forward, backward + travel, memory, rounds, "travel")
+    memory += 2 * size * grads  # every part, and all of them packed
+    return Candidate(
+        "ring", ulysses, size, layout, forward, backward + scatter, memory, (hops, hops + 1), "scatter"
+    )
+
+
+def _hops(shape: Shape, size: int) -> int:
+    """How many ranks of a ring of `size` hold keys that another one needs, in contiguous order."""
+    if shape.window is None or not shape.causal or shape.q_len != shape.kv_len:
+        return size - 1
+    rows = -(-shape.q_len // size)
+    return min(size - 1, -(-(shape.window - 1) // rows))
+
+
+def sends(heads: Heads, keys: Size, size: int, hops: int) -> tuple[Size, Size]:
+    """What one rank sends in a ring of `size` places for so many bytes of keys and values."""
+    home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
+    shifts = hops * bytes_of("shift", keys, size)
+    return shifts, shifts + home * heads.widening * keys
+
+
+def _sends(call: Call, n: int) -> tuple[Size, Size]:
+    heads = Heads(call)
+    moved = heads.moved(n, keys=True)
+    there, back = sends(heads, heads.keys, n, call["steps"] - 1)
+    return moved + there, moved + back
+
+
+def _declare(call: Call, ranks: Ranks) -> None:
+    routes.declare(ranks.group, 1, call["steps"])
+
+
+register(
+    Strategy(
+        name="ring",
+        preference=2,
+        rewrite=Ring,
+        candidates=lambda shape, machine, layout: [candidate(shape, machine, layout)],
+        sends=_sends,
+        declare=_declare,
+    )
+)

@@ -15,36 +15,37 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
 
+from sp_compile.cost.attention import BACKWARD_FLOPS, Candidate, Shape, Strategy
+from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
-from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, same, sizes
-from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.attention import ATTENTION
 from sp_compile.sharding.placement import Demand, Placement, Shard
+
+from .base import AttentionPass, register
 
 sp = torch.ops.sp
 HEADS, SEQUENCE = -3, -2
 
 
-class Ulysses(Rewrite):
+class Ulysses(AttentionPass):
     """Claims the demands of attention where the ranks divide the query heads."""
 
     name = "ulysses"
-    kinds = frozenset({"attend"})
+    merges = False
+    explains = True
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        choice = record(node).choice
-        if node.target not in ATTENTION:
-            return ""
-        if (choice.kind if choice is not None else self.job.attention) not in ("auto", "ulysses"):
+        if node.target not in ATTENTION or not self.chosen(node):
             return ""
         why = self._unfit(Call(node))
-        if why is not None and self.job.attention == "ulysses":
-            raise self.error(node, f"attention='ulysses': {why}; use 'hybrid', 'ring', 'gather' or 'auto'")
+        if why is not None and self.job.attention == self.name:
+            raise self.error(node, f"attention='ulysses': {why}; use {self.others()}")
         return why
 
     def _unfit(self, call: Call) -> str | None:
@@ -144,3 +145,35 @@ def _alike(moved: dict[Node, Shard]) -> list[list[Node]]:
 
 def _is_sequence(have: Shard, ndim: int) -> bool:
     return have.dim == ndim + SEQUENCE and same(have.outer, 1) and same(have.inner, 1)
+
+
+def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+    """Whole sequences are in their own order, whatever that of the shards."""
+    n = shape.n
+    if layout == "zigzag":
+        return
+    legal = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
+    compute = machine.attention(shape.flops, shape.kv_len)
+    fixed = exchange(shape, machine, n) + machine.call
+    backward = BACKWARD_FLOPS * compute + fixed
+    memory, rounds = (exchanged_bytes(shape, n), (2, 2)) if n > 1 else (0, (0, 0))
+    yield Candidate("ulysses", n, 1, layout, compute + fixed, backward, memory, rounds, legal=legal)
+
+
+def exchange(shape: Shape, machine: Machine, ranks: int) -> float:
+    """Seconds of the all-to-all of q, k and v over so many neighbours, that of the result, and their packing."""
+    if ranks == 1:
+        return 0.0
+    back = shape.heads * shape.out_bytes
+    there = exchanged_bytes(shape, ranks) - back
+    exchanges = machine.all_to_all(there, ranks) + machine.all_to_all(back, ranks)
+    return exchanges + machine.copy(2 * (there + back))
+
+
+def exchanged_bytes(shape: Shape, ranks: int) -> int:
+    """q, k, v and the result of one rank on either side of the exchange; too few key heads are repeated."""
+    repeated = math.lcm(shape.kv_heads, ranks)
+    return shape.heads * (shape.q_bytes + shape.out_bytes) + repeated * shape.kv_bytes
+
+
+register(Strategy(name="ulysses", preference=0, rewrite=Ulysses, candidates=_candidates))

@@ -64,13 +64,14 @@ def _named(shape: tuple[Size, ...], names: Dims, extent: dict[str, Size]) -> Dim
     return tuple("" if s == 1 and extent.get(f, 1) != 1 else f for s, f in zip(shape, own))
 
 
-sp = torch.ops.sp
 SEQUENCE = 2
 
 
-@rule_of(sp.ring_attention.default, sp.hybrid_attention.default, sp.gathered_attention.default)
-def _sharded_attention(call: Call) -> Factors:
-    """ "b h q d, b g k d, b g k e -> b h q e"; masks, vectors and a seed are read whole."""
+def sharded_attention(call: Call) -> Factors:
+    """ "b h q d, b g k d, b g k e -> b h q e"; masks, vectors and a seed are read whole.
+
+    The rule of a strategy's op; whoever registers the strategy registers it.
+    """
     queries = Shard(SEQUENCE, frame_of(call, "q_frame")[0])
     keys: Placement = Replicate(partial_grad=True)
     if len(call["k_frame"]):

@@ -1,13 +1,16 @@
-"""Which row of the lowering table runs a scan."""
+"""Which row of the lowering table runs a scan; `toy_way` is one from outside the package."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.scans import toy_way
 
+import sp_compile
 from sp_compile import SpError
 from sp_compile.lowering.scan.kernels import native
-from sp_compile.lowering.scan.table import Problem, choose, using
+from sp_compile.lowering.scan.table import WAYS, Problem, choose, using
 
 sp = torch.ops.sp
 
@@ -71,7 +74,51 @@ def test_a_row_can_be_forced() -> None:
 
 
 def test_a_row_that_does_not_fit_is_refused() -> None:
-    with using("aten"), pytest.raises(SpError, match="'aten' row of the lowering table does not fit"):
+    with using("aten"), pytest.raises(SpError, match="the 'aten' row does not fit"):
         sp.local_linear_total(*torch.rand(2, 3), 0, False, False, torch.float64)
     with pytest.raises(SpError, match="no row 'fast'"), using("fast"):
         pass
+
+
+@pytest.fixture
+def toy() -> Iterator[None]:
+    with toy_way.registered():
+        yield
+
+
+with toy_way.registered():
+    EVERY = tuple(WAYS)
+
+
+@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("length", [1, 7])
+def test_every_way_gives_what_the_tree_gives(way: str, length: int, toy: None) -> None:
+    x, a, starts = torch.randn(2, length, 3), torch.rand(2, length, 3), torch.rand(length) < 0.3
+    narrow, wide = (torch.float32, torch.float64)
+    for kind, op, operands in (
+        ("scan", sp.local_scan, (x, starts, 1, "sum", False, True, narrow, wide)),
+        ("extremes", sp.local_extremes, (x, starts, 1, "max", False)),
+        ("linear", sp.local_linear_scan, (a, x, x[:, 0].double(), 1, False, True, narrow, wide)),
+        ("linear_total", sp.local_linear_total, (a, x, 1, False, False, wide)),
+    ):
+        rows = {"outer": 2, "length": length, "inner": 3, "segmented": kind in ("scan", "extremes")}
+        if not WAYS[way].fits(
+            problem(kind=kind, total=True, op="max" if kind == "extremes" else "sum", **rows)
+        ):
+            continue
+        with using("tree"):
+            expected = op(*operands)
+        with using(way):
+            torch.testing.assert_close(op(*operands), expected)
+
+
+def test_a_way_from_outside_takes_its_turn() -> None:
+    x = torch.randn(2, 9, dtype=torch.float64)
+    with toy_way.registered(rank=-1):
+        assert choose(problem()) == "toy"
+        assert choose(problem(length=1 << 20)) == "toy"
+        torch.testing.assert_close(sp_compile.inclusive_scan(x, 1), x.cumsum(1))
+    with toy_way.registered(), pytest.raises(SpError, match="'toy' is registered already"):
+        toy_way.registered()
+    assert "toy" not in WAYS
+    assert choose(problem()) == "aten"

@@ -77,6 +77,7 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
 )
 
 from sp_compile.lowering.scan.kernels.triton import scan
+from sp_compile.lowering.triton import scan
 from sp_compile.lowering.scan.kernels.triton.ways import using_way
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64

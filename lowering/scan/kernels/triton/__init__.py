@@ -1,1 +1,5 @@
 """Scans on a GPU."""
+
+from . import scan
+
+__all__ = ["scan"]

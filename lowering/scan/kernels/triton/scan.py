@@ -6,13 +6,14 @@ x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, i
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.table import Problem, register
 from sp_compile.lowering.triton import AVAILABLE
 
 if TYPE_CHECKING:
@@ -124,3 +125,6 @@ def _number(neutral: float) -> float:
 
 def _index_dtype(x: Tensor) -> torch.dtype:
     return torch.int32 if x.shape[1] < 2**31 else torch.int64
+
+
+register("triton", sys.modules[__name__], rank=lambda problem: 20)

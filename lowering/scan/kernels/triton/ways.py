@@ -5,8 +5,8 @@ None of the thresholds here has been measured: `benchmarks/gpu_scans.py` times e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +14,7 @@ import torch
 import triton
 
 from sp_compile.errors import SpError
+from sp_compile.lowering.table import Forced
 
 from .tiles import State, Sweep, Tile
 from .walk import in_one, in_parts
@@ -51,24 +52,19 @@ WAYS: dict[str, Callable[[Shape], bool]] = {
 }
 """The first that fits is taken."""
 
-_forced: list[tuple[str, Sizes | None]] = []
+_forced: Forced[tuple[str, Sizes | None]] = Forced()
 
 
-@contextmanager
-def using_way(name: str, sizes: Sizes | None = None) -> Iterator[None]:
+def using_way(name: str, sizes: Sizes | None = None) -> AbstractContextManager[None]:
     """Every scan inside, on any thread, goes this way."""
     if name not in WAYS:
         raise SpError(f"scan: there is no way {name!r}, but {', '.join(WAYS)}")
-    _forced.append((name, sizes))
-    try:
-        yield
-    finally:
-        _forced.remove((name, sizes))
+    return _forced.to((name, sizes))
 
 
 def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
     """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
-    way, sizes = _forced[-1] if _forced else ("", None)
+    way, sizes = _forced.value or ("", None)
     sizes = sizes or (INTERPRETED if triton.knobs.runtime.interpret else Sizes())
     tile = _tile(sweep, sizes.walk)
     shape = _shape(sweep, tile, sizes)

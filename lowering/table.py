@@ -1,0 +1,83 @@
+"""Tables of ways to do one thing. A way registers itself; the first that fits is taken, and tests can force one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Generic, TypeVar
+
+from sp_compile.errors import SpError
+
+Row = TypeVar("Row")
+Value = TypeVar("Value")
+
+
+class Forced(Generic[Value]):
+    """What everything inside `with forced.to(value)` takes, on any thread: for tests and measurements."""
+
+    def __init__(self) -> None:
+        self._values: list[Value] = []
+
+    @property
+    def value(self) -> Value | None:
+        """Of the innermost block; None outside."""
+        return self._values[-1] if self._values else None
+
+    @contextmanager
+    def to(self, value: Value) -> Iterator[None]:
+        """Force it inside."""
+        self._values.append(value)
+        try:
+            yield
+        finally:
+            self._values.remove(value)
+
+
+class Table(Mapping[str, Row]):
+    """Rows by name, in the order in which they were registered.
+
+    title: what errors call it. rank: of rows with `fits(problem)`, those of low rank are tried before those of high
+    rank; without it, in the order of the table.
+    """
+
+    def __init__(self, title: str, rank: Callable[[Row, Any], int] = lambda row, problem: 0) -> None:
+        self.title = title
+        self.rank = rank
+        self._rows: dict[str, Row] = {}
+        self._forced: Forced[str] = Forced()
+
+    def __getitem__(self, name: str) -> Row:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def register(self, name: str, row: Row) -> ExitStack:
+        """Add a row: for good, or `with table.register(...):` for a block. Raises SpError: the name is taken."""
+        if name in self._rows:
+            raise SpError(f"{self.title}: {name!r} is registered already")
+        self._rows[name] = row
+        added = ExitStack()
+        added.callback(self._rows.pop, name)
+        return added
+
+    def using(self, name: str) -> AbstractContextManager[None]:
+        """A block in which `choose` takes the named row: for tests and measurements. Raises SpError: there is none."""
+        if name not in self._rows:
+            raise SpError(f"{self.title}: there is no row {name!r}, but {', '.join(self)}")
+        return self._forced.to(name)
+
+    def choose(self, problem: Any) -> str:
+        """The name of the first row that fits. Raises SpError if the one that `using` names does not fit."""
+        rows: Mapping[str, Any] = self._rows
+        name = self._forced.value
+        if name is None:
+            return next(
+                n for n in sorted(rows, key=lambda n: self.rank(rows[n], problem)) if rows[n].fits(problem)
+            )
+        if not rows[name].fits(problem):
+            raise SpError(f"{self.title}: the {name!r} row does not fit {problem}")
+        return name

@@ -1,0 +1,72 @@
+"""A way to split attention as somebody outside the package adds one: everything is gathered, what is not ours dropped.
+
+    scaled_dot_product_attention(q, k, v)   ->   sp::toy_attention(q, k, v, ..., q_frame, k_frame, n, group, ...)
+
+Right, and wasteful: every rank computes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import Size
+from sp_compile.lowering.attention.ops import ARGUMENTS
+from sp_compile.lowering.frames import nearest_rows, own_positions
+from sp_compile.lowering.library import composite
+from sp_compile.passes.strategies.attention import (
+    Candidate,
+    Heads,
+    Machine,
+    Shape,
+    ShardedAttention,
+    Strategy,
+    register,
+)
+
+sp = torch.ops.sp
+SEQUENCE = 2
+
+
+@composite(f"toy_attention({ARGUMENTS}) -> Tensor")
+def toy_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """Shard(2), Shard(2), Shard(2) -> Shard(2). Order inside does not matter, so there is nothing to balance."""
+    *scores, q_frame, k_frame, n, group, _balance = rest
+    frames = (q_frame, k_frame, k_frame)
+    whole = [sp.all_gather(x, SEQUENCE, frame, n, group) for x, frame in zip((q, k, v), frames)]
+    length = whole[0].shape[SEQUENCE]
+    out = sp.gathered_attention(*whole, *scores, [1, length, 0, length], [], 1, group, False)
+    positions = own_positions(q_frame, n, group, q.device)
+    return out.index_select(SEQUENCE, nearest_rows(positions, q_frame, 1))
+
+
+class Toy(ShardedAttention):
+    name = "toy"
+    op = sp.toy_attention.default
+
+    def says(self, node: torch.fx.Node) -> str:
+        return "everything is gathered"
+
+
+def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+    sent = shape.heads * shape.q_bytes + shape.kv_heads * shape.kv_bytes
+    compute = shape.n * machine.attention(shape.flops, shape.kv_len) + machine.call
+    exchange = machine.all_gather(sent, shape.n)
+    forward, backward = compute + exchange, 2.5 * compute + exchange
+    yield Candidate("toy", 1, shape.n, layout, forward, backward, shape.n * sent, (1, 1))
+
+
+def _sends(call: Call, n: int) -> tuple[Size, Size]:
+    heads = Heads(call)
+    half = heads.queries // 2  # the result is not sent
+    return (n - 1) * (half + heads.keys), (n - 1) * (half + heads.keys)
+
+
+def registered() -> ExitStack:
+    """Until the block is left."""
+    return register(Strategy(name="toy", preference=4, rewrite=Toy, candidates=_candidates, sends=_sends))
