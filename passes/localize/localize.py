@@ -25,7 +25,6 @@ from sp_compile.graph.call import Call, is_tensor, is_written
 from sp_compile.graph.sizes import Size, Sizes, size
 from sp_compile.passes.rewrite import Settings, analyse, settings
 from sp_compile.sharding.placement import Partial, Placement, Plan, Replicate, Shard
-from sp_compile.sharding.reshape import Reshape, Window
 from sp_compile.sharding.rule import Factors, lookup
 
 from .gradients import buckets, differentiable_nodes, enters_shards, lifted_nodes, stays_smooth
@@ -159,29 +158,26 @@ class _Localizer:
         found = lookup(node)
         assert found is not None
         call, rule = found
+        assert rule is not None
         wants = self.plan.wants[node]
         operands = [self._convert(o, w, node) for o, w in zip(call.operands, wants)]
-        if isinstance(rule, Window) and self._on_sequence(rule, wants[0]):
+        if isinstance(wants[0], Shard) and wants[0].dim == rule.window:
             self._cut(node, operands[0])
             return
-        if isinstance(rule, Factors) and rule.alias:
+        if rule.alias:
             self.env[node] = operands[0]
             return
-        if isinstance(rule, Reshape):
+        if rule.reshapes:
             shape = self._local_shape(node)
             self._keep(node, self._call(aten.reshape.default, (operands[0], shape), node, name=node.name))
             return
-        if isinstance(rule, Factors):
-            operands = self._masked(call, rule, operands, wants)
+        operands = self._masked(call, rule, operands, wants)
         changed = {}
-        if isinstance(rule, Factors) and rule.sizes and isinstance(self.plan.of(node), Shard):
+        if rule.sizes and isinstance(self.plan.of(node), Shard):
             changed[rule.sizes] = self._local_shape(node)
         args, kwargs = call.rebuild(operands, **changed)
         args, kwargs = torch.fx.map_arg((args, kwargs), lambda a: self.env.get(a, a))
         self._keep(node, self._call(node.target, args, node, kwargs, node.name))
-
-    def _on_sequence(self, rule: Window, have: Placement) -> bool:
-        return isinstance(have, Shard) and have.dim == rule.dim
 
     def _cut(self, node: Node, local: Node) -> None:
         """A shorter window is the same local value, unless the rows that it cuts off could spoil a gradient."""
