@@ -158,26 +158,28 @@ class _Localizer:
         found = lookup(node)
         assert found is not None
         call, rule = found
-        assert rule is not None
         wants = self.plan.wants[node]
         operands = [self._convert(o, w, node) for o, w in zip(call.operands, wants)]
-        if isinstance(wants[0], Shard) and wants[0].dim == rule.window:
+        if rule is None:  # an exchange
+            self._keep(node, self._rebuilt(call, operands))
+        elif rule.spans and isinstance(wants[0], Shard) and wants[0].dim == rule.window:
             self._cut(node, operands[0])
-            return
-        if rule.alias:
+        elif rule.alias:
             self.env[node] = operands[0]
-            return
-        if rule.reshapes:
-            shape = self._local_shape(node)
-            self._keep(node, self._call(aten.reshape.default, (operands[0], shape), node, name=node.name))
-            return
-        operands = self._masked(call, rule, operands, wants)
-        changed = {}
-        if rule.sizes and isinstance(self.plan.of(node), Shard):
-            changed[rule.sizes] = self._local_shape(node)
+        elif rule.reshapes:
+            args = (operands[0], self._local_shape(node))
+            self._keep(node, self._call(aten.reshape.default, args, node, name=node.name))
+        else:
+            operands = self._masked(call, rule, operands, wants)
+            changed = {}
+            if rule.sizes and isinstance(self.plan.of(node), Shard):
+                changed[rule.sizes] = self._local_shape(node)
+            self._keep(node, self._rebuilt(call, operands, **changed))
+
+    def _rebuilt(self, call: Call, operands: list[Node], **changed: Any) -> Node:
         args, kwargs = call.rebuild(operands, **changed)
         args, kwargs = torch.fx.map_arg((args, kwargs), lambda a: self.env.get(a, a))
-        self._keep(node, self._call(node.target, args, node, kwargs, node.name))
+        return self._call(call.node.target, args, call.node, kwargs, call.node.name)
 
     def _cut(self, node: Node, local: Node) -> None:
         """A shorter window is the same local value, unless the rows that it cuts off could spoil a gradient."""

@@ -104,7 +104,9 @@ class Factors:
     @property
     def window(self) -> int | None:
         """The dim that the op cuts: each result is a contiguous piece of it, as `spans` says."""
-        return next((d for d, f in enumerate(self.operands[0]) if self.kind(f) == "window"), None)
+        if not self.spans:
+            return None
+        return next(d for d, f in enumerate(self.operands[0]) if self.kind(f) == "window")
 
     def inside(self, dims: Dims, shard: Shard) -> tuple[str, Shard]:
         """Which factor of a value of these dims the shard cuts, and how; "" if it cuts no single one.

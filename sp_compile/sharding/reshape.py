@@ -15,7 +15,7 @@ import sympy
 
 from sp_compile.graph.sizes import Size, gcd, lcm, quotient, same, size, typical
 
-from .factors import Dims, Factors, group
+from .factors import Dims, Factors, group, parts
 
 _EMPTY = sympy.Symbol("empty", integer=True, positive=True)  # stands for 0, which everything divides
 Cut = tuple[str, Size, Size]  # a factor, and how many elements of the slower ones are before and with it
@@ -35,8 +35,13 @@ def reshaping(before: tuple[Size, ...], after: tuple[Size, ...]) -> Factors:
     shared = len(extents)
     operand, result = _dims(old, cuts[0], "old", extents), _dims(new, cuts[1], "new", extents)
     across = dict.fromkeys([*extents][shared:], "whole")
-    sizes = {f: size(sympy.sympify(s).subs(_EMPTY, 0)) if 0 in before else s for f, s in extents.items()}
+    grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in parts(dim)}
+    sizes = {f: _plain(s) for f, s in extents.items() if f in grouped}
     return Factors((operand,), (result,), across, lazy=True, reshapes=True, extents=sizes)
+
+
+def _plain(extent: Size) -> Size:
+    return size(extent.subs(_EMPTY, 0)) if isinstance(extent, sympy.Expr) else extent
 
 
 def _strides(shape: Sequence[Size]) -> list[Size]:
