@@ -51,7 +51,9 @@ class Pattern:
     def at(self, call: Call) -> Factors | None:
         """Bind the text to a call's shapes; None if it does not fit their number of dims or the sizes of its groups."""
         shapes = [call.shape(i) for i in range(len(call.operands))]
-        given = self.operands or ((),) * len(shapes)  # nothing left of the arrow: no operand, or one without dims
+        given = self.operands or ((),) * len(
+            shapes
+        )  # nothing left of the arrow: no operand, or one without dims
         found = (_bind(dims, len(s)) for dims, s in zip(given, shapes))
         bound = [names for names in found if names is not None]
         if not len(bound) == len(shapes) == len(given):

@@ -211,9 +211,11 @@ def _whole_at(call: Call, at: Sequence[int], result: Dims | None = None) -> Fact
 
 
 def _cut(call: Call, at: int, spans: Sequence[tuple[Size, Size]]) -> Factors:
-    """Each result is a contiguous piece: (start, length) along the dim."""
+    """Each result is a contiguous piece: (start, length) along the dim. Tensors may say where."""
     dims = names(call.ndim())
-    return Factors((dims,), (dims,) * len(spans), {dims[at]: "window"}, lazy=True, spans=tuple(spans))
+    where = [names(call.ndim(i), f"where{i}_") for i in range(1, len(call.operands))]
+    kinds = {dims[at]: "window", **{f: "whole" for vector in where for f in vector}}
+    return Factors((dims, *where), (dims,) * len(spans), kinds, lazy=True, spans=tuple(spans))
 
 
 @rule_of(aten.flip.default)
