@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from sp_compile.errors import SpError
@@ -32,7 +32,8 @@ def group(factors: Iterable[str]) -> str:
     return f"({' '.join(found)})" if len(found) > 1 else "".join(found)
 
 
-def flat(dims: Iterable[str]) -> tuple[str, ...]:
+@lru_cache(maxsize=4096)
+def flat(dims: Dims) -> tuple[str, ...]:
     """The factors of all the dims, in row-major order."""
     return tuple(f for dim in dims for f in (parts(dim) if dim[:1] == "(" else (dim,)) if f)
 

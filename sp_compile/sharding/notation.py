@@ -39,8 +39,8 @@ class Pattern:
     def parse(text: str, **options: Any) -> Pattern:
         """Read a rule text. Raises SpError as `rule` does."""
         text, *said = (part.strip() for part in text.split(";"))
-        options.update(_option(part) for part in said)
         try:
+            options.update(_option(part) for part in said)
             operands, results = _sides(text)
             kinds = {f: kind for kind in KINDS for f in str(options.pop(kind, "")).split()}
             _check(operands, results, kinds, options)
@@ -84,7 +84,10 @@ def _option(text: str) -> tuple[str, Any]:
     name, given, value = text.partition("=")
     if not given:
         return name, True
-    return name, value if name in (*KINDS, "sizes") else ast.literal_eval(value)
+    try:
+        return name, value if name in (*KINDS, "sizes") else ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        raise SpError(f"{value!r} is no value for {name}") from None
 
 
 @cache
@@ -121,7 +124,7 @@ def _dims(text: str) -> Dims:
             (dims if inside is None else inside).append("" if token == "1" else token)
     if inside is not None:
         raise SpError(f"no ) after ( in {text.strip()!r}")
-    named = flat(dims)
+    named = flat(tuple(dims))
     if twice := sorted({f for f in named if named.count(f) > 1}):
         raise SpError(f"{twice} stand twice in {text.strip()!r}")
     return tuple(dims)

@@ -136,6 +136,7 @@ def test_table() -> None:
         ("a (b a) -> a b", {}, r"\['a'\] stand twice in 'a \(b a\)'"),
         ("a b* -> a b", {}, r"'\*' is no name of a factor; names are letters, digits and _"),
         ("a 2b -> a 2b", {}, r"'2b' is no name of a factor"),
+        ("a -> a; pad=first", {}, "'first' is no value for pad"),
         ("(a b) -> (b a)", {}, r"the sizes of \['a', 'b'\] follow from no dim"),
     ],
 )
