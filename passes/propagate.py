@@ -29,6 +29,7 @@ from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, product, same, typical
 from sp_compile.sharding.axes import Axes
+from sp_compile.sharding.factors import Dims, Factors, flat, parts
 from sp_compile.sharding.placement import (
     REPLICATE,
     VARYING,
@@ -40,23 +41,22 @@ from sp_compile.sharding.placement import (
     Replicate,
     Shard,
 )
-from sp_compile.sharding.reshape import Reshape, Window, move
-from sp_compile.sharding.rule import Dims, Factors, Rule, lookup, transfer_of
+from sp_compile.sharding.rule import lookup, transfer_of
 from sp_compile.sharding.rules.exchanges import fits
 from sp_compile.sharding.windows import place
 
 
-def located(base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int) -> Shard | None:
+def located(
+    rule: Factors, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int
+) -> Shard | None:
     """Where a tensor of these dims lies if `factor` is sharded as in `base`; None without the factor."""
-    if factor not in dims:
-        return None
-    at = dims.index(factor)
-    return _scaled(base, at, shape[at], n)
-
-
-def same_place(call: Call, i: int, have: Shard, base: Shard, n: int) -> bool:
-    """Do an operand's shards hold the positions that those in `base` do?"""
-    return have.matches(base) or have.matches(_scaled(base, have.dim, call.shape(i)[have.dim], n) or base)
+    for at, dim in enumerate(dims):
+        if dim == factor:
+            return _scaled(base, at, shape[at], n)
+        if factor in parts(dim):
+            own = _scaled(base, at, rule.extents[factor], n)
+            return own and rule.outside(dim, factor, own)
+    return None
 
 
 def _scaled(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
@@ -78,6 +78,7 @@ def _scaled(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
 SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
 SCANNED = "every position needs what all before it combine to"
 NEIGHBOURS = "every position needs its neighbours"
+NO_PLACE = "the sequence has no single place in the result's shape"
 DIFFERS = "another operand differs from rank to rank, so every rank needs all rows of this one"
 
 
@@ -119,17 +120,6 @@ def all_whole(node: Node, have: Sequence[Placement], kind: str, why: str, result
     return Step(None, (REPLICATE,) * results, demands)
 
 
-def through_movement(call: Call, rule: Reshape | Window, have: Sequence[Placement]) -> Step:
-    moved = move(rule, have[0]) if isinstance(have[0], Shard) else None
-    results = len(call.results())
-    if moved is None and isinstance(have[0], Shard):
-        why = "the sequence has no single place in the result's shape"
-        return all_whole(call.node, have[:1], "whole", why, results)
-    if moved is None:  # only a shape donor (view_as) is sharded
-        return Step(tuple(have), (REPLICATE,) * results)
-    return Step(tuple(have), moved)
-
-
 def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     """Does a sequence of floats (or of random draws) begin here? Then run on shards of replicated operands."""
     node, value = call.node, next(iter(call.results()), None)
@@ -139,7 +129,7 @@ def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     shard = axes.shard(node) if value.is_floating_point() or value.is_complex() or random else None
     if shard is None:
         return None
-    factor = rule.results[0][shard.dim]
+    factor, shard = rule.inside(rule.results[0], shard)
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
         return None
     if rule.kind(factor) == "halo":
@@ -156,25 +146,41 @@ def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
 
 def through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: int) -> Step:
     node, demands = call.node, []
-    shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
-    sharded = {i: rule.operands[i][p.dim] for i, p in shards.items()}
-    if rule.kind(sharded.get(0, "")) == "halo":
+    shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard) and i not in rule.lenders}
+    cut = {i: rule.inside(rule.operands[i], p) for i, p in shards.items()}
+    if 0 in cut and rule.kind(cut[0][0]) == "halo":
         return _slide(call, rule, have, shards[0], n)
-    kept = _kept(call, rule, sharded)
-    for i, f in sharded.items():
-        stays = kept is not None and sharded[kept] not in rule.operands[i]
-        if rule.kind(f) == "whole":
-            demands.append(Demand(node, i, f, "whole", shards[i], stays, f"needs all of {f!r}"))
-        elif rule.kind(f) == "scan" and not (n == 1 and shards[i].frame.exact(1)):
+    if 0 in cut and rule.kind(cut[0][0]) == "window":
+        placed = rule.cut(shards[0])
+        return (
+            Step(tuple(have), placed)
+            if placed
+            else all_whole(node, have, "whole", NO_PLACE, len(rule.results))
+        )
+    kept = _kept(call, rule, {i: f for i, (f, _) in cut.items()})
+    factor, base = cut[kept] if kept is not None else ("", None)
+    for i, (f, own) in cut.items():
+        stays = kept is not None and factor not in flat(rule.operands[i])
+        if not f or rule.kind(f) == "whole":
+            why = f"needs all of {f!r}" if f and not rule.reshapes else NO_PLACE
+            demands.append(Demand(node, i, f, "whole", shards[i], stays, why))
+        elif rule.kind(f) == "scan" and not (n == 1 and own.frame.exact(1)):
             demands.append(Demand(node, i, f, "scan", shards[i], stays, SCANNED))
         elif rule.kind(f) == "attend":
             demands.append(Demand(node, i, f, "attend", shards[i], stays, "attention mixes the sequence"))
-        elif kept is None or f != sharded[kept] or not same_place(call, i, shards[i], shards[kept], n):
+        elif base is None or f != factor or not _same_place(call, rule, i, f, own, base, n):
             why = f"operand {kept} is sharded otherwise"
             demands.append(Demand(node, i, f, "align", shards[i], stays, why))
-    if kept is None:
-        return Step(None, (REPLICATE,) * len(rule.results), tuple(demands))
-    return _run(call, rule, have, sharded[kept], shards[kept], n, tuple(demands))
+    if base is not None:
+        return _run(call, rule, have, factor, base, n, tuple(demands))
+    lent = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
+    return Step(tuple(have) if lent else None, (REPLICATE,) * len(rule.results), tuple(demands))
+
+
+def _same_place(call: Call, rule: Factors, i: int, factor: str, have: Shard, base: Shard, n: int) -> bool:
+    """Do an operand's shards of the factor hold the positions that those in `base` do?"""
+    extent = call.shape(i)[have.dim] if factor in rule.operands[i] else rule.extents[factor]
+    return have.matches(base) or have.matches(_scaled(base, have.dim, extent, n) or base)
 
 
 def _slide(call: Call, rule: Factors, have: Sequence[Placement], base: Shard, n: int) -> Step:
@@ -200,7 +206,7 @@ def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
 
     def worth(i: int) -> tuple[int, int, int]:
         rank = {"pass": 3, "attend": 2}.get(rule.kind(sharded[i]), 1)
-        in_result = any(sharded[i] in dims for dims in rule.results)
+        in_result = any(sharded[i] in flat(dims) for dims in rule.results)
         return (int(in_result), rank, typical(product(call.shape(i))))
 
     candidates = [i for i, f in sharded.items() if f and rule.kind(f) != "whole"]
@@ -218,12 +224,16 @@ def _run(
     demands: tuple[Demand, ...],
 ) -> Step:
     """Run the node on shards of `factor`: place the operands and the results."""
-    wants = [located(base, d, call.shape(i), factor, n) or SUMMAND for i, d in enumerate(rule.operands)]
-    results = [located(base, d, s, factor, n) for d, s in zip(rule.results, call.result_shapes())]
+    wants: list[Placement] = [
+        located(rule, base, d, call.shape(i), factor, n) or SUMMAND for i, d in enumerate(rule.operands)
+    ]
+    results = [located(rule, base, d, s, factor, n) for d, s in zip(rule.results, call.result_shapes())]
     named = zip((*rule.operands, *rule.results), (*wants, *results))
-    if any(factor in dims and not isinstance(placed, Shard) for dims, placed in named):
+    if any(factor in flat(dims) and not isinstance(placed, Shard) for dims, placed in named):
         why = f"the sizes of {factor!r} are not provably those of one sequence"
         return all_whole(call.node, have, "align", why, len(results))
+    for i in rule.lenders:
+        wants[i] = have[i]
     lost = REPLICATE if rule.kind(factor) == "attend" else Partial()
     if rule.kind(factor) in ("mean", "total"):
         demands += tuple(
@@ -252,14 +262,14 @@ def _as_mask(node: Node, user: Node) -> bool:
     if found is None:
         return False
     call, rule = found
-    if not isinstance(rule, Factors):
+    if rule is None:
         return False
     at = [i for i, operand in enumerate(call.operands) if operand is node]
     return bool(at) and all(i in rule.masks for i in at)
 
 
 INVARIANT = "it runs alike on every rank, so the gradient it sends back is whole on every rank"
-Declines = Callable[[Call, Rule | None, Sequence[Placement]], str | None]
+Declines = Callable[[Call, Factors | None, Sequence[Placement]], str | None]
 
 
 def propagate(
@@ -361,25 +371,23 @@ def _agreed(node: Node) -> bool:
 def _step(
     axes: Axes,
     node: Node,
-    found: tuple[Call, Rule | None] | None,
+    found: tuple[Call, Factors | None] | None,
     have: Sequence[Placement],
     n: int,
     keep_whole: bool,
 ) -> Step:
     call, rule = found if found is not None else (None, None)
     results = max(1, len(call.results())) if call is not None else 1
-    if call is not None and isinstance(rule, Factors) and rule.wants is not None:
+    if call is not None and rule is not None and rule.wants is not None:
         return as_spelt(call, rule, have)
     if not any(isinstance(p, Shard) for p in have):
-        begun = None
-        if call is not None and isinstance(rule, Factors) and not keep_whole:
-            begun = start(axes, call, rule, n)
+        begun = (
+            start(axes, call, rule, n) if call is not None and rule is not None and not keep_whole else None
+        )
         return begun or Step(None, (REPLICATE,) * results)
     if call is None or rule is None:
         return all_whole(node, have, "no rule", _no_rule(node), results)
-    if isinstance(rule, Factors):
-        return through_factors(call, rule, have, n)
-    return through_movement(call, rule, have)
+    return through_factors(call, rule, have, n)
 
 
 def _no_rule(node: Node) -> str:
@@ -387,6 +395,6 @@ def _no_rule(node: Node) -> str:
     return "its result is changed in place" if is_written(node) else why
 
 
-def _takes_varying(found: tuple[Call, Rule | None] | None, have: Sequence[Placement]) -> bool:
-    wants = found[1].wants if found is not None and isinstance(found[1], Factors) else None
+def _takes_varying(found: tuple[Call, Factors | None] | None, have: Sequence[Placement]) -> bool:
+    wants = found[1].wants if found is not None and found[1] is not None else None
     return wants is not None and all(w == VARYING for w, p in zip(wants, have) if p == VARYING)

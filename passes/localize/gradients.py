@@ -21,8 +21,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import size
 from sp_compile.sharding.placement import REPLICATE, Placement, Plan, Replicate, Shard
-from sp_compile.sharding.reshape import Reshape, Window
-from sp_compile.sharding.rule import Factors, lookup, transfer_of
+from sp_compile.sharding.rule import lookup, transfer_of
 from sp_compile.sharding.rules.pointwise import SMOOTH
 from sp_compile.sharding.windows import ON_SHARDS
 
@@ -136,5 +135,4 @@ def _reads_constants(node: Node) -> bool:
 def _is_smooth(node: Node) -> bool:
     found = lookup(node)
     rule = found[1] if found is not None else None
-    moves = isinstance(rule, (Reshape, Window)) or (isinstance(rule, Factors) and rule.lazy)
-    return moves or node.target in SMOOTH
+    return (rule is not None and rule.lazy) or node.target in SMOOTH

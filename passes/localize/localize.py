@@ -26,7 +26,6 @@ from sp_compile.graph.sizes import Size, Sizes, size
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Settings
 from sp_compile.sharding.placement import Partial, Placement, Plan, Replicate, Shard
-from sp_compile.sharding.reshape import Reshape, Window
 from sp_compile.sharding.rule import Factors, lookup
 
 from .gradients import buckets, differentiable_nodes, enters_shards, lifted_nodes, stays_smooth
@@ -163,27 +162,26 @@ class _Localizer:
         call, rule = found
         wants = self.plan.wants[node]
         operands = [self._convert(o, w, node) for o, w in zip(call.operands, wants)]
-        if isinstance(rule, Window) and self._on_sequence(rule, wants[0]):
+        if rule is None:  # an exchange
+            self._keep(node, self._rebuilt(call, operands))
+        elif rule.spans and isinstance(wants[0], Shard) and wants[0].dim == rule.window:
             self._cut(node, operands[0])
-            return
-        if isinstance(rule, Factors) and rule.alias:
+        elif rule.alias:
             self.env[node] = operands[0]
-            return
-        if isinstance(rule, Reshape):
-            shape = self._local_shape(node)
-            self._keep(node, self._call(aten.reshape.default, (operands[0], shape), node, name=node.name))
-            return
-        if isinstance(rule, Factors):
+        elif rule.reshapes:
+            args = (operands[0], self._local_shape(node))
+            self._keep(node, self._call(aten.reshape.default, args, node, name=node.name))
+        else:
             operands = self._masked(call, rule, operands, wants)
-        changed = {}
-        if isinstance(rule, Factors) and rule.sizes and isinstance(self.plan.of(node), Shard):
-            changed[rule.sizes] = self._local_shape(node)
+            changed = {}
+            if rule.sizes and isinstance(self.plan.of(node), Shard):
+                changed[rule.sizes] = self._local_shape(node)
+            self._keep(node, self._rebuilt(call, operands, **changed))
+
+    def _rebuilt(self, call: Call, operands: list[Node], **changed: Any) -> Node:
         args, kwargs = call.rebuild(operands, **changed)
         args, kwargs = torch.fx.map_arg((args, kwargs), lambda a: self.env.get(a, a))
-        self._keep(node, self._call(node.target, args, node, kwargs, node.name))
-
-    def _on_sequence(self, rule: Window, have: Placement) -> bool:
-        return isinstance(have, Shard) and have.dim == rule.dim
+        return self._call(call.node.target, args, call.node, kwargs, call.node.name)
 
     def _cut(self, node: Node, local: Node) -> None:
         """A shorter window is the same local value, unless the rows that it cuts off could spoil a gradient."""

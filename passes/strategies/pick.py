@@ -16,7 +16,6 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, same
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand
-from sp_compile.sharding.reshape import Window
 from sp_compile.sharding.rule import lookup
 
 aten = torch.ops.aten
@@ -55,7 +54,7 @@ class Pick(Rewrite):
 def _row(node: Node) -> Size | None:
     """The position of a slice of one row."""
     found = lookup(node) if node.target is aten.slice.Tensor else None
-    if found is None or not isinstance(found[1], Window) or found[1].spans is None:
+    if found is None or found[1] is None or not found[1].spans:
         return None
     ((start, length),) = found[1].spans
     return start if same(length, 1) else None

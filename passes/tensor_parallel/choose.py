@@ -13,8 +13,9 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, product, quotient, same, sizes, typical
 from sp_compile.sharding.axes import Atom, Axes
+from sp_compile.sharding.factors import flat
 from sp_compile.sharding.placement import Frame, Placement, Plan, Replicate, Shard
-from sp_compile.sharding.rule import Factors, Rule, lookup, transfer_of
+from sp_compile.sharding.rule import Factors, lookup, transfer_of
 
 from .varying import contracts, differing, moved_from, moves, wait_of
 
@@ -89,34 +90,34 @@ def _of_linear(node: Node) -> bool:
             continue
         seen.add(node)
         rule = found[1]
-        if isinstance(rule, Factors) and contracts(rule):
+        if rule is not None and contracts(rule):
             return True
-        if not isinstance(rule, Factors) or not _sums(rule):
+        if rule is None or rule.reshapes or not _sums(rule):
             waiting.extend(found[0].operands)
     return False
 
 
 def _sums(rule: Factors) -> bool:
-    kept = {f for dims in rule.results for f in dims}
-    return any(f and f not in kept for dims in rule.operands for f in dims)
+    kept = {f for dims in rule.results for f in flat(dims)}
+    return any(f not in kept for dims in rule.operands for f in flat(dims))
 
 
-def declined(call: Call, rule: Rule | None, have: Sequence[Placement]) -> str | None:
+def declined(call: Call, rule: Factors | None, have: Sequence[Placement]) -> str | None:
     """Why a product had better run on all rows: its operands are less to gather than its result to exchange.
 
     A result on shards may have to be gathered later, and a sum over rows is all-reduced, which is twice its bytes.
     """
-    if not isinstance(rule, Factors):
+    if rule is None:
         return None
     if _makes_one_number(call, rule):
         return "the last layer's result is whole: what becomes one number has no rows to share"
     if not contracts(rule):
         return None
-    shards = {i: p.dim for i, p in enumerate(have) if isinstance(p, Shard)}
+    shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
     read = sum(_count(call.operands[i].meta["val"]) for i in shards)
     made = sum(map(_count, call.results()))
-    kept = {f for dims in rule.results for f in dims}
-    lost = any(rule.operands[i][dim] not in kept for i, dim in shards.items())
+    kept = {f for dims in rule.results for f in flat(dims)}
+    lost = any(rule.inside(rule.operands[i], p)[0] not in kept for i, p in shards.items())
     if (2 * made if lost else made) > read:
         return "its operands are less to gather than its result would be to " + ("sum" if lost else "gather")
     return None

@@ -20,7 +20,6 @@ from torch.fx import GraphModule, Node
 from sp_compile.config import Ranks
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.sizes import sizes
-from sp_compile.sharding.reshape import Window
 from sp_compile.sharding.rule import lookup
 
 from .varying import group_of, wait_of
@@ -60,9 +59,9 @@ def _slices(gm: GraphModule, n: int) -> Iterator[RowBlock]:
     """Every piece of 1/n of a dim."""
     for node in gm.graph.nodes:
         found = lookup(node) if node.op == "call_function" else None
-        if found is None or not isinstance(found[1], Window) or found[1].spans is None:
+        if found is None or found[1] is None or found[1].window is None:
             continue
-        source, dim, spans = found[0].operands[0], found[1].dim, found[1].spans
+        source, dim, spans = found[0].operands[0], found[1].window, found[1].spans
         pieces = [(node, spans[0])] if is_tensor(node) else [(u, spans[u.args[1]]) for u in node.users]
         extent = sizes(source.meta["val"].shape)[dim]
         for piece, (start, length) in pieces:
@@ -125,7 +124,7 @@ def _joined(wait: Node, n: int) -> tuple[Node, int]:
     """What a gather along another dim than 0 becomes: the blocks, in order, side by side."""
     users = list(wait.users)
     found = lookup(users[0]) if len(users) == 1 else None
-    if found is None or not isinstance(found[1], Window) or found[1].dim or len(found[1].spans or ()) != n:
+    if found is None or found[1] is None or found[1].window != 0 or len(found[1].spans) != n:
         return wait, 0
     pieces = {u.args[1]: u for u in users[0].users if u.target is operator.getitem}
     ends = {user for piece in pieces.values() for user in piece.users}

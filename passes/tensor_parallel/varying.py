@@ -19,8 +19,8 @@ from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.record import mark, record
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes
+from sp_compile.sharding.factors import flat
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement
-from sp_compile.sharding.reshape import Reshape
 from sp_compile.sharding.rule import Factors, lookup, transfer_of
 from sp_compile.spmd.grid import Grid
 from sp_compile.spmd.inputs import Facts
@@ -180,7 +180,7 @@ def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
     """Inputs that contractions multiply by and that have no token in any dim."""
     for node in gm.graph.nodes:
         found = lookup(node)
-        if found is not None and isinstance(found[1], Factors) and contracts(found[1]):
+        if found is not None and found[1] is not None and contracts(found[1]):
             for operand in found[0].operands:
                 source = moved_from(operand)
                 if source.op in ("placeholder", "get_attr") and source.meta["val"].ndim > 1:
@@ -191,8 +191,8 @@ def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
 
 def contracts(rule: Factors) -> bool:
     """Is it a product that sums over a factor of two operands?"""
-    kept = {f for dims in rule.results for f in dims}
-    named = [f for dims in rule.operands for f in set(dims) if f and f not in kept]
+    kept = {f for dims in rule.results for f in flat(dims)}
+    named = [f for dims in rule.operands for f in flat(dims) if f not in kept]
     return len(named) > len(set(named))
 
 
@@ -202,7 +202,7 @@ def moves(node: Node) -> bool:
     if found is None or len(found[0].operands) != 1:
         return False
     rule = found[1]
-    return isinstance(rule, Reshape) or (isinstance(rule, Factors) and (rule.lazy or _is_cast(node)))
+    return rule is not None and (_is_cast(node) or (rule.lazy and not rule.spans))
 
 
 def _is_cast(node: Node) -> bool:

@@ -7,6 +7,7 @@ Turns symbolic sizes into graph nodes: `S*B` becomes sym_size and mul nodes over
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from functools import lru_cache
@@ -74,6 +75,23 @@ def _symbolic_quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
     numerator, denominator = q.as_numer_denom()
     integral = all(c.is_Integer for c in sympy.expand(numerator).as_coefficients_dict().values())
     return size(q) if denominator == 1 and integral else None
+
+
+def gcd(a: Size, b: Size) -> Size:
+    """The greatest common divisor, as far as it can be proved; of symbolic sizes that of the polynomials."""
+    if isinstance(a, int) and isinstance(b, int):
+        return math.gcd(a, b)
+    if quotient(b, a) is not None:
+        return a
+    if quotient(a, b) is not None:
+        return b
+    return size(sympy.gcd(a, b))
+
+
+def lcm(a: Size, b: Size) -> Size:
+    """The least common multiple, by `gcd`."""
+    found = quotient(a * b, gcd(a, b))
+    return a * b if found is None else found
 
 
 def ceil_div(a: Size, n: int) -> Size:

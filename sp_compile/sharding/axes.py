@@ -8,7 +8,7 @@ hidden size. Slices keep the class with another size, because a window of a sequ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
@@ -19,9 +19,10 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, same, size, sizes, typical
 
 from .attention import attending_nodes
+from .factors import Dims, Factors, parts
 from .placement import Frame, Shard
-from .reshape import Reshape, Window
-from .rule import Factors, Rule, lookup, transfer_of
+from .reshape import reshaping
+from .rule import lookup, transfer_of
 
 
 @dataclass(frozen=True)
@@ -113,72 +114,57 @@ def _join_vectors(axes: Axes, call: Call) -> None:
             axes.join(axes.dims[vector, 0][-1], axes.dims[call.operands[operand], 0][-2])
 
 
-def _name_results(axes: Axes, call: Call, rule: Rule) -> None:
-    operands = [axes.dims[n, 0] for n in call.operands]
-    shapes = call.result_shapes()
-    if isinstance(rule, Factors):
-        _name_factors(axes, call.node, operands, rule, shapes)
-    elif isinstance(rule, Reshape):
-        axes.dims[call.node, 0] = _regroup(axes, operands[0], shapes[0])
-    elif isinstance(rule, Window):
-        for i, shape in enumerate(shapes):
-            axes.dims[call.node, i] = tuple(
-                _resize(axes, dim, shape[d]) if d == rule.dim else dim for d, dim in enumerate(operands[0])
-            )
+def _name_results(axes: Axes, call: Call, rule: Factors) -> None:
+    """The dims of the results are made of the factors that the operands' dims are made of."""
+    known: dict[str, Dim] = {}
+    for i, operand in enumerate(call.operands):
+        if i in rule.lenders:
+            continue
+        for dim, f in _factors(axes, operand, rule, rule.operands[i]):
+            if f in known:
+                axes.join(dim, known[f])
+            if f not in known or len(dim) > len(known[f]):  # the finer naming tells more
+                known[f] = dim
+    for i, (shape, dims) in enumerate(zip(call.result_shapes(), rule.results)):
+        axes.dims[call.node, i] = tuple(_result(axes, known, d, rule, s) for s, d in zip(shape, dims))
 
 
-def _resize(axes: Axes, dim: Dim, new: Size) -> Dim:
-    if len(dim) != 1 or same(new, 1):
-        return dim if same(product(a.size for a in dim), new) else (axes.fresh(new),)
-    return (Atom(dim[0].name, new),)
+def _factors(axes: Axes, operand: Node, rule: Factors, dims: Dims) -> Iterator[tuple[Dim, str]]:
+    """Every factor of a value, and the atoms that it is made of."""
+    for dim, name in zip(axes.dims[operand, 0], dims):
+        if name[:1] == "(":
+            yield from zip(_split(axes, dim, [rule.extents[f] for f in parts(name)]), parts(name))
+        elif name:
+            yield dim, name
 
 
-def _name_factors(
-    axes: Axes, node: Node, operands: list[tuple[Dim, ...]], rule: Factors, shapes: Iterable[tuple[Size, ...]]
-) -> None:
-    named: dict[str, Dim] = {}
-    for dims, names in zip(operands, rule.operands):
-        for dim, f in zip(dims, names):
-            if not f:
-                continue
-            if f in named:
-                axes.join(dim, named[f])
-                if len(dim) > len(named[f]):  # the finer naming tells more
-                    named[f] = dim
-            else:
-                named[f] = dim
-    for i, (shape, names) in enumerate(zip(shapes, rule.results)):
-        axes.dims[node, i] = tuple(_passed(axes, named.get(f), f, rule, s) for s, f in zip(shape, names))
+def _split(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
+    """The atoms of each factor of a dim; a factor that would cut an atom gets a fresh one."""
+    atoms = [a for a in dim if not same(a.size, 1)]
+    ours = reshaping(tuple(a.size for a in atoms), tuple(extents))
+    owner = dict(zip(ours.operands[0], atoms))
+    for name, extent in zip(ours.results[0], extents):
+        found = [owner.get(f) for f in parts(name)]
+        yield tuple(a for a in found if a) if found and all(found) else (axes.fresh(extent),)
+
+
+def _result(axes: Axes, known: Mapping[str, Dim], name: str, rule: Factors, new: Size) -> Dim:
+    """What a dim is called in a result: by its factors, those that are there in full."""
+    if name[:1] != "(":
+        return _passed(axes, known.get(name), name, rule, new)
+    each = (_passed(axes, known.get(f), f, rule, rule.extents[f]) for f in parts(name))
+    return tuple(a for dim in each for a in dim if not same(a.size, 1)) or (axes.fresh(new),)
 
 
 def _passed(axes: Axes, dim: Dim | None, factor: str, rule: Factors, new: Size) -> Dim:
-    """What a factor of an operand is called in a result."""
-    if dim is not None and same(product(a.size for a in dim), new):
+    """What a factor of an operand is called in a result; a window of a sequence is still that sequence."""
+    if dim is None:
+        return (axes.fresh(new),)
+    rows = product(a.size for a in dim)
+    if same(rows, new):
         return dim
-    if dim is not None and factor in rule.slides and rule.slides[factor].fits(product(a.size for a in dim)):
-        return _resize(axes, dim, new)
-    return (axes.fresh(new),)
-
-
-def _regroup(axes: Axes, before: tuple[Dim, ...], after: tuple[Size, ...]) -> tuple[Dim, ...]:
-    """Deal the atoms, in order, to the dims of the new shape; a dim that would cut an atom gets a fresh one."""
-    atoms = [a for dim in before for a in dim if not same(a.size, 1)]
-    out: list[Dim] = []
-    for extent in after:
-        taken: list[Atom] = []
-        while atoms and not same(product(a.size for a in taken), extent):
-            if _exceeds(product(a.size for a in (*taken, atoms[0])), extent):
-                break
-            taken.append(atoms.pop(0))
-        if same(product(a.size for a in taken), extent):
-            out.append(tuple(taken) if taken else (axes.fresh(extent),))
-        else:  # a split atom: nothing to its right can be told apart any more
-            return (*out, *((axes.fresh(s),) for s in after[len(out) :]))
-    return tuple(out)
-
-
-def _exceeds(total: Size, extent: Size) -> bool:
-    return isinstance(total, int) and isinstance(extent, int) and total > extent
+    follows = rule.kind(factor) == "window" or (factor in rule.slides and rule.slides[factor].fits(rows))
+    return (Atom(dim[0].name, new),) if follows and len(dim) == 1 and not same(new, 1) else (axes.fresh(new),)
 
 
 def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None) -> None:
@@ -247,13 +233,12 @@ def _scanned(gm: GraphModule, axes: Axes) -> Evidence:
 def _calls(gm: GraphModule) -> Iterable[tuple[Call, Factors]]:
     for node in gm.graph.nodes:
         found = lookup(node)
-        if found is not None and isinstance(found[1], Factors):
+        if found is not None and found[1] is not None:
             yield found[0], found[1]
 
 
 def _classified(axes: Axes, call: Call, rule: Factors) -> Iterable[tuple[Dim, str]]:
-    """Every dim of the operands that has a name, and its kind."""
-    for operand, names in zip(call.operands, rule.operands):
-        for dim, f in zip(axes.dims[operand, 0], names):
-            if f:
-                yield dim, rule.kind(f)
+    """Every factor of the operands, and its kind."""
+    for operand, dims in zip(call.operands, rule.operands):
+        for dim, f in _factors(axes, operand, rule, dims):
+            yield dim, rule.kind(f)

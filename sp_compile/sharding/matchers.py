@@ -29,8 +29,8 @@ from sp_compile.graph.closure import closure
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, same, size, sizes
 
-from .reshape import Reshape, Window
-from .rule import Factors, Rule, lookup
+from .factors import Factors, flat
+from .rule import lookup
 from .windows import slides_of
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ PADS = (aten.constant_pad_nd.default, aten.pad.default)
 NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
 
 
-def _movement(node: Any) -> tuple[Node, Rule] | None:
+def _movement(node: Any) -> tuple[Node, Factors] | None:
     """The operand whose elements are all that the result has, and the rule that says where they go."""
     found = lookup(node) if is_tensor(node) else None
     if found is None or node.target.namespace != "aten" or NO_MOVES.match(str(node.target)[5:]):
@@ -62,7 +62,7 @@ def _movement(node: Any) -> tuple[Node, Rule] | None:
     lent = [
         x for x in call.operands[1:] if x is not call.get("other")
     ]  # view_as, type_as: its shape, its dtype
-    moves = isinstance(rule, Reshape | Window) or (isinstance(rule, Factors) and rule.lazy and not rule.kinds)
+    moves = rule is not None and rule.lazy and (rule.reshapes or rule.spans or not rule.kinds)
     return (call.operands[0], rule) if moves and rule is not None and not lent else None
 
 
@@ -116,15 +116,12 @@ def order_of(node: Any) -> tuple[int, ...] | None:
     return _order(node, *found) if found is not None and _alike(found[0], node) else None
 
 
-def _order(node: Node, source: Node, rule: Rule) -> tuple[int, ...] | None:
-    if isinstance(rule, Factors):
-        before, after = rule.operands[0], rule.results[0]
-        return (
-            tuple(before.index(f) for f in after)
-            if "" not in before and sorted(before) == sorted(after)
-            else None
-        )
-    return tuple(range(len(_shape(node)))) if _same_shape(source, node) else None
+def _order(node: Node, source: Node, rule: Factors) -> tuple[int, ...] | None:
+    before, after = rule.operands[0], rule.results[0]
+    if rule.reshapes or rule.spans:
+        return tuple(range(len(after))) if _same_shape(source, node) else None
+    permuted = "" not in before and sorted(before) == sorted(after)
+    return tuple(before.index(f) for f in after) if permuted else None
 
 
 def keeps_order(node: Any) -> bool:
@@ -133,10 +130,8 @@ def keeps_order(node: Any) -> bool:
     if found is None or not _alike(found[0], node):
         return False
     source, rule = found
-    if isinstance(rule, Factors):
-        kept = ([f for f in dims if f] for dims in (rule.operands[0], rule.results[0]))
-        return operator.eq(*kept) and same(product(_shape(source)), product(_shape(node)))
-    return isinstance(rule, Reshape) or _same_shape(source, node)
+    kept = flat(rule.operands[0]) == flat(rule.results[0])
+    return rule.reshapes or (kept and same(product(_shape(source)), product(_shape(node))))
 
 
 def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
@@ -145,19 +140,13 @@ def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | 
     if found is None:
         return None
     source, rule = found
-    if isinstance(rule, Factors):
-        place = {f: c for f, c in zip(rule.results[0], at) if f}
-        return source, tuple(place.get(f, 0) for f in rule.operands[0])
-    if isinstance(rule, Window):
-        if rule.spans is None:
-            return None
-        return source, (*at[: rule.dim], at[rule.dim] + rule.spans[0][0], *at[rule.dim + 1 :])
-    moved = [(s, c) for s, c in zip(_shape(node), at) if s != 1]  # dims of size 1 come and go
-    kept = [s for s in _shape(source) if s != 1]
-    if len(kept) != len(moved) or not all(same(a, b) for a, (b, _) in zip(kept, moved)):
+    place = {f: c for f, c in zip(rule.results[0], at) if f}
+    if any(f and f not in place for f in rule.operands[0]):  # a dim that is split or merged
         return None
-    rest = iter(c for _, c in moved)
-    return source, tuple(0 if s == 1 else next(rest) for s in _shape(source))
+    coords = [place.get(f, 0) for f in rule.operands[0]]
+    if rule.window is not None:
+        coords[rule.window] += rule.spans[0][0]
+    return source, tuple(coords)
 
 
 def in_order(node: Node) -> Node:
@@ -285,8 +274,8 @@ def piece_of(node: Any) -> Piece | None:
     if found is None or not isinstance(which, int) or which < 0:
         return None
     call, rule = found
-    if isinstance(rule, Window):
-        return Piece(call.operands[0], rule.dim, *rule.spans[which]) if rule.spans is not None else None
+    if rule is not None and rule.window is not None:
+        return Piece(call.operands[0], rule.window, *rule.spans[which])
     if of.target in (aten.select.int, aten.unbind.int):
         at = size(call["index"]) if of.target is aten.select.int else which
         start = _from_front(at, call.shape()[call.dim()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile.errors import SpError
+from sp_compile.graph.call import Call
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import Frame, Shard
-from sp_compile.sharding.reshape import Reshape, Window, move
-from sp_compile.sharding.rule import POINTWISE, Factors, Rule, lookup, registered, rule
+from sp_compile.sharding.reshape import reshaping
+from sp_compile.sharding.rule import POINTWISE, Factors, Pattern, lookup, registered, rule
 
 aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")
@@ -99,27 +101,10 @@ def test_the_check_finds_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {o.factor for o in brute.outcomes(op, args, kwargs) if o.kind in RUNS and o.error} == {factor}
 
 
-def show(rule_: Rule | None) -> str:
-    if rule_ is None:
-        return "none"
-    if isinstance(rule_, Reshape):
-        return f"reshape {list(rule_.before)} -> {list(rule_.after)}"
-    if isinstance(rule_, Window):
-        return f"window of dim {rule_.dim}: {', '.join(f'{start}+{length}' for start, length in rule_.spans or ())}"
-    sides = [
-        ", ".join(" ".join(f or "1" for f in dims) for dims in side)
-        for side in (rule_.operands, rule_.results)
-    ]
-    kinds: dict[str, list[str]] = {}
-    for factor, kind in rule_.kinds.items():
-        kinds.setdefault(kind, []).append(factor)
-    options = [f"{kind}={' '.join(factors)}" for kind, factors in kinds.items()]
-    options += [
-        f"{name}={value}"
-        for name in ("sizes", "pad", "masks")
-        if (value := getattr(rule_, name)) not in (None, ())
-    ]
-    return "; ".join([" -> ".join(sides), *options, *(["lazy"] if rule_.lazy else [])])
+def show(rule_: Factors | None) -> str:
+    """The text, and the rows of windows, which are no part of it."""
+    spans = ", ".join(f"{start}+{length}" for start, length in rule_.spans) if rule_ else ""
+    return f"{rule_}; {spans}" if spans else str(rule_ or "none")
 
 
 def test_table() -> None:
@@ -140,6 +125,19 @@ def test_table() -> None:
         ("a b -> a b", {"full": "b"}, r"unknown option \['full'\]; known: sum, mean"),
         ("a b -> a", {"sum": "c"}, r"'c' is classified but names no dim"),
         ("a b", {}, "no '->' between operands and results"),
+        ("a -> a -> a", {}, "more than one '->' between operands and results"),
+        ("a (b c -> a b c", {}, r"no \) after \( in 'a \(b c'"),
+        ("a b) -> a b", {}, r"no \( before \) in 'a b\)'"),
+        ("(a (b c)) -> a b c", {}, r"a group in a group in '\(a \(b c\)\)'"),
+        ("a () -> a", {}, r"a group without factors in 'a \(\)'"),
+        ("(a ...) -> a ...", {}, r"'\.\.\.' can not be part of a group, as in '\(a \.\.\.\)'"),
+        ("a (b 1) -> a b", {}, r"'1' can not be part of a group"),
+        ("... a ... -> a", {}, r"\['\.\.\.'\] stand twice in '\.\.\. a \.\.\.'"),
+        ("a (b a) -> a b", {}, r"\['a'\] stand twice in 'a \(b a\)'"),
+        ("a b* -> a b", {}, r"'\*' is no name of a factor; names are letters, digits and _"),
+        ("a 2b -> a 2b", {}, r"'2b' is no name of a factor"),
+        ("a -> a; pad=first", {}, "'first' is no value for pad"),
+        ("(a b) -> (b a)", {}, r"the sizes of \['a', 'b'\] follow from no dim"),
     ],
 )
 def test_refused_texts(text: str, options: dict[str, Any], message: str) -> None:
@@ -152,6 +150,36 @@ def test_factors_built_by_hand_are_held_to_the_same() -> None:
         Factors((("n", "i"),), (("n",),))
     assert Factors((("n",),), (("n", "new"),)).kind("new") == "whole"
     assert Factors((("n",),), (("n", "new"),), sizes="size").kind("new") == "pass"
+
+
+def test_a_text_is_its_rule() -> None:
+    """What `str` prints is read again: at the same call, but for what the call itself spells, it is the same rule."""
+    read = 0
+    for op in RULES:
+        for args, kwargs in samples_of(op):
+            call, one = lookup(brute.node_of(op, args, kwargs)[0])
+            if one is None or one.wants is not None:
+                continue
+            again = Pattern.parse(str(one)).at(call)
+            spelt = {"slides": one.slides, "spans": one.spans, "normalises": one.normalises}
+            assert again is not None, str(one)
+            assert replace(again, **spelt) == one, str(one)
+            read += 1
+    assert read > 500
+
+
+def test_groups_take_sizes_from_the_call() -> None:
+    x = samples.f(6, 4)
+    node, _ = brute.node_of(aten.view.default, (x, [2, 3, 4]), {})
+    call = Call(node)
+    found = Pattern.parse("(b s) d -> b s d", lazy=True).at(call)
+    assert found.extents == {"b": 2, "s": 3}
+    assert Pattern.parse("a b c d -> (a b c) d").at(call) is None, "another number of dims"
+    assert Pattern.parse("(b s) d -> b d s").at(call) is None, "sizes of which the operand is no product"
+    shard = Shard(0, Frame.full(3), outer=2)
+    assert found.inside(found.operands[0], shard) == ("s", Shard(0, Frame.full(3)))
+    assert found.outside("(b s)", "s", Shard(0, Frame.full(3))) == shard
+    assert found.inside(found.operands[0], Shard(0, Frame.full(6)))[0] == ""
 
 
 @st.composite
@@ -181,7 +209,7 @@ def test_reshape_finds_a_sequence_again(case: tuple[list[int], list[int], list[i
     for at, length in enumerate(atoms):
         outer = torch.Size(atoms[:at]).numel()
         home = _home(before, outer, length)
-        moved = move(Reshape(tuple(before), tuple(after)), home) if length > 1 else ()
+        moved = brute.move(reshaping(tuple(before), tuple(after)), home) if length > 1 else ()
         assert moved is not None, f"{length} of {atoms} is whole in both {before} and {after}"
 
 
@@ -209,13 +237,13 @@ def nodes(function: Callable[..., Any], *args: Any) -> list[Node]:
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (lambda x: x[:, 1:], "window of dim 1: 1+s1 - 1"),
-        (lambda x: x[:, :-1], "window of dim 1: 0+s1 - 1"),
-        (lambda x: x[:, 1:-2], "window of dim 1: 1+s1 - 3"),
-        (lambda x: x[:, -3:], "window of dim 1: s1 - 3+3"),
-        (lambda x: x[:, 2:5], "window of dim 1: 2+3"),
+        (lambda x: x[:, 1:], "d0 d1 d2 -> d0 d1 d2; window=d1; lazy; 1+s1 - 1"),
+        (lambda x: x[:, :-1], "d0 d1 d2 -> d0 d1 d2; window=d1; lazy; 0+s1 - 1"),
+        (lambda x: x[:, 1:-2], "d0 d1 d2 -> d0 d1 d2; window=d1; lazy; 1+s1 - 3"),
+        (lambda x: x[:, -3:], "d0 d1 d2 -> d0 d1 d2; window=d1; lazy; s1 - 3+3"),
+        (lambda x: x[:, 2:5], "d0 d1 d2 -> d0 d1 d2; window=d1; lazy; 2+3"),
         (lambda x: x[:, ::2], "d0 d1 d2 -> d0 sliced1 d2; whole=d1 sliced1; lazy"),
-        (lambda x: x.reshape(-1, x.shape[2]), "reshape [s0, s1, s2] -> [s0*s1, s2]"),
+        (lambda x: x.reshape(-1, x.shape[2]), "d0 d1 d2 -> (d0 d1) d2; lazy; reshapes"),
         (lambda x: x[:, None].expand(-1, 7, -1, -1), "d0 1 d2 d3 -> d0 d1 d2 d3; sizes=size; lazy"),
         (lambda x: x.sum(1, keepdim=True), "d0 d1 d2 -> d0 1 d2; sum=d1"),
         (lambda x: x + x[:, :1], "~2 ~1 ~0, ~2 1 ~0 -> ~2 ~1 ~0"),
@@ -247,5 +275,6 @@ def symbols_renamed(text: str, like: Node) -> str:
 def test_windows(
     shard: Shard, spans: tuple[tuple[int, int], ...], expected: tuple[Frame, ...] | None
 ) -> None:
-    moved = move(Window(1, spans), shard)
+    dims = ("a", "b")
+    moved = brute.move(Factors((dims,), (dims,) * len(spans), {"b": "window"}, spans=spans), shard)
     assert (moved and tuple(m.frame for m in moved)) == expected

@@ -27,8 +27,7 @@ from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, quotient, same, sizes
 from sp_compile.sharding.matchers import is_copy
-from sp_compile.sharding.reshape import Window
-from sp_compile.sharding.rule import Factors, lookup
+from sp_compile.sharding.rule import lookup
 
 from .steps import NotALoop
 
@@ -244,7 +243,7 @@ def _pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | 
     """Ops that act on each element alone, by their rule."""
     found = lookup(node)
     rule = found[1] if found is not None else None
-    if not isinstance(rule, Factors) or rule.kinds or rule.sizes or len(rule.results) != 1:
+    if rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
         return None
     (result,) = rule.results
     for dims in rule.operands:
@@ -320,12 +319,8 @@ def _shifted(dim: Any, time: int, ndim: int) -> int | None:
 def _places(node: Node, time: int) -> list[int] | None:
     """Which dim of each result is dim `time` of the operand, untouched."""
     found = lookup(node)
-    if found is None:
-        return None
-    call, rule = found
-    if isinstance(rule, Window) and rule.dim != time:
-        return [time] * len(call.results())
-    if not isinstance(rule, Factors) or rule.kind(rule.operands[0][time]) != "pass":
+    rule = found[1] if found is not None else None
+    if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
         return None
     factor = rule.operands[0][time]
     if not factor or any(factor not in dims for dims in rule.results):

@@ -8,13 +8,15 @@ Shifts by known numbers are followed further in sliding.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, same, size
-from sp_compile.sharding.rule import Dims, Factors, Reshape, RuleFunction, Window, rule, rule_of
+from sp_compile.sharding.reshape import reshaping
+from sp_compile.sharding.rule import Dims, Factors, RuleFunction, rule, rule_of
 
 from ._build import bind, broadcast, dims_of, names, replaced, wrap
 
@@ -73,15 +75,17 @@ rule_of(aten.atleast_1d.default)(lambda call: bind(call, "... -> ..." if call.nd
     aten.flatten.using_ints,
     aten.ravel.default,
     aten.reshape.default,
-    aten.reshape_as.default,
     aten.unflatten.int,
     aten.view.default,
-    aten.view_as.default,
 )
-def _reshape(call: Call) -> Reshape:
-    """A second operand (view_as) only lends its shape."""
-    given = next((name for name in ("size", "shape") if name in call.args), None)
-    return Reshape(call.shape(), call.result_shapes()[0], given)
+def _reshape(call: Call) -> Factors:
+    return reshaping(call.shape(), call.result_shapes()[0])
+
+
+@rule_of(aten.reshape_as.default, aten.view_as.default)
+def _reshape_as(call: Call) -> Factors:
+    rule_ = _reshape(call)
+    return replace(rule_, operands=(*rule_.operands, *rule_.results), lenders=(1,))
 
 
 @rule_of(aten.broadcast_to.default, aten.expand.default)
@@ -206,6 +210,14 @@ def _whole_at(call: Call, at: Sequence[int], result: Dims | None = None) -> Fact
     return Factors((dims,), results, {dims[d]: "whole" for d in at if dims}, lazy=True)
 
 
+def _cut(call: Call, at: int, spans: Sequence[tuple[Size, Size]]) -> Factors:
+    """Each result is a contiguous piece: (start, length) along the dim. Tensors may say where."""
+    dims = names(call.ndim())
+    where = [names(call.ndim(i), f"where{i}_") for i in range(1, len(call.operands))]
+    kinds = {dims[at]: "window", **{f: "whole" for vector in where for f in vector}}
+    return Factors((dims, *where), (dims,) * len(spans), kinds, lazy=True, spans=tuple(spans))
+
+
 @rule_of(aten.flip.default)
 def _flip(call: Call) -> Factors:
     return _whole_at(call, [wrap(d, call.ndim()) for d in call["dims"]])
@@ -216,14 +228,14 @@ def roll(call: Call) -> Factors:
     return _whole_at(call, [wrap(d, call.ndim()) for d in call["dims"] or range(call.ndim())])
 
 
-def pad(call: Call) -> Window | Factors:
+def pad(call: Call) -> Factors:
     """Pairs (before, after) from the last dim on; a pair of zeros leaves its dim as it is, negative ones cut it."""
     widths = [size(w) for w in call["pad"]]
     ndim = call.ndim()
     pairs = {ndim - 1 - i // 2: widths[i : i + 2] for i in range(0, len(widths), 2)}
     at = [d for d, pair in pairs.items() if not all(same(w, 0) for w in pair)]
     if len(at) == 1 and all(isinstance(w, int) and w <= 0 for w in pairs[at[0]]):
-        return Window(at[0], ((-pairs[at[0]][0], call.result_shapes()[0][at[0]]),))
+        return _cut(call, at[0], [(-pairs[at[0]][0], call.result_shapes()[0][at[0]])])
     return _whole_at(call, at, replaced(names(ndim), at, "padded"))
 
 
@@ -259,7 +271,7 @@ def _unbind(call: Call) -> Factors:
 
 
 @rule_of(aten.slice.Tensor)
-def _slice(call: Call) -> Window | Factors:
+def _slice(call: Call) -> Factors:
     """A contiguous slice is a window; one with a step needs its dim whole, as does one whose place is not provable."""
     dim = call.dim()
     extent, length = call.shape()[dim], call.result_shapes()[0][dim]
@@ -271,7 +283,7 @@ def _slice(call: Call) -> Window | Factors:
         start = _start_of(call["start"], call["end"], extent, length)
     if start is None:
         return _whole_at(call, [dim], replaced(names(call.ndim()), [dim], "sliced"))
-    return Window(dim, ((start, length),))
+    return _cut(call, dim, [(start, length)])
 
 
 def _start_of(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
@@ -288,12 +300,12 @@ def _start_of(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
 
 
 @rule_of(aten.narrow.default)
-def _narrow(call: Call) -> Window | Factors:
+def _narrow(call: Call) -> Factors:
     dim, start, length = call.dim(), size(call["start"]), size(call["length"])
     extent = call.shape()[dim]
     if isinstance(start, int) and start < 0:
         start = extent + start
-    return Window(dim, ((start, length),))
+    return _cut(call, dim, [(start, length)])
 
 
 @rule_of(
@@ -307,11 +319,11 @@ def _narrow(call: Call) -> Window | Factors:
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 )
-def _split(call: Call) -> Window | Factors:
+def _split(call: Call) -> Factors:
     """Pieces lie one after the other (tensor_split by indices may overlap or leave gaps: then its dim is whole)."""
     dim = call.dim()
     lengths = [shape[dim] for shape in call.result_shapes()]
     if "indices" in call.args and not same(sum(lengths), call.shape()[dim]):
         return _whole_at(call, [dim], replaced(names(call.ndim()), [dim], "piece"))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return Window(dim, tuple(zip(starts, lengths, strict=True)))
+    return _cut(call, dim, list(zip(starts, lengths, strict=True)))

@@ -15,7 +15,7 @@ import torch
 
 from sp_compile.graph.call import Call
 from sp_compile.sharding.placement import Placement, Replicate, Shard
-from sp_compile.sharding.rule import Dims, Factors, Window, rule_of
+from sp_compile.sharding.rule import Dims, Factors, rule_of
 from sp_compile.sharding.windows import ON_SHARDS, SLIDING, slides_of
 
 from ._build import bind, names, resized_dims
@@ -112,10 +112,10 @@ _DIMS: dict[Any, Callable[[Call], Any]] = {
 
 
 @rule_of(*SLIDING)
-def _sliding(call: Call) -> Factors | Window | None:
+def _sliding(call: Call) -> Factors | None:
     """The dims that a window slides over keep their names; so they do in the result, whatever its length is."""
-    rule: Factors | Window | None = _DIMS[call.node.target](call)
-    if not isinstance(rule, Factors):
+    rule: Factors | None = _DIMS[call.node.target](call)
+    if rule is None or rule.spans:
         return rule
     operand, result, kinds, slides = rule.operands[0], list(rule.results[0]), dict(rule.kinds), {}
     for at, found in slides_of(call).items():

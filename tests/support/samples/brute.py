@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 
 import sp_compile.sharding.rules  # noqa: F401
 from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import product
+from sp_compile.sharding.factors import Dims, Factors, flat, parts
 from sp_compile.sharding.placement import Frame, Shard
-from sp_compile.sharding.reshape import Reshape, Window, move
-from sp_compile.sharding.rule import Factors, Rule, lookup
+from sp_compile.sharding.rule import lookup
 
 RANKS = (2, 3, 5)
 SUM = 2  # at::Reduction
@@ -62,22 +63,25 @@ def outcomes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[O
     call, rule = lookup(node)
     whole = [r.clone() for r in call.results()]
     check_ranks_of(call, rule)
-    if isinstance(rule, Factors):
-        yield from _factors(call, rule, operands, whole, draws(op, args, kwargs))
-    elif rule is not None:
+    if rule is None:
+        return
+    yield from _factors(call, rule, operands, whole, draws(op, args, kwargs))
+    if rule.reshapes or rule.spans:
         yield from _movement(call, rule, operands, whole)
 
 
-def check_ranks_of(call: Call, rule: Rule | None) -> None:
-    """A rule names as many dims as there are."""
-    if isinstance(rule, Factors):
-        assert [len(d) for d in rule.operands] == [call.ndim(i) for i in range(len(call.operands))], rule
-        assert [len(d) for d in rule.results] == [r.ndim for r in call.results()], rule
-        for dims in (*rule.operands, *rule.results):
-            named = [f for f in dims if f]
-            assert len(set(named)) == len(named), rule
-    elif isinstance(rule, Window) and rule.spans is not None:
-        assert len(rule.spans) == len(call.results())
+def check_ranks_of(call: Call, rule: Factors | None) -> None:
+    """A rule names as many dims as there are, and its groups are as long as they are."""
+    if rule is None:
+        return
+    shapes = [*map(call.shape, range(len(call.operands))), *call.result_shapes()]
+    assert [len(dims) for dims in (*rule.operands, *rule.results)] == [*map(len, shapes)], rule
+    assert len(rule.results) == len(call.results()), rule
+    assert not rule.spans or len(rule.spans) == len(call.results()), rule
+    for dims, shape in zip((*rule.operands, *rule.results), shapes, strict=True):
+        assert len({*flat(dims)}) == len(flat(dims)), rule
+        for dim, size in zip(dims, shape, strict=True):
+            assert len(parts(dim)) < 2 or product(rule.extents[f] for f in parts(dim)) == size, rule
 
 
 def _factors(
@@ -85,11 +89,11 @@ def _factors(
 ) -> Iterator[Outcome]:
     extents: dict[str, set[int]] = {}
     for dims, value in [*zip(rule.operands, operands, strict=True), *zip(rule.results, whole, strict=True)]:
-        for factor, size in zip(dims, value.shape, strict=True):
-            if factor:
-                extents.setdefault(factor, set()).add(size)
+        for dim, size in zip(dims, value.shape, strict=True):
+            for factor in parts(dim):
+                extents.setdefault(factor, set()).add(rule.extents[factor] if dim != factor else size)
     for (factor, sizes), n in itertools.product(extents.items(), RANKS):
-        if all(size and size % n == 0 for size in sizes):
+        if rule.kind(factor) != "window" and all(size and size % n == 0 for size in sizes):
             yield Outcome(factor, rule.kind(factor), n, _try(call, rule, operands, whole, factor, n, loose))
 
 
@@ -101,15 +105,16 @@ def _try(
     count = counted(call) if kind == "mean" and rule.pad else None
     changed = {"reduction": SUM} if count is not None else {}
     try:
-        parts = [_one_rank(call, rule, operands, whole, factor, n, rank, changed) for rank in range(n)]
+        ranks = [_one_rank(call, rule, operands, whole, factor, n, rank, changed) for rank in range(n)]
         for i, (dims, expected) in enumerate(zip(rule.results, whole, strict=True)):
-            combined = _combine([part[i] for part in parts], dims, factor, kind if count is None else "sum")
+            made = [rank[i] for rank in ranks]
+            combined = _combine(made, rule, dims, factor, kind if count is None else "sum")
             error = _compare(combined if count is None else combined / count, expected, loose)
             if error is not None:
                 return f"result {i}: {error}"
     except (RuntimeError, IndexError, ValueError) as error:
         return f"a rank fails: {str(error).splitlines()[0]}"
-    if kind == "sum":
+    if kind == "sum" and not rule.extents:
         return _padded(call, rule, operands, whole, factor)
     return None
 
@@ -155,26 +160,41 @@ def _one_rank(
     rank: int,
     changed: dict[str, Any],
 ) -> list[Tensor]:
-    local = [
-        x.chunk(n, dims.index(factor))[rank].contiguous() if factor in dims else x
-        for dims, x in zip(rule.operands, operands, strict=True)
-    ]
-    if rule.sizes and factor in rule.results[0]:
-        shape = list(whole[0].shape)
-        shape[rule.results[0].index(factor)] //= n
-        changed = {**changed, rule.sizes: shape}
+    local = [_part(x, rule, dims, factor, n, rank) for dims, x in zip(rule.operands, operands, strict=True)]
+    shape = _part(whole[0], rule, rule.results[0], factor, n, rank).shape
+    if rule.reshapes:
+        return [local[0].reshape(shape)]
+    if rule.sizes:
+        changed = {**changed, rule.sizes: list(shape)}
     args, kwargs = call.rebuild(local, **changed)
     return [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
 
 
-def _combine(parts: list[Tensor], dims: Sequence[str], factor: str, kind: str) -> Tensor | None:
-    if factor in dims:
-        return torch.cat(parts, dims.index(factor))
+def _part(x: Tensor, rule: Factors, dims: Dims, factor: str, n: int, rank: int) -> Tensor:
+    """A rank's part of a value of these dims if the factor is sharded."""
+    if factor not in flat(dims):
+        return x
+    at, sizes = _around(rule, dims, factor)
+    return x.unflatten(at, sizes).chunk(n, at + 1)[rank].flatten(at, at + 2).contiguous()
+
+
+def _around(rule: Factors, dims: Dims, factor: str) -> tuple[int, tuple[int, int, int]]:
+    """The dim that holds the factor, and its sizes before, in and behind the factor."""
+    at = next(d for d, dim in enumerate(dims) if factor in parts(dim))
+    group = parts(dims[at])
+    before, behind = group[: group.index(factor)], group[group.index(factor) + 1 :]
+    return at, (product(rule.extents[f] for f in before), -1, product(rule.extents[f] for f in behind))
+
+
+def _combine(made: list[Tensor], rule: Factors, dims: Dims, factor: str, kind: str) -> Tensor | None:
+    if factor in flat(dims):
+        at, sizes = _around(rule, dims, factor)
+        return torch.cat([x.unflatten(at, sizes) for x in made], at + 1).flatten(at, at + 2)
     if kind in ("sum", "total"):
-        return sum(parts[1:], parts[0])
+        return sum(made[1:], made[0])
     if kind == "mean":
-        return sum(parts[1:], parts[0]) / len(parts)
-    return parts[0] if all(torch.equal(p, parts[0]) for p in parts) else None
+        return sum(made[1:], made[0]) / len(made)
+    return made[0] if all(torch.equal(x, made[0]) for x in made) else None
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -209,9 +229,7 @@ def place(x: Tensor, shard: Shard, n: int, rank: int) -> Tensor:
     return split.chunk(n, shard.dim + 1)[rank].flatten(shard.dim, shard.dim + 2)
 
 
-def _movement(
-    call: Call, rule: Reshape | Window, operands: list[Tensor], whole: list[Tensor]
-) -> Iterator[Outcome]:
+def _movement(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor]) -> Iterator[Outcome]:
     """Every way to see a dim as outer * sequence * inner that the rule says where to find again."""
     shape = operands[0].shape
     for dim, n in itertools.product(range(len(shape)), RANKS):
@@ -223,6 +241,19 @@ def _movement(
                 yield Outcome(f"{dim}:{outer}*{length}*{inner}", "pass", n, error)
 
 
+def move(rule: Factors, shard: Shard) -> tuple[Shard, ...] | None:
+    """Where the rule says that a shard of the first operand lies in each result; None if nowhere."""
+    factor, own = rule.inside(rule.operands[0], shard)
+    if rule.kind(factor) == "window":
+        return rule.cut(shard)
+    if not factor or rule.kind(factor) != "pass":
+        return None
+    places = [_around(rule, dims, factor)[0] for dims in rule.results]
+    return tuple(
+        rule.outside(dims[at], factor, own.on(at)) for dims, at in zip(rule.results, places, strict=True)
+    )
+
+
 def factorisations(size: int) -> Iterator[tuple[int, int, int]]:
     for outer in range(1, size + 1):
         for inner in range(1, size // outer + 1):
@@ -232,22 +263,22 @@ def factorisations(size: int) -> Iterator[tuple[int, int, int]]:
 
 def _moved(
     call: Call,
-    rule: Reshape | Window,
+    rule: Factors,
     shard: Shard,
     moved: Sequence[Shard],
     operands: list[Tensor],
     whole: list[Tensor],
     n: int,
 ) -> str | None:
-    if isinstance(rule, Window) and shard.dim == rule.dim:
+    if shard.dim == rule.window:
         frames = [(m.frame.start, m.frame.length) for m in moved]
-        pieces = [operands[0].narrow(rule.dim, start, length) for start, length in frames]
+        pieces = [operands[0].narrow(shard.dim, start, length) for start, length in frames]
         same = all(torch.equal(p, w) for p, w in zip(pieces, whole, strict=True))
         return None if same else "other rows than the window's"
     for rank in range(n):
         local = place(operands[0], shard, n, rank)
         expected = [place(w, m, n, rank) for w, m in zip(whole, moved, strict=True)]
-        if isinstance(rule, Reshape):
+        if rule.reshapes:
             made = [local.reshape(expected[0].shape)]
         else:
             args, kwargs = call.rebuild([local, *operands[1:]])

@@ -1,0 +1,63 @@
+"""An op of the user's whose rule has groups of factors: sharded by the passes, right on ranks, with padding too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.sharding import rule
+
+
+@torch.library.custom_op("sp_tests::merge_rows", mutates_args=())
+def merge_rows(x: Tensor) -> Tensor:
+    return x.flatten(0, 1) * 2
+
+
+@torch.library.custom_op("sp_tests::sum_rows", mutates_args=())
+def sum_rows(x: Tensor, like: Tensor) -> Tensor:
+    return x.unflatten(0, like.shape[:2]).sum(1) + 0.0
+
+
+merge_rows.register_fake(lambda x: x.new_empty(x.shape[0] * x.shape[1], x.shape[2]))
+merge_rows.register_autograd(
+    lambda ctx, grad: grad.unflatten(0, ctx.rows) * 2,
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "rows", inputs[0].shape[:2]),
+)
+sum_rows.register_fake(lambda x, like: x.new_empty(like.shape[0], x.shape[1]))
+sum_rows.register_autograd(
+    lambda ctx, grad: (grad[:, None].expand(*ctx.rows, -1).flatten(0, 1), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "rows", inputs[1].shape[:2]),
+)
+
+
+@pytest.fixture(autouse=True)
+def rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "_REGISTRY", dict(rule.registered()))
+    sp_compile.sharding_rule(torch.ops.sp_tests.merge_rows.default, "b s d -> (b s) d")
+    sp_compile.sharding_rule(torch.ops.sp_tests.sum_rows.default, "(b s) d, b s e -> b d", sum="s", whole="e")
+
+
+class Model(nn.Module):
+    """Attention, its rows merged, and summed for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+        x = nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+        rows = self.out(torch.ops.sp_tests.merge_rows(x))
+        return torch.ops.sp_tests.sum_rows(rows, x)
+
+
+@pytest.mark.parametrize("length", [12, 13], ids=["even", "padded"])
+def test_an_op_of_the_user_keeps_its_groups_sharded(length: int) -> None:
+    ids = torch.randint(16, (3, length), generator=torch.Generator().manual_seed(1))
+    report = sp_compile.verify(Model(), ids, sp=2, attention="ulysses")
+    assert report.worst < 1e-4
+    assert {e.op for e in report.exchanges} == {"shard", "all_to_all", "all_reduce", "reduce_grad"}
