@@ -65,9 +65,7 @@ def ratios(found: list[dict], over: Case) -> dict[Case, list[float]]:
 
 
 def time_table(found: list[dict]) -> Table:
-    table = Table(
-        "ranks", "attention", "how", "CPU / one device", "rounds", "CPU s", "kernel s", "target", ""
-    )
+    table = Table("ranks", "attention", "how", "CPU / one device", "rounds", "CPU s", "kernel s", "target", "")
     seconds, kernel = totals(found), totals(found, 1)
     for case, values in ratios(found, Case("one device", "compiled", 1)).items():
         median = statistics.median(values)
@@ -111,17 +109,13 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
 
 def show_heaviest(console: Console, counts: dict[Case, Counts]) -> None:
     for case, c in counts.items():
-        console.print(
-            f"\n{case.ranks} ranks, {case.what}, {case.how}: ms of rank 0, waiting for the core included"
-        )
+        console.print(f"\n{case.ranks} ranks, {case.what}, {case.how}: ms of rank 0, waiting for the core included")
         for name, milliseconds in c.heaviest.items():
             console.print(f"  {milliseconds:9.1f}  {name}", highlight=False, markup=False)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -132,9 +126,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="show what takes rank 0's time")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
-    args.cases = [
-        c for c in cases(args.ranks, args.heads) if c.ranks == 1 or c.what in (args.only or [c.what])
-    ]
+    args.cases = [c for c in cases(args.ranks, args.heads) if c.ranks == 1 or c.what in (args.only or [c.what])]
     return args
 
 

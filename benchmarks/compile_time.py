@@ -61,15 +61,9 @@ def passes_seconds(ranks: int, layers: int) -> tuple[float, float]:
 
 def in_fresh_process(*measure: str) -> list[float]:
     """Runs this file with `measure` as its arguments and returns the numbers it prints."""
-    off = {
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
+    off = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, __file__, "--measure", *measure]
-    printed = subprocess.run(
-        command, env={**os.environ, **off}, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    printed = subprocess.run(command, env={**os.environ, **off}, check=True, stdout=subprocess.PIPE, text=True).stdout
     return [float(word) for word in printed.splitlines()[-1].split()]
 
 
@@ -77,9 +71,7 @@ def compare_backends(console: Console, layers: int, repeats: int) -> None:
     """The best of `repeats` for each backend."""
     best = {"inductor": float("inf"), "sp": float("inf")}
     with console.status("compiling"):
-        in_fresh_process(
-            "compile", "inductor", "1"
-        )  # the C++ headers that Inductor precompiles once a machine
+        in_fresh_process("compile", "inductor", "1")  # the C++ headers that Inductor precompiles once a machine
         for _ in range(repeats):
             for backend in best:
                 best[backend] = min(best[backend], *in_fresh_process("compile", backend, str(layers)))
@@ -103,9 +95,7 @@ def show_growth(console: Console, ranks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2, help="ranks that the passes are planned for")
     parser.add_argument("--repeats", type=int, default=1)

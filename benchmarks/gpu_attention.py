@@ -118,13 +118,9 @@ def values(sizes: Sizes, device: torch.device) -> Table:
     wrong = []
     for way in WAYS:
         found = all_ranks(way, shards(whole, way, sizes.ranks), backward=True)
-        mine = [
-            shards(tuple(t.transpose(1, 2) for t in true), way, sizes.ranks)[rank]
-            for rank in range(sizes.ranks)
-        ]
+        mine = [shards(tuple(t.transpose(1, 2) for t in true), way, sizes.ranks)[rank] for rank in range(sizes.ranks)]
         errors = [
-            max(_error(mine[rank][i], found[rank][i], t) for rank in range(sizes.ranks))
-            for i, t in enumerate(true)
+            max(_error(mine[rank][i], found[rank][i], t) for rank in range(sizes.ranks)) for i, t in enumerate(true)
         ]
         table.add_row(way, *(f"{e:.1e}" for e in errors))
         wrong += [way] if any(e > ALLOWED * a for e, a in zip(errors, alone)) else []
@@ -168,9 +164,7 @@ def merging(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     times = clock.interleaved(jobs, sizes.repeats, sizes.inner)
     title = f"merge of {list(shape)}, {moved / 1e6:.0f} MB moved"
     table = Table("", "ms", "GB/s", "share of copy", "over eager", "of a step", title=title)
-    copy, eager, step = (
-        times[name] for name in ("copy_ of as many bytes", "eager", "one ring step's attention")
-    )
+    copy, eager, step = (times[name] for name in ("copy_ of as many bytes", "eager", "one ring step's attention"))
     for name, ms in times.items():
         kernel = name in ("eager", "Inductor", "Triton")
         share = [f"{copy / ms:.2f}", f"{eager / ms:.1f}", f"{ms / step:.3f}"] if kernel else ["", "", ""]
@@ -209,11 +203,7 @@ def stepping(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
             own = ms - clock.exchanged[name]
             shares = [f"{times[f'one device, {which}'] / own:.2f}" for which in ("default", "flash")]
             target = f"{TARGETS[name][backward]:.2f}" if name in TARGETS else ""
-            spent = [
-                f"{ms:.2f}",
-                f"{clock.exchanged[name]:.2f}",
-                f"{_flops(sizes, backward) / own / 1e9:.0f}",
-            ]
+            spent = [f"{ms:.2f}", f"{clock.exchanged[name]:.2f}", f"{_flops(sizes, backward) / own / 1e9:.0f}"]
             table.add_row(name, "both" if backward else "forward", *spent, *shares, target)
     return table
 
@@ -248,9 +238,7 @@ def _triton() -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the report")
@@ -269,11 +257,7 @@ def main() -> None:
             console.print(tables[-1])
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / f"attention_{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.md"
-    parts = [
-        f"# Attention on {name}",
-        facts(device, name),
-        *(f"## {t.title}\n\n{markdown(t)}" for t in tables),
-    ]
+    parts = [f"# Attention on {name}", facts(device, name), *(f"## {t.title}\n\n{markdown(t)}" for t in tables)]
     path.write_text("\n\n".join(parts) + "\n")
     console.print(f"written: {os.path.relpath(path)}")
 

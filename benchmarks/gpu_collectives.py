@@ -77,12 +77,8 @@ def blocks(x: Tensor, n: int) -> Tensor:
 def values(device: torch.device, large: bool) -> str:
     """Raises where a value is wrong; what was checked."""
     checked = 0
-    shapes = [(6, 4, 10), (130, 16, 8), (1, 8, 3), (64, 4, 128)] + (
-        [(4096, 32, 128), (100003, 8, 8)] if large else []
-    )
-    for shape, dtype in itertools.product(
-        shapes, (BF16, torch.float32, torch.bool, torch.int64, torch.complex64)
-    ):
+    shapes = [(6, 4, 10), (130, 16, 8), (1, 8, 3), (64, 4, 128)] + ([(4096, 32, 128), (100003, 8, 8)] if large else [])
+    for shape, dtype in itertools.product(shapes, (BF16, torch.float32, torch.bool, torch.int64, torch.complex64)):
         x = draw(shape, dtype, device)
         for source in (blocks(x, 2), x.movedim(2, 0), x[::2, :, 1:].movedim(0, 2), x[:1].expand(x.shape)):
             target = torch.empty(source.shape, dtype=dtype, device=device)
@@ -99,9 +95,7 @@ def _peers_agree(xs: list[Tensor]) -> int:
         expected = torch.cat([x.chunk(n, 1)[rank] for x in xs], gather)
         out = torch.empty_like(expected)
         block = xs[0].narrow(1, 0, xs[0].shape[1] // n)
-        assert move.from_peers(
-            out, table, rank * block.shape[1] * block.stride(1), block.stride(), gather, rank
-        )
+        assert move.from_peers(out, table, rank * block.shape[1] * block.stride(1), block.stride(), gather, rank)
         same(out, expected)
     return n * 2
 
@@ -220,9 +214,7 @@ def facts(device: torch.device) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=0, help="processes that share the GPU")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; times mean nothing")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -249,9 +241,7 @@ def main() -> None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         text = [f"## {table.title}\n\n{markdown(table)}" for table in tables]
         checks = "\n".join(f"- {line}" for line in lines)
-        args.output.write_text(
-            "\n\n".join(["# Permutes around all-to-alls", facts(device), checks, *text]) + "\n"
-        )
+        args.output.write_text("\n\n".join(["# Permutes around all-to-alls", facts(device), checks, *text]) + "\n")
         console.print(f"written: {os.path.relpath(args.output)}")
 
 

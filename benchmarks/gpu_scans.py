@@ -138,9 +138,7 @@ def recurrence_backward(shape: Shape, device: torch.device) -> Case:
     return Case(f"linear_scan backward {list(shape)}", shape[0] * shape[2], 20 * a.numel(), job, 0.60)
 
 
-def timed(
-    case: Case, clock: Clock, repeats: int, sizes: list[Sizes | None], device: torch.device
-) -> list[list[str]]:
+def timed(case: Case, clock: Clock, repeats: int, sizes: list[Sizes | None], device: torch.device) -> list[list[str]]:
     """A row of cells for every way and everything beside it."""
     source = torch.zeros(case.bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -194,9 +192,7 @@ def stop_if(wrong: list[str]) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="values|times", help="all if none is given")
     parser.add_argument("--sizes", action="store_true", help="time every way with several sizes")
     parser.add_argument("--only", default="", help="time only what has this in its name")

@@ -33,10 +33,7 @@ from measuring.tables import markdown
 
 RESULTS = Path(__file__).parent / "results" / "merge_reductions_cpu.md"
 TARGET = 0.10
-SMALL, SMALL_ROUNDS = (
-    1 << 20,
-    5,
-)  # bytes below which processes that wait for each other vary most; times the rounds
+SMALL, SMALL_ROUNDS = (1 << 20, 5)  # bytes below which processes that wait for each other vary most; times the rounds
 c10d = torch.ops._c10d_functional
 
 
@@ -140,9 +137,7 @@ def verdicts(rows: list[Row]) -> Table:
         "never": [row.apart / min(row.merged, row.apart) - 1 for row in rows],
     }
     for name, regrets in policies.items():
-        judged = (
-            (f"{TARGET:.0%}", "met" if max(regrets) <= TARGET else "MISSED") if name == "auto" else ("", "")
-        )
+        judged = (f"{TARGET:.0%}", "met" if max(regrets) <= TARGET else "MISSED") if name == "auto" else ("", "")
         out.add_row(name, f"{max(regrets):.1%}", f"{statistics.mean(regrets):.1%}", *judged)
     return out
 
@@ -167,9 +162,7 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", type=int, nargs=2, default=[2, 2])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << k for k in range(10, 25)], help="bytes")

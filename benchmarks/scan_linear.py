@@ -33,9 +33,7 @@ def fresh(what: str, length: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory(prefix="scans-") as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, __file__, what, str(length)]
-        return json.loads(
-            subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout
-        )
+        return json.loads(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)
 
 
 def compiled(what: str, length: int) -> dict[str, list[float]]:

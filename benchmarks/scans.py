@@ -45,16 +45,7 @@ def measure(args: argparse.Namespace, environment: dict[str, str]) -> list[Times
 def time_tables(returned: list[Times], kept: list[Times]) -> list[Table]:
     tables = []
     for part in dict.fromkeys(times.part for times in returned):
-        columns = [
-            "ms",
-            "against",
-            "its time / ours",
-            "memory kept",
-            "ours / copy",
-            "memory kept",
-            "target",
-            "",
-        ]
+        columns = ["ms", "against", "its time / ours", "memory kept", "ours / copy", "memory kept", "target", ""]
         table = Table(part, *columns)
         for a, b in zip(returned, kept):
             if a.part == part:
@@ -91,9 +82,7 @@ def compile_table(length: int) -> Table:
 
 def memory_table(small: bool) -> Table:
     """Forward and backward."""
-    table = Table(
-        f"(S, {WIDTH}), S =", "linear_scan: extra / input", "associative_scan's operator: extra / input"
-    )
+    table = Table(f"(S, {WIDTH}), S =", "linear_scan: extra / input", "associative_scan's operator: extra / input")
     lengths, of_torch = (SWEEP[:2], SWEEP_OF_TORCH[:2]) if small else (SWEEP, SWEEP_OF_TORCH)
     ours = {length: extra_bytes(length) for length in lengths}
     torchs = {length: extra_bytes(length, torchs=True) for length in of_torch}
@@ -122,9 +111,7 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--length", type=int, default=65536, help="of what is compiled")
     parser.add_argument("--small", action="store_true", help="sizes whose times mean nothing")

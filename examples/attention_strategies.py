@@ -17,10 +17,7 @@ COST = {"flops": 6e14}  # what a rank's matrix units do in a second
 def predicted(ranks: int) -> None:
     """The candidates for one shape of attention, and the one that `attention="auto"` takes."""
     with torch.device("meta"):
-        model, ids = (
-            DecoderLM(dim=1024, layers=2, heads=16, kv_heads=4),
-            torch.zeros(1, 32768, dtype=torch.int64),
-        )
+        model, ids = (DecoderLM(dim=1024, layers=2, heads=16, kv_heads=4), torch.zeros(1, 32768, dtype=torch.int64))
     report = sp_compile.explain(model, ids, ids, sp=ranks, cost=COST)
     print(f"\n== {ranks} ranks")
     for decision in report.attention:

@@ -143,9 +143,7 @@ class ParallelMoE(nn.Module):
 
     def exchange(self, x: Tensor) -> Tensor:
         """(experts, ...), dealt to their ranks -> (ranks, local experts, ...)."""
-        return funcol.all_to_all_single_autograd(x.contiguous(), None, None, self.ep).unflatten(
-            0, (self.ranks, -1)
-        )
+        return funcol.all_to_all_single_autograd(x.contiguous(), None, None, self.ep).unflatten(0, (self.ranks, -1))
 
 
 def main() -> None:
@@ -156,10 +154,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     whole = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (MLP(), MoE())), MLP())
     tp, everyone = mesh["tp"].get_group(), dist.group.WORLD
-    parts = (
-        ParallelMLP(m, tp) if isinstance(m, MLP) else ParallelMoE(m, tp, everyone)
-        for m in copy.deepcopy(whole)
-    )
+    parts = (ParallelMLP(m, tp) if isinstance(m, MLP) else ParallelMoE(m, tp, everyone) for m in copy.deepcopy(whole))
     model = nn.Sequential(*parts)
     x = torch.randn(world // 2 * 4, 6, WIDTH)
     mine = x.chunk(world // 2)[mesh.get_local_rank("dp")]

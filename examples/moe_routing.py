@@ -57,9 +57,7 @@ if __name__ == "__main__":
     y, position, load = model(x)
     (grad,) = torch.autograd.grad(y.square().sum(), x)
     whole = {"routed tokens": y, "positions in the queues": position, "gradients": grad}
-    say(
-        f"{TOKENS} tokens choose {CHOICES} of {EXPERTS} experts; {TOKENS * CHOICES - load.sum()} find no room"
-    )
+    say(f"{TOKENS} tokens choose {CHOICES} of {EXPERTS} experts; {TOKENS * CHOICES - load.sum()} find no room")
     everywhere(by_hand)
 
     report = compiled(model, x.detach(), seq_dims={"x": 0})

@@ -69,9 +69,7 @@ def _blocks(events: list[dict[str, Any]], gradients: set[int]) -> list[Block]:
             sizes.append(size)
             ends.append(None)
     kept = {live[address] for address in gradients if address in live}
-    return [
-        Block(0 if i in kept else size, end) for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    ]
+    return [Block(0 if i in kept else size, end) for i, (size, end) in enumerate(zip(sizes, ends, strict=True))]
 
 
 def _peak(records: list[list[Block]]) -> int:
@@ -81,9 +79,7 @@ def _peak(records: list[list[Block]]) -> int:
         if len({block.size for block in repeats}) != 1:
             raise RuntimeError("the step does not make the same allocations each time: is it warm?")
         change[i] += repeats[0].size
-        change[min(len(change) - 1 if block.end is None else block.end for block in repeats)] -= repeats[
-            0
-        ].size
+        change[min(len(change) - 1 if block.end is None else block.end for block in repeats)] -= repeats[0].size
     return max(accumulate(change))
 
 

@@ -24,9 +24,7 @@ from torch import Tensor
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=8192, help="bytes in the (global) sequence")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -38,12 +36,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--backend", default="sp", help="torch.compile backend")
     parser.add_argument("--alone", action="store_true", help="train in this process only")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to compare with one device")
-    parser.add_argument(
-        "--chart", type=Path, default=Path("train_lm.png"), help="where the comparison is drawn"
-    )
-    parser.add_argument(
-        "--save", type=Path, help="folder for rank<r>.pt: losses, first gradients, peak memory"
-    )
+    parser.add_argument("--chart", type=Path, default=Path("train_lm.png"), help="where the comparison is drawn")
+    parser.add_argument("--save", type=Path, help="folder for rank<r>.pt: losses, first gradients, peak memory")
     return parser.parse_args()
 
 

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from sp_compile._compat import known_process_group, process_group, register_process_group
 
-Ends = tuple[
-    list[int], list[int]
-]  # ranks that this rank's blocks go to, and that they come from; both ascending
+Ends = tuple[list[int], list[int]]  # ranks that this rank's blocks go to, and that they come from; both ascending
 
 
 def shift(group: str, offset: int, stride: int = 1) -> str:

@@ -75,9 +75,7 @@ class Table(Mapping[str, Row]):
         rows: Mapping[str, Any] = self._rows
         name = self._forced.value
         if name is None:
-            return next(
-                n for n in sorted(rows, key=lambda n: self.rank(rows[n], problem)) if rows[n].fits(problem)
-            )
+            return next(n for n in sorted(rows, key=lambda n: self.rank(rows[n], problem)) if rows[n].fits(problem))
         if not rows[name].fits(problem):
             raise SpError(f"{self.title}: the {name!r} row does not fit {problem}")
         return name

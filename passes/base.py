@@ -164,8 +164,7 @@ def ordered(passes: Iterable[type[P]]) -> list[type[P]]:
     """The passes so that all that provide a word come before all that require it. ValueError if nothing does so."""
     left = {one.name: one for one in sorted(passes, key=lambda one: one.name)}
     before = {
-        name: [other.name for other in left.values() if other.provides & one.requires]
-        for name, one in left.items()
+        name: [other.name for other in left.values() if other.provides & one.requires] for name, one in left.items()
     }
     try:
         return [left[name] for name in TopologicalSorter(before).static_order()]
@@ -183,9 +182,7 @@ def check_order(passes: Sequence[type[Pass]], given: frozenset[str] = CAPTURED) 
         for later in passes[i:]:
             late = one.requires & later.provides
             if late:
-                raise ValueError(
-                    f"{one.name} requires {_words(late)}, and {later.name} provides it only later"
-                )
+                raise ValueError(f"{one.name} requires {_words(late)}, and {later.name} provides it only later")
         provided |= one.provides
 
 

@@ -30,25 +30,13 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, product, same, typical
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.factors import Dims, Factors, flat, parts
-from sp_compile.sharding.placement import (
-    REPLICATE,
-    VARYING,
-    Demand,
-    Frame,
-    Partial,
-    Placement,
-    Plan,
-    Replicate,
-    Shard,
-)
+from sp_compile.sharding.placement import REPLICATE, VARYING, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
 from sp_compile.sharding.rules.exchanges import fits
 from sp_compile.sharding.windows import place
 
 
-def located(
-    rule: Factors, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int
-) -> Shard | None:
+def located(rule: Factors, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int) -> Shard | None:
     """Where a tensor of these dims lies if `factor` is sharded as in `base`; None without the factor."""
     for at, dim in enumerate(dims):
         if dim == factor:
@@ -152,11 +140,7 @@ def through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: int
         return _slide(call, rule, have, shards[0], n)
     if 0 in cut and rule.kind(cut[0][0]) == "window":
         placed = rule.cut(shards[0])
-        return (
-            Step(tuple(have), placed)
-            if placed
-            else all_whole(node, have, "whole", NO_PLACE, len(rule.results))
-        )
+        return Step(tuple(have), placed) if placed else all_whole(node, have, "whole", NO_PLACE, len(rule.results))
     kept = _kept(call, rule, {i: f for i, (f, _) in cut.items()})
     factor, base = cut[kept] if kept is not None else ("", None)
     for i, (f, own) in cut.items():
@@ -215,13 +199,7 @@ def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
 
 
 def _run(
-    call: Call,
-    rule: Factors,
-    have: Sequence[Placement],
-    factor: str,
-    base: Shard,
-    n: int,
-    demands: tuple[Demand, ...],
+    call: Call, rule: Factors, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: tuple[Demand, ...]
 ) -> Step:
     """Run the node on shards of `factor`: place the operands and the results."""
     wants: list[Placement] = [
@@ -248,11 +226,7 @@ def only_masks(gm: GraphModule) -> set[Node]:
     """Values that reach nothing but masks: every rank needs them whole, so they are not worth sharding."""
     whole: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        if (
-            node.op == "call_function"
-            and node.users
-            and all(_as_mask(node, u) or u in whole for u in node.users)
-        ):
+        if node.op == "call_function" and node.users and all(_as_mask(node, u) or u in whole for u in node.users):
             whole.add(node)
     return whole
 
@@ -311,14 +285,10 @@ def _visit_output(plan: Plan, node: Node, gather: bool) -> None:
         elif have == SUMMAND:
             plan.demands.append(Demand(node, i, "", "invariant", have, why=INVARIANT))
         elif isinstance(have, Shard) and gather:
-            plan.demands.append(
-                Demand(node, i, "", "whole", have, why="a result of the model (outputs='gather')")
-            )
+            plan.demands.append(Demand(node, i, "", "whole", have, why="a result of the model (outputs='gather')"))
 
 
-def _visit(
-    plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, declines: Declines | None = None
-) -> Step:
+def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, declines: Declines | None = None) -> Step:
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         source, index = plan.placements.get(node.args[0], ()), node.args[1]
         part = packed_in(node) if VARYING in source else None
@@ -336,9 +306,7 @@ def _visit(
     transfer = transfer_of(node.target)
     if transfer is not None and found is not None:
         why = "the exchange was written for another placement of its operand"
-        stale = [
-            Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not fits(found[0], p)
-        ]
+        stale = [Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not fits(found[0], p)]
         return Step(tuple(have), transfer(found[0]), tuple(stale))
     reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
@@ -352,9 +320,7 @@ def _visit(
     if left is not None:
         step = each_its_own(node, have, left, len(step.results))
     if step.wants is None and VARYING not in step.results:
-        reduce += [
-            Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND
-        ]
+        reduce += [Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND]
     draws = []
     if step.wants is None and n > 1 and is_random(node) and not _agreed(node):
         why = "a random draw that must be the same on every rank"
@@ -381,9 +347,7 @@ def _step(
     if call is not None and rule is not None and rule.wants is not None:
         return as_spelt(call, rule, have)
     if not any(isinstance(p, Shard) for p in have):
-        begun = (
-            start(axes, call, rule, n) if call is not None and rule is not None and not keep_whole else None
-        )
+        begun = start(axes, call, rule, n) if call is not None and rule is not None and not keep_whole else None
         return begun or Step(None, (REPLICATE,) * results)
     if call is None or rule is None:
         return all_whole(node, have, "no rule", _no_rule(node), results)

@@ -81,9 +81,7 @@ class Report:
             yield "Constraints\n" + "\n".join(f"  {c}" for c in self.constraints)
         if self.notes:
             rows = _grouped((note.done, _short(note.where), note.why) for note in self.notes)
-            yield "Rewrites\n" + tabulate(
-                rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS
-            )
+            yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS)
         if self.layers:
             rows = [
                 (_short(layer.where), layer.mode, list(layer.shape), layer.dim, layer.ops, layer.why)
@@ -94,36 +92,20 @@ class Report:
         if self.attention:
             yield "Attention, predicted\n" + "\n\n".join(map(str, merged(self.attention)))
         if self.exchanges:
-            sent = [
-                (e.op, e.shape, _bytes(e.forward), _bytes(e.backward), _short(e.where))
-                for e in self.exchanges
-            ]
-            totals = [
-                _bytes(_sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")
-            ]
+            sent = [(e.op, e.shape, _bytes(e.forward), _bytes(e.backward), _short(e.where)) for e in self.exchanges]
+            totals = [_bytes(_sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
             headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
             rows = [*_grouped(sent), ("", "total", "", *totals, "")]
-            yield "Collectives, bytes that one rank sends\n" + tabulate(
-                rows, headers=headers, maxcolwidths=WIDTHS
-            )
+            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
         if self.show_passes:
             rows = [
-                (
-                    lap.name,
-                    _words(lap.requires),
-                    _words(lap.provides),
-                    lap.changes,
-                    lap.nodes,
-                    f"{lap.seconds:.3f}",
-                )
+                (lap.name, _words(lap.requires), _words(lap.provides), lap.changes, lap.nodes, f"{lap.seconds:.3f}")
                 for lap in total(self.passes)
             ]
             headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
             yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
         if self.errors:
-            yield tabulate(
-                self.errors, headers=("against one device", "largest relative error"), floatfmt=".2e"
-            )
+            yield tabulate(self.errors, headers=("against one device", "largest relative error"), floatfmt=".2e")
 
     def _ranks(self) -> str:
         found = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())

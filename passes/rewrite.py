@@ -82,9 +82,7 @@ class Rewrite(Pass, Editor):
         before, after = shape[:dim], shape[dim:][1:]
         behind = dim + 1 if dim >= 0 else dim
         each = self.compute(aten.unsqueeze.default, (x, behind), like)
-        each = self.compute(
-            aten.expand.default, (each, self.sizes.list((*before, shape[dim], times, *after))), like
-        )
+        each = self.compute(aten.expand.default, (each, self.sizes.list((*before, shape[dim], times, *after))), like)
         whole = self.sizes.list((*before, shape[dim] * times, *after))
         return self.compute(aten.reshape.default, (each, whole), like)
 

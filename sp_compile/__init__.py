@@ -1,12 +1,7 @@
 """Sequence parallelism for unmodified PyTorch models: `torch.compile(model, backend="sp")`."""
 
 from sp_compile.capture.capture import capture_export
-from sp_compile.functional.attention import (
-    gathered_attention,
-    hybrid_attention,
-    ring_attention,
-    ulysses_attention,
-)
+from sp_compile.functional.attention import gathered_attention, hybrid_attention, ring_attention, ulysses_attention
 from sp_compile.functional.permute import all_to_all_permute, declare_symmetric_memory
 from sp_compile.functional.scans import (
     exclusive_scan,

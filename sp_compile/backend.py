@@ -110,9 +110,7 @@ class Lowered:
     joint: JointPasses | None = None
 
 
-def lower(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session
-) -> Lowered:
+def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> Lowered:
     """Dynamo graph -> graph of one rank, in one of three ways. Runs inside a torch.compile backend.
 
     A program with a sequence is split along it. One that exchanges by itself and has no ranks left for a sequence stays
@@ -149,11 +147,7 @@ def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Map
 
     What the program holds decides, and nobody is asked: all ranks with one program find the same.
     """
-    if (
-        options.get("mesh") is not None
-        or options.get("seq_dims", "auto") != "auto"
-        or not exchanges_by_itself(gm)
-    ):
+    if options.get("mesh") is not None or options.get("seq_dims", "auto") != "auto" or not exchanges_by_itself(gm):
         return False
     try:
         graph = capture(gm, example_inputs)
@@ -182,10 +176,7 @@ def compile_local(lowered: Lowered, example_inputs: Sequence[Any]) -> Callable[.
     elif joint is not None:
         log.warning("%s", NO_PLACE.format(config.compiler))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {digest()}"
-    with (
-        _compat.memory_budget(config.activation_memory_budget),
-        torch.compiler.config.patch(cache_key_tag=tag),
-    ):
+    with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag):
         run = compiler(local, example_inputs)
     if joint is not None:
         log.info("%s", joint.report)

@@ -218,9 +218,7 @@ def _ring_by_ulysses(mesh: DeviceMesh) -> DeviceMesh:
     """Both axes as one."""
     names = mesh.mesh_dim_names
     if names.index("ring") > names.index("ulysses"):
-        raise SpError(
-            f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours"
-        )
+        raise SpError(f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours")
     return flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
 
 

@@ -130,9 +130,7 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     options = SPConfig.of(config)
     options.refuse("parallelize", **BEHIND)
     if sp is not None:
-        options.refuse(
-            f"sp={sp}", mesh="says how many ranks there are: give one of them", mesh_dim="has no mesh"
-        )
+        options.refuse(f"sp={sp}", mesh="says how many ranks there are: give one of them", mesh_dim="has no mesh")
     ranks = resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP)
     gm = capture_export(program)
     seq_dims = None if isinstance(options.seq_dims, str) else options.seq_dims

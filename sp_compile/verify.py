@@ -181,12 +181,8 @@ def _errors(gm: GraphModule, reference: Any, found: Any) -> list[tuple[str, floa
     (results, grads, state), (here, here_grads, here_state) = reference, found
     names = [n.name for n in gm.graph.find_nodes(op="placeholder") if record(n).requires_grad]
     # A gradient that is zero but for rounding (a key's bias) is measured against the largest one.
-    floor = max(
-        (g.abs().max().item() * _rounding(g) for g in grads if g is not None and g.numel()), default=0.0
-    )
-    rows = [
-        (f"result {i}", _error(a, b)) for i, (a, b) in enumerate(zip(results, here)) if isinstance(a, Tensor)
-    ]
+    floor = max((g.abs().max().item() * _rounding(g) for g in grads if g is not None and g.numel()), default=0.0)
+    rows = [(f"result {i}", _error(a, b)) for i, (a, b) in enumerate(zip(results, here)) if isinstance(a, Tensor)]
     rows += [(f"mutated input {i}", _error(a, here_state[i])) for i, a in state.items()]
     rows += [(f"gradient of {name}", _error(a, b, floor)) for name, a, b in zip(names, grads, here_grads)]
     return rows
@@ -208,9 +204,7 @@ def _error(expected: Tensor | None, found: Tensor | None, floor: float = 0.0) ->
     if alike.all():
         return 0.0
     worst = (expected - found)[~alike].abs().max().item()
-    scale = max(
-        expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0, floor, 1e-30
-    )
+    scale = max(expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0, floor, 1e-30)
     return worst / scale if worst == worst else float("inf")
 
 

@@ -116,9 +116,7 @@ def test_no_cycle_of_folders() -> None:
     assert not cycle(rooms)
 
 
-FOLDERS = sorted(
-    {file.parent.relative_to(ROOT) for file in files_of("sp_compile", "passes", "lowering", "tests")}
-)
+FOLDERS = sorted({file.parent.relative_to(ROOT) for file in files_of("sp_compile", "passes", "lowering", "tests")})
 
 
 @pytest.mark.parametrize("folder", [*map(str, FOLDERS), "benchmarks", "examples"])
@@ -138,10 +136,7 @@ def test_long_files_have_a_reason() -> None:
     [
         ("from sp_compile.graph.call import Call", {"sp_compile.graph.call"}),
         ("def f():\n    from .rule import rule", {"sp_compile.sharding.rule"}),
-        (
-            "if TYPE_CHECKING:\n    from . import axes, rules",
-            {"sp_compile.sharding.axes", "sp_compile.sharding.rules"},
-        ),
+        ("if TYPE_CHECKING:\n    from . import axes, rules", {"sp_compile.sharding.axes", "sp_compile.sharding.rules"}),
         ("import sp_compile.errors\nimport torch", {"sp_compile.errors"}),
         ("from ..errors import SpError", {"sp_compile.errors"}),
     ],

@@ -100,9 +100,7 @@ def exclusive(x: Tensor, dim: int) -> Case:
 
 def product(x: Tensor, dim: int) -> Case:
     jobs = {"torch.cumprod": partial(x.cumprod, dim)}
-    return Case(
-        "others", titled(x, dim, "prod"), partial(inclusive_scan, x, dim, "prod"), jobs, None, x.clone
-    )
+    return Case("others", titled(x, dim, "prod"), partial(inclusive_scan, x, dim, "prod"), jobs, None, x.clone)
 
 
 def extremes(x: Tensor, dim: int) -> Case:

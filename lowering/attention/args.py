@@ -135,9 +135,7 @@ class ShardArgs(AttentionArgs):
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
         lookups = list(self.rows), list(self.cols), list(self.sizes), self.predicate
         rows = span(self.q_frame, self.n, stride)
-        return LocalArgs(
-            self._mask(stride), *lookups, seed, self.dropout_p, scale, rows, [], stride, self.group
-        )
+        return LocalArgs(self._mask(stride), *lookups, seed, self.dropout_p, scale, rows, [], stride, self.group)
 
     def _mask(self, stride: int) -> Tensor | None:
         """The mask's rows of the neighbourhood's queries and its heads of this rank."""
@@ -155,7 +153,5 @@ class ShardArgs(AttentionArgs):
 
     def folded(self) -> ShardArgs:
         """The same in the zigzag layout."""
-        q_frame, k_frame = (
-            [*frame[:4], 2] if len(frame) else frame for frame in (self.q_frame, self.k_frame)
-        )
+        q_frame, k_frame = ([*frame[:4], 2] if len(frame) else frame for frame in (self.q_frame, self.k_frame))
         return replace(self, q_frame=q_frame, k_frame=k_frame, balance=False)

@@ -20,9 +20,7 @@ Backward = Callable[
 """((cotangent, out, lse), q, k, v, args, is the mask's gradient wanted) -> dq, dk, dv, dmask."""
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, forward: Forward, backward: Backward
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, forward: Forward, backward: Backward) -> Tensor:
     """The result of `forward` in q's dtype; only shards, it and its lse are kept. No second derivatives."""
     return _Attention.apply(args, forward, backward, q, k, v, *args.tensors())[0]
 

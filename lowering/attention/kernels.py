@@ -103,9 +103,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, T
     return out[..., : v.shape[-1]], lse
 
 
-def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case
-) -> Gradients:
+def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
     mask, width = _additive(case, q), max(q.shape[-1], v.shape[-1])
     grad, query, key, value, out = _padded(width, grad, q, k, v, out)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -129,9 +127,7 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, 
     return out[..., : v.shape[-1]], lse
 
 
-def _cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case
-) -> Gradients:
+def _cuda_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
     grad, query, key, value, out = _padded(_cuda_width(q, v), grad, q, k, v, out)
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     lengths = None, None, q.shape[2], k.shape[2]
@@ -175,9 +171,7 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, 
     return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), lse
 
 
-def _math_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case
-) -> Gradients:
+def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
     heads, dtype = k.shape[1], accumulation_dtype(q.dtype)
     weights = torch.exp(_scores(q, k, case) - _finite_lse(lse).unsqueeze(-1))
     rows = _grouped(grad, heads, dtype)

@@ -37,9 +37,7 @@ def masked_attention(
     seed = None
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    args = LocalArgs(
-        None, rows, cols, sizes, predicate, seed, dropout_p, scale, whole(q.shape[-2]), [], 1, ""
-    )
+    args = LocalArgs(None, rows, cols, sizes, predicate, seed, dropout_p, scale, whole(q.shape[-2]), [], 1, "")
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
@@ -57,9 +55,7 @@ def autocast(*xs: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs]
 
 
-def _four_dims(
-    q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _four_dims(q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(B, heads, S, width) each. One key head for all query heads stays one: the kernels group heads."""
     key_heads = torch.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)

@@ -86,10 +86,7 @@ class Masking:
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "Masking":
         """From the arguments of ``sp::attend``. SpError for dropout without a seed."""
         rows, cols, group = args.rows, args.cols, args.group
-        q_rows, k_rows = (
-            valid_rows(args.q_span, q.shape[2], group),
-            valid_rows(args.k_span, k.shape[2], group),
-        )
+        q_rows, k_rows = (valid_rows(args.q_span, q.shape[2], group), valid_rows(args.k_span, k.shape[2], group))
         numbers = tuple(int(size) for size in args.sizes)
         blocks: tuple[Block, ...] = ()
         if q.shape[0] * q.shape[1] and q_rows and k_rows:
@@ -127,9 +124,7 @@ class Masking:
             return None
         names = {name for condition in block.conditions for name in language.symbols(condition)}
         values = {name: self._value(name, block) for name in names}
-        allowed = reduce(
-            torch.logical_and, (torch.as_tensor(language.evaluate(c, values)) for c in block.conditions)
-        )
+        allowed = reduce(torch.logical_and, (torch.as_tensor(language.evaluate(c, values)) for c in block.conditions))
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
 
     def _value(self, name: str, block: Block) -> Tensor | int:

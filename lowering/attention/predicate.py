@@ -218,9 +218,7 @@ _FUNCTIONS = {"PythonMod": sympy.Mod, "FloorDiv": lambda a, b: sympy.floor(a / b
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Any:
     """The sympy Boolean of ``text``. SpError when it is not a predicate or names an unknown symbol."""
-    names = {
-        name: sympy.Symbol(name, integer=True) for name in _NAME.findall(text) if _SYMBOL.fullmatch(name)
-    }
+    names = {name: sympy.Symbol(name, integer=True) for name in _NAME.findall(text) if _SYMBOL.fullmatch(name)}
     try:
         expr = sympy.sympify(text, locals={**_FUNCTIONS, **names}) if text else sympy.true
         boolean = isinstance(expr, sympy.logic.boolalg.Boolean) and not expr.is_Symbol

@@ -31,9 +31,7 @@ class _Route(NamedTuple):
     group: str
 
     def back(self) -> "_Route":
-        return _Route(
-            self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group
-        )
+        return _Route(self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -128,13 +126,7 @@ def _unpack(piece: Tensor, x: Tensor, route: _Route) -> Tensor:
     " int n, str group) -> Tensor[]"
 )
 def all_to_all(
-    xs: list[Tensor],
-    scatter_dim: int,
-    scatter_frame: Frame,
-    gather_dim: int,
-    gather_frame: Frame,
-    n: int,
-    group: str,
+    xs: list[Tensor], scatter_dim: int, scatter_frame: Frame, gather_dim: int, gather_frame: Frame, n: int, group: str
 ) -> list[Tensor]:
     """Shard(gather_dim) -> Shard(scatter_dim), for every x.
 

@@ -168,14 +168,10 @@ class Row(NamedTuple):
 TABLE: Table[Row] = Table("all_to_all_permute")
 TABLE.register(
     "symmetric",
-    Row(
-        lambda p: triton.reads_peers(p.x) and p.words <= triton.MOST_DIMS and p.buffer is not None,
-        _symmetric,
-    ),
+    Row(lambda p: triton.reads_peers(p.x) and p.words <= triton.MOST_DIMS and p.buffer is not None, _symmetric),
 )
 TABLE.register(
-    "torch",
-    Row(lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None, _torchs),
+    "torch", Row(lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None, _torchs)
 )
 TABLE.register("packed", Row(lambda p: True, _packed))
 choose, using = TABLE.choose, TABLE.using
@@ -221,7 +217,5 @@ def all_to_all_permute(x: Tensor, scatter_dim: int, gather_dim: int, n: int, gro
     if scatter_dim == gather_dim:
         raise ValueError(f"sp::all_to_all_permute: scatter and gather dim are both {scatter_dim}")
     if known(x.shape[scatter_dim] % n != 0):
-        raise ValueError(
-            f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of {list(x.shape)}"
-        )
+        raise ValueError(f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of {list(x.shape)}")
     return x if n == 1 else _Permute.apply(x, scatter_dim, gather_dim, n, group)

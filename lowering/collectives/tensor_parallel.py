@@ -102,9 +102,7 @@ def _rounded(x: Tensor, n: int, group: str) -> bool:
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     off, long = zip(*(_lengths(part, n, group) for part in rows.split(max(1, PIECE // rows.shape[1]))))
     apart, own = torch.cat(off), torch.cat(long)
-    eps = torch.finfo(x.dtype).eps * (
-        64 if x.element_size() >= 4 else 1
-    )  # sums are of 32 bits, and rounded once
+    eps = torch.finfo(x.dtype).eps * (64 if x.element_size() >= 4 else 1)  # sums are of 32 bits, and rounded once
     allowed = eps * (own + own.max() / 16)  # of a row that sums to nothing only the noise is left
     return bool((apart <= allowed).all() and own.isfinite().all())
 

@@ -162,9 +162,7 @@ class _Recurrence(Function):
         return None if da is None else da.to(a.dtype), w.to(ctx.b_dtype), dinitial, None
 
 
-def _pulled_back(
-    grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: Job
-) -> Tensor:
+def _pulled_back(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: Job) -> Tensor:
     """The cotangent of x, from that of y."""
     way, neutral = job.way, MONOIDS[job.op].identity(y.dtype)
     begins = None if cuts is None else starts(cuts, way)
@@ -212,9 +210,7 @@ def _of_prod(x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
 
 def _of_logsumexp(x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
     y = torch.logaddexp(prior, x) if y is None else y
-    same = (prior == y) & (
-        y == torch.inf
-    )  # where the difference would be NaN, and what came before is all there is
+    same = (prior == y) & (y == torch.inf)  # where the difference would be NaN, and what came before is all there is
     y = y.masked_fill(y == -torch.inf, 0)
     return (prior - y).exp().masked_fill(same, 1), (x - y).exp()
 

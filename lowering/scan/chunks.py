@@ -126,13 +126,7 @@ def selected(x: Tensor, op: str, way: Way, first: int) -> tuple[Tensor, Tensor, 
 
 
 def recurred(
-    a: Tensor,
-    b: Tensor,
-    initial: Tensor | None,
-    lagged: bool,
-    way: Way,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
+    a: Tensor, b: Tensor, initial: Tensor | None, lagged: bool, way: Way, dtype: torch.dtype, accumulate: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """h in dtype; what is carried into the chunks, (..., chunks, 1, ...); what comes out of the last of all.
 

@@ -68,10 +68,7 @@ def _fake_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse:
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
 
 
-@opaque(
-    "local_extremes(Tensor x, Tensor? starts, int dim, str op, bool reverse) -> (Tensor, Tensor)",
-    _fake_extremes,
-)
+@opaque("local_extremes(Tensor x, Tensor? starts, int dim, str op, bool reverse) -> (Tensor, Tensor)", _fake_extremes)
 def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse: bool) -> Pair:
     """The running max or min of x along dim, and its index.
 
@@ -125,9 +122,7 @@ def local_linear_scan(
     return h.view(b.shape)
 
 
-def _fake_linear_total(
-    a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype
-) -> Pair:
+def _fake_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
     shape = _total_shape(b, dim)
     return b.new_empty(shape, dtype=accumulate), b.new_empty(shape, dtype=accumulate)
 
@@ -137,9 +132,7 @@ def _fake_linear_total(
     "-> (Tensor, Tensor)",
     _fake_linear_total,
 )
-def local_linear_total(
-    a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype
-) -> Pair:
+def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
     """factor and state of the map that a linear scan makes of what it starts from: factor * initial + state.
 
     Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate. The map gives the last

@@ -71,9 +71,7 @@ def scan(
     return sp.window(out, way.dim, frame, n, group) if padded else out
 
 
-@composite(
-    f"extremes(Tensor x, int dim, str op, bool reverse=False, {_ACROSS}) -> (Tensor, Tensor)",
-)
+@composite(f"extremes(Tensor x, int dim, str op, bool reverse=False, {_ACROSS}) -> (Tensor, Tensor)")
 def extremes(
     x: Tensor,
     dim: int,

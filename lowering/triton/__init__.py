@@ -37,9 +37,7 @@ def reads_peers(x: Tensor) -> bool:
     return usable(x) or interpreted
 
 
-def from_peers(
-    target: Tensor, peers: Tensor, offset: int, strides: Sequence[int], dim: int, first: int
-) -> None:
+def from_peers(target: Tensor, peers: Tensor, offset: int, strides: Sequence[int], dim: int, first: int) -> None:
     """Block r of ``dim`` of the target is what peer r holds, offset elements into its memory, at these strides."""
     from . import move
 

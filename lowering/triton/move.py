@@ -77,11 +77,7 @@ class Tiling:
 
 @lru_cache(maxsize=4096)
 def tiling(
-    shape: tuple[int, ...],
-    read: tuple[int, ...],
-    written: tuple[int, ...],
-    itemsize: int,
-    aligned: int = WIDEST,
+    shape: tuple[int, ...], read: tuple[int, ...], written: tuple[int, ...], itemsize: int, aligned: int = WIDEST
 ) -> Tiling | None:
     """Tiles of a copy of `shape`, of elements of `itemsize` (1, 2, 4 or 8) bytes, between arrays of these strides.
 
@@ -163,11 +159,7 @@ def _move(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One tile. Addresses are integers; with PEERS ``source`` is added to that of each of ``count`` peers in turn."""
     at = tl.program_id(0).to(tl.int64)
-    run_tiles, column_tiles, row_tiles = (
-        tl.cdiv(run * VECTOR, RUN),
-        tl.cdiv(columns, COLUMNS),
-        tl.cdiv(rows, ROWS),
-    )
+    run_tiles, column_tiles, row_tiles = (tl.cdiv(run * VECTOR, RUN), tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS))
     word_0 = at % run_tiles * RUN
     at = at // run_tiles
     column_0 = at % column_tiles * COLUMNS
@@ -225,9 +217,7 @@ def copy(target: Tensor, source: Tensor) -> bool:
     return plan is not None
 
 
-def from_peers(
-    target: Tensor, peers: Tensor, offset: int, strides: Sequence[int], dim: int, first: int
-) -> bool:
+def from_peers(target: Tensor, peers: Tensor, offset: int, strides: Sequence[int], dim: int, first: int) -> bool:
     """Block r of ``dim`` of the target is what peer r holds, `offset` elements into its memory, at these strides.
 
     peers: int64 (n,) on the target's device, addresses that WIDEST divides. first: the peer to begin with. False as
@@ -247,9 +237,7 @@ def from_peers(
     return plan is not None
 
 
-def _launch(
-    plan: Tiling, target: Tensor, source: int, peers: Tensor | None, first: int, per_peer: int
-) -> None:
+def _launch(plan: Tiling, target: Tensor, source: int, peers: Tensor | None, first: int, per_peer: int) -> None:
     loops = [*(NONE for _ in range(LOOPS - len(plan.loops))), *plan.loops]
     count = 1 if peers is None else len(peers)
     rows, columns, run = plan.tile

@@ -73,9 +73,7 @@ def _joined(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _collected(
-    x: Tensor, dim: int, parts: list[Part], wraps: bool, fill: float, n: int, group: str
-) -> list[Tensor]:
+def _collected(x: Tensor, dim: int, parts: list[Part], wraps: bool, fill: float, n: int, group: str) -> list[Tensor]:
     """Every part's rows: one's own, the neighbours', or ``fill`` beyond the ends."""
     coming = tuple(part for part in parts if part.comes(n, wraps))
     arrived = iter(())
@@ -95,9 +93,7 @@ def _collected(
     return pieces
 
 
-def _filled(
-    x: Tensor, dim: int, low: int, high: int, frame: Frame, fill: float, n: int, group: str
-) -> Tensor:
+def _filled(x: Tensor, dim: int, low: int, high: int, frame: Frame, fill: float, n: int, group: str) -> Tensor:
     """``fill`` where the rows at [low, high) around a rank's shard lie outside the window of some rank."""
     s, (start, length) = rows_held(frame, n), frame[2:4]
     early, late = not known(low >= start), not known((n - 1) * s + high <= start + length)

@@ -43,9 +43,7 @@ def reach_of(before: int, width: int, stride: int, frame: Frame, result: Frame, 
     return Reach(low, low + s + width - stride, s)
 
 
-def window_shifts(
-    before: int, width: int, stride: int, frame: Frame, result: Frame, n: int
-) -> list[tuple[int, int]]:
+def window_shifts(before: int, width: int, stride: int, frame: Frame, result: Frame, n: int) -> list[tuple[int, int]]:
     """(ranks further on, rows) of every shift in the forward of a window on shards."""
     return shifts_of(*reach_of(before, width, stride, frame, result, n), n)
 
@@ -137,9 +135,7 @@ def conv1d(
         rows = shards.around(x, x.ndim - 1, before, width, stride, 0)
         return shards.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
     if before < 0 or after > before:
-        return torch.conv1d(
-            _padded(x, x.ndim - 1, before, after, 0), weight, bias, stride, 0, dilation, groups
-        )
+        return torch.conv1d(_padded(x, x.ndim - 1, before, after, 0), weight, bias, stride, 0, dilation, groups)
     y = torch.conv1d(x, weight, bias, stride, before, dilation, groups)
     return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
 
@@ -168,8 +164,7 @@ def avg_pool1d(
 
 
 @composite(
-    "max_pool1d(Tensor x, int before, int after, Scalar fill, int width, int stride, int dilation=1, "
-    f"{AS_SHARDS}"
+    f"max_pool1d(Tensor x, int before, int after, Scalar fill, int width, int stride, int dilation=1, {AS_SHARDS}"
 )
 def max_pool1d(
     x: Tensor,
@@ -196,9 +191,7 @@ def max_pool1d(
     return shards.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
 
 
-@composite(
-    f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {AS_SHARDS}"
-)
+@composite(f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {AS_SHARDS}")
 def unfold(
     x: Tensor,
     dim: int,

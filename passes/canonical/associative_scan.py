@@ -120,13 +120,7 @@ def _read(value: Any, env: dict[Node, sympy.Expr]) -> sympy.Expr:
 
 def _scan(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> Combining | None:
     a, b = left[i], right[i]
-    known = {
-        a + b: "sum",
-        a * b: "prod",
-        _MAXIMUM(a, b): "max",
-        _MINIMUM(a, b): "min",
-        _LOGADDEXP(a, b): "logsumexp",
-    }
+    known = {a + b: "sum", a * b: "prod", _MAXIMUM(a, b): "max", _MINIMUM(a, b): "min", _LOGADDEXP(a, b): "logsumexp"}
     return Combining(known[e], (i,)) if e in known else None
 
 

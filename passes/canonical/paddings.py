@@ -92,9 +92,7 @@ class Paddings(Spelling):
                 return True
         return False
 
-    def _slide(
-        self, nodes: list[Node], x: Node, dim: int, slides: Slides, before: Node | None = None
-    ) -> None:
+    def _slide(self, nodes: list[Node], x: Node, dim: int, slides: Slides, before: Node | None = None) -> None:
         """One call in the place of nodes that are all the same."""
         with self.graph.inserting_before(before or nodes[0]):
             args = (x, *slides.args(_rows(x, dim)))

@@ -74,10 +74,6 @@ def _reductions(body: GraphModule, results: Any) -> list[str] | None:
     inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]
     work = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
     reductions = [n.args for n in chain if n.target is c10d.all_reduce.default]
-    if (
-        inputs != [value]
-        or len(work) != len(chain)
-        or any(args[1] not in ("sum", "avg") for args in reductions)
-    ):
+    if inputs != [value] or len(work) != len(chain) or any(args[1] not in ("sum", "avg") for args in reductions):
         return None
     return [f"{op} {group}" for _, op, group in reductions]

@@ -13,11 +13,7 @@ from sp_compile.graph.edit import Editor
 from sp_compile.lowering.scan.monoids import result_dtype, scannable
 
 aten, sp = torch.ops.aten, torch.ops.sp
-CUMULATIVE = {
-    aten.cumsum.default: "sum",
-    aten.cumprod.default: "prod",
-    aten.logcumsumexp.default: "logsumexp",
-}
+CUMULATIVE = {aten.cumsum.default: "sum", aten.cumprod.default: "prod", aten.logcumsumexp.default: "logsumexp"}
 EXTREMES = {aten.cummax.default: "max", aten.cummin.default: "min"}
 TORCH = {**CUMULATIVE, **EXTREMES}
 OURS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)

@@ -103,10 +103,7 @@ class ScanRounds(Spelling):
         return _numbers([self._combined(op, a, b) for a, b in pairs], left.shape)
 
     def _handed_on(self, node: Node) -> Tensor | None:
-        if node.target in (aten.pad.default, aten.constant_pad_nd.default) and Call(node)["value"] not in (
-            None,
-            0,
-        ):
+        if node.target in (aten.pad.default, aten.constant_pad_nd.default) and Call(node)["value"] not in (None, 0):
             return None
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         found, value = node.target(*args, **kwargs), node.meta["val"]

@@ -64,11 +64,7 @@ class JointPasses:
     def key(self) -> str | None:
         """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
         version = digest(*passes.__path__, str(Path(__file__).parents[2]))
-        return (
-            None
-            if self.session.groups
-            else f"sp_compile joint {version} {self.merge} {self.cost} {declared()}"
-        )
+        return None if self.session.groups else f"sp_compile joint {version} {self.merge} {self.cost} {declared()}"
 
     def __call__(self, gm: GraphModule) -> None:
         """Change the graph in place. Raises SpError as the passes do, on all ranks of a group that talk."""
@@ -103,9 +99,7 @@ class JointPasses:
             result = one(local)
             local = result.graph_module if result.modified else gm
         assumed = one.assumed if one is not None else []
-        tangents = {
-            name: made.get(name) or "of this program" for name in assumed if name.startswith("tangents")
-        }
+        tangents = {name: made.get(name) or "of this program" for name in assumed if name.startswith("tangents")}
         if not self.session.same_exchanges(local, ranks, list(tangents)):
             one, local, why = None, gm, OTHER_EXCHANGES
         layers = one.layers if one is not None else []
@@ -129,9 +123,7 @@ class JointPasses:
         """
         if not self.session.all_alike():
             why = "the ranks' programs differ, so they might not all rewrite the same exchanges"
-            self.report.add(
-                [Note("not permute_all_to_all, merge_reductions", "graph", "the whole graph", why)]
-            )
+            self.report.add([Note("not permute_all_to_all, merge_reductions", "graph", "the whole graph", why)])
             return
         if self.session.groups:
             self.report.add(permute_all_to_all(gm, decomposed=True))

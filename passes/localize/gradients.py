@@ -39,9 +39,7 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
             if known and record(node).requires_grad is not False:
                 out.add(node)
         elif node.op == "call_function" and any(a in out for a in node.all_input_nodes):
-            integral = isinstance(value, torch.Tensor) and not (
-                value.is_floating_point() or value.is_complex()
-            )
+            integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
             if not integral and node.target is not torch.ops.aten.detach.default:
                 out.add(node)
     return out

@@ -31,15 +31,7 @@ from sp_compile.sharding.rule import Factors, lookup
 from .gradients import buckets, differentiable_nodes, enters_shards, lifted_nodes, stays_smooth
 
 sp, aten = torch.ops.sp, torch.ops.aten
-KEPT_META = (
-    "stack_trace",
-    "nn_module_stack",
-    "source_fn_stack",
-    "recompute",
-    "ac_graph_id",
-    "original_aten",
-    "seq_nr",
-)
+KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "original_aten", "seq_nr")
 
 
 class Localize(Pass):
@@ -130,9 +122,7 @@ class _Localizer:
             self.env[node] = self.aliases[node.args[0]][node.args[1]]
         elif node in self.plan.wants:
             self._emit_on_shards(node)
-        elif isinstance(node.meta.get("val"), torch.SymInt) and any(
-            self._is_local(a) for a in node.all_input_nodes
-        ):
+        elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
             self.env[node] = self._value(size(node.meta["val"]))  # sizes keep their global meaning
         else:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._plain(node))
@@ -208,9 +198,7 @@ class _Localizer:
             shape[placement.dim] = placement.local_size(self.ranks.n)
         return self.sizes.list(shape)
 
-    def _masked(
-        self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]
-    ) -> list[Node]:
+    def _masked(self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]) -> list[Node]:
         """Make padded rows vanish from a sum over the sharded factor."""
         if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]):
             return operands
@@ -224,9 +212,7 @@ class _Localizer:
     def _frame(self, shard: Shard) -> list[int | Node]:
         return self.sizes.list((shard.outer, *shard.frame.spelt()))
 
-    def _call(
-        self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None
-    ) -> Node:
+    def _call(self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None) -> Node:
         node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=name)
         node.meta.update({k: like.meta[k] for k in KEPT_META if k in like.meta})
         return node
@@ -290,10 +276,7 @@ def _is_parameter(source: Node) -> bool:
 def _drop_dead(gm: GraphModule) -> None:
     """Sizes and slices that nobody uses any more; never an op with an effect."""
     for node in reversed(gm.graph.nodes):
-        pure = isinstance(node.meta.get("val"), torch.SymInt) or node.target in (
-            sp.shard.default,
-            aten.sym_size.int,
-        )
+        pure = isinstance(node.meta.get("val"), torch.SymInt) or node.target in (sp.shard.default, aten.sym_size.int)
         if node.op == "call_function" and not node.users and pure:
             gm.graph.erase_node(node)
     gm.recompile()

@@ -38,9 +38,7 @@ class RestoreStrides(Pass):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         found = [(n, record(n).origin) for n in gm.graph.nodes if n.target in WHOLE]
-        apart = [
-            (n, o.meta["val"]) for n, o in found if o is not None and _differ(n.meta["val"], o.meta["val"])
-        ]
+        apart = [(n, o.meta["val"]) for n, o in found if o is not None and _differ(n.meta["val"], o.meta["val"])]
         for node, value in apart:
             restore(gm.graph, node, value)
         return len(apart)

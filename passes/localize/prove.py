@@ -69,9 +69,7 @@ def _check_target(node: Node) -> None:
         "torch.nn.attention",
         "torch.sym",
     ):
-        raise SpError(
-            f"{node.name} at {at(node)} calls {target}, which is neither an op overload nor an operator"
-        )
+        raise SpError(f"{node.name} at {at(node)} calls {target}, which is neither an op overload nor an operator")
 
 
 def _check_waited(node: Node) -> None:
@@ -79,13 +77,8 @@ def _check_waited(node: Node) -> None:
     if getattr(node.target, "namespace", "") != "sp":
         return
     for source in node.all_input_nodes:
-        if (
-            getattr(source.target, "namespace", "") == c10d.name
-            and source.target is not c10d.wait_tensor.default
-        ):
-            raise SpError(
-                f"{node.name} ({node.target}) at {at(node)} reads {source.name} before it is waited for"
-            )
+        if getattr(source.target, "namespace", "") == c10d.name and source.target is not c10d.wait_tensor.default:
+            raise SpError(f"{node.name} ({node.target}) at {at(node)} reads {source.name} before it is waited for")
 
 
 def _infer(node: Node, plan: Plan) -> None:
@@ -100,9 +93,7 @@ def _infer(node: Node, plan: Plan) -> None:
         node.meta["val"] = node.target(*args, **kwargs)
     except Exception as e:
         shapes = [
-            list(a.meta["val"].shape)
-            for a in node.all_input_nodes
-            if isinstance(a.meta.get("val"), torch.Tensor)
+            list(a.meta["val"].shape) for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)
         ]
         raise SpError(
             f"{node.name} ({node.target}) at {at(node)} does not run on local operands of shapes {shapes}: {e}"

@@ -39,16 +39,10 @@ class Gather(Rewrite):
     kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        if (
-            node.op == "output"
-            or self.job.fallback == "gather"
-            or all(d.kind == "invariant" for d in demands)
-        ):
+        if node.op == "output" or self.job.fallback == "gather" or all(d.kind == "invariant" for d in demands):
             return None
         reasons = "; ".join(self._reason(d) for d in demands)
-        raise self.error(
-            node, f"{reasons}. fallback='error' forbids gathering it; use fallback='gather' or add a rule"
-        )
+        raise self.error(node, f"{reasons}. fallback='error' forbids gathering it; use fallback='gather' or add a rule")
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         for demand in demands:
@@ -71,9 +65,7 @@ class Gather(Rewrite):
     def _gather(self, node: Node, demand: Demand) -> None:
         source = operand_of(node, demand.operand)
         have, why = self.plan.of(source), self._reason(demand)
-        mark(
-            node, whole=True
-        )  # propagation is not to begin a sequence here, of what is gathered or was whole
+        mark(node, whole=True)  # propagation is not to begin a sequence here, of what is gathered or was whole
         if not isinstance(have, Shard):
             if have == SUMMAND:
                 self._regather(node, demand)

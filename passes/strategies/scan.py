@@ -45,12 +45,7 @@ from sp_compile.sharding.placement import Demand, Plan, Shard
 from .local_scan import SlowScans
 
 aten, sp = torch.ops.aten, torch.ops.sp
-COMBINE = {
-    "sum": aten.add.Tensor,
-    "prod": aten.mul.Tensor,
-    "max": aten.maximum.default,
-    "min": aten.minimum.default,
-}
+COMBINE = {"sum": aten.add.Tensor, "prod": aten.mul.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
 
 
 class NestedScan(Rewrite):

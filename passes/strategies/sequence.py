@@ -48,9 +48,7 @@ class Sequences(Pass):
         if fixed:
             job.forget()
         axes = job.axes(gm)
-        found = {
-            n: axes.sequence_dims(n) for n in gm.graph.find_nodes(op="placeholder") if not record(n).parameter
-        }
+        found = {n: axes.sequence_dims(n) for n in gm.graph.find_nodes(op="placeholder") if not record(n).parameter}
         job.sequence_inputs = {argument_name(node): dims for node, dims in found.items() if dims}
         if job.ranks.n == 1:
             return fixed

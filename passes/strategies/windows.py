@@ -33,8 +33,7 @@ class Halo(Rewrite):
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         claimed = self._joined(node) is not None or (
-            node in self.plan.wants
-            and any(d.kind == "halo" or self._beside(node, d) is not None for d in demands)
+            node in self.plan.wants and any(d.kind == "halo" or self._beside(node, d) is not None for d in demands)
         )
         return None if claimed else ""
 
@@ -62,9 +61,7 @@ class Halo(Rewrite):
             new = self._on_shards(slides, x, have, result, node.meta["val"], node)
         self.replace(node, new)
 
-    def _on_shards(
-        self, slides: Slides, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node
-    ) -> Node:
+    def _on_shards(self, slides: Slides, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node) -> Node:
         ranks, frames = self.job.ranks, [self.frame(have), self.frame(result)]
         if slides.sliding.rolls is not None:
             frames = frames[:1]

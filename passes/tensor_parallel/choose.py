@@ -38,9 +38,7 @@ def choose(
     left = [
         node
         for node in summed
-        if node.args[0] in differ
-        and _count(node.meta["val"])
-        and (_of_linear(node.args[0]) or wait_of(node) in taken)
+        if node.args[0] in differ and _count(node.meta["val"]) and (_of_linear(node.args[0]) or wait_of(node) in taken)
     ]
     chosen: dict[Node, Shard | None] = {}
     while left:

@@ -90,9 +90,7 @@ class SequenceParallelLinear(Pass):
             local = self.scatter(gm if named else copied(gm))
         except SpError as error:  # what cannot be scattered stays as it is
             local = None
-            self.layers = [
-                replace(layer, mode="full", dim=None, ops=0, why=str(error)) for layer in self.layers
-            ]
+            self.layers = [replace(layer, mode="full", dim=None, ops=0, why=str(error)) for layer in self.layers]
             self.notes = [Note(f"not {self.name}", "graph", f"group {self.ranks.group}", str(error))]
         if local is None:
             return 0
@@ -101,15 +99,9 @@ class SequenceParallelLinear(Pass):
 
     def _check_ranks(self) -> None:
         group = self.ranks.group
-        if (
-            dist.is_initialized()
-            and known_process_group(group)
-            and process_group(group).size() != self.ranks.n
-        ):
+        if dist.is_initialized() and known_process_group(group) and process_group(group).size() != self.ranks.n:
             found = process_group(group).size()
-            raise SpError(
-                f"{self.name}: group {group!r} has {found} ranks, and not {self.ranks.n}: {self.ranks}"
-            )
+            raise SpError(f"{self.name}: group {group!r} has {found} ranks, and not {self.ranks.n}: {self.ranks}")
 
     def scatter(self, gm: GraphModule) -> GraphModule | None:
         """The graph that runs on shards between the linears; None if nothing of it would."""
@@ -166,9 +158,7 @@ class SequenceParallelLinear(Pass):
         """Leave an all_reduce where no work would be done on its rows: it would only be gathered again."""
         while True:
             plan = self._analyse(gm)
-            ops = {
-                node: work_on_rows(plan, node) for node, layer in kept.items() if layer.mode == "scattered"
-            }
+            ops = {node: work_on_rows(plan, node) for node, layer in kept.items() if layer.mode == "scattered"}
             for node, count in ops.items():
                 kept[node] = replace(kept[node], ops=count)
             idle = [node for node, count in ops.items() if not count]
@@ -190,6 +180,4 @@ class SequenceParallelLinear(Pass):
                     plan = self._analyse(gm)
                 self.notes += [note for note in one.notes if note not in self.notes]
         first = plan.demands[0]
-        raise SpError(
-            f"{first.node.name} at {at(first.node)} demands ({first.kind}) what no pass gives: {first.why}"
-        )
+        raise SpError(f"{first.node.name} at {at(first.node)} demands ({first.kind}) what no pass gives: {first.why}")

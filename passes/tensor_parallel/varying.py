@@ -90,11 +90,7 @@ def mark_numbers(gm: GraphModule, facts: Facts) -> None:
     """Say that what is computed with other numbers on other ranks differs by rank, and so do sizes made of such."""
     own: set[Node] = set()
     for node in gm.graph.nodes:
-        if (
-            node.name in facts.numbers
-            or node.name in facts.differ
-            or any(i in own for i in node.all_input_nodes)
-        ):
+        if node.name in facts.numbers or node.name in facts.differ or any(i in own for i in node.all_input_nodes):
             value = node.meta.get("val")
             if node.op == "call_function" and not isinstance(value, SYMBOLS):
                 mark(node, result=VARYING)
@@ -114,9 +110,7 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: F
     types = differing(gm, axes, varying)
     if any(r.args[0] in types for r in reduced):
         return varying
-    parts = known | (
-        matrices & _before_exchanges(gm, facts)
-    )  # that are equal by chance, or nobody has looked
+    parts = known | (matrices & _before_exchanges(gm, facts))  # that are equal by chance, or nobody has looked
     return _closed(gm, axes, parts, sources, facts)
 
 
@@ -142,9 +136,7 @@ def _stays_equal(matrix: Node, facts: Facts) -> bool:
     return equal and (matrix.name in facts.gradients or matrix.name not in facts.blank)
 
 
-def _closed(
-    gm: GraphModule, axes: Axes, varying: set[Node], sources: Mapping[str, Node], facts: Facts
-) -> set[Node]:
+def _closed(gm: GraphModule, axes: Axes, varying: set[Node], sources: Mapping[str, Node], facts: Facts) -> set[Node]:
     """With the inputs that training drives apart, as their gradients differ, and gradients of results that differ.
 
     What is left is equal on all ranks now, and so are its gradients: no step of an optimizer tells it apart.
@@ -152,9 +144,7 @@ def _closed(
     while True:
         types = differing(gm, axes, varying)
         apart = {sources[name] for name, gradient in facts.gradients.items() if gradient in types}
-        theirs = {
-            sources[name] for name, results in facts.tangents.items() if any(r in types for r in results)
-        }
+        theirs = {sources[name] for name, results in facts.tangents.items() if any(r in types for r in results)}
         if (apart | theirs) <= varying:
             return varying
         varying = varying | apart | theirs

@@ -67,9 +67,7 @@ def compile_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     return CppCodeCache.load(source, extra_flags=tuple(flags))
 
 
-def joint_compiler(
-    name: str | Callable[..., Any], transform: JointTransform, key: str | None
-) -> Callable[..., Any]:
+def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, key: str | None) -> Callable[..., Any]:
     """As `compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is partitioned.
 
     Forward and backward in one graph; of an inference, the forward. key: what `transform` will do, for caches of

@@ -51,11 +51,7 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
     """
     world = dist.distributed_c10d._world
     return [
-        (
-            world.pg_names[group],
-            tuple(sorted(ranks, key=ranks.__getitem__)),
-            str(world.pg_backend_config[group]),
-        )
+        (world.pg_names[group], tuple(sorted(ranks, key=ranks.__getitem__)), str(world.pg_backend_config[group]))
         for group, ranks in world.pg_group_ranks.items()
         if group in world.pg_names
     ]

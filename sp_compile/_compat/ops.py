@@ -45,9 +45,7 @@ __all__ = [
     "wrap_with_set_grad_enabled",
 ]
 
-set_grad_enabled = (
-    torch._C._set_grad_enabled
-)  # the function that Dynamo writes into its graphs; tried on 2.13
+set_grad_enabled = torch._C._set_grad_enabled  # the function that Dynamo writes into its graphs; tried on 2.13
 
 # Calls that change Python state around attention; Dynamo leaves them in its graph and no dispatcher sees them.
 # Tried on 2.13.
@@ -61,9 +59,7 @@ def schema_of(op: OpOverload) -> Any:
 
 def namespace_of(target: Any) -> str:
     """`aten` of torch.ops.aten.add and of torch.ops.aten.add.Tensor, "" of what is no operator (tried on 2.13)."""
-    return (
-        getattr(target, "namespace", "") or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
-    )
+    return getattr(target, "namespace", "") or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:

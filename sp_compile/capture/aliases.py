@@ -101,9 +101,7 @@ class Aliases:
 
     def any_differentiable(self, node: Node) -> bool:
         """Does a gradient reach an argument of `node`, or the memory that one lies in?"""
-        return any(
-            self.differentiable(a) or self.differentiable(self.root(a)) for a in nodes_in(self.calls[node])
-        )
+        return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in nodes_in(self.calls[node]))
 
     def receive_gradient(self, target: Node) -> None:
         """`target` has been changed to something differentiable."""

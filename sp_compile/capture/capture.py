@@ -37,9 +37,7 @@ from .trace import trace
 _PLACEHOLDER_META = ("tensor_dict", "stack_trace", "nn_module_stack", "grapharg")
 
 
-def capture(
-    gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[Any] | None = None
-) -> GraphModule:
+def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[Any] | None = None) -> GraphModule:
     """The Dynamo graph `gm` of a running torch.compile as IR, with the same calling convention.
 
     Placeholders stay one to one with Dynamo's, in order, with its names and sources, so the result stands in for `gm`
@@ -66,9 +64,7 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     """
     context = TracingContext.try_get()
     if context is None or context.fake_mode is None:
-        raise SpError(
-            "capture runs inside a torch.compile backend; use capture_export for an exported program"
-        )
+        raise SpError("capture runs inside a torch.compile backend; use capture_export for an exported program")
     mode = context.fake_mode
 
     def fake(x: Any) -> Any:
@@ -79,9 +75,7 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
         symbolic = context.tensor_to_context.get(x)
         source = symbolic.tensor_source if symbolic else None
         static = None if symbolic else True
-        return mode.from_tensor(
-            x, symbolic_context=symbolic, source=source, static_shapes=static, trace=False
-        )
+        return mode.from_tensor(x, symbolic_context=symbolic, source=source, static_shapes=static, trace=False)
 
     return mode, [fake(x) for x in example_inputs]
 
@@ -96,9 +90,7 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
     gm = inline_regions(source)
     for node in gm.graph.find_nodes(op="call_module"):
         if node.target != "_guards_fn":
-            raise SpError(
-                f"{node.name}: a call of the module {node.target}; export the model with torch.export first"
-            )
+            raise SpError(f"{node.name}: a call of the module {node.target}; export the model with torch.export first")
         gm.graph.erase_node(node)
     gm.delete_submodule("_guards_fn")
     require_ops(gm, "capture_export")
@@ -113,9 +105,7 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
 def _only_mode(gm: GraphModule) -> FakeTensorMode | None:
     values = [n.meta.get("val") for n in gm.graph.nodes]
     if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
-        raise SpError(
-            "capture_export: every value has a fake mode of its own; use make_fx(..., tracing_mode='fake')"
-        )
+        raise SpError("capture_export: every value has a fake mode of its own; use make_fx(..., tracing_mode='fake')")
     return detect_fake_mode(values)
 
 
@@ -143,9 +133,7 @@ def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]
     for node, value in zip(placeholders, example_inputs, strict=True):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             owners.setdefault(storage_of(value), []).append(node)
-    written = {
-        n.args[0] for n in captured.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    }
+    written = {n.args[0] for n in captured.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     for names in owners.values():
         changed = next((n for n in names if n in written), None)
         if changed is not None and len(names) > 1:
@@ -161,10 +149,7 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
 
     A fake or functorch tensor in an attribute is a value that escaped the trace: the graph would be wrong.
     """
-    known = {
-        *dict(gm.named_parameters(remove_duplicate=False)),
-        *dict(gm.named_buffers(remove_duplicate=False)),
-    }
+    known = {*dict(gm.named_parameters(remove_duplicate=False)), *dict(gm.named_buffers(remove_duplicate=False))}
     for node in gm.graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(node.target)(gm)
         if not isinstance(value, torch.Tensor):

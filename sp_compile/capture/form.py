@@ -19,12 +19,7 @@ aten = torch.ops.aten
 
 def require_ops(gm: GraphModule, name: str) -> None:
     """Raises SpError, in the name of who asks, unless the graph calls ops on fake values; they may change some."""
-    _refuse(
-        gm,
-        name,
-        _is_no_op,
-        "torch.export or make_fx; a graph of Dynamo is captured in a backend of torch.compile",
-    )
+    _refuse(gm, name, _is_no_op, "torch.export or make_fx; a graph of Dynamo is captured in a backend of torch.compile")
 
 
 def require_functional(gm: GraphModule, name: str) -> None:
@@ -55,9 +50,7 @@ def _changes(node: Node) -> str:
     """Why the node may change a value that is read elsewhere; an input is written back at the end of the program."""
     target: Any = node.target
     if namespace_of(target) == "c10d":
-        return (
-            f"{target} works in place: export the program with strict=True, where collectives are functional"
-        )
+        return f"{target} works in place: export the program with strict=True, where collectives are functional"
     written_back = target is aten.copy_.default and node.args[0].op in ("placeholder", "get_attr")
     in_place = is_mutation(node) and functional_form(target) is not None and not written_back
     return f"{target} works in place" if in_place or str(target) == "triton_kernel_wrapper_mutation" else ""

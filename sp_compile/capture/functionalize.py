@@ -28,14 +28,7 @@ from sp_compile._compat import (
 )
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import drop_dead
-from sp_compile.graph.mutation import (
-    Mutation,
-    functional_form,
-    is_mutation,
-    is_view_change,
-    mutation_of,
-    positional,
-)
+from sp_compile.graph.mutation import Mutation, functional_form, is_mutation, is_view_change, mutation_of, positional
 
 from . import view_inverses
 from .aliases import Aliases
@@ -69,9 +62,7 @@ class _Renaming:
         self.aliases = Aliases(gm.graph)
         self.version: dict[Node, int] = {}
         self.current: dict[Node, Node] = {}  # changed root -> its value
-        self.values: dict[
-            Node, tuple[Node, int, bool]
-        ] = {}  # node -> value, its version, may carry a gradient
+        self.values: dict[Node, tuple[Node, int, bool]] = {}  # node -> value, its version, may carry a gradient
         self.dead: list[Node] = []
         self.autocast = int(torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
@@ -132,9 +123,7 @@ class _Renaming:
 
     def take_view(self, node: Node) -> Node:
         if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
-            raise SpError(
-                f"{node.name}: {at(node)} is read after memory that it shares has changed; clone it"
-            )
+            raise SpError(f"{node.name}: {at(node)} is read after memory that it shares has changed; clone it")
         args, kwargs = self.now_in(node)
         value = self.graph.call_function(node.target, args, kwargs)
         value.meta = dict(node.meta)

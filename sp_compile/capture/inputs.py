@@ -53,9 +53,7 @@ def capture_shards(
 
 def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[str, int]:
     if seq_dims is not None:
-        ndims = {
-            n.name: n.meta["val"].ndim for n in graph.graph.find_nodes(op="placeholder") if n.name in seq_dims
-        }
+        ndims = {n.name: n.meta["val"].ndim for n in graph.graph.find_nodes(op="placeholder") if n.name in seq_dims}
         for name, dim in seq_dims.items():
             if not -ndims[name] <= dim < ndims[name]:
                 raise SpError(f"seq_dims: {name!r} has {ndims[name]} dims, so it has no dim {dim}")
@@ -110,9 +108,7 @@ def global_view(
     """
     fragment = is_fragment(gm)
     if fragment and (config.outputs == "local" or config.inputs == "local"):
-        raise SpError(
-            "inputs='local' and outputs='local' need a model without graph breaks: what crosses one is whole"
-        )
+        raise SpError("inputs='local' and outputs='local' need a model without graph breaks: what crosses one is whole")
     _mark_inputs(gm, example_inputs)
     seq_dims = None if isinstance(config.seq_dims, str) else _placeholder_names(gm, config.seq_dims, fragment)
     inputs: dict[str, Placement] = {}
@@ -133,9 +129,7 @@ def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
             mark(node, requires_grad=example.requires_grad, parameter=parameter)
 
 
-def _placeholder_names(
-    graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool
-) -> dict[str, int] | None:
+def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool) -> dict[str, int] | None:
     """The user's argument names (or indices) as the names of the graph's placeholders.
 
     A fragment of the model may lack some of them; one that has none finds its sequence by itself (None).

@@ -113,9 +113,7 @@ class _Copy:
                 return env[source][index]
         return _MISSING
 
-    def region(
-        self, gm: GraphModule, path: str, node: Node, bound: Callable[[Any], Any], tags: dict[str, Any]
-    ) -> Any:
+    def region(self, gm: GraphModule, path: str, node: Node, bound: Callable[[Any], Any], tags: dict[str, Any]) -> Any:
         index = _BODY_AT[node.target]
         ref = node.args[index]
         if not isinstance(ref, Node) or ref.op != "get_attr":

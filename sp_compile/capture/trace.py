@@ -52,9 +52,7 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
         raise
     finally:
         torch.set_grad_enabled(grad)
-    for new, old in zip(
-        traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True
-    ):
+    for new, old in zip(traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
         rename(new, old.name)
         new.target = new.name
     return traced
@@ -178,11 +176,7 @@ _KEPT_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
 
 
 def _record(
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    bodies: dict[GraphModule, GraphModule],
-    out: Any,
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bodies: dict[GraphModule, GraphModule], out: Any
 ) -> Any:
     """Record one node target(*args) with each body replaced by its lowered one; `out` is its value."""
     tracer = active_tracer()

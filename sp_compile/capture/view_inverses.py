@@ -78,9 +78,7 @@ def _permuted(view: View, new: Node, order: tuple[int, ...], emit: Emit) -> Node
     back = tuple(order.index(d) for d in range(len(order)))
     if back == tuple(range(len(order))):
         return new
-    return (
-        emit(view.target, new, *view.args) if back == order else emit(aten.permute.default, new, list(back))
-    )
+    return emit(view.target, new, *view.args) if back == order else emit(aten.permute.default, new, list(back))
 
 
 def _expand(view: View, new: Node, emit: Emit) -> Node | None:

@@ -106,11 +106,7 @@ class Shape:
         if not self.q_len * self.kv_len:
             return 1.0
         rows = self.q_len / parts
-        return (
-            max(self.pairs(r * rows, (r + 1) * rows) for r in range(parts))
-            * parts
-            / self.pairs(0, self.q_len)
-        )
+        return max(self.pairs(r * rows, (r + 1) * rows) for r in range(parts)) * parts / self.pairs(0, self.q_len)
 
 
 def _below(x: float, keys: int) -> float:

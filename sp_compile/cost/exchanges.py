@@ -66,9 +66,7 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
             call = Call(node)
             out += [_exchange(node, name, call.operands[:1], sent, sent) for sent in _halo(call, n)]
         elif name in FORWARD_AND_BACKWARD:
-            operands = (
-                [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if _is_tensor(v)]
-            )
+            operands = [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if _is_tensor(v)]
             nbytes, kinds = _bytes(operands), FORWARD_AND_BACKWARD[name]
             there, back = (bytes_of(kind, nbytes, n) if kind else 0 for kind in kinds)
             out.append(_exchange(node, name, operands, there, back))

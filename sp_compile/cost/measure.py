@@ -72,11 +72,7 @@ def constants(lines: Sequence[Line], n: int, node: int, base: Machine) -> Machin
     there, per_flop = exchange.bandwidth, attention.latency
     links: dict[str, float] = {"inter_node_bandwidth": there * (n - node) / (n - 1)}
     if n <= node:
-        links = {
-            "all_to_all_bandwidth": there,
-            "hop_bandwidth": there,
-            "all_gather_bandwidth": gather.bandwidth,
-        }
+        links = {"all_to_all_bandwidth": there, "hop_bandwidth": there, "all_gather_bandwidth": gather.bandwidth}
     return replace(
         base,
         **links,
@@ -164,9 +160,7 @@ def _attention(device: torch.device) -> Job:
     return Job(("attention", device.type), device, (256, 1024) if cpu else (1024, 8192), call, point)
 
 
-def measured(
-    jobs: Sequence[Job], group: Any, device: torch.device, where: torch.device, repeats: int
-) -> list[Line]:
+def measured(jobs: Sequence[Job], group: Any, device: torch.device, where: torch.device, repeats: int) -> list[Line]:
     """The lines of the jobs, equal on all ranks of the group, which have to ask together.
 
     Of what this process has not measured yet, what rank 0 finds on its disk counts; the rest all measure, and the

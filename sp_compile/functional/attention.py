@@ -172,9 +172,7 @@ class AttentionCall(RankCall):
         if given.window is not None and (not isinstance(given.window, int) or given.window < 1):
             yield f"window={given.window}: expected at least 1 (an int), which is each query's own position"
         x = given.documents
-        if x is not None and (
-            x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}
-        ):
+        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}):
             yield (
                 f"documents are whole on every rank, (B|1, S) with S = {whole[0]} queries and {whole[1]} "
                 f"keys, got {list(x.shape)}"

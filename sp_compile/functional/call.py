@@ -22,9 +22,7 @@ from sp_compile.spmd.check_call import agree
 LAYOUTS = ("contiguous", "zigzag")
 
 
-def require(
-    name: str, problem: str | None, describe: Callable[[], str], ranks: Ranks | None, same: str = ""
-) -> None:
+def require(name: str, problem: str | None, describe: Callable[[], str], ranks: Ranks | None, same: str = "") -> None:
     """Raise SpError if there is a problem: on all `ranks` if on any, and there as well if their calls differ.
 
     describe: what must be the same on every rank, or exchanges would not meet; same: that in words. ranks: None of a

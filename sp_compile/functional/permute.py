@@ -25,13 +25,7 @@ sp = torch.ops.sp
 
 
 def all_to_all_permute(
-    x: Tensor,
-    scatter_dim: int,
-    gather_dim: int,
-    group: Mesh = None,
-    out: Tensor | None = None,
-    *,
-    check: bool = True,
+    x: Tensor, scatter_dim: int, gather_dim: int, group: Mesh = None, out: Tensor | None = None, *, check: bool = True
 ) -> Tensor:
     """Exchange a split dim for another: all ranks' rows of gather_dim, of this rank's block of scatter_dim.
 
@@ -149,9 +143,7 @@ class PermuteCall(RankCall):
         shape[self.scatter_dim] //= self.ranks.n
         shape[self.gather_dim] *= self.ranks.n
         if (list(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
-            yield (
-                f"out is {list(out.shape)} {out.dtype} on {out.device}, expected {shape} {x.dtype} on {x.device}"
-            )
+            yield (f"out is {list(out.shape)} {out.dtype} on {out.device}, expected {shape} {x.dtype} on {x.device}")
         if _may_overlap(out):
             yield f"out {shape} has strides {list(out.stride())}, by which elements may lie in one place"
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
@@ -179,9 +171,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     """
     ranks = ranks_of(group)
     device = _device(device)
-    problem = (
-        None if isinstance(size, int) and size > 0 else f"size={size!r}: expected a positive number of bytes"
-    )
+    problem = None if isinstance(size, int) and size > 0 else f"size={size!r}: expected a positive number of bytes"
     compared = ranks if ranks.n > 1 else None
     require("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is the same")
     buffer = _buffer(size, ranks, device) if ranks.n > 1 and device.type == "cuda" else None

@@ -208,9 +208,7 @@ class ScanCall(ShardCall):
         if result is torch.bool and self.op in ("sum", "prod"):
             yield f"dtype=torch.bool cannot hold a {self.op}; for any and all pass op='max' and op='min'"
         wanted = self.accumulate
-        if wanted is not None and (
-            wanted.is_floating_point != result.is_floating_point or wanted is torch.bool
-        ):
+        if wanted is not None and (wanted.is_floating_point != result.is_floating_point or wanted is torch.bool):
             usual = accumulate_dtype(self.op, result, self.x.device)
             yield f"accumulate_dtype={wanted} does not go with a result in {result}; usual: {usual}"
 

@@ -97,9 +97,7 @@ class Call:
         kwargs: dict[str, Any] = {}
         positional = True
         for i, (name, kwarg_only, _, _) in enumerate(_signature(self.node.target)):
-            given = (
-                (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
-            )
+            given = (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
             positional = positional and given and not kwarg_only
             if given and positional:
                 args.append(values[name])

@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import (
-    FakeTensor,
-    detect_fake_mode,
-    enable_python_dispatcher,
-    keep_calling_convention,
-    pytree,
-)
+from sp_compile._compat import FakeTensor, detect_fake_mode, enable_python_dispatcher, keep_calling_convention, pytree
 
 from .mutation import is_pure
 from .sizes import Sizes
@@ -91,9 +85,7 @@ def drop_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
 
 
 def _fake_mode_of(node: Node) -> Any:
-    values = [
-        v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)
-    ]
+    values = [v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)]
     return detect_fake_mode(values)
 
 

@@ -73,9 +73,7 @@ def mutation_of(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mu
             map_arg(written, lambda n: targets.setdefault(n))
     aliased = [r for r in schema.returns if r.alias_info is not None]
     if aliased and len(targets) != 1:
-        raise SpError(
-            f"{node.name}: {node.target} at {at(node)} changes several tensors; use the variant without out="
-        )
+        raise SpError(f"{node.name}: {node.target} at {at(node)} changes several tensors; use the variant without out=")
     value = _value_of(node.target) if args and list(targets) == [args[0]] else None
     return Mutation(list(targets), value, bool(aliased))
 

@@ -161,9 +161,7 @@ class Sizes:
     def _build(self, expr: sympy.Expr) -> Node:
         if isinstance(expr, sympy.Symbol):
             if expr not in self.sources:
-                raise SpError(
-                    f"the size {expr} is not the size of any input, so a rank cannot compute its share of it"
-                )
+                raise SpError(f"the size {expr} is not the size of any input, so a rank cannot compute its share of it")
             node, dim = self.sources[expr]
             return self._emit(torch.ops.aten.sym_size.int, (node, dim), expr)
         if isinstance(expr, FloorDiv):
@@ -187,11 +185,7 @@ class Sizes:
 
     def _emit(self, target: Any, args: tuple[Any, ...], expr: sympy.Expr) -> Node:
         values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-        where = (
-            self.graph.inserting_after(self.last)
-            if self.last is not None
-            else self.graph.inserting_before(None)
-        )
+        where = self.graph.inserting_after(self.last) if self.last is not None else self.graph.inserting_before(None)
         with where:
             node = self.graph.call_function(target, args)
         node.meta["val"] = target(*values)

@@ -37,11 +37,7 @@ def attention_nodes(gm: GraphModule) -> list[Node]:
 
 def attending_nodes(gm: GraphModule) -> list[Node]:
     """Every attention of the graph, sharded or not, in its order."""
-    return [
-        n
-        for n in gm.graph.nodes
-        if n.op == "call_function" and (n.target in ATTENTION or strategy_of(n.target))
-    ]
+    return [n for n in gm.graph.nodes if n.op == "call_function" and (n.target in ATTENTION or strategy_of(n.target))]
 
 
 def predicate_of(call: Call) -> str | None:

@@ -91,9 +91,7 @@ def name_axes(gm: GraphModule) -> Axes:
     for node in gm.graph.nodes:
         found = lookup(node)
         if found is not None and transfer_of(node.target) is not None:  # the identity, in the global view
-            axes.dims.update(
-                {(node, i): axes.dims[operand, 0] for i, operand in enumerate(found[0].operands)}
-            )
+            axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(found[0].operands)})
         elif found is not None and found[1] is not None:
             _name_results(axes, found[0], found[1])
         elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":

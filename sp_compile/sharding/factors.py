@@ -86,8 +86,7 @@ class Factors:
     def __str__(self) -> str:
         """The text that `Pattern.parse` reads; the numbers of windows are the call's."""
         sides = (
-            ", ".join(" ".join(dim or "1" for dim in dims) for dims in side)
-            for side in (self.operands, self.results)
+            ", ".join(" ".join(dim or "1" for dim in dims) for dims in side) for side in (self.operands, self.results)
         )
         by_kind: dict[str, list[str]] = {}
         for factor, kind in self.kinds.items():

@@ -59,9 +59,7 @@ def _movement(node: Any) -> tuple[Node, Factors] | None:
     call, rule = found
     if not call.operands:
         return None
-    lent = [
-        x for x in call.operands[1:] if x is not call.get("other")
-    ]  # view_as, type_as: its shape, its dtype
+    lent = [x for x in call.operands[1:] if x is not call.get("other")]  # view_as, type_as: its shape, its dtype
     moves = rule is not None and rule.lazy and (rule.reshapes or rule.spans or not rule.kinds)
     return (call.operands[0], rule) if moves and rule is not None and not lent else None
 
@@ -83,9 +81,7 @@ def is_copy(node: Any) -> bool:
 
     A detach is one where no gradient would pass.
     """
-    return _is_identity(order_of(node)) and (
-        node.target is not aten.detach.default or not _carries_gradient(node)
-    )
+    return _is_identity(order_of(node)) and (node.target is not aten.detach.default or not _carries_gradient(node))
 
 
 def _alike(a: Node, b: Node) -> bool:
@@ -101,8 +97,7 @@ def _carries_gradient(node: Node) -> bool:
     """Is it made of floats that may need a gradient?"""
     inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) else ())
     return any(
-        n.op in ("placeholder", "get_attr") and _floats(n) and record(n).requires_grad is not False
-        for n in inputs
+        n.op in ("placeholder", "get_attr") and _floats(n) and record(n).requires_grad is not False for n in inputs
     )
 
 
@@ -289,9 +284,7 @@ def _strided(call: Call) -> Piece | None:
     extent, length = call.shape()[dim], _shape(call.node)[dim]
     if step == 1 or not all(isinstance(n, int) for n in (start, step, extent)):
         return None
-    return Piece(
-        call.operands[0], dim, min(max(start + extent if start < 0 else start, 0), extent), length, step
-    )
+    return Piece(call.operands[0], dim, min(max(start + extent if start < 0 else start, 0), extent), length, step)
 
 
 def _from_front(index: Size, extent: Size) -> Size | None:
@@ -347,11 +340,7 @@ def constant_of(node: Any) -> Number | None:
         return math.sqrt(root) if root is not None and root >= 0 else None
     source = source_of(node)
     held = constant_of(source) if source is not None else None
-    return (
-        held
-        if held is None or source is None or _alike(source, node)
-        else _cast(held, node.meta["val"].dtype)
-    )
+    return held if held is None or source is None or _alike(source, node) else _cast(held, node.meta["val"].dtype)
 
 
 def _cast(held: Number, dtype: torch.dtype) -> Number | None:

@@ -51,17 +51,14 @@ class Pattern:
     def at(self, call: Call) -> Factors | None:
         """Bind the text to a call's shapes; None if it does not fit their number of dims or the sizes of its groups."""
         shapes = [call.shape(i) for i in range(len(call.operands))]
-        given = self.operands or ((),) * len(
-            shapes
-        )  # nothing left of the arrow: no operand, or one without dims
+        given = self.operands or ((),) * len(shapes)  # nothing left of the arrow: no operand, or one without dims
         found = (_bind(dims, len(s)) for dims, s in zip(given, shapes))
         bound = [names for names in found if names is not None]
         if not len(bound) == len(shapes) == len(given):
             return None
         depth = max((len(s) - len(d) + 1 for d, s in zip(given, shapes) if "..." in d), default=0)
         results = tuple(
-            tuple(f for name in dims for f in (_ellipsis(depth) if name == "..." else [name]))
-            for dims in self.results
+            tuple(f for name in dims for f in (_ellipsis(depth) if name == "..." else [name])) for dims in self.results
         )
         kinds = dict(self.kinds)
         if "..." in kinds:
@@ -111,9 +108,7 @@ def _dims(text: str) -> Dims:
             inside = []
         elif token == ")":
             if not inside:
-                raise SpError(
-                    f"{'a group without factors' if inside == [] else 'no ( before )'} in {text.strip()!r}"
-                )
+                raise SpError(f"{'a group without factors' if inside == [] else 'no ( before )'} in {text.strip()!r}")
             dims.append(group(inside))
             inside = None
         elif inside is not None and token in ("...", "1"):
@@ -131,10 +126,7 @@ def _dims(text: str) -> Dims:
 
 
 def _check(
-    operands: tuple[Dims, ...],
-    results: tuple[Dims, ...],
-    kinds: Mapping[str, str],
-    options: Mapping[str, Any],
+    operands: tuple[Dims, ...], results: tuple[Dims, ...], kinds: Mapping[str, str], options: Mapping[str, Any]
 ) -> None:
     """Every factor that vanishes is classified, every one classified is there, and every size is known."""
     unknown = set(options) - set(OPTIONS)

@@ -83,9 +83,7 @@ class Shard:
 
     def matches(self, other: Shard) -> bool:
         """The same positions on the same ranks, whatever dim they lie in."""
-        return (
-            self.frame.like(other.frame) and same(self.outer, other.outer) and same(self.inner, other.inner)
-        )
+        return self.frame.like(other.frame) and same(self.outer, other.outer) and same(self.inner, other.inner)
 
     def local_size(self, n: int) -> Size:
         """The size of the sharded dim on one of `n` ranks."""

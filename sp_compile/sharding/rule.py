@@ -36,16 +36,7 @@ from .factors import Dims, Factors
 from .notation import Pattern
 from .placement import Placement
 
-__all__ = [
-    "POINTWISE",
-    "Call",
-    "Dims",
-    "Factors",
-    "Pattern",
-    "RuleFunction",
-    "rule",
-    "rule_of",
-]
+__all__ = ["POINTWISE", "Call", "Dims", "Factors", "Pattern", "RuleFunction", "rule", "rule_of"]
 
 RuleFunction = Callable[[Call], Factors | None]
 RuleFunctionT = TypeVar("RuleFunctionT", bound=RuleFunction)  # a decorated function keeps its own type

@@ -50,9 +50,5 @@ def _place_of_words(ranks: Ranks) -> torch.device:
     The CPU if the group's backend is there too, so that no GPU is waited for.
     """
     group = ranks.process_group if isinstance(current(), FunctionalCommunicator) else None
-    kinds = (
-        []
-        if group is None
-        else [kind.partition(":")[0] for kind in dist.get_backend_config(group).split(",")]
-    )
+    kinds = [] if group is None else [kind.partition(":")[0] for kind in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if not kinds or "cpu" in kinds else kinds[0])

@@ -68,9 +68,7 @@ class Lockstep:
         self.left.pop(0)
         everyone = self._exchange(ranks, mine, None)
         numbers = range(ranks.n) if ranks.process_group is None else members(ranks.process_group)
-        failed = {
-            error: [r for r, (_, e) in zip(numbers, everyone) if e == error] for _, error in everyone if error
-        }
+        failed = {error: [r for r, (_, e) in zip(numbers, everyone) if e == error] for _, error in everyone if error}
         if failed:
             each = "\n".join(f"rank {', '.join(map(str, who))}: {error}" for error, who in failed.items())
             raise Told(f"the model could not be compiled on {each}")

@@ -77,9 +77,7 @@ def _name(target: Any) -> str:
     return getattr(target, "__qualname__", str(target))
 
 
-RUNS, FAILED, COMPILES, STOPPED = range(
-    4
-)  # what a rank is about to do: the first of the words that ranks exchange
+RUNS, FAILED, COMPILES, STOPPED = range(4)  # what a rank is about to do: the first of the words that ranks exchange
 
 
 def exchange_words(ranks: Ranks, words: Sequence[int]) -> list[list[int]]:
@@ -162,9 +160,7 @@ class Agreed:
             words[3] = hashed(" ".join(v for name, v in values.items() if name in self.always))
             if self.first:  # a rank whose call is not its first says nothing of the others
                 words[4] = hashed(" ".join(values.values()))
-            given.update(
-                {name: f"{given[name]} with checksum {value}" for name, value in values.items() if value}
-            )
+            given.update({name: f"{given[name]} with checksum {value}" for name, value in values.items() if value})
         self.first = False
         everyone = exchange_words(self.ranks, words)
         error = None
@@ -212,9 +208,7 @@ LATER = (
 )
 
 
-def explained(
-    everyone: Sequence[Sequence[int]], inputs: Sequence[Mapping[str, str]], lines: Sequence[str]
-) -> str:
+def explained(everyone: Sequence[Sequence[int]], inputs: Sequence[Mapping[str, str]], lines: Sequence[str]) -> str:
     """What is not the same on all ranks, in words. inputs: every rank's; lines: where their programs differ."""
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if len({one.get(name) for one in inputs}) > 1]

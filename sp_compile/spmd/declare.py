@@ -32,9 +32,7 @@ def declared() -> Groups:
 
 
 def declare_groups(
-    mesh: DeviceMesh | Sequence[dist.ProcessGroup],
-    unions: Sequence[Sequence[str]] | None = None,
-    measure: bool = True,
+    mesh: DeviceMesh | Sequence[dist.ProcessGroup], unions: Sequence[Sequence[str]] | None = None, measure: bool = True
 ) -> Groups:
     """Declare the axes of a mesh: `merge_reductions` may then make one collective of several over them.
 
@@ -53,9 +51,7 @@ def declare_groups(
     axis in `unions`, or one whose ranks are no grid.
     """
     if not dist.is_initialized():
-        raise SpError(
-            "declare_groups: there is no process group: call torch.distributed.init_process_group()"
-        )
+        raise SpError("declare_groups: there is no process group: call torch.distributed.init_process_group()")
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, _told(mesh, unions, measure))
     axes = _agreed(every)
@@ -172,9 +168,7 @@ def _partition(label: str, mine: Sequence[_Axis | None]) -> Partition:
     if not groups:
         raise SpError(f"declare_groups: no rank passes a group of axis {label!r}")
     if len(set(ranks)) != len(ranks):
-        raise SpError(
-            f"declare_groups: the groups of axis {label!r} overlap, {groups}: each rank is in one of an axis"
-        )
+        raise SpError(f"declare_groups: the groups of axis {label!r} overlap, {groups}: each rank is in one of an axis")
     for group in groups:
         for rank in group:
             if mine[rank] is None:
@@ -271,6 +265,4 @@ def _device_type(mesh: Any) -> str:
 
 
 def _device(kind: str) -> torch.device:
-    return (
-        torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
-    )
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)

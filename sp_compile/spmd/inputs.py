@@ -13,11 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import (
-    is_module_state,
-    known_process_group,
-    real_tensors,
-)
+from sp_compile._compat import is_module_state, known_process_group, real_tensors
 from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
 from sp_compile.lowering.collectives.checksums import is_one_number
@@ -98,9 +94,7 @@ def check_options(everyone: Sequence[Known | None]) -> None:
     options = [one.options for one in everyone if one is not None]
     if len(set(options)) > 1:
         each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
-        raise SpError(
-            f"the ranks of this group were given different options; every rank passes the same\n{each}"
-        )
+        raise SpError(f"the ranks of this group were given different options; every rank passes the same\n{each}")
 
 
 def are_apart(everyone: Sequence[Known | None]) -> bool:

@@ -70,9 +70,7 @@ def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
 def _may_merge(node: Node) -> bool:
     """Also: is it a reduction over a declared group?"""
     names = {a for a in node.args if isinstance(a, str)}
-    return _exchanges_rows(node) or (
-        "all_reduce" in str(node.target) and bool(declared().members.keys() & names)
-    )
+    return _exchanges_rows(node) or ("all_reduce" in str(node.target) and bool(declared().members.keys() & names))
 
 
 def _exchanges_rows(node: Node) -> bool:
@@ -121,9 +119,7 @@ def cut_exchanges(gm: GraphModule, local: GraphModule, group: str) -> str:
 def _operands(gm: GraphModule, group: str) -> list[list[tuple[Any, ...]]]:
     """The shapes of what each exchange over the group sends."""
     found = [node for node in gm.graph.nodes if is_exchange(node) and group in named_groups(node)]
-    return [
-        [tuple(sizes(x.meta["val"].shape)) for x in node.all_input_nodes if is_tensor(x)] for node in found
-    ]
+    return [[tuple(sizes(x.meta["val"].shape)) for x in node.all_input_nodes if is_tensor(x)] for node in found]
 
 
 def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:

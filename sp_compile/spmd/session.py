@@ -24,16 +24,7 @@ from .check_compile import Lockstep, connected, exchanges, rounds
 from .check_run import Agreed, fingerprint, input_names
 from .fingerprint import Program, program_of, text_of, unlike
 from .grid import grids
-from .inputs import (
-    Facts,
-    are_apart,
-    check_options,
-    equal_arguments,
-    equal_inputs,
-    facts_of,
-    known,
-    sized_inputs,
-)
+from .inputs import Facts, are_apart, check_options, equal_arguments, equal_inputs, facts_of, known, sized_inputs
 from .named_groups import check_groups, cut_exchanges, groups_of
 
 ALONE = Ranks(1, "")
@@ -185,9 +176,7 @@ class Session:
 
     def all_alike(self) -> bool:
         """Have all ranks that any of the groups connect programs that differ in nothing?"""
-        self.unlike |= not connected(
-            self._talk, self.everyone, "unlike", [str(self.unlike)] * len(self.everyone)
-        )
+        self.unlike |= not connected(self._talk, self.everyone, "unlike", [str(self.unlike)] * len(self.everyone))
         return not self.unlike
 
     def compares_gradients(self, ranks: Ranks) -> bool:
@@ -231,11 +220,7 @@ class Session:
             return Agreed(None, ALONE, Program(), [], error)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())
-            always = (
-                equal_arguments(gm, example_inputs, facts)
-                if run is not None and ranks.group in scattered
-                else []
-            )
+            always = equal_arguments(gm, example_inputs, facts) if run is not None and ranks.group in scattered else []
             names = sized_inputs(gm, example_inputs, facts)
             run = Agreed(run, ranks, program_of(gm), names, error, always=always)
         assert run is not None

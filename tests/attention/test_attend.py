@@ -24,9 +24,7 @@ each_predicate = pytest.mark.parametrize("name", PREDICATES)
 def test_arguments_of_the_dataclass() -> None:
     """The schema that programs in caches were made with, and what the dispatcher leaves out of a call."""
     given = "Tensor? mask, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, Tensor? seed, float dropout_p, "
-    assert LocalArgs.schema() == (
-        f"{given}float scale, SymInt[] q_span, SymInt[] k_span, int split_heads, str group"
-    )
+    assert LocalArgs.schema() == (f"{given}float scale, SymInt[] q_span, SymInt[] k_span, int split_heads, str group")
     assert ShardArgs.schema() == (
         f"{given}float? scale, SymInt[] q_frame, SymInt[] k_frame, int n, str group, bool balance"
     )
@@ -138,13 +136,9 @@ def test_opcheck() -> None:
     p = Problem("all", 9, 11, key_heads=2, v_width=5)
     arguments = p.arguments(whole(9), whole(11), mask=randn(1, 1, 9, 11))
     out, lse = sp.attend(p.q, p.k, p.v, *arguments)
-    torch.library.opcheck(
-        sp.attend.default, (p.q.transpose(0, 1).contiguous().transpose(0, 1), p.k, p.v, *arguments)
-    )
+    torch.library.opcheck(sp.attend.default, (p.q.transpose(0, 1).contiguous().transpose(0, 1), p.k, p.v, *arguments))
     for mask_grad in (True, False):
-        torch.library.opcheck(
-            sp.attend_backward.default, (p.grad, p.q, p.k, p.v, out, lse, *arguments, mask_grad, out)
-        )
+        torch.library.opcheck(sp.attend_backward.default, (p.grad, p.q, p.k, p.v, out, lse, *arguments, mask_grad, out))
 
 
 def test_no_keys() -> None:
@@ -240,9 +234,7 @@ def test_dropout_is_the_same_however_the_work_is_cut() -> None:
 @pytest.mark.parametrize("name", ["none", "causal", "all"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_large_blocks_are_cut(
-    name: str, masked: bool, dropout_p: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_blocks_are_cut(name: str, masked: bool, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a kernel would make tensors of every score, few query rows go at a time: the same results."""
     p = Problem(name, 12, 12, key_heads=2)
     mask = randn(1, 1, 12, 12) if masked else None

@@ -20,9 +20,7 @@ HEADS = [(6, 6, 4), (8, 2, 4), (4, 1, 4), (3, 3, 2), (6, 3, 3)]
 """(query heads, key heads, ranks)."""
 
 
-def run(
-    attend: Attend, ranks: int, length: int, heads: int = 4, kv_heads: int | None = None, **config
-) -> Report:
+def run(attend: Attend, ranks: int, length: int, heads: int = 4, kv_heads: int | None = None, **config) -> Report:
     model = seeded(lambda: Model(attend, heads, kv_heads, config.pop("layers", 1)))
     padding = torch.arange(length) < torch.tensor([[max(1, length - 3)], [length]])
     positions = torch.stack([torch.arange(length) % max(length // 2, 1), torch.arange(length) % 5])
@@ -99,9 +97,7 @@ class LaidOut(Decoder):
 
     def forward(self, ids: Tensor) -> Tensor:
         layer, x = self.layers[0], self.embed(ids)
-        q, k, v = (
-            f(x).unflatten(-1, (-1, layer.head_dim)).permute(0, 2, 1, 3) for f in (layer.q, layer.k, layer.v)
-        )
+        q, k, v = (f(x).unflatten(-1, (-1, layer.head_dim)).permute(0, 2, 1, 3) for f in (layer.q, layer.k, layer.v))
         return layer.o(sdpa(q, k, v, is_causal=True).permute(0, 2, 1, 3).flatten(2))
 
 
@@ -114,9 +110,7 @@ class Cross(nn.Module):
 
     def __init__(self, encode: bool) -> None:
         super().__init__()
-        self.encoder = (
-            nn.TransformerEncoderLayer(WIDTH, 4, 32, 0.0, batch_first=True) if encode else nn.Identity()
-        )
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 4, 32, 0.0, batch_first=True) if encode else nn.Identity()
         self.decoder = nn.TransformerDecoderLayer(WIDTH, 4, 32, 0.0, batch_first=True)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
@@ -148,10 +142,7 @@ def _multihead(**options: object) -> Callable[[], nn.Module]:
 
 STOCK = {
     "multihead": (_multihead(batch_first=True), lambda f, x, p: f(x, x, x, need_weights=False)[0]),
-    "multihead, padding, weights": (
-        _multihead(batch_first=True),
-        lambda f, x, p: f(x, x, x, key_padding_mask=~p),
-    ),
+    "multihead, padding, weights": (_multihead(batch_first=True), lambda f, x, p: f(x, x, x, key_padding_mask=~p)),
     "multihead, sequence first": (
         _multihead(),
         lambda f, x, p: f(*[x.transpose(0, 1)] * 3, need_weights=False)[0].transpose(0, 1),
@@ -167,9 +158,7 @@ STOCK = {
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 13)])
 def test_modules_of_torch(name: str, ranks: int, length: int) -> None:
     padding = torch.arange(length) < torch.tensor([[length - 3], [length]])
-    check(
-        seeded(lambda: Stock(*STOCK[name])), floats(BATCH, length, WIDTH).requires_grad_(), padding, sp=ranks
-    )
+    check(seeded(lambda: Stock(*STOCK[name])), floats(BATCH, length, WIDTH).requires_grad_(), padding, sp=ranks)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

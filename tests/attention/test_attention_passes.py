@@ -142,8 +142,7 @@ return (getitem_3,)""",
 def test_ulysses_that_was_asked_for_and_cannot_be():
     gm = captured(causal, torch.randn(1, 15, 16))
     with pytest.raises(
-        SpError,
-        match=r"3 ranks do not divide the 4 heads .* \[1, 4, 15, 4\]; use 'gather', 'ring', 'hybrid' or 'auto'",
+        SpError, match=r"3 ranks do not divide the 4 heads .* \[1, 4, 15, 4\]; use 'gather', 'ring', 'hybrid' or 'auto'"
     ):
         Ulysses(Ranks(3, GROUP), attention="ulysses")(gm)
 

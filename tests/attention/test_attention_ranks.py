@@ -117,9 +117,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize(("seq", "balanced"), [(16, True), (15, False)])
 def test_a_model_with_convolutions_keeps_its_order_outside_attention(seq: int, balanced: bool) -> None:
     model = build(Mixed)
-    report = sp_compile.verify(
-        model, *text(seq), sp=4, attention="ring", cost={"flops": 1e3, "block_keys": 1e-9}
-    )
+    report = sp_compile.verify(model, *text(seq), sp=4, attention="ring", cost={"flops": 1e3, "block_keys": 1e-9})
     assert report.worst < 1e-12
     (decision,) = report.attention
     assert decision.chosen.relayout == balanced
@@ -146,10 +144,7 @@ class Translator(nn.Module):
 @pytest.mark.parametrize(("length", "source"), [(8, 20), (13, 7)])
 def test_encoder_and_decoder(attention: str, length: int, source: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, y = (
-        torch.randn(2, s, 16, dtype=torch.float64, generator=generator).requires_grad_()
-        for s in (length, source)
-    )
+    x, y = (torch.randn(2, s, 16, dtype=torch.float64, generator=generator).requires_grad_() for s in (length, source))
     padding = torch.arange(source) >= torch.tensor([[source - 3], [source]])
     report = sp_compile.verify(build(Translator), x, y, padding, sp=4, attention=attention)
     assert report.worst < 1e-10, report

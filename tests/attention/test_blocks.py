@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from support.attention.attending import PREDICATES
 from torch import Tensor
 
-from sp_compile.lowering.attention.blocks import (
-    Block,
-    Kind,
-    Segment,
-    intervals,
-    plan,
-    runs_of,
-    valid_rows,
-    whole,
-)
+from sp_compile.lowering.attention.blocks import Block, Kind, Segment, intervals, plan, runs_of, valid_rows, whole
 from sp_compile.lowering.attention.predicate import conjuncts, evaluate
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
@@ -37,12 +28,8 @@ def covered(blocks: Sequence[Block], q_rows: Any, k_rows: Any, q_len: int, k_len
     """How many blocks hold each pair of indices; FULL and CAUSAL ones only the pairs that they let attend."""
     counts = torch.zeros(q_len, k_len, dtype=torch.int64)
     for block in blocks:
-        queries = [
-            i for a, b in intervals(q_rows, block.q_off, block.q_off + block.q_len) for i in range(a, b + 1)
-        ]
-        keys = [
-            i for a, b in intervals(k_rows, block.k_off, block.k_off + block.k_len) for i in range(a, b + 1)
-        ]
+        queries = [i for a, b in intervals(q_rows, block.q_off, block.q_off + block.q_len) for i in range(a, b + 1)]
+        keys = [i for a, b in intervals(k_rows, block.k_off, block.k_off + block.k_len) for i in range(a, b + 1)]
         held = torch.ones(len(queries), len(keys), dtype=torch.int64)
         assert held.shape == (block.q_len, block.k_len)
         if block.kind is Kind.CAUSAL:
@@ -72,9 +59,7 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
     blocks = plan(predicate, q_rows, k_rows, (3, 2), *bounds)
 
     known: dict[str, Any] = {"q": torch.arange(q_len)[:, None], "k": torch.arange(k_len), "n0": 3, "n1": 2}
-    known |= {f"row{i}": x[0][:, None] for i, x in enumerate(rows)} | {
-        f"col{i}": x[0] for i, x in enumerate(cols)
-    }
+    known |= {f"row{i}": x[0][:, None] for i, x in enumerate(rows)} | {f"col{i}": x[0] for i, x in enumerate(cols)}
     allowed = torch.ones(q_len, k_len, dtype=torch.bool) & torch.as_tensor(evaluate(predicate, known))
     here = torch.zeros_like(allowed)
     for a, b in intervals(q_rows, 0, lengths[0]):

@@ -20,11 +20,7 @@ def test_half_precision(dtype: torch.dtype, predicate: str) -> None:
     grad = xs.pop()
     pad = torch.arange(300)[None] < 280
     i = torch.arange(300)
-    mask = {
-        "k": i <= i[:, None],
-        "(": (i <= i[:, None]) & (i[:, None] - i < 40),
-        "N": (i <= i[:, None]) & pad,
-    }
+    mask = {"k": i <= i[:, None], "(": (i <= i[:, None]) & (i[:, None] - i < 40), "N": (i <= i[:, None]) & pad}
     allowed = mask[predicate[0]]
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -57,15 +53,9 @@ def test_masked_attention(compiled: bool, dropout_p: float) -> None:
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
     arguments = p.arguments(whole(9), whole(11), seed=seed, dropout_p=dropout_p)
     out, lse = sp.attend(q.detach(), k.detach(), v.detach(), *arguments)
-    grads = sp.attend_backward(
-        p.grad.float(), q.detach(), k.detach(), v.detach(), out, lse, *arguments, False
-    )
+    grads = sp.attend_backward(p.grad.float(), q.detach(), k.detach(), v.detach(), out, lse, *arguments, False)
     torch.manual_seed(3)
-    run = (
-        torch.compile(fn, backend="aot_eager" if dropout_p else "inductor", fullgraph=True)
-        if compiled
-        else fn
-    )
+    run = torch.compile(fn, backend="aot_eager" if dropout_p else "inductor", fullgraph=True) if compiled else fn
     got = run(q, k, v)
     got.backward(p.grad.float())
     torch.testing.assert_close(got, out)

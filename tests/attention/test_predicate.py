@@ -10,15 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_compile.errors import SpError
-from sp_compile.lowering.attention.predicate import (
-    causal_shift,
-    check_known,
-    conjuncts,
-    evaluate,
-    over,
-    parse,
-    symbols,
-)
+from sp_compile.lowering.attention.predicate import causal_shift, check_known, conjuncts, evaluate, over, parse, symbols
 
 PREDICATES = [
     "",
@@ -64,9 +56,7 @@ def test_verdicts_hold_for_every_pair(text: str, data: st.DataObject) -> None:
     assert verdict is None or found == {verdict}
 
 
-@pytest.mark.parametrize(
-    "text", ["k <= q", "(k <= q) & (q - k < 3)", "k < n0", "Eq(row0, col0)", "Ne(col0, 0)"]
-)
+@pytest.mark.parametrize("text", ["k <= q", "(k <= q) & (q - k < 3)", "k < n0", "Eq(row0, col0)", "Ne(col0, 0)"])
 def test_verdicts_are_exact(text: str) -> None:
     """None only where some pairs may attend and some not."""
     stretches = [(a, b) for a in range(0, 7) for b in range(a, 7)]
@@ -108,9 +98,7 @@ def test_causal() -> None:
     assert causal_shift("k <= q + row0", ()) is None
 
 
-@pytest.mark.parametrize(
-    "text", ["k <= p", "k +", "k", "q + k", "f(q) < k", "k <= position", "'x'", "lambda: k"]
-)
+@pytest.mark.parametrize("text", ["k <= p", "k +", "k", "q + k", "f(q) < k", "k <= position", "'x'", "lambda: k"])
 def test_errors(text: str) -> None:
     with pytest.raises(SpError, match="mask predicate"):
         over(text, {"q": (0, 1), "k": (0, 1)})

@@ -22,13 +22,7 @@ MASKS = {
     "full": lambda s, t: (None, [], [], [], ""),
     "causal": lambda s, t: (None, [], [], [], "k <= q"),
     "window": lambda s, t: (None, [], [], [], "(k <= q) & (q - k < 4)"),
-    "padding": lambda s, t: (
-        None,
-        [],
-        [(torch.arange(t) < t - 3).expand(BATCH, t)],
-        [],
-        "Ne(col0, 0) & (k <= q)",
-    ),
+    "padding": lambda s, t: (None, [], [(torch.arange(t) < t - 3).expand(BATCH, t)], [], "Ne(col0, 0) & (k <= q)"),
     "documents": lambda s, t: (None, [_documents(s)], [_documents(t)], [], "Eq(row0, col0)"),
     "prefix": lambda s, t: (None, [], [], [3], "(k <= q) | (k < n0)"),
     "bias": lambda s, t: (_random(1, 4, s, t, seed=9), [], [], [], "k <= q"),
@@ -91,14 +85,10 @@ def toy() -> Iterator[None]:
         yield
 
 
-def check(
-    op: str, mask: str, n: int, s: int, t: int, kv_heads: int, folds: list[int], balance: bool = False
-) -> None:
+def check(op: str, mask: str, n: int, s: int, t: int, kv_heads: int, folds: list[int], balance: bool = False) -> None:
     """Value and every gradient of the op on n simulated ranks, against `dense`."""
     given, rows, cols, sizes, predicate = MASKS[mask](s, t)
-    q, k, v = (
-        _random(BATCH, h, x, DIM, seed=i) for i, (h, x) in enumerate([(4, s), (kv_heads, t), (kv_heads, t)])
-    )
+    q, k, v = (_random(BATCH, h, x, DIM, seed=i) for i, (h, x) in enumerate([(4, s), (kv_heads, t), (kv_heads, t)]))
     grad = _random(BATCH, 4, s, DIM, seed=3)
     leaves = [x.requires_grad_() for x in (q, k, v, *([given] if given is not None else []))]
     whole = dense(q, k, v, given, allowed((rows, cols, sizes, predicate), s, t))

@@ -66,9 +66,7 @@ MASKS: dict[str, Callable[..., Tensor | str | None]] = {
     "full": lambda s, padding, documents: None,
     "sliding window": lambda s, padding, documents: _window(s),
     "padding": lambda s, padding, documents: _before(s) & padding[:, None, None],
-    "documents": lambda s, padding, documents: (
-        _before(s) & (documents[:, None, :, None] == documents[:, None, None])
-    ),
+    "documents": lambda s, padding, documents: _before(s) & (documents[:, None, :, None] == documents[:, None, None]),
 }
 
 
@@ -78,9 +76,7 @@ def inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens(length), padding, documents
 
 
-def run(
-    strategy: str, mask: str, heads: str, length: int, ranks: int, layout: str = "auto"
-) -> sp_compile.Report:
+def run(strategy: str, mask: str, heads: str, length: int, ranks: int, layout: str = "auto") -> sp_compile.Report:
     model = seeded(lambda: Model(MASKS[mask], HEADS[heads]))
     return check(model, *inputs(length), sp=ranks, attention=strategy, layout=layout)
 
@@ -152,9 +148,7 @@ def _window_of(width: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("flops", [1e3, 1e15], ids=["compute counts", "bytes count"])
 def test_one_layout_for_layers_that_want_different_ones(flops: float) -> None:
     """What `explain` prints is what runs: all candidates are priced in the order that the program keeps."""
-    report = check(
-        seeded(Mixed), tokens(64), sp=4, attention="ring", cost={"flops": flops, "block_keys": 1e-9}
-    )
+    report = check(seeded(Mixed), tokens(64), sp=4, attention="ring", cost={"flops": flops, "block_keys": 1e-9})
     shifts = [note.why.split()[0] for note in report.notes if note.done == "ring"]
     hops = sorted(d.chosen.rounds[0] - 2 * d.chosen.relayout for d in report.attention)
     assert sorted(map(int, shifts)) == hops

@@ -257,9 +257,7 @@ def shards(seq: int) -> tuple[list[Outcome], str]:
     outcomes = []
     for seed in (1, 2):
         ids, targets = text(seq * seed, seed=seed)
-        mine = slice(
-            mesh.get_rank() * ids.shape[1] // mesh.size(), (mesh.get_rank() + 1) * ids.shape[1] // mesh.size()
-        )
+        mine = slice(mesh.get_rank() * ids.shape[1] // mesh.size(), (mesh.get_rank() + 1) * ids.shape[1] // mesh.size())
         for m in (model, alone):
             m.zero_grad()
         loss, hidden = run(ids[:, mine], targets[:, mine])

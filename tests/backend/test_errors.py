@@ -191,9 +191,7 @@ def with_other_values(what: str) -> str:
     """One rank has other weights, or other tokens: the loss would be that of a mixture."""
     rank = dist.get_rank()
     torch.manual_seed(rank if what == "weights" else 0)
-    model = nn.Sequential(
-        nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    )
+    model = nn.Sequential(nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
     torch.manual_seed(rank if what == "tokens" else 0)
     run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "mesh": worker.mesh(2)})
     try:

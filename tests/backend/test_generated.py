@@ -90,9 +90,7 @@ def kept(recorder: Recorder) -> int:
 
 def calls(recorder: Recorder, name: str) -> list[str]:
     """Collectives of attention, by op and by route."""
-    found = [
-        (str(n.target).split(".")[1], str(n.args[-1]).partition("/")[2]) for n in recorder.collectives(name)
-    ]
+    found = [(str(n.target).split(".")[1], str(n.args[-1]).partition("/")[2]) for n in recorder.collectives(name)]
     return [route.split(":")[0] or op for op, route in found if op != "all_reduce"]
 
 
@@ -113,10 +111,7 @@ def test_rounds_of_a_hybrid(ranks: Ranks) -> None:
     forward, backward = first["calls"]
     assert forward == ["among", "shift", "among"]
     travelling, sent_home = ["shift"] * 3, ["across", "shift"]
-    assert sorted(backward) in (
-        sorted([*travelling, "among", "among"]),
-        sorted([*sent_home, "among", "among"]),
-    )
+    assert sorted(backward) in (sorted([*travelling, "among", "among"]), sorted([*sent_home, "among", "among"]))
 
 
 @pytest.mark.sampled(every=2)

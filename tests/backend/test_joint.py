@@ -148,9 +148,7 @@ def test_a_program_that_only_sums_its_loss(ranks: Ranks) -> None:
 def reduced_otherwise() -> str:
     op = "max" if dist.get_rank() else "sum"
     run = torch.compile(
-        lambda x: funcol.all_reduce(x @ x.t(), op, worker.group()),
-        backend="sp",
-        options={"compiler": "aot_eager"},
+        lambda x: funcol.all_reduce(x @ x.t(), op, worker.group()), backend="sp", options={"compiler": "aot_eager"}
     )
     return message(lambda: run(torch.ones(4, 6)))
 
@@ -179,9 +177,7 @@ def test_a_group_of_no_such_name(ranks: Ranks) -> None:
 
 def no_exchanges() -> str:
     return message(
-        lambda: torch.compile(lambda x: x.relu(), backend="sp", options={"compiler": "aot_eager"})(
-            torch.randn(3, 4)
-        )
+        lambda: torch.compile(lambda x: x.relu(), backend="sp", options={"compiler": "aot_eager"})(torch.randn(3, 4))
     )
 
 
@@ -190,9 +186,7 @@ def test_a_program_without_exchanges_and_without_a_sequence(ranks: Ranks) -> Non
         assert "no sequence found" in error
 
 
-def test_cached_code_is_forgotten_when_a_pass_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_code_is_forgotten_when_a_pass_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one.py").write_text("a = 1")
     monkeypatch.setattr(sp_compile.passes, "__path__", [str(tmp_path)])
     before = joint.JointPasses().key()

@@ -34,9 +34,7 @@ def mesh() -> Iterator[DeviceMesh]:
     found = init_device_mesh("cpu", WORLD, mesh_dim_names=("dp", "sp"))
     world = dist.group.WORLD
     members = {group.group_name: axis_of(WORLD, dim) for dim, group in enumerate(found.get_all_groups())}
-    with mock.patch.dict(
-        declare._declared, {world: Groups({**members, world.group_name: (tuple(range(8)),)})}
-    ):
+    with mock.patch.dict(declare._declared, {world: Groups({**members, world.group_name: (tuple(range(8)),)})}):
         yield found
     dist.destroy_process_group()
 

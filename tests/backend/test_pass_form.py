@@ -204,24 +204,15 @@ def grid(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 REFUSED = {
-    "tanh": (
-        step_by_step(lambda h, x, t: torch.tanh(h * x)),
-        "8 steps are no scan: a state that is not affine",
-    ),
-    "steps": (
-        step_by_step(lambda h, x, t: h * x if t % 2 else h + x),
-        "8 steps are no scan: steps that differ",
-    ),
+    "tanh": (step_by_step(lambda h, x, t: torch.tanh(h * x)), "8 steps are no scan: a state that is not affine"),
+    "steps": (step_by_step(lambda h, x, t: h * x if t % 2 else h + x), "8 steps are no scan: steps that differ"),
     "soft-cap": (attention(lambda s: s.tanh().softmax(-1)), r"tanh \(aten.tanh.default\) stands between"),
     "columns": (attention(lambda s: s.softmax(-2)), "not eager_attention a softmax along dim 2 of 4"),
     "read twice": (
         lambda x: (p := (x @ x.mT).softmax(-1)) @ x + p.sum(),
         "not eager_attention something else reads the probabilities",
     ),
-    "bias": (
-        masked(lambda x: -(grid(x)[0] - grid(x)[1]).abs().float()),
-        "a bias of other numbers than 0 and fills",
-    ),
+    "bias": (masked(lambda x: -(grid(x)[0] - grid(x)[1]).abs().float()), "a bias of other numbers than 0 and fills"),
     "pairs": (
         masked(lambda x: x[0, 0] @ x[0, 0].T > 0),
         r"the mask stays data: \w+ .* holds torch.float32 that no position gives",

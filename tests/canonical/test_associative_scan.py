@@ -95,9 +95,7 @@ def test_known_functions(name: str, reverse: bool) -> None:
     gm = graph(combine, count, reverse)
     Canonicalize()(gm)
     calls = [line.split(" = ")[1] for line in show(gm).split("\n") if " = sp." in line]
-    backwards = [
-        c.replace(")", ", False, True)") if "sp.scan" in c else c.replace(")", ", True)") for c in expected
-    ]
+    backwards = [c.replace(")", ", False, True)") if "sp.scan" in c else c.replace(")", ", True)") for c in expected]
     assert calls == (backwards if reverse else expected)
     assert "flip" not in show(gm)
     for found, wanted in zip(gm(*inputs(count)), loop(combine, inputs(count), 1, reverse), strict=True):
@@ -190,9 +188,7 @@ def test_shards_of_other_functions_are_gathered() -> None:
     program = torch.export.export(model, tuple(leaves))
     named = {"seq_dims": {"x": 1, "y": 1}}
     local = sp_compile.parallelize(program, sp=3, **named)
-    assert "its combine function is no sum, product" in str(
-        [note.why for note in local.meta["sp_report"].fallbacks]
-    )
+    assert "its combine function is no sum, product" in str([note.why for note in local.meta["sp_report"].fallbacks])
     for loss in run_ranks(3, lambda rank: local(*leaves).detach()):
         torch.testing.assert_close(loss, model(*leaves).detach())
     with pytest.raises(SpError, match="its combine function is no sum, product"):

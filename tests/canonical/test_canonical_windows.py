@@ -20,9 +20,7 @@ class Canonical(expecttest.TestCase):
     """Nothing is longer than its sequence any more."""
 
     def test_a_convolution_that_is_cut(self):
-        found = canonical(
-            lambda x: F.conv1d(x, KERNEL, padding=2, groups=4)[..., : x.shape[-1]], torch.randn(1, 4, 8)
-        )
+        found = canonical(lambda x: F.conv1d(x, KERNEL, padding=2, groups=4)[..., : x.shape[-1]], torch.randn(1, 4, 8))
         self.assertExpectedInline(
             found,
             """\
@@ -33,9 +31,7 @@ return (conv1d_default,)""",
         )
 
     def test_a_padding_that_is_convolved_and_cut(self):
-        found = canonical(
-            lambda x: F.conv1d(F.pad(x, (2, 1)), KERNEL, groups=4)[..., :-1], torch.randn(1, 4, 8)
-        )
+        found = canonical(lambda x: F.conv1d(F.pad(x, (2, 1)), KERNEL, groups=4)[..., :-1], torch.randn(1, 4, 8))
         self.assertExpectedInline(
             found,
             """\
@@ -90,9 +86,7 @@ return (max_pool1d_default,)""",
         )
 
     def test_other_constants_than_its_own_stay(self):
-        found = canonical(
-            lambda x: F.conv1d(F.pad(x, (2, 0), value=1.0), KERNEL, groups=4), torch.randn(1, 4, 8)
-        )
+        found = canonical(lambda x: F.conv1d(F.pad(x, (2, 0), value=1.0), KERNEL, groups=4), torch.randn(1, 4, 8))
         self.assertExpectedInline(
             found,
             """\
@@ -104,9 +98,7 @@ return (conv1d,)""",
         )
 
     def test_constants_joined_to_a_slice(self):
-        found = canonical(
-            lambda x: torch.cat([torch.zeros_like(x[:, :2]), x[:, :-2]], 1), torch.randn(1, 8, 4)
-        )
+        found = canonical(lambda x: torch.cat([torch.zeros_like(x[:, :2]), x[:, :-2]], 1), torch.randn(1, 8, 4))
         self.assertExpectedInline(
             found,
             """\
@@ -117,8 +109,7 @@ return (shift_default,)""",
 
     def test_constants_joined_and_convolved(self):
         found = canonical(
-            lambda x: F.conv1d(torch.cat([x.new_zeros(1, 4, 2), x], -1), KERNEL, groups=4),
-            torch.randn(1, 4, 8),
+            lambda x: F.conv1d(torch.cat([x.new_zeros(1, 4, 2), x], -1), KERNEL, groups=4), torch.randn(1, 4, 8)
         )
         self.assertExpectedInline(
             found,

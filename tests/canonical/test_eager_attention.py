@@ -11,19 +11,7 @@ import torch.nn.functional as F
 from support.capturing import compile_function
 from support.golden import show
 from support.models import floats
-from support.spellings.eager_spellings import (
-    LOWEST,
-    SPELLINGS,
-    STAYS,
-    Attend,
-    B,
-    D,
-    H,
-    S,
-    additive,
-    before,
-    repeated,
-)
+from support.spellings.eager_spellings import LOWEST, SPELLINGS, STAYS, Attend, B, D, H, S, additive, before, repeated
 from torch import Tensor, nn
 
 import sp_compile
@@ -47,9 +35,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     return tuple(floats(B, H, S, D, seed=seed).to(dtype) * 2 - 1 for seed in range(3))
 
 
-def canonical(
-    attend: Attend, dtype: torch.dtype = torch.float64, differentiable: bool = True
-) -> torch.fx.GraphModule:
+def canonical(attend: Attend, dtype: torch.dtype = torch.float64, differentiable: bool = True) -> torch.fx.GraphModule:
     gm = sp_compile.capture_export(torch.export.export(Model(attend), inputs(dtype)))
     for node in gm.graph.find_nodes(op="placeholder"):
         mark(node, requires_grad=differentiable)
@@ -100,9 +86,7 @@ HALVES: dict[str, Attend] = {
     "softmax in float32": lambda q, k, v: F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
     "scores in float32": lambda q, k, v: F.softmax((q @ k.mT).float(), -1).to(q.dtype) @ v,
     "product in float32": lambda q, k, v: F.softmax(q.float() @ k.float().mT, -1).type_as(q) @ v,
-    "mask in float32": lambda q, k, v: (
-        F.softmax((q @ k.mT).float() + additive(-math.inf).float(), -1).to(q.dtype) @ v
-    ),
+    "mask in float32": lambda q, k, v: F.softmax((q @ k.mT).float() + additive(-math.inf).float(), -1).to(q.dtype) @ v,
 }
 
 

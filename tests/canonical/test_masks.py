@@ -48,10 +48,7 @@ MASKS: dict[str, tuple[Mask, str]] = {
     "tril of ints": (lambda p, x: torch.tril(torch.ones(S, S)) != 0, CAUSAL),
     "not triu": (lambda p, x: ~torch.ones(S, S, dtype=torch.bool).triu(1), CAUSAL),
     "triu of -inf": (lambda p, x: torch.full((S, S), -math.inf, dtype=torch.float64).triu(1), CAUSAL),
-    "nn.Transformer": (
-        lambda p, x: nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64),
-        CAUSAL,
-    ),
+    "nn.Transformer": (lambda p, x: nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64), CAUSAL),
     "floats of finfo.min": (lambda p, x: additive(causal(), LOWEST), CAUSAL),
     "floats of -1e9": (lambda p, x: (~causal()).double() * -1e9, CAUSAL),
     "where": (lambda p, x: torch.where(i()[:, None] < i(), -math.inf, 0.0).double(), CAUSAL),
@@ -61,10 +58,7 @@ MASKS: dict[str, tuple[Mask, str]] = {
         CAUSAL,
     ),
     "last rows": (lambda p, x: (torch.arange(20)[:, None] >= torch.arange(20))[-S:, -S:], CAUSAL),
-    "cumsum of ones": (
-        lambda p, x: (lambda c: c[:, None] >= c)(torch.ones(S, dtype=torch.long).cumsum(0)),
-        CAUSAL,
-    ),
+    "cumsum of ones": (lambda p, x: (lambda c: c[:, None] >= c)(torch.ones(S, dtype=torch.long).cumsum(0)), CAUSAL),
     "window wider than all": (lambda p, x: causal() & (i()[:, None] - i() < 30), CAUSAL),
     "everything": (lambda p, x: torch.ones(S, S, dtype=torch.bool), NONE),
     "always true": (lambda p, x: (i() < S) & (i()[:, None] >= 0), NONE),
@@ -75,10 +69,7 @@ MASKS: dict[str, tuple[Mask, str]] = {
     "dilated": (lambda p, x: causal() & ((i()[:, None] - i()) % 2 == 0), "(k <= q) & Eq(Mod(-k + q, 2), 0)"),
     "padding": (lambda p, x: p[:, None, None], "Ne(col0, 0)"),
     "padding, causal": (lambda p, x: p[:, None, None] & causal(), "(k <= q) & Ne(col0, 0)"),
-    "padding of floats": (
-        lambda p, x: additive(p, -math.inf)[:, None, None].expand(-1, H, S, -1),
-        "Ne(col0, 0)",
-    ),
+    "padding of floats": (lambda p, x: additive(p, -math.inf)[:, None, None].expand(-1, H, S, -1), "Ne(col0, 0)"),
     "padding by index": (
         lambda p, x: p[torch.arange(B)[:, None, None, None], i()] & causal(),
         "(k <= q) & Ne(col0, 0)",
@@ -108,10 +99,7 @@ MASKS: dict[str, tuple[Mask, str]] = {
     "data of both": (lambda p, x: torch.outer(i(), i()).sin() < 0.5, DATA),
     "predicate and data of both": (lambda p, x: causal() & (torch.outer(i(), i()).sin() < 0.5), DATA),
     "finite fills where all may be filled": (lambda p, x: additive(p, -1e9)[:, None, None], DATA),
-    "finite fills where the first row is": (
-        lambda p, x: additive(i()[:, None] > i(), LOWEST),
-        DATA,
-    ),
+    "finite fills where the first row is": (lambda p, x: additive(i()[:, None] > i(), LOWEST), DATA),
     "fills that leave some weight": (lambda p, x: additive(causal(), -20.0), DATA),
 }
 

@@ -43,9 +43,7 @@ def test_on_ranks(name: str) -> None:
     fn = LOOPS[name][0]
 
     def model(x: Tensor, *others: Tensor) -> object:
-        return fn(
-            *(v.sin() if v.ndim > 2 else v for v in (x, *others))
-        )  # sequences are computed, and so sharded
+        return fn(*(v.sin() if v.ndim > 2 else v for v in (x, *others)))  # sequences are computed, and so sharded
 
     args = [x.requires_grad_() for x in inputs(name)]
     report = check(model, *args, sp=3, seq_dims={"x": 2 if args[0].ndim == 4 else 1})

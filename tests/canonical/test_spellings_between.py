@@ -38,9 +38,7 @@ def turned(x: Tensor) -> Tensor:
 def turned_around(x: Tensor) -> Tensor:
     """A copy between two permutations, and a dim that comes and goes."""
     order = list(range(x.ndim))
-    return (
-        x.permute(order[1:] + order[:1]).contiguous().unsqueeze(0).squeeze(0).permute(order[-1:] + order[:-1])
-    )
+    return x.permute(order[1:] + order[:1]).contiguous().unsqueeze(0).squeeze(0).permute(order[-1:] + order[:-1])
 
 
 BETWEEN: dict[str, Between] = {
@@ -178,10 +176,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "rounds": (rounds, "aten.cumsum(*, 1, dtype=torch.float32)"),
     "associative_scan": (associative, "sp.scan(*, None, 1, sum)"),
     "attention": (attention, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=0.5)"),
-    "causal attention": (
-        causal,
-        "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)",
-    ),
+    "causal attention": (causal, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
     "repeated heads": (grouped, "aten.scaled_dot_product_attention(*, *, *, enable_gqa=True)"),
     "one head at a time": (
         one_by_one,
@@ -191,14 +186,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "cut convolution": (cut_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
     "shift": (shift, "sp.shift(*, 1, 2, -2, 0)"),
 }
-CANONICAL = {
-    sp.scan.default,
-    sp.linear_scan.default,
-    aten.cumsum.default,
-    SDPA,
-    sp.conv1d.default,
-    sp.shift.default,
-}
+CANONICAL = {sp.scan.default, sp.linear_scan.default, aten.cumsum.default, SDPA, sp.conv1d.default, sp.shift.default}
 
 
 def canonical_ops(spelling: Callable[..., Tensor], between: Between) -> list[str]:

@@ -57,9 +57,7 @@ def test_ops_stay_whole_and_know_their_line() -> None:
         return F.cross_entropy(y.flatten(0, -2), labels)
 
     compiled, backend = compile_function(f)
-    compiled(
-        torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(5, 8), torch.zeros(16, dtype=torch.long)
-    )
+    compiled(torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(5, 8), torch.zeros(16, dtype=torch.long))
     calls = [n for n in backend.graphs[0].graph.nodes if n.op == "call_function"]
     assert [n.target for n in calls] == [
         aten.scaled_dot_product_attention.default,
@@ -173,12 +171,7 @@ def test_capture_for_another_size() -> None:
 def test_what_can_not_run_names_the_line() -> None:
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
         mode, fakes = fake_inputs(example_inputs)
-        with (
-            mode,
-            pytest.raises(
-                SpError, match=r"matmul could not be captured at .*test_capture.py:\d+: return x @ w"
-            ),
-        ):
+        with mode, pytest.raises(SpError, match=r"matmul could not be captured at .*test_capture.py:\d+: return x @ w"):
             capture(gm, example_inputs, fakes=[torch.empty(2, 3) for _ in fakes])
         return gm.forward
 

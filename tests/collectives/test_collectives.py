@@ -14,15 +14,7 @@ from sp_compile.lowering import shard_length
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
-CONTIGUOUS = [
-    [1, 8, 0, 8],
-    [1, 7, 0, 7],
-    [1, 3, 0, 3],
-    [1, 7, 2, 4],
-    [2, 7, 1, 5],
-    [3, 8, 0, 8],
-    [2, 1, 0, 1],
-]
+CONTIGUOUS = [[1, 8, 0, 8], [1, 7, 0, 7], [1, 3, 0, 3], [1, 7, 2, 4], [2, 7, 1, 5], [3, 8, 0, 8], [2, 1, 0, 1]]
 FRAMES = [*CONTIGUOUS, *([*frame, 2] for frame in CONTIGUOUS)]
 DIM, INNER = 1, 2
 
@@ -219,12 +211,7 @@ def test_shapes_need_no_process_group(dynamic: bool) -> None:
         z = sp.broadcast(sp.all_gather(sp.mask(h, 0, frame, 0, n, group), 0, frame, n, group), group)
         loss = sp.all_reduce(y.sum(), n, group) + (sp.unshard(h, 0, frame, n, group) * z).sum()
         loss.backward()
-    assert [tuple(map(int, t.shape)) for t in (h, y, z, x.grad)] == [
-        (4, 128),
-        (197, 2),
-        (197, 128),
-        (197, 128),
-    ]
+    assert [tuple(map(int, t.shape)) for t in (h, y, z, x.grad)] == [(4, 128), (197, 2), (197, 128), (197, 128)]
 
 
 def test_one_rank_copies_nothing() -> None:

@@ -97,9 +97,7 @@ def aot_graphs(size: int) -> list[str]:
         q, k, v = sp.all_to_all([x, x.sin(), x.cos()], 2, [1, 4, 0, 4], 1, frame, n, group)
         return (q * k * v).sum() + sp.shard(q, 1, frame, n, group).sum()
 
-    backend = aot_autograd(
-        fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
-    )
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition)
     group = worker.group()
     local = -(-size // group.size())
     x = torch.randn(1, local, 4, 2, requires_grad=True)

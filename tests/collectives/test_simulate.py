@@ -62,9 +62,7 @@ def test_different_calls_are_named() -> None:
     with pytest.raises(SimulationError) as caught:
         run_ranks(2, lambda rank: sp.all_reduce(torch.ones(2 + rank), 2, GROUP))
     assert str(caught.value) == (
-        "the ranks' next collectives differ:\n"
-        "  rank 0: all_reduce of float32[2]\n"
-        "  rank 1: all_reduce of float32[3]"
+        "the ranks' next collectives differ:\n  rank 0: all_reduce of float32[2]\n  rank 1: all_reduce of float32[3]"
     )
 
 

@@ -24,13 +24,7 @@ from sp_compile.passes.strategies.attention import choose as attention_strategy
 from sp_compile.pipeline import run_pipeline
 
 N, BATCH, LENGTH, DIM = 4, 2, 32, 8
-FREE = {
-    "flops": math.inf,
-    "memory_bandwidth": math.inf,
-    "block_keys": 0.0,
-    "call": 0.0,
-    "ranks_per_node": math.inf,
-}
+FREE = {"flops": math.inf, "memory_bandwidth": math.inf, "block_keys": 0.0, "call": 0.0, "ranks_per_node": math.inf}
 ONE = {f.name: 1.0 for f in fields(CPU) if f.name.endswith("bandwidth") and f.name != "memory_bandwidth"}
 NONE = {f.name: 0.0 for f in fields(CPU) if f.name.endswith("latency")}
 BYTES = Machine.of("cpu", {**FREE, **ONE, **NONE})
@@ -44,9 +38,7 @@ def report_of(fn: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Repo
 
 def attending(heads: int, kv_heads: int, window: int | None) -> Callable[[Tensor], Tensor]:
     def fn(x: Tensor) -> Tensor:
-        q, k, v = (
-            (x * 2).unflatten(-1, (-1, DIM)).transpose(1, 2)[:, :h] for h in (heads, kv_heads, kv_heads)
-        )
+        q, k, v = ((x * 2).unflatten(-1, (-1, DIM)).transpose(1, 2)[:, :h] for h in (heads, kv_heads, kv_heads))
         if window is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         i = torch.arange(x.shape[1])
@@ -67,12 +59,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "relayout", "heads", "kv_heads", "window"), CASES)
 def test_attention(
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    relayout: bool,
-    heads: int,
-    kv_heads: int,
-    window: int | None,
+    monkeypatch: pytest.MonkeyPatch, kind: str, relayout: bool, heads: int, kv_heads: int, window: int | None
 ) -> None:
     taken = lambda found: next(c for c in found if (c.kind, c.relayout) == (kind, relayout))  # noqa: E731
     monkeypatch.setattr(attention_strategy, "choose", taken)

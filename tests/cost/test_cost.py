@@ -39,17 +39,11 @@ def shape(n: int, heads: int = 64, kv_heads: int = 8, rows: int = 1024, **change
 
 def of(found: list[Candidate], kind: str, ulysses: int = 0, layout: str = "") -> Candidate:
     """The candidate of this kind; the best balanced one if the layout is not given."""
-    return [
-        c
-        for c in found
-        if c.kind == kind and ulysses in (0, c.ulysses) and (not layout or c.layout == layout)
-    ][-1]
+    return [c for c in found if c.kind == kind and ulysses in (0, c.ulysses) and (not layout or c.layout == layout)][-1]
 
 
 @pytest.mark.parametrize("element_size", [2, 4, 8])
-@pytest.mark.parametrize(
-    ("n", "heads", "kv_heads"), [(2, 8, 8), (4, 32, 8), (8, 64, 8), (16, 64, 8), (8, 64, 1)]
-)
+@pytest.mark.parametrize(("n", "heads", "kv_heads"), [(2, 8, 8), (4, 32, 8), (8, 64, 8), (16, 64, 8), (8, 64, 1)])
 def test_bytes(n: int, heads: int, kv_heads: int, element_size: int) -> None:
     s = shape(n, heads, kv_heads, batch=3, element_size=element_size)
     found = candidates(s, BYTES)
@@ -118,9 +112,7 @@ def test_plain_formulas_give_the_published_model() -> None:
         s = shape(n, rows=8192)
         for kind, (model, _) in expected.items():
             machine = plain if kind == "ring" else replace(plain, memory_bandwidth=math.inf)
-            assert s.flops / of(candidates(s, machine), kind).forward / 1e12 == pytest.approx(
-                model, rel=0.005
-            )
+            assert s.flops / of(candidates(s, machine), kind).forward / 1e12 == pytest.approx(model, rel=0.005)
 
 
 def test_default_gpu_against_the_published_chart() -> None:
@@ -129,9 +121,7 @@ def test_default_gpu_against_the_published_chart() -> None:
         found = candidates(s, GPU)
         for kind, (model, chart) in expected.items():
             predicted = s.flops / of(found, kind).forward / 1e12
-            assert predicted == pytest.approx(
-                model, rel={"ulysses": 0.021, "gather": 0.04, "ring": 0.015}[kind]
-            )
+            assert predicted == pytest.approx(model, rel={"ulysses": 0.021, "gather": 0.04, "ring": 0.015}[kind])
             assert -0.02 < predicted / chart - 1 < {"ulysses": 0.02, "gather": 0.05, "ring": 0.17}[kind]
 
 

@@ -23,12 +23,8 @@ def test_nodes() -> None:
 def test_overrides() -> None:
     assert Machine.of("cpu") == CPU
     assert Machine.of("cuda") == GPU
-    assert Machine.of("cuda", {"flops": 1e15, "ranks_per_node": 4}) == replace(
-        GPU, flops=1e15, ranks_per_node=4
-    )
-    with pytest.raises(
-        SpError, match=r"unknown constant 'flop' \(did you mean 'flops'\?\); known: flops, block_keys"
-    ):
+    assert Machine.of("cuda", {"flops": 1e15, "ranks_per_node": 4}) == replace(GPU, flops=1e15, ranks_per_node=4)
+    with pytest.raises(SpError, match=r"unknown constant 'flop' \(did you mean 'flops'\?\); known: flops, block_keys"):
         Machine.of("cpu", {"flop": 1})
     for name, value in [("flops", 0), ("flops", "1"), ("flops", math.nan), ("overlap", 1.5), ("call", -1)]:
         with pytest.raises(SpError, match=f"machine: {name}=.*: expected a number"):

@@ -22,11 +22,7 @@ from sp_compile.errors import SpError
 
 DEVICE = torch.device("cpu")
 EVERYONE = (((0, 1),),)
-KEYS = [
-    repr(("all_to_all", "cpu", EVERYONE)),
-    repr(("all_gather", "cpu", EVERYONE)),
-    repr(("attention", "cpu")),
-]
+KEYS = [repr(("all_to_all", "cpu", EVERYONE)), repr(("all_gather", "cpu", EVERYONE)), repr(("attention", "cpu"))]
 MARK = [[0.5, 2e3], [0.25, 3e3], [1 / 128, math.inf]]  # what no measurement gives
 MARKED = replace(
     CPU,

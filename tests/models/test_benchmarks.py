@@ -25,9 +25,7 @@ def test_attention(tmp_path: Path) -> None:
     run("attention.py", *tiny, "--output", str(report))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.read_text().splitlines()]
     collectives = {tuple(row[1:3]): int(row[4]) for row in rows if len(row) == 7 and row[0] == "2"}
-    assert set(collectives) == {
-        (kind, how) for kind in ("ulysses", "ring") for how in ("compiled", "op", "by hand")
-    }
+    assert set(collectives) == {(kind, how) for kind in ("ulysses", "ring") for how in ("compiled", "op", "by hand")}
     for kind in ("ulysses", "ring"):
         assert collectives[kind, "compiled"] < collectives[kind, "by hand"]
 
@@ -45,14 +43,7 @@ def test_scans(tmp_path: Path) -> None:
     report = tmp_path / "scans.md"
     run("scans.py", "--small", "--length", "64", "--rounds", "1", "--output", str(report))
     text = report.read_text()
-    parts = (
-        "sum along another dim",
-        "sum along the last dim",
-        "others",
-        "recurrence",
-        "torch.compile",
-        "(S, 8)",
-    )
+    parts = ("sum along another dim", "sum along the last dim", "others", "recurrence", "torch.compile", "(S, 8)")
     assert all(f"\n| {part}" in text for part in parts)
     assert "| target | 4, slope 1.05: met |" in text
 

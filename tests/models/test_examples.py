@@ -50,9 +50,7 @@ def test_data_and_sequence(kind):
 
 
 def test_attention_by_hand():
-    assert (
-        torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
-    )
+    assert torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
 
 
 def test_attention_strategies():
@@ -63,13 +61,7 @@ def test_attention_strategies():
 
 
 # Each compares some values by hand and one compiled model with one device.
-SCANS = {
-    "moe_routing": 4,
-    "packed_sequences": 5,
-    "cumulative_masks": 6,
-    "batch_slicing": 3,
-    "distributed_softmax": 3,
-}
+SCANS = {"moe_routing": 4, "packed_sequences": 5, "cumulative_masks": 6, "batch_slicing": 3, "distributed_softmax": 3}
 
 
 @pytest.mark.sampled(every=2)
@@ -79,9 +71,7 @@ def test_scans_alone(name):
     assert out.count("4 ranks ") == out.count("largest relative error against one device") == SCANS[name]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "moe_routing" else pytest.mark.slow) for n in SCANS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "moe_routing" else pytest.mark.slow) for n in SCANS])
 def test_scans_of_processes(name):
     out = torchrun(2, f"examples/{name}.py")
     assert out.count("2 ranks ") == out.count("largest relative error against one device") == SCANS[name]
@@ -103,18 +93,7 @@ def test_readme():
 @pytest.mark.slow
 def test_demo(tmp_path):
     """`make demo` in small."""
-    small = [
-        "--seq",
-        "256",
-        "--steps",
-        "2",
-        "--dim",
-        "32",
-        "--layers",
-        "1",
-        "--chart",
-        str(tmp_path / "chart.png"),
-    ]
+    small = ["--seq", "256", "--steps", "2", "--dim", "32", "--layers", "1", "--chart", str(tmp_path / "chart.png")]
     out = run("examples/train_lm.py", *small)
     assert "largest relative gradient difference" in out
     assert (tmp_path / "chart.png").exists()

@@ -66,10 +66,7 @@ FOUND = {
         ((2, 5, 3), 3, 1),
     ),
     "no dims to flip": ([Step("class_loss", (0,), ("sum",)), Step("flip", (1,), (0,))], ((2, 4, 5), 3, 1)),
-    "fewer rows than ranks, dynamic": (
-        [Step("gram", (0, 0)), Step("gram", (1, 1))],
-        ((2, 4, 1), 4, 0, True),
-    ),
+    "fewer rows than ranks, dynamic": ([Step("gram", (0, 0)), Step("gram", (1, 1))], ((2, 4, 1), 4, 0, True)),
 }
 
 

@@ -16,12 +16,7 @@ SMALL = {"vocab_size": VOCAB, "attn_implementation": "sdpa"}
 
 def llama() -> torch.nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **SMALL,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **SMALL
     )
     return transformers.LlamaForCausalLM(config)
 

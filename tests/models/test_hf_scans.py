@@ -100,19 +100,12 @@ RECURRENT: dict[str, Make] = {
     "mamba, associative_scan": partial(mamba, associative=True),
     "falcon_mamba": falcon_mamba,
 }
-EXPERTS: dict[str, Callable[..., nn.Module]] = {
-    "mixtral": mixtral,
-    "qwen2_moe": qwen2_moe,
-    "qwen3_moe": qwen3_moe,
-}
+EXPERTS: dict[str, Callable[..., nn.Module]] = {"mixtral": mixtral, "qwen2_moe": qwen2_moe, "qwen3_moe": qwen3_moe}
 MODELS: dict[str, Make] = {
     **RECURRENT,
     "mamba2": mamba2,
     **EXPERTS,
-    **{
-        f"{name}, batched": partial(make, experts_implementation="batched_mm")
-        for name, make in EXPERTS.items()
-    },
+    **{f"{name}, batched": partial(make, experts_implementation="batched_mm") for name, make in EXPERTS.items()},
     "minimax": minimax,
 }
 

@@ -117,9 +117,7 @@ GATHERED: dict[str, Op] = {
     "scatter_add": lambda m, x, ids: x.new_zeros(BATCH, VOCABULARY, WIDTH).scatter_add(
         1, ids[..., None].expand_as(x), x
     ),
-    "index_add": lambda m, x, ids: x.new_zeros(VOCABULARY, WIDTH).index_add(
-        0, ids.flatten(), x.flatten(0, 1)
-    ),
+    "index_add": lambda m, x, ids: x.new_zeros(VOCABULARY, WIDTH).index_add(0, ids.flatten(), x.flatten(0, 1)),
     "slice_scatter": shifted_by_writes,
     "cdist": lambda m, x, ids: torch.cdist(x, x),
     "einsum": lambda m, x, ids: torch.einsum("bsd,btd->bst", x, x.exp()),
@@ -137,9 +135,7 @@ SHARDED: dict[str, Op] = {
     "mean of all": lambda m, x, ids: x.mean(),
     "sum": lambda m, x, ids: x.sum((1, 2)),
     "count": lambda m, x, ids: (x > 0).sum(1),
-    "masked mean": lambda m, x, ids: (
-        (x * (ids > 3)[..., None]).sum(1) / (ids > 3).sum(1, keepdim=True).clamp(min=1)
-    ),
+    "masked mean": lambda m, x, ids: (x * (ids > 3)[..., None]).sum(1) / (ids > 3).sum(1, keepdim=True).clamp(min=1),
     "last": lambda m, x, ids: x[:, -1] @ m.weight,
     "first": lambda m, x, ids: x[:, 0],
     "recurrence": recurrent,
@@ -222,9 +218,7 @@ def test_fallback_error_names_the_op_and_the_line(name: str) -> None:
         run(GATHERED[name], 2, 16, fallback="error")
 
 
-@pytest.mark.parametrize(
-    "op", [lambda m, x, ids: x[ids > 3].sum(0), lambda m, x, ids: x.sum() + torch.nonzero(ids)]
-)
+@pytest.mark.parametrize("op", [lambda m, x, ids: x[ids > 3].sum(0), lambda m, x, ids: x.sum() + torch.nonzero(ids)])
 def test_results_of_unknown_size(op: Op) -> None:
     """Dynamo breaks the graph there; what crosses the break is whole."""
     run(op, 2, 16)

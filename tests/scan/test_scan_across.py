@@ -99,9 +99,7 @@ def test_recurrences(layout: str, exchange: str, n: int) -> None:
     for window in ({}, *WINDOWS.values()):
         for initial in (False, True):
             for reverse in (False, True):
-                case = Recurrence(
-                    reverse=reverse, layout=layout, exchange=exchange, initial=initial, **window
-                )
+                case = Recurrence(reverse=reverse, layout=layout, exchange=exchange, initial=initial, **window)
                 found = run_ranks(n, lambda rank, case=case: case.on_rank(rank, n, fill=math.nan))
                 whole = [joined(case, [shards[i] for shards in found]) for i in range(3)]
                 close([*whole, *found[-1][3:]], case.expected())
@@ -147,9 +145,7 @@ def test_nan_is_an_extreme() -> None:
         wanted = torch.cummax(x.flip(0) if reverse else x, 0)
 
         def live(rank: int, reverse: bool = reverse) -> tuple[Tensor, Tensor]:
-            return sp.extremes(
-                x[rank * 2 : rank * 2 + 2], 0, "max", reverse, case.frame(), "gather", 3, GROUP
-            )
+            return sp.extremes(x[rank * 2 : rank * 2 + 2], 0, "max", reverse, case.frame(), "gather", 3, GROUP)
 
         y, index = (torch.cat(shards) for shards in zip(*run_ranks(3, live)))
         torch.testing.assert_close(y.flip(0) if reverse else y, wanted[0], equal_nan=True)

@@ -94,9 +94,7 @@ SCANS: dict[str, Callable[..., Tensor]] = {
 
 
 def all_kinds(x: Tensor, ids: Tensor) -> Tensor:
-    return sum(
-        SCANS[name](x, ids) for name in ("exclusive", "cummin and its index", "segments", "linear_scan")
-    )
+    return sum(SCANS[name](x, ids) for name in ("exclusive", "cummin and its index", "segments", "linear_scan"))
 
 
 MODELS = {**SCANS, "associative_scan": recurrence, "all kinds": all_kinds}
@@ -135,9 +133,7 @@ def test_numbers_of_ranks(ranks: Ranks, n: int) -> None:
 
 
 def test_one_device() -> None:
-    outcomes = [
-        against_eager(build(Scanning, scan=SCANS[n]), *text(9)) for n in ("cumsum", "segments", "routing")
-    ]
+    outcomes = [against_eager(build(Scanning, scan=SCANS[n]), *text(9)) for n in ("cumsum", "segments", "routing")]
     check(outcomes[:1])
     assert max(one.error for one in outcomes) < 1e-9
 
@@ -175,9 +171,7 @@ def local_shards() -> Outcome:
     at = worker.mesh().get_local_rank()
 
     def run(ids: Tensor, labels: Tensor) -> Tensor:
-        compiled = sp(
-            model, mesh=worker.mesh(), dynamic=True, inputs="local", seq_dims={"ids": 1, "labels": 1}
-        )
+        compiled = sp(model, mesh=worker.mesh(), dynamic=True, inputs="local", seq_dims={"ids": 1, "labels": 1})
         return compiled(*(x.chunk(worker.mesh().size(), 1)[at] for x in (ids, labels)))
 
     return against_eager(model, ids, labels, run=run)
@@ -227,9 +221,7 @@ def recorded(name: str, seq: int = 13, **options: Any) -> Recorded:
         for way in ("forward", "backward")
     ]
     messages = [
-        n.args[0].meta["val"]
-        for way in ("forward", "backward")
-        for n in recorder.collectives(way, "all_gather")
+        n.args[0].meta["val"] for way in ("forward", "backward") for n in recorder.collectives(way, "all_gather")
     ]
     others = worker.mesh().size() - 1
     return Recorded(*kinds, [others * x.numel() * x.element_size() for x in messages], recorder.text())

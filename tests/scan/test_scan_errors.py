@@ -73,9 +73,7 @@ def test_tells_of_integers_that_overflow(
     values: list[int], op: str, options: dict[str, Any], index: tuple[int, ...]
 ) -> None:
     x = torch.tensor(values)
-    with pytest.raises(
-        SpError, match=rf"the {op} is about .* at index {re.escape(str(index))}, which torch.u?int"
-    ):
+    with pytest.raises(SpError, match=rf"the {op} is about .* at index {re.escape(str(index))}, which torch.u?int"):
         inclusive_scan(x, 0, op, **options)
     assert inclusive_scan(x, 0, op, check=False, **options).shape == x.shape
 

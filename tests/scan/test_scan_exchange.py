@@ -190,11 +190,7 @@ def test_the_faster_exchange_is_taken() -> None:
             counted = Counted(current())
             with use(counted):
                 sp_compile.inclusive_scan(
-                    torch.ones(1, columns),
-                    0,
-                    group=Ranks(16, GROUP),
-                    check=False,
-                    accumulate_dtype=torch.float32,
+                    torch.ones(1, columns), 0, group=Ranks(16, GROUP), check=False, accumulate_dtype=torch.float32
                 )
             names.append(sorted({name for name, _ in counted.sent}))
         return names
@@ -290,9 +286,6 @@ def _linear_map(case: Case, x: Tensor, g: Tensor, n: int) -> tuple[Tensor, Tenso
 
 def test_exchanges_that_do_not_fit() -> None:
     x: Any = torch.ones(4)
-    for how, told in (
-        (([1, 4, 0, 4, 2], "steps", 2), "contiguous frame"),
-        (([1, 4, 0, 4], "ring", 2), "must be"),
-    ):
+    for how, told in ((([1, 4, 0, 4, 2], "steps", 2), "contiguous frame"), (([1, 4, 0, 4], "ring", 2), "must be")):
         with pytest.raises(ValueError, match=told):
             sp.scan(x, None, 0, "sum", False, False, None, None, *how, GROUP)

@@ -24,9 +24,7 @@ def calls() -> dict[str, Callable[..., Any]]:
             found[f"exclusive {op}, {reverse}"] = lambda x, op=op, r=reverse: finite(
                 exclusive_scan(x, 1, op, reverse=r)
             )
-            found[f"segmented {op}, {reverse}"] = lambda x, op=op, r=reverse: segmented_scan(
-                x, ids, 1, op, reverse=r
-            )
+            found[f"segmented {op}, {reverse}"] = lambda x, op=op, r=reverse: segmented_scan(x, ids, 1, op, reverse=r)
     found["last dim"] = lambda x: inclusive_scan(x, -1)
     found["last dim, prod"] = lambda x: inclusive_scan(x, -1, "prod")
     found["indices"] = lambda x: inclusive_scan(x, 1, "max", indices=True)[0]
@@ -104,11 +102,7 @@ def two_of_them(x: Tensor, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("loss", "backend", "dynamic"),
-    [
-        (all_of_them, "aot_eager", False),
-        (all_of_them, "aot_eager", True),
-        (two_of_them, "inductor", True),
-    ],
+    [(all_of_them, "aot_eager", False), (all_of_them, "aot_eager", True), (two_of_them, "inductor", True)],
 )
 def test_compiles_whole(loss: Callable[..., Tensor], backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()

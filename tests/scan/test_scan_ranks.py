@@ -30,9 +30,7 @@ def call(case: Case, x: Tensor, ids: Tensor | None, **how: Any) -> Tensor:
     if ids is not None:
         fn = sp_compile.segmented_scan
         return fn(x, ids, DIM, case.op, exclusive=case.exclusive, runs=True, **options)
-    return (sp_compile.exclusive_scan if case.exclusive else sp_compile.inclusive_scan)(
-        x, DIM, case.op, **options
-    )
+    return (sp_compile.exclusive_scan if case.exclusive else sp_compile.inclusive_scan)(x, DIM, case.op, **options)
 
 
 def rows_of(case: Case, fn: Callable[..., Tensor] = call) -> list[Tensor]:
@@ -110,9 +108,7 @@ CASES = {
     "exclusive sum of segments": Case("sum", exclusive=True, runs=(4, 1, 7), reverse=True),
     "prod, zigzag": Case("prod", layout="zigzag"),
     "max of segments": Case("max", runs=(4, 1, 7), wide=True),
-    "prod of segments": Case(
-        "prod", exclusive=True, reverse=True, runs=(4, 1, 7), wide=True, layout="zigzag"
-    ),
+    "prod of segments": Case("prod", exclusive=True, reverse=True, runs=(4, 1, 7), wide=True, layout="zigzag"),
     "logsumexp in steps": Case("logsumexp", exchange="steps", reverse=True),
 }
 
@@ -141,10 +137,7 @@ def _inductor(case: Case) -> list[float]:
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "name",
-    [
-        *COMPILED_OFTEN,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in COMPILED_OFTEN),
-    ],
+    [*COMPILED_OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in COMPILED_OFTEN)],
 )
 def test_inductor(ranks, name: str) -> None:
     for worst in ranks.run(2, _inductor, CASES[name]):
@@ -187,8 +180,7 @@ def _recorded(case: Case) -> tuple[list[str], list[str], list[str], int]:
     n = dist.get_world_size(group)
     rows_of(replace(case, size=12 * n), compiled)
     forward, backward = (
-        [str(node.target).split(".")[1] for node in recorder.collectives(name)]
-        for name in ("forward", "backward")
+        [str(node.target).split(".")[1] for node in recorder.collectives(name)] for name in ("forward", "backward")
     )
     outputs = recorder.graphs["forward"].graph.find_nodes(op="output")[0].args[0]
     kept = sum(node.meta["val"].numel() for node in outputs[1:])

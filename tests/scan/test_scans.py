@@ -24,9 +24,7 @@ import sp_compile
 from sp_compile import exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 
 cases = pytest.mark.parametrize(
-    ("op", "dtype"),
-    [(op, dtype) for op in OPS for dtype in (FLOATS if op == "logsumexp" else DTYPES)],
-    ids=str,
+    ("op", "dtype"), [(op, dtype) for op in OPS for dtype in (FLOATS if op == "logsumexp" else DTYPES)], ids=str
 )
 SHAPES = [((), 0), ((7,), -1), ((4, 7), 0), ((4, 7), 1), ((2, 7, 3), 1), ((2, 3, 7, 1), -2)]
 
@@ -160,10 +158,7 @@ def test_half_precision_is_added_in_float32() -> None:
 def test_accumulate_dtype() -> None:
     """Rounding on the way or not is seen where small numbers follow a large one."""
     x = torch.tensor([1e8] + [1.0] * 1000 + [-1e8]).view(-1, 1).expand(-1, 3)
-    for scan in (
-        inclusive_scan,
-        lambda x, *rest, **options: linear_scan(torch.ones_like(x), x, *rest, **options),
-    ):
+    for scan in (inclusive_scan, lambda x, *rest, **options: linear_scan(torch.ones_like(x), x, *rest, **options)):
         assert (scan(x, 0, accumulate_dtype=torch.float64)[-1] == 1000).all()
         assert (scan(x, 0, accumulate_dtype=torch.float32)[-1] != 1000).all()
 

@@ -80,9 +80,7 @@ CLASSES: dict[str, Loss] = {
     "class weights": lambda z, y, m, t: F.cross_entropy(*sliced(z, y), weight=WEIGHTS),
     "class weights, sum": lambda z, y, m, t: F.cross_entropy(*sliced(z, y), weight=WEIGHTS, reduction="sum"),
     "smoothing": lambda z, y, m, t: F.cross_entropy(*sliced(z, y), label_smoothing=0.1),
-    "smoothing, weights": lambda z, y, m, t: F.cross_entropy(
-        *padded(z, y), label_smoothing=0.1, weight=WEIGHTS
-    ),
+    "smoothing, weights": lambda z, y, m, t: F.cross_entropy(*padded(z, y), label_smoothing=0.1, weight=WEIGHTS),
     "smoothing, sum": lambda z, y, m, t: F.cross_entropy(*padded(z, y), label_smoothing=0.1, reduction="sum"),
     "ignoring 0": ignoring(0),
     "ignoring -1, weights": ignoring(-1, weight=WEIGHTS),
@@ -94,16 +92,10 @@ CLASSES: dict[str, Loss] = {
     "nll": lambda z, y, m, t: F.nll_loss(z.log_softmax(-1).view(-1, VOCABULARY), y.view(-1)),
     "nll, classes second": lambda z, y, m, t: F.nll_loss(z.log_softmax(-1).mT, y, weight=WEIGHTS),
     "nll, sum": lambda z, y, m, t: F.nll_loss(z.log_softmax(-1).mT, y, reduction="sum"),
-    "float32 logits": lambda z, y, m, t: F.cross_entropy(
-        *[v.double() for v in padded(z, y)[:1]], padded(z, y)[1]
-    ),
-    "sum over count": lambda z, y, m, t: (
-        F.cross_entropy(*sliced(z, y), reduction="sum") / (y[:, 1:] != IGNORED).sum()
-    ),
+    "float32 logits": lambda z, y, m, t: F.cross_entropy(*[v.double() for v in padded(z, y)[:1]], padded(z, y)[1]),
+    "sum over count": lambda z, y, m, t: F.cross_entropy(*sliced(z, y), reduction="sum") / (y[:, 1:] != IGNORED).sum(),
     "perplexity": lambda z, y, m, t: F.cross_entropy(*sliced(z, y)).exp(),
-    "two targets ahead": lambda z, y, m, t: (
-        F.cross_entropy(*sliced(z, y)) + F.cross_entropy(z[:, :-2].mT, y[:, 2:])
-    ),
+    "two targets ahead": lambda z, y, m, t: F.cross_entropy(*sliced(z, y)) + F.cross_entropy(z[:, :-2].mT, y[:, 2:]),
     "focal": focal,
     "chunked": chunked,
 }
@@ -115,9 +107,7 @@ OTHERS: dict[str, Loss] = {
     "probabilities, smoothing, weights": lambda z, y, m, t: F.cross_entropy(
         z.mT, t.mT, label_smoothing=0.1, weight=WEIGHTS
     ),
-    "masked mean": lambda z, y, m, t: (
-        (F.cross_entropy(z.mT, y.clamp(min=0), reduction="none") * m).sum() / m.sum()
-    ),
+    "masked mean": lambda z, y, m, t: (F.cross_entropy(z.mT, y.clamp(min=0), reduction="none") * m).sum() / m.sum(),
     "masked mean of each item": lambda z, y, m, t: (
         (F.cross_entropy(z.mT, y.clamp(min=0), reduction="none") * m).sum(1) / m.sum(1)
     ).mean(),
@@ -142,9 +132,7 @@ OTHERS: dict[str, Loss] = {
         (z * m[..., None]).sum(1) / m.sum(1, keepdim=True), y[:, -1].clamp(min=0)
     ),
     "all ignored": lambda z, y, m, t: F.cross_entropy(z.mT, torch.full_like(y, IGNORED)),
-    "all ignored, sum": lambda z, y, m, t: F.cross_entropy(
-        z.mT, torch.full_like(y, IGNORED), reduction="sum"
-    ),
+    "all ignored, sum": lambda z, y, m, t: F.cross_entropy(z.mT, torch.full_like(y, IGNORED), reduction="sum"),
 }
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
@@ -153,9 +141,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
     "smooth l1": lambda z, t, how: F.smooth_l1_loss(z, t, beta=0.5, reduction=how),
     "huber": lambda z, t, how: F.huber_loss(z, t, reduction=how),
     "bce": lambda z, t, how: F.binary_cross_entropy(z.sigmoid(), t, reduction=how),
-    "bce, logits": lambda z, t, how: F.binary_cross_entropy_with_logits(
-        z, t, pos_weight=WEIGHTS, reduction=how
-    ),
+    "bce, logits": lambda z, t, how: F.binary_cross_entropy_with_logits(z, t, pos_weight=WEIGHTS, reduction=how),
     "kl": lambda z, t, how: F.kl_div(z.log_softmax(-1), t, reduction=how),
     "poisson": lambda z, t, how: F.poisson_nll_loss(z, t, reduction=how),
 }
@@ -173,10 +159,7 @@ def run(loss: Loss, ranks: int, length: int, prompt: int, **config: object) -> o
 
 def spread(table: dict[str, Loss]) -> list[object]:
     """Every loss at one of the sizes, in turn."""
-    return [
-        pytest.param(loss, *size, id=name)
-        for (name, loss), size in zip(table.items(), itertools.cycle(SIZES))
-    ]
+    return [pytest.param(loss, *size, id=name) for (name, loss), size in zip(table.items(), itertools.cycle(SIZES))]
 
 
 @pytest.mark.parametrize(("loss", "ranks", "length"), spread(CLASSES))

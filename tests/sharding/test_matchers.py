@@ -12,16 +12,7 @@ from support.golden import captured
 from torch import Tensor
 from torch.fx import Node
 
-from sp_compile.sharding.matchers import (
-    constant_of,
-    is_cast,
-    is_copy,
-    keeps_order,
-    order_of,
-    origin,
-    pad_of,
-    piece_of,
-)
+from sp_compile.sharding.matchers import constant_of, is_cast, is_copy, keeps_order, order_of, origin, pad_of, piece_of
 
 
 def last(function: Callable[[Tensor], Tensor]) -> Node:

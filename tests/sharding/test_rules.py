@@ -83,12 +83,7 @@ def test_the_check_finds_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rules that look right: causal attention by its queries alone, and a bias beside a sum."""
     table = dict(registered())
     monkeypatch.setattr("sp_compile.sharding.rule._REGISTRY", table)
-    rule(
-        aten.scaled_dot_product_attention.default,
-        "b h q d, b h k d, b h k e -> b h q e",
-        attend="k",
-        whole="d",
-    )
+    rule(aten.scaled_dot_product_attention.default, "b h q d, b h k d, b h k e -> b h q e", attend="k", whole="d")
     rule(aten.linear.default, "... i, o i, o -> ... o", sum="i")
     rule(aten.mse_loss.default, "..., ... -> ", sum="...")
     q = samples.f(2, 4, 6, 4)
@@ -217,11 +212,7 @@ def _home(shape: list[int], outer: int, length: int) -> Shard:
     """Where the atom that `outer` rows precede lies in the shape."""
     for dim, extent in enumerate(shape):
         before = torch.Size(shape[:dim]).numel()
-        if (
-            outer % before == 0
-            and before * extent % (outer * length) == 0
-            and before * extent >= outer * length
-        ):
+        if outer % before == 0 and before * extent % (outer * length) == 0 and before * extent >= outer * length:
             return Shard(dim, Frame.full(length), outer // before, before * extent // (outer * length))
     raise AssertionError(shape)
 
@@ -229,9 +220,7 @@ def _home(shape: list[int], outer: int, length: int) -> Shard:
 def nodes(function: Callable[..., Any], *args: Any) -> list[Node]:
     """The calls of the function's graph with symbolic sizes."""
     graph = make_fx(function, tracing_mode="symbolic")(*args).graph
-    return [
-        n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], torch.Tensor | list)
-    ]
+    return [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], torch.Tensor | list)]
 
 
 @pytest.mark.parametrize(
@@ -272,9 +261,7 @@ def symbols_renamed(text: str, like: Node) -> str:
         (Shard(0, Frame.full(2)), ((0, 4), (4, 4)), (Frame.full(2), Frame.full(2))),
     ],
 )
-def test_windows(
-    shard: Shard, spans: tuple[tuple[int, int], ...], expected: tuple[Frame, ...] | None
-) -> None:
+def test_windows(shard: Shard, spans: tuple[tuple[int, int], ...], expected: tuple[Frame, ...] | None) -> None:
     dims = ("a", "b")
     moved = brute.move(Factors((dims,), (dims,) * len(spans), {"b": "window"}, spans=spans), shard)
     assert (moved and tuple(m.frame for m in moved)) == expected

@@ -53,9 +53,7 @@ def test_options_are_not_ignored() -> None:
 def test_config_object_and_input_index() -> None:
     options = sp_compile.SPConfig(seq_dims={0: -2}, compiler="aot_eager")
     x = torch.randn(1, 8, 8)
-    torch.testing.assert_close(
-        torch.compile(Attention(), backend="sp", options=vars(options))(x), Attention()(x)
-    )
+    torch.testing.assert_close(torch.compile(Attention(), backend="sp", options=vars(options))(x), Attention()(x))
     report = sp_compile.explain(Attention(), x, sp=2, seq_dims={0: -2})
     assert report.inputs == {"x": [1]}
 

@@ -107,10 +107,7 @@ def refused(what: str) -> str:
             "rank 1 passes axes ('0',), unions None and measure=True, rank 0 axes ('0', '1'), unions None and "
             "measure=True: all ranks have to pass the same",
         ),
-        (
-            "measure",
-            "rank 2 passes axes ('dp', 'sp'), unions None and measure=True, rank 0 axes ('dp', 'sp'), ",
-        ),
+        ("measure", "rank 2 passes axes ('dp', 'sp'), unions None and measure=True, rank 0 axes ('dp', 'sp'), "),
         ("other unions", "rank 3 passes axes ('dp', 'sp'), unions () and measure=True, rank 0 axes"),
         ("left out", "rank 2 passes None for axis '1', but is in the group (0, 2) that others pass"),
         ("nobody's", "no rank passes a group of axis '1'"),
@@ -153,8 +150,7 @@ def by_hand(op: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("op", "message"),
-    [("sum", "is not declared"), ("median", "no reduction is called 'median'; known: sum, avg")],
+    ("op", "message"), [("sum", "is not declared"), ("median", "no reduction is called 'median'; known: sum, avg")]
 )
 def test_bad_graphs_raise_on_every_rank(ranks: Ranks, op: str, message: str) -> None:
     assert all(message in error for error in ranks.run(4, by_hand, op))

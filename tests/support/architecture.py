@@ -61,9 +61,7 @@ def _placed(gm: GraphModule) -> str:
     values = [node for node in gm.graph.nodes if node.op != "output"]
     runs = itertools.groupby(values, lambda node: str(plan.of(node)))
     lines = [f"{placement:>5}  {', '.join(node.name for node in nodes)}" for placement, nodes in runs]
-    demands = [
-        f"demand: {d.node.name} of operand {d.operand}, which is {d.have} ({d.kind})" for d in plan.demands
-    ]
+    demands = [f"demand: {d.node.name} of operand {d.operand}, which is {d.have} ({d.kind})" for d in plan.demands]
     return "\n".join(lines + demands)
 
 

@@ -19,7 +19,5 @@ class Decoder(nn.Module):
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         return (
-            self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-            .pow(2)
-            .mean()
+            self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).pow(2).mean()
         )

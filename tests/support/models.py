@@ -73,9 +73,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """attend(model, q, k, v): the attention of every layer. Call it with ids (B, S): logits (B, S, VOCABULARY)."""
 
-    def __init__(
-        self, attend: Attend = causal, heads: int = 4, kv_heads: int | None = None, layers: int = 1
-    ) -> None:
+    def __init__(self, attend: Attend = causal, heads: int = 4, kv_heads: int | None = None, layers: int = 1) -> None:
         super().__init__()
         self.attend = attend
         self.embed = nn.Embedding(VOCABULARY, WIDTH)

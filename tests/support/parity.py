@@ -27,9 +27,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, dim) -> (batch, seq, dim)."""
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.mlp(self.norm2(x)))
@@ -48,9 +46,7 @@ def rotate(x: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """Tokens and labels in, next-token loss out; a label of -100 is skipped."""
 
-    def __init__(
-        self, dim: int = 16, heads: int = 4, layers: int = 2, tie: bool = False, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, dim: int = 16, heads: int = 4, layers: int = 2, tie: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
@@ -103,9 +99,7 @@ class Outcome:
     where: str = ""
 
 
-def outcome(
-    loss: Tensor, grads: Iterable[Tensor | None], expected: Tensor, wanted: Iterable[Tensor | None]
-) -> Outcome:
+def outcome(loss: Tensor, grads: Iterable[Tensor | None], expected: Tensor, wanted: Iterable[Tensor | None]) -> Outcome:
     """Compare results and gradients with those of one device."""
     found, right = [loss.detach(), *grads], [expected.detach(), *wanted]
     largest = max(r.abs().max().item() for r in right if r is not None)
@@ -136,9 +130,7 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-def train_step(
-    run: Callable[..., Any], model: nn.Module, args: Sequence[Any], **kwargs: Any
-) -> tuple[Tensor, list]:
+def train_step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], **kwargs: Any) -> tuple[Tensor, list]:
     """Loss and fresh gradients of one forward and backward."""
     model.zero_grad()
     loss = run(*args, **kwargs)
@@ -147,9 +139,7 @@ def train_step(
     return loss.detach(), [None if g is None else g.clone() for g in gradients(model)]
 
 
-def against_eager(
-    model: nn.Module, *args: Any, run: Any = None, kwargs: dict | None = None, **how: Any
-) -> Outcome:
+def against_eager(model: nn.Module, *args: Any, run: Any = None, kwargs: dict | None = None, **how: Any) -> Outcome:
     """One training step of `model` under backend="sp" (or of `run`, made from it) against one of a copy in eager."""
     expected = train_step(alone := copy.deepcopy(model), alone, args, **(kwargs or {}))
     found = train_step(sp(model, **how) if run is None else run, model, args, **(kwargs or {}))

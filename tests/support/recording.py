@@ -18,9 +18,7 @@ class Recorder:
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         keep = {name: partial(self.keep, name) for name in ("forward", "backward")}
         return aot_autograd(
-            fw_compiler=keep["forward"],
-            bw_compiler=keep["backward"],
-            partition_fn=min_cut_rematerialization_partition,
+            fw_compiler=keep["forward"], bw_compiler=keep["backward"], partition_fn=min_cut_rematerialization_partition
         )(gm, inputs)
 
     def keep(self, name: str, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -29,11 +27,7 @@ class Recorder:
 
     def collectives(self, name: str, op: str = "") -> list[torch.fx.Node]:
         nodes = self.graphs[name].graph.nodes
-        return [
-            n
-            for n in nodes
-            if str(n.target).startswith("_c10d_functional." + op) and "wait" not in str(n.target)
-        ]
+        return [n for n in nodes if str(n.target).startswith("_c10d_functional." + op) and "wait" not in str(n.target)]
 
     def sent(self, name: str) -> list[int]:
         """Bytes of the operand of each all-to-all: all but 1/n of it leaves the rank."""

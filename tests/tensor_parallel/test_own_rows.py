@@ -5,17 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from support.parallel.tensor_parallel import (
-    GROUP,
-    WIDTH,
-    Copy,
-    Reduce,
-    cut,
-    joint_graph,
-    on_ranks,
-    spelt,
-    weights,
-)
+from support.parallel.tensor_parallel import GROUP, WIDTH, Copy, Reduce, cut, joint_graph, on_ranks, spelt, weights
 from torch import Tensor
 
 from sp_compile.config import Ranks
@@ -78,13 +68,8 @@ def graphs(n, rank_of=lambda rank: rank, **options):
     whole = weights(2)
     x = torch.randn(4, 12, WIDTH, dtype=torch.float64, requires_grad=True)
     ranks = [cut(whole, rank, n) for rank in range(n)]
-    made = [
-        joint_graph(lambda x, ws, r=r: block(x, ws, rank_of(r), n, **options), x, ranks[r]) for r in range(n)
-    ]
-    given = [
-        [x, *(w for layer in one for w in layer.values()), torch.ones((), dtype=torch.float64)]
-        for one in ranks
-    ]
+    made = [joint_graph(lambda x, ws, r=r: block(x, ws, rank_of(r), n, **options), x, ranks[r]) for r in range(n)]
+    given = [[x, *(w for layer in one for w in layer.values()), torch.ones((), dtype=torch.float64)] for one in ranks]
     return made, given
 
 
@@ -97,9 +82,7 @@ def marked(made, n):
 @pytest.mark.parametrize("n", [2, 4])
 def test_blocks_are_what_ranks_hold(n, options):
     expected_graphs, given = graphs(n, **options)
-    assert (
-        len(set(marked(expected_graphs, n))) == 1
-    )  # sp::own_rows runs on simulated ranks; slices would, too
+    assert len(set(marked(expected_graphs, n))) == 1  # sp::own_rows runs on simulated ranks; slices would, too
     expected = on_ranks_each([spelt(g, n) for g in expected_graphs], given)
     made, _ = graphs(n, **options)
     assert marked(made, n) == [4] * n
@@ -118,9 +101,7 @@ def on_ranks_each(made, given):
     from sp_compile.lowering.simulate import run_ranks
 
     with torch.no_grad():
-        return run_ranks(
-            len(given), lambda rank: [t.clone() for t in made[rank](*given[rank]) if t is not None]
-        )
+        return run_ranks(len(given), lambda rank: [t.clone() for t in made[rank](*given[rank]) if t is not None])
 
 
 @pytest.mark.parametrize("rank_of", [lambda rank: 0, lambda rank: 1 - rank], ids=["the first", "another's"])

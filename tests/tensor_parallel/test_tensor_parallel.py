@@ -96,9 +96,7 @@ def cut(model: Net, spelling: str, mesh: dist.DeviceMesh) -> Net:
     return model
 
 
-def trained(
-    spelling: str, shape: tuple[int, int], tp: int, compiler: str, **options: Any
-) -> tuple[float, list[str]]:
+def trained(spelling: str, shape: tuple[int, int], tp: int, compiler: str, **options: Any) -> tuple[float, list[str]]:
     """(largest difference of losses and norm weights from one device over some steps, modes of the layers)."""
     mesh = mesh_of(tp)
     torch.manual_seed(0)
@@ -132,9 +130,7 @@ def trained(
 
 @pytest.mark.parametrize("spelling", ["functions", "dtensor"])
 @pytest.mark.parametrize(("ranks_of_all", "tp", "shape"), [(2, 2, (2, 7)), (4, 4, (1, 9)), (4, 2, (3, 5))])
-def test_trains_as_one_device(
-    ranks: Ranks, spelling: str, ranks_of_all: int, tp: int, shape: tuple[int, int]
-) -> None:
+def test_trains_as_one_device(ranks: Ranks, spelling: str, ranks_of_all: int, tp: int, shape: tuple[int, int]) -> None:
     for worst, modes in ranks.run(ranks_of_all, trained, spelling, shape, tp, "aot_eager"):
         assert worst < 1e-12
         assert modes == ["scattered"] * 4
@@ -161,9 +157,7 @@ def rows_of_their_own() -> str:
     """The first call has equal inputs, as a warm-up with zeros has; the second has not."""
     torch.manual_seed(0)
     mesh = mesh_of(2)
-    model = torch.compile(
-        cut(Net().double(), "functions", mesh), backend="sp", options={"compiler": "aot_eager"}
-    )
+    model = torch.compile(cut(Net().double(), "functions", mesh), backend="sp", options={"compiler": "aot_eager"})
     model(torch.zeros(2, 6, WIDTH, dtype=torch.float64))
     return message(lambda: model(torch.full((2, 6, WIDTH), float(dist.get_rank()), dtype=torch.float64)))
 
@@ -178,9 +172,7 @@ def of_two_minds() -> str:
     """One rank's batch has another size: it compiles anew, and the other runs what it has."""
     torch.manual_seed(0)
     mesh = mesh_of(2)
-    model = torch.compile(
-        cut(Net().double(), "functions", mesh), backend="sp", options={"compiler": "aot_eager"}
-    )
+    model = torch.compile(cut(Net().double(), "functions", mesh), backend="sp", options={"compiler": "aot_eager"})
     model(torch.zeros(2, 6, WIDTH, dtype=torch.float64))
     try:
         model(torch.zeros(2 + dist.get_rank(), 6, WIDTH, dtype=torch.float64))

@@ -86,9 +86,7 @@ def test_two_exchanges_a_layer_and_direction(n: int) -> None:
 def test_no_byte_more(n: int) -> None:
     plain, scattered = graphs(n, False), graphs(n, True)
     assert sent(scattered[0], n) == sent(plain[0], n)
-    weights_of_norms = (
-        (3 * LAYERS + LAYERS) * WIDTH * 8
-    )  # two norms, a bias of one of them, a bias behind the sum
+    weights_of_norms = (3 * LAYERS + LAYERS) * WIDTH * 8  # two norms, a bias of one of them, a bias behind the sum
     assert sent(scattered[1], n) == sent(plain[1], n) + 2 * (n - 1) * weights_of_norms // n
 
 

@@ -83,10 +83,7 @@ def linears(model: nn.Module, mesh: DeviceMesh) -> None:
 def tables(model: nn.Module, mesh: DeviceMesh) -> None:
     """The embedding and the head, too."""
     linears(model, mesh)
-    plan = {
-        "embed": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
+    plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, mesh, plan)
 
 
@@ -152,9 +149,7 @@ ALL = "s" * 12  # forward two a layer; backward q, k and v each sum a gradient o
 PLANS = {linears: ALL, tables: None, tied: None, inside_dtensors: None, scattered_already: ""}
 
 
-@pytest.mark.parametrize(
-    "plan", [p if p in (tied,) else pytest.param(p, marks=pytest.mark.slow) for p in PLANS]
-)
+@pytest.mark.parametrize("plan", [p if p in (tied,) else pytest.param(p, marks=pytest.mark.slow) for p in PLANS])
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_plans(ranks: Ranks, plan: Callable[[nn.Module, Any], None], n: int) -> None:
     for one in ranks.run(n, trained, plan, (2, 8)):
@@ -182,9 +177,7 @@ def with_data(shape: tuple[int, int]) -> Trained:
         for number in range(STEPS):
             every = [text(7, seed=10 * number + i) for i in range(rows)]
             _, grads = step(run, mine, every[row], optimizers[0])
-            _, right = step(
-                lambda *each: sum(alone(*one) for one in each) / rows, alone, every, optimizers[1]
-            )
+            _, right = step(lambda *each: sum(alone(*one) for one in each) / rows, alone, every, optimizers[1])
             for name, grad in grads.items():
                 mean = whole(grad)
                 dist.all_reduce(mean, group=data)

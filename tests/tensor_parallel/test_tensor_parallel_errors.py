@@ -49,9 +49,7 @@ def compared() -> list[str]:
     noise = x + rank * 2e-4 * torch.randn_like(x)  # as sums over terms of 1 leave it
     other = torch.cat([x[:64], x[64:] + rank * 1e-2 * torch.randn_like(x[64:])])
     given = [y.bfloat16() for y in (rounding, noise, other)]
-    return [
-        message(lambda y=y: torch.ops.sp.shared([y], ["r"], group.size(), group.group_name)) for y in given
-    ]
+    return [message(lambda y=y: torch.ops.sp.shared([y], ["r"], group.size(), group.group_name)) for y in given]
 
 
 def test_gradients_of_16_bits_are_compared_row_by_row(ranks: Pool) -> None:
@@ -192,9 +190,9 @@ def other_ops() -> str:
     tp = split()
     model = Hidden(tp)
     return message(
-        lambda: torch.compile(
-            lambda x: model(model(x.sin()) if tp.rank else x.cos()), backend="sp", options=OPTIONS
-        )(torch.randn(2, 6, DIM, dtype=torch.float64))
+        lambda: torch.compile(lambda x: model(model(x.sin()) if tp.rank else x.cos()), backend="sp", options=OPTIONS)(
+            torch.randn(2, 6, DIM, dtype=torch.float64)
+        )
     )
 
 
@@ -216,14 +214,8 @@ def other_reductions() -> str:
 
 def test_reductions_that_differ_say_where(ranks: Pool) -> None:
     for error in ranks.run(2, other_reductions):
-        assert (
-            "rank 0: _c10d_functional.all_reduce sum at tensor_parallel/test_tensor_parallel_errors.py:"
-            in error
-        )
-        assert (
-            "rank 1: _c10d_functional.all_reduce max at tensor_parallel/test_tensor_parallel_errors.py:"
-            in error
-        )
+        assert "rank 0: _c10d_functional.all_reduce sum at tensor_parallel/test_tensor_parallel_errors.py:" in error
+        assert "rank 1: _c10d_functional.all_reduce max at tensor_parallel/test_tensor_parallel_errors.py:" in error
 
 
 def ranks_that_the_group_lacks() -> str:
@@ -262,11 +254,7 @@ def on_two_axes(how: str) -> str:
 
 @pytest.mark.parametrize(
     ("how", "expected"),
-    [
-        ("recompiles", "compiles the program anew"),
-        ("fails", "no room for the code"),
-        ("merges", "different options"),
-    ],
+    [("recompiles", "compiles the program anew"), ("fails", "no room for the code"), ("merges", "different options")],
 )
 def test_ranks_of_other_groups_hear_of_it(ranks: Pool, how: str, expected: str) -> None:
     errors = ranks.run(4, on_two_axes, how)

@@ -145,8 +145,7 @@ def waited_twice(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "program",
-    [over_another_group, largest, no_linear, wanted_whole, normalised_over_rows, vectors, waited_twice],
+    "program", [over_another_group, largest, no_linear, wanted_whole, normalised_over_rows, vectors, waited_twice]
 )
 def test_left_alone(program: Callable[..., Tensor]) -> None:
     gm = captured(program, torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3))

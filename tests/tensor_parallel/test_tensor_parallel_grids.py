@@ -79,9 +79,7 @@ CASES = {
 MODES = {"cut embedding and loss": "fff" + "s" * 9, "one layer": "fff" + "s" * 5}
 
 
-@pytest.mark.parametrize(
-    "case", [c if c == "one layer" else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", [c if c == "one layer" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_under_the_sequence_passes(ranks: Ranks, case: str) -> None:
     check(ranks.run(4, with_sequence, *CASES[case]), MODES.get(case, "s" * 8))
 
@@ -192,9 +190,7 @@ def equal_in_one_row() -> tuple[float, str]:
     bias = torch.ones(8, dtype=torch.float64) * max(dist.get_rank(), 1)
 
     def program(x: torch.Tensor) -> torch.Tensor:
-        h = torch.nn.functional.rms_norm(
-            x + funcol.all_reduce((x @ up).relu() @ down, "sum", tp.group) + bias, (8,)
-        )
+        h = torch.nn.functional.rms_norm(x + funcol.all_reduce((x @ up).relu() @ down, "sum", tp.group) + bias, (8,))
         h = h / funcol.all_reduce(h.square(), "sum", data).sqrt()
         return h + funcol.all_reduce((h @ up).relu() @ down, "sum", tp.group)
 
@@ -218,9 +214,7 @@ def rows_of_one_half_differ() -> float:
 
     def program(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         h = x + torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-        h = torch.nn.functional.rms_norm(
-            h + funcol.all_reduce((h @ up).relu() @ down, "sum", tp.group) + noise, (8,)
-        )
+        h = torch.nn.functional.rms_norm(h + funcol.all_reduce((h @ up).relu() @ down, "sum", tp.group) + noise, (8,))
         h = torch.nn.functional.rms_norm(h - h.square().mean(2, keepdim=True), (8,))
         return h + funcol.all_reduce((h @ up).relu() @ down, "sum", tp.group)
 

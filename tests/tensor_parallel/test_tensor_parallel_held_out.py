@@ -19,9 +19,7 @@ import sp_compile
 
 def alone_on(kind: type[Model], shape: tuple[int, int]) -> Trained:
     group = worker.group()
-    return trained(
-        kind, Split(group.size(), dist.get_rank(), group), lambda number: (tokens(*shape, number),)
-    )
+    return trained(kind, Split(group.size(), dist.get_rank(), group), lambda number: (tokens(*shape, number),))
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "checkpoint and dropout": {"checkpointed": True, "dropout": 0.3},
     "checkpoint, cut loss": {"head": "vocab", "checkpointed": True},
 }
-SCATTERED = {
-    name: "fffssssfssss" if "head" in how and "cut" in name else "s" * 8 for name, how in DECODERS.items()
-}
+SCATTERED = {name: "fffssssfssss" if "head" in how and "cut" in name else "s" * 8 for name, how in DECODERS.items()}
 SCATTERED["attention beside mlp"] = "s" * 6  # forward two a layer, backward one: it reads one norm
 
 
@@ -52,9 +50,7 @@ def a_decoder(name: str, batch: int, length: int) -> Trained:
 QUICK = ("dropout", "tied and cut", "checkpoint")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS]
-)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS])
 def test_decoders(ranks: Ranks, name: str) -> None:
     check(ranks.run(2, a_decoder, name, 2, 7), SCATTERED[name])
 
@@ -104,9 +100,7 @@ def in_place() -> Trained:
 
 
 def longer_each_time() -> Trained:
-    return trained(
-        lambda tp: build(tp, layers=1), split(), ids(2, 6, longer=1), dynamic=True, against_one=False
-    )
+    return trained(lambda tp: build(tp, layers=1), split(), ids(2, 6, longer=1), dynamic=True, against_one=False)
 
 
 @pytest.mark.parametrize("how", [with_frozen_matrices, in_place])

@@ -23,9 +23,7 @@ BIAS = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_se
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
-@pytest.mark.parametrize(
-    ("before", "after", "dilation"), [(2, 0, 1), (1, 1, 1), (0, 2, 1), (4, 0, 2), (3, 1, 2)]
-)
+@pytest.mark.parametrize(("before", "after", "dilation"), [(2, 0, 1), (1, 1, 1), (0, 2, 1), (4, 0, 2), (3, 1, 2)])
 def test_conv1d(n: int, size: int, start: int, before: int, after: int, dilation: int) -> None:
     check(
         sp.conv1d,
@@ -39,9 +37,7 @@ def test_conv1d(n: int, size: int, start: int, before: int, after: int, dilation
 
 
 @pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize(
-    ("place", "before", "after"), [(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 1), (0, 2, 0)]
-)
+@pytest.mark.parametrize(("place", "before", "after"), [(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 1), (0, 2, 0)])
 def test_conv1d_of_a_window_into_another(n: int, place: int, before: int, after: int) -> None:
     """11 rows of 13, and the result of 9 or 11 wherever it fits."""
     length = 11 + before + after - 2
@@ -63,18 +59,8 @@ def test_strides(n: int, stride: int) -> None:
     frames = [frame(size), frame(size // stride)]
     x = operand(size, 0)
     args = (WEIGHT, BIAS, 1, 2 - stride, stride, 1, 1)
-    check(
-        sp.conv1d, lambda x: F.conv1d(F.pad(x, (1, 2 - stride)), WEIGHT, BIAS, stride), x, args, frames, 2, n
-    )
-    check(
-        sp.max_pool1d,
-        lambda x: F.max_pool1d(x, stride),
-        x,
-        (0, 0, -math.inf, stride, stride, 1),
-        frames,
-        2,
-        n,
-    )
+    check(sp.conv1d, lambda x: F.conv1d(F.pad(x, (1, 2 - stride)), WEIGHT, BIAS, stride), x, args, frames, 2, n)
+    check(sp.max_pool1d, lambda x: F.max_pool1d(x, stride), x, (0, 0, -math.inf, stride, stride, 1), frames, 2, n)
     check(sp.avg_pool1d, lambda x: F.avg_pool1d(x, stride), x, (0, 0, stride, stride), frames, 2, n)
     check(sp.unfold, lambda x: x.unfold(2, stride, stride), x, (2, 0, 0, 0, stride, stride), frames, 2, n)
 
@@ -120,9 +106,7 @@ def test_unfold(n: int, size: int, start: int, dim: int) -> None:
 def test_shift(n: int, size: int, start: int, by: int) -> None:
     check(
         sp.shift,
-        lambda x: (
-            F.pad(x, (0, 0, by, -by), value=0.5) if abs(by) < x.shape[1] else torch.full_like(x, 0.5) + 0 * x
-        ),
+        lambda x: F.pad(x, (0, 0, by, -by), value=0.5) if abs(by) < x.shape[1] else torch.full_like(x, 0.5) + 0 * x,
         operand(size, start, 1),
         (1, by, -by, 0.5) if abs(by) < size - start else (1, size - start, start - size, 0.5),
         [frame(size, start)] * 2,

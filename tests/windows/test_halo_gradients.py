@@ -22,11 +22,7 @@ WEIGHT = torch.randn(4, 3, 3, dtype=torch.float64, generator=torch.Generator().m
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(
     ("op", "args", "length"),
-    [
-        (sp.shift, (0, 3, -3, 0), 11),
-        (sp.roll, (0, 4), 11),
-        (sp.unfold, (0, 1, 0, 0, 2, 1), 11),
-    ],
+    [(sp.shift, (0, 3, -3, 0), 11), (sp.roll, (0, 4), 11), (sp.unfold, (0, 1, 0, 0, 2, 1), 11)],
     ids=["shift", "roll", "unfold"],
 )
 def test_adjoints(n: int, op: Op, args: Any, length: int) -> None:

@@ -32,9 +32,7 @@ def on_shards(fn, *args, first=()):
 
 class Goldens(expecttest.TestCase):
     def test_conv1d(self):
-        found = on_shards(
-            lambda x: F.conv1d((x * 2).mT, KERNEL, padding=1, groups=4).mT + 1, torch.randn(1, 8, 4)
-        )
+        found = on_shards(lambda x: F.conv1d((x * 2).mT, KERNEL, padding=1, groups=4).mT + 1, torch.randn(1, 8, 4))
         self.assertExpectedInline(
             found,
             """\
@@ -189,9 +187,7 @@ return (conv1d_default,)""",
         )
 
     def test_whole_pipeline(self):
-        local = sp_compile.parallelize(
-            torch.export.export(Causal(), (torch.randn(1, 8, 4),)), sp=2, seq_dims={"x": 1}
-        )
+        local = sp_compile.parallelize(torch.export.export(Causal(), (torch.randn(1, 8, 4),)), sp=2, seq_dims={"x": 1})
         self.assertExpectedInline(
             show(local),
             """\
@@ -213,9 +209,7 @@ return (all_reduce_default,)""",
         )
 
     def test_report(self):
-        local = sp_compile.parallelize(
-            torch.export.export(Causal(), (torch.randn(1, 8, 4),)), sp=2, seq_dims={"x": 1}
-        )
+        local = sp_compile.parallelize(torch.export.export(Causal(), (torch.randn(1, 8, 4),)), sp=2, seq_dims={"x": 1})
         report = local.meta["sp_report"]
         self.assertExpectedInline(
             "\n".join(f"{n.done}: {n.why}" for n in report.notes),

@@ -168,8 +168,7 @@ def counted(block: str, seq: int) -> tuple[dict[str, list[tuple[str, int]]], lis
         nodes = recorder.collectives(name)
         values = [n.args[0].meta["val"] for n in nodes]
         sent[name] = [
-            (str(n.target).split(".")[1], v.numel() * v.element_size())
-            for n, v in zip(nodes, values, strict=True)
+            (str(n.target).split(".")[1], v.numel() * v.element_size()) for n, v in zip(nodes, values, strict=True)
         ]
     return sent, recorder.text()
 

@@ -86,8 +86,4 @@ def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
     return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)
 
 
-register(
-    "aten",
-    sys.modules[__name__],
-    rank=lambda problem: 0 if is_small(problem) or has_short_lines(problem) else 30,
-)
+register("aten", sys.modules[__name__], rank=lambda problem: 0 if is_small(problem) or has_short_lines(problem) else 30)

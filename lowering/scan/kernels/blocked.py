@@ -21,9 +21,7 @@ from .generic import Kernels, Map, joined, length, rows, same
 BLOCK = 32
 
 
-def inclusive(
-    combine: Combine, states: Any, dim: int, lift: Map = same, lower: Map = same
-) -> tuple[Any, Any]:
+def inclusive(combine: Combine, states: Any, dim: int, lift: Map = same, lower: Map = same) -> tuple[Any, Any]:
     """lower(each state combined with all before it along ``dim``), and the last of these not lowered.
 
     As `tree.inclusive`, of lift(rows of states).

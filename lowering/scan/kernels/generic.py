@@ -91,9 +91,7 @@ class Kernels:
         (h,) = _in_scan_order(reverse, h)
         return _own(h, b)
 
-    def linear_total(
-        self, a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype
-    ) -> Pair:
+    def linear_total(self, a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
         """-> factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
         if not a.shape[DIM]:
             return _row(a, 1, accumulate)[:, 0], _row(b, 0, accumulate)[:, 0]
@@ -105,9 +103,7 @@ class Kernels:
         factor, state = self.total(compose, _in_scan_order(reverse, a, b), DIM, lift)
         return factor[:, 0].clone(), state[:, 0].clone()
 
-    def _scan(
-        self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map
-    ) -> tuple[Any, Any]:
+    def _scan(self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map) -> tuple[Any, Any]:
         if starts is None:
             return self.inclusive(combine, values, DIM, lift, lower)
         out, last = self.inclusive(

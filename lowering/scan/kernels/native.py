@@ -115,9 +115,7 @@ def _compiled(steps: str) -> Kernel | None:
     except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
         _failures.append(steps)
         if len(_failures) == 1:
-            warnings.warn(
-                f"scans are slower than they could be: {steps} does not compile: {error}", stacklevel=2
-            )
+            warnings.warn(f"scans are slower than they could be: {steps} does not compile: {error}", stacklevel=2)
         return None
     kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
     return kernel

@@ -176,11 +176,7 @@ def _times_values(product: Product, weights: Node) -> Product | None:
     """The product with the weights on the left, if they are its operand in their own order and only once."""
     for one in (product, transposed(product)):
         ndim = len(one.left.order)
-        if (
-            one.left.node is weights
-            and one.left.order == tuple(range(ndim))
-            and one.right.node is not weights
-        ):
+        if one.left.node is weights and one.left.order == tuple(range(ndim)) and one.right.node is not weights:
             return one if one.scale == 1 else None
     return None
 
@@ -195,9 +191,7 @@ def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Facto
     value = values.right.swapped().settled()
     if query is None or key is None or not same(key.shape[-2], value.shape[-2]):
         return None
-    batches = (
-        product(f.shape[:-2]) for f in (key, value)
-    )  # grouped otherwise, perhaps, but in the same order
+    batches = (product(f.shape[:-2]) for f in (key, value))  # grouped otherwise, perhaps, but in the same order
     return [query, key, value] if same(*batches) else None
 
 

@@ -25,9 +25,7 @@ from .elements import Coords, Opaque, Positions, Value, cases, choose, combine, 
 
 @handles("arange")
 def _arange(p: Positions, call: Call, at: Coords) -> Value:
-    start, step = (
-        p.integer(number(call.get(name, default))) for name, default in (("start", 0), ("step", 1))
-    )
+    start, step = (p.integer(number(call.get(name, default))) for name, default in (("start", 0), ("step", 1)))
     return ((sympy.true, sympy.expand(start + step * at[0])),)
 
 
@@ -61,8 +59,7 @@ def _select(p: Positions, call: Call, at: Coords) -> Value:
 def _flip(p: Positions, call: Call, at: Coords) -> Value:
     dims = {d % len(at) for d in call["dims"]}
     return p.at(
-        call.operands[0],
-        tuple(s - 1 - c if d in dims else c for d, (s, c) in enumerate(zip(call.shape(), at))),
+        call.operands[0], tuple(s - 1 - c if d in dims else c for d, (s, c) in enumerate(zip(call.shape(), at)))
     )
 
 

@@ -146,9 +146,7 @@ def number(x: Any) -> Value:
     if isinstance(x, float):
         if x != x:
             raise Opaque
-        return (
-            (sympy.true, sympy.Rational(x) if abs(x) != float("inf") else sympy.oo * (1 if x > 0 else -1)),
-        )
+        return ((sympy.true, sympy.Rational(x) if abs(x) != float("inf") else sympy.oo * (1 if x > 0 else -1)),)
     if isinstance(x, Node):
         x = x.meta["val"]
     if not isinstance(x, (int, torch.SymInt, sympy.Expr)):

@@ -66,9 +66,7 @@ class StackHeads(Spelling):
         if masks[0] is not None and masks[0].meta["val"].ndim > 3:
             return False
         with self.graph.inserting_before(cat):
-            operands: list[Node | None] = [
-                self._stack([c.operands[i] for c in calls], 1, cat) for i in range(3)
-            ]
+            operands: list[Node | None] = [self._stack([c.operands[i] for c in calls], 1, cat) for i in range(3)]
             operands.append(self._mask(masks, cat))
             options = {name: calls[0][name] for name in ("dropout_p", "is_causal", "scale")}
             out = self.compute(SDPA, tuple(operands), cat, options)
@@ -192,9 +190,7 @@ def _before_repeat(node: Node) -> Node | None:
         return None
     batch, heads, repeats, length, width = sizes(expanded.meta["val"].shape)
     single = (batch, heads, 1, length, width)
-    if not _has_shape(expanded.args[0], single) or not _has_shape(
-        node, (batch, heads * repeats, length, width)
-    ):
+    if not _has_shape(expanded.args[0], single) or not _has_shape(node, (batch, heads * repeats, length, width)):
         return None
     source = origin(expanded.args[0])
     while not _has_shape(source, (batch, heads, length, width)):

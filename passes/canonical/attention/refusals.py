@@ -19,15 +19,7 @@ from .scores import FILLS
 
 aten = torch.ops.aten
 STEPS = 12  # between a product and the softmax; attention has half as many
-HANDLED = (
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    *FILLS,
-)
+HANDLED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor, *FILLS)
 
 
 def between_products(softmax: Node) -> bool:
@@ -60,11 +52,7 @@ def why_no_scores(x: Node) -> str:
         node = inner[0]
     if product_of(node) is not None:
         read = len(node.users) > 1
-        return (
-            f"something else reads the scores ({node.name})"
-            if read
-            else "a scale, bias or fill that no op takes so"
-        )
+        return f"something else reads the scores ({node.name})" if read else "a scale, bias or fill that no op takes so"
     return f"{node.name} ({node.target}) stands between the product and the softmax"
 
 

@@ -37,9 +37,7 @@ class Scores:
     chain: tuple[Node, ...]
     factors: tuple[tuple[Node, bool], ...] = ()  # (tensor that scales, whether it divides)
     biases: tuple[tuple[Node, bool], ...] = ()  # (bias, whether it is subtracted)
-    fills: tuple[
-        tuple[Node, bool, float], ...
-    ] = ()  # (condition, what it is where the score is filled, the number)
+    fills: tuple[tuple[Node, bool, float], ...] = ()  # (condition, what it is where the score is filled, the number)
     masked: tuple[Size, ...] | None = None  # the scores' shape where they were masked
 
 
@@ -78,9 +76,7 @@ def keeps_matrices(x: Node) -> bool:
 def _scaled(call: Call, x: Node) -> Scores | None:
     """By a positive number, or by a tensor that is the same for all keys (and queries) of a head."""
     dividing, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
-    for scores, factor in [(call["self"], call["other"]), (call["other"], call["self"])][
-        : 1 if dividing else 2
-    ]:
+    for scores, factor in [(call["self"], call["other"]), (call["other"], call["self"])][: 1 if dividing else 2]:
         inner = scores_of(scores, x) if is_tensor(scores) else None
         if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
             continue

@@ -86,11 +86,7 @@ class WrittenLists(Spelling):
             chain.append(link.base)
         value, base = last.meta["val"], link.base
         missing = set(range(value.shape[write.dim])) - set(rows)
-        if (
-            len(chain) < 2
-            or len(missing) > 1
-            or any(r.meta["val"].dtype != value.dtype for r in rows.values())
-        ):
+        if len(chain) < 2 or len(missing) > 1 or any(r.meta["val"].dtype != value.dtype for r in rows.values()):
             return False
         with self.graph.inserting_before(last):
             for index in missing:
@@ -114,10 +110,6 @@ def _write(node: Node) -> Write | None:
     dim, keep = call.dim(), node.target is aten.slice_scatter.default
     extent = node.meta["val"].shape[dim]
     index = (call["start"] or 0) if keep else call["index"]
-    if (
-        not isinstance(extent, int)
-        or not isinstance(index, int)
-        or (keep and row.meta["val"].shape[dim] != 1)
-    ):
+    if not isinstance(extent, int) or not isinstance(index, int) or (keep and row.meta["val"].shape[dim] != 1):
         return None
     return Write(base, row, dim, index + extent if index < 0 else index, keep)

@@ -203,21 +203,14 @@ def _reading(values: Sequence[Any], first: int) -> Read | Node | None:
 def _made_alike(a: Node, b: Node) -> bool:
     """One value: the same node, or the same call of a pure op."""
     return a is b or (
-        a.op == "call_function"
-        and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
-        and is_pure(a)
+        a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs) and is_pure(a)
     )
 
 
 def reading(node: Any) -> tuple[Node, int, int, int] | None:
     """(source, dim, rows, index) of a node that reads one index of a dim (rows = 0), or a piece of so many rows."""
     piece = piece_of(node)
-    if (
-        piece is None
-        or not isinstance(piece.start, int)
-        or not isinstance(piece.length, int)
-        or not piece.length
-    ):
+    if piece is None or not isinstance(piece.start, int) or not isinstance(piece.length, int) or not piece.length:
         return None
     if not isinstance(sizes(piece.source.meta["val"].shape)[piece.dim], int):
         return None

@@ -274,12 +274,7 @@ def _rows(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
     if node.target in (aten.layer_norm.default, aten.rms_norm.default):
         rows = len(node.args[1])
     x = leaves[0]
-    if (
-        not rows
-        or not isinstance(x, Steps)
-        or x.behind < rows
-        or any(isinstance(y, Steps) for y in leaves[1:])
-    ):
+    if not rows or not isinstance(x, Steps) or x.behind < rows or any(isinstance(y, Steps) for y in leaves[1:]):
         return None
     args, kwargs = pytree.tree_unflatten([x.node, *leaves[1:]], _spec(node))
     return Steps(ops.compute(node.target, args, node, kwargs), x.time)

@@ -54,11 +54,7 @@ def chunks_of(cat: Node) -> Chunks | None:
     call = Call(cat)
     pieces = tuple(call["tensors"])
     split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
-    if (
-        not isinstance(split, Node)
-        or split.target is not aten.split.Tensor
-        or len(split.users) != len(pieces)
-    ):
+    if not isinstance(split, Node) or split.target is not aten.split.Tensor or len(split.users) != len(pieces):
         return None
     in_order = all(p.target is operator.getitem and p.args == (split, i) for i, p in enumerate(pieces))
     taken = Call(split)
@@ -117,21 +113,10 @@ MOVES = frozenset(
     )
 )
 SAME = frozenset(
-    {
-        c10d.wait_tensor.default,
-        aten.clone.default,
-        aten.contiguous.default,
-        aten.alias.default,
-        aten.detach.default,
-    }
+    {c10d.wait_tensor.default, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
 )
 CASTS = frozenset(
-    {
-        aten._to_copy.default,
-        aten.to.dtype,
-        aten.to.dtype_layout,
-        torch.ops.prims.convert_element_type.default,
-    }
+    {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, torch.ops.prims.convert_element_type.default}
 )
 PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})

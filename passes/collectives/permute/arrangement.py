@@ -160,9 +160,7 @@ REGROUPS = _ops(
     "contiguous clone expand expand_as"
 ) | {c10d.wait_tensor}
 PERMUTES = _ops("permute transpose movedim moveaxis swapaxes swapdims t mT numpy_T")
-PIECES = _ops(
-    "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split hsplit vsplit dsplit unbind"
-)
+PIECES = _ops("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split hsplit vsplit dsplit unbind")
 ONE_PIECE = _ops("slice narrow select")
 JOINS = _ops("cat concat concatenate stack hstack vstack dstack row_stack")
 MOVES = REGROUPS | PERMUTES | PIECES | ONE_PIECE | JOINS

@@ -83,9 +83,7 @@ def _dependent(members: list[Node], last: Node) -> list[Node] | None:
 def _may_join(members: list[Node], node: Node) -> bool:
     waiting = _dependent(members, node)
     # What has effects, or takes part in a collective, keeps its place.
-    return waiting is not None and all(
-        is_pure(n) and not is_mutation(n) and not _communicates(n) for n in waiting
-    )
+    return waiting is not None and all(is_pure(n) and not is_mutation(n) and not _communicates(n) for n in waiting)
 
 
 def _communicates(node: Node) -> bool:

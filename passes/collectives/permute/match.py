@@ -96,9 +96,7 @@ def _upstream(node: Node) -> list[Node]:
     while waiting and len(found) < MOST:
         nearest = waiting.pop(0)
         # What a wait waits for is not there yet.
-        for source in (
-            operands(nearest) if is_move(nearest) and op_of(nearest) is not c10d.wait_tensor else ()
-        ):
+        for source in operands(nearest) if is_move(nearest) and op_of(nearest) is not c10d.wait_tensor else ():
             if source not in found:
                 found[source] = None
                 waiting.append(source)

@@ -119,9 +119,7 @@ class PermuteAllToAll(Pass, Editor):
         """DTensor's own op says the dims."""
         x, gather, scatter, group = node.args
         n = quotient(size(node.meta["val"].shape[gather]), size(x.meta["val"].shape[gather]))
-        if not isinstance(n, int) or not same(
-            x.meta["val"].shape[scatter] * 1, node.meta["val"].shape[scatter] * n
-        ):
+        if not isinstance(n, int) or not same(x.meta["val"].shape[scatter] * 1, node.meta["val"].shape[scatter] * n):
             return False
         with self.graph.inserting_before(node):
             fresh = self.compute(PERMUTE, (x, scatter, gather, n, group), node)

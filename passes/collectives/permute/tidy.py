@@ -106,13 +106,7 @@ def _shape(node: Node) -> tuple[Size, ...]:
 
 def _leaf(node: Node) -> PaddedPiece | None:
     op = op_of(node)
-    if op not in (
-        aten.cat,
-        aten.select_backward,
-        aten.slice_backward,
-        aten.select_scatter,
-        aten.slice_scatter,
-    ):
+    if op not in (aten.cat, aten.select_backward, aten.slice_backward, aten.select_scatter, aten.slice_scatter):
         return None
     call, whole = Call(node), _shape(node)
     if op is aten.cat:

@@ -121,25 +121,12 @@ class ShardedAttention(AttentionPass):
             q, k, v = (self._four_dims(o, batch, node) for o in call.operands[:3])
             scores = self._scores(call, batch, node)
             ranks = self.job.ranks
-            args = (
-                q,
-                k,
-                v,
-                *scores,
-                q_frame,
-                k_frame,
-                ranks.n,
-                ranks.group,
-                self._balance(node),
-                *self.last(node),
-            )
+            args = (q, k, v, *scores, q_frame, k_frame, ranks.n, ranks.group, self._balance(node), *self.last(node))
             out = self._result(q, v, node.meta["val"].dtype)
             new = self.emit(self.op, args, out, node)
             self.note(new, self.says(node))
             if node.meta["val"].ndim != 4:
-                new = self.compute(
-                    aten.reshape.default, (new, self.sizes.list(sizes(node.meta["val"].shape))), node
-                )
+                new = self.compute(aten.reshape.default, (new, self.sizes.list(sizes(node.meta["val"].shape))), node)
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
 
@@ -166,9 +153,7 @@ class ShardedAttention(AttentionPass):
         tail = ((1,) * 3 + shape)[-3:]
         full = (*batch, *tail)
         if len(shape) != len(full):
-            x = self.compute(
-                aten.reshape.default, (x, self.sizes.list((1,) * (len(full) - len(shape)) + shape)), node
-            )
+            x = self.compute(aten.reshape.default, (x, self.sizes.list((1,) * (len(full) - len(shape)) + shape)), node)
         if not all(same(a, b) for a, b in zip(sizes(x.meta["val"].shape), full)):
             x = self.compute(aten.expand.default, (x, self.sizes.list(full)), node)
         if len(full) != 4:

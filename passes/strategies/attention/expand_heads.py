@@ -46,18 +46,13 @@ class ExpandHeads(Rewrite):
     def _needs_it(self, node: Node) -> bool:
         call = Call(node)
         grouped = record(node).grouped and call["enable_gqa"]
-        return (
-            grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
-        )
+        return grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
 
     def _expand(self, node: Node) -> None:
         call = Call(node)
         wanted = call.shape(0)[HEADS]
         with self.graph.inserting_before(node):
             key, value = (
-                self.repeat_each(call.operands[i], HEADS, quotient(wanted, call.shape(i)[HEADS]), node)
-                for i in (1, 2)
+                self.repeat_each(call.operands[i], HEADS, quotient(wanted, call.shape(i)[HEADS]), node) for i in (1, 2)
             )
-        node.args, node.kwargs = call.rebuild(
-            [call.operands[0], key, value, *call.operands[3:]], enable_gqa=False
-        )
+        node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=False)

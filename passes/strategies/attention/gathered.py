@@ -67,12 +67,5 @@ def _declare(call: Call, ranks: Ranks) -> None:
 
 
 register(
-    Strategy(
-        name="gather",
-        preference=1,
-        rewrite=Gathered,
-        candidates=_candidates,
-        sends=_sends,
-        declare=_declare,
-    )
+    Strategy(name="gather", preference=1, rewrite=Gathered, candidates=_candidates, sends=_sends, declare=_declare)
 )

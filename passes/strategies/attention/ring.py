@@ -59,8 +59,7 @@ class Ring(ShardedAttention):
             step
             for step in range(n)
             for rank in range(n)
-            if over(predicate, {**box, "q": _held(rank, rows), "k": _held((rank - step) % n, rows)})
-            is not False
+            if over(predicate, {**box, "q": _held(rank, rows), "k": _held((rank - step) % n, rows)}) is not False
         ]
         return 1 + max(needed, default=0)
 
@@ -101,9 +100,7 @@ def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> 
         rounds = (hops, 2 * hops + last)
         return Candidate("ring", ulysses, size, layout, forward, backward + travel, memory, rounds, "travel")
     memory += 2 * size * grads  # every part, and all of them packed
-    return Candidate(
-        "ring", ulysses, size, layout, forward, backward + scatter, memory, (hops, hops + 1), "scatter"
-    )
+    return Candidate("ring", ulysses, size, layout, forward, backward + scatter, memory, (hops, hops + 1), "scatter")
 
 
 def _hops(shape: Shape, size: int) -> int:

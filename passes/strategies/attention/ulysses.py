@@ -105,24 +105,14 @@ class Ulysses(AttentionPass):
         ranks = self.job.ranks
         args = (operands, ndim + HEADS, whole, ndim + SEQUENCE, self.frame(have), ranks.n, ranks.group)
         both = self.emit(sp.all_to_all.default, args, [o.meta["val"] for o in operands], node)
-        return {
-            o: self.emit(operator.getitem, (both, i), o.meta["val"], node) for i, o in enumerate(operands)
-        }
+        return {o: self.emit(operator.getitem, (both, i), o.meta["val"], node) for i, o in enumerate(operands)}
 
     def _return(self, node: Node, queries: Shard, heads: Size) -> None:
         value, ranks = node.meta["val"], self.job.ranks
         whole = [1, self.sizes(heads), 0, self.sizes(heads)]
         users = list(node.users)
         with self.graph.inserting_after(node):
-            args = (
-                [node],
-                value.ndim + SEQUENCE,
-                self.frame(queries),
-                value.ndim + HEADS,
-                whole,
-                ranks.n,
-                ranks.group,
-            )
+            args = ([node], value.ndim + SEQUENCE, self.frame(queries), value.ndim + HEADS, whole, ranks.n, ranks.group)
             both = self.emit(sp.all_to_all.default, args, [value], node)
         with self.graph.inserting_after(both):
             back = self.emit(operator.getitem, (both, 0), value, node)

@@ -41,9 +41,7 @@ def replaced(dims: Dims, at: Iterable[int], by: str) -> Dims:
 def broadcast(shape: Sequence[Size], full: Sequence[Size], dims: Dims) -> Dims:
     """The names of `shape`'s dims, aligned right to the dims (of sizes `full`) that it broadcasts to."""
     skip = len(full) - len(shape)
-    return tuple(
-        "" if s == 1 and f != 1 else name for s, f, name in zip(shape, full[skip:], dims[skip:], strict=True)
-    )
+    return tuple("" if s == 1 and f != 1 else name for s, f, name in zip(shape, full[skip:], dims[skip:], strict=True))
 
 
 def whole_dims(*dims_arguments: str, ndim: int = 0) -> Callable[[Call], Factors]:

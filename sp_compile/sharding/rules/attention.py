@@ -27,9 +27,7 @@ def _scaled_dot_product_attention(call: Call) -> Factors:
     """
     leading, extent = _leading(call)
     dims = ((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"), ("q", "k")))
-    operands = tuple(
-        _named(call.shape(i), names, extent) for i, names in zip(range(len(call.operands)), dims)
-    )
+    operands = tuple(_named(call.shape(i), names, extent) for i, names in zip(range(len(call.operands)), dims))
     kinds = {"k": "attend", "d": "whole"} | ({"q": "attend"} if call["is_causal"] else {})
     return Factors(operands, ((*leading, "q", "e"),), kinds, masks=(3,))
 

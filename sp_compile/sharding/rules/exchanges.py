@@ -17,16 +17,7 @@ import torch
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, quotient, same, sizes
-from sp_compile.sharding.placement import (
-    REPLICATE,
-    VARYING,
-    Frame,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Varying,
-)
+from sp_compile.sharding.placement import REPLICATE, VARYING, Frame, Partial, Placement, Replicate, Shard, Varying
 from sp_compile.sharding.rule import Factors, rule_of, transfer
 
 from ._build import bind, names, replaced
@@ -89,9 +80,7 @@ def _row_wise(call: Call) -> Factors | None:
     return None if record(call.node).no_rule else bind(call, "... -> ...", lazy=True)
 
 
-@rule_of(
-    c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default
-)
+@rule_of(c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default)
 def _along_the_first(call: Call) -> Factors | None:
     return None if record(call.node).no_rule else bind(call, "a ... -> c ...", whole="a")
 

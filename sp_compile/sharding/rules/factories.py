@@ -32,12 +32,7 @@ def _made(call: Call) -> Factors:
     return Factors((), (names(len(call["size"]), "made"),), sizes="size", lazy=True)
 
 
-@rule_of(
-    aten.new_empty.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-)
+@rule_of(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
 def _made_like(call: Call) -> Factors:
     """Only the dtype and the device of the operand are read."""
     operand, made = names(call.ndim(), "operand"), names(len(call["size"]), "made")

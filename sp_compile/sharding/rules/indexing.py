@@ -85,11 +85,7 @@ def _index_put(call: Call) -> Factors | None:
     extent = dict(zip(dims, call.shape(), strict=True))
     shape = call.shape(len(call.operands) - 1)
     values = broadcast(shape, [extent.get(f, 0) for f in target], target)
-    whole = (
-        {f for group in drawn for f in group}
-        | {f for f in values if f.startswith("put")}
-        | {dims[d] for d in at}
-    )
+    whole = {f for group in drawn for f in group} | {f for f in values if f.startswith("put")} | {dims[d] for d in at}
     return Factors((dims, *drawn, values), (dims,), dict.fromkeys(sorted(whole), "whole"))
 
 
@@ -151,9 +147,7 @@ def _gather(call: Call) -> Factors | None:
     pairs = enumerate(zip(call.shape("self"), call.shape("index"), strict=True))
     apart = [d for d, (a, b) in pairs if not same(a, b) and d != at]
     x = replaced(index, [at, *apart], "x")
-    return Factors(
-        (x, index), (index,), {f: "whole" for f in (x[at], *(g[d] for g in (x, index) for d in apart))}
-    )
+    return Factors((x, index), (index,), {f: "whole" for f in (x[at], *(g[d] for g in (x, index) for d in apart))})
 
 
 @rule_of(
@@ -172,8 +166,7 @@ def _scatter(call: Call) -> Factors:
     alike = [all(len(s) == len(dims) and same(s[d], shapes[0][d]) for s in shapes) for d in range(len(dims))]
     shared = {d for d in range(len(dims)) if alike[d] and d != at}
     rest = tuple(
-        tuple(dims[d] if d in shared else f"operand{i}_{d}" for d in range(len(s)))
-        for i, s in enumerate(shapes[1:])
+        tuple(dims[d] if d in shared else f"operand{i}_{d}" for d in range(len(s))) for i, s in enumerate(shapes[1:])
     )
     kinds = {f: "whole" for group in (dims, *rest) for d, f in enumerate(group) if d not in shared}
     return Factors((dims, *rest), (dims,), kinds)
@@ -187,9 +180,7 @@ def _take_along_dim(call: Call) -> Factors | None:
         return None
     dims = names(len(result))
     at = wrap(call["dim"], len(dims))
-    x = broadcast(
-        call.shape("self"), [s if d != at else 0 for d, s in enumerate(result)], replaced(dims, [at], "x")
-    )
+    x = broadcast(call.shape("self"), [s if d != at else 0 for d, s in enumerate(result)], replaced(dims, [at], "x"))
     x = (*x[:at], f"x{at}", *x[at + 1 :])
     return Factors((x, broadcast(call.shape("indices"), result, dims)), (dims,), {f"x{at}": "whole"})
 

@@ -115,10 +115,7 @@ def _register(kind: str, ops: dict[Any, str]) -> None:
 
 
 _register("mean", {aten.mean: "default dim"})
-_register(
-    "sum",
-    {aten.count_nonzero: "default dim_IntList", aten.nansum: "default", aten.sum: "default dim_IntList"},
-)
+_register("sum", {aten.count_nonzero: "default dim_IntList", aten.nansum: "default", aten.sum: "default dim_IntList"})
 _register(
     "whole",
     {

@@ -175,9 +175,7 @@ def _cat(call: Call) -> Factors:
         return Factors(_joined(dims, at, skipped, rows), (dims,), lazy=True)
     rows = [f"part{i}" for i in range(len(shapes))]
     kinds = {rows[i]: "whole" for i in range(len(shapes)) if not skipped[i]}
-    return Factors(
-        _joined(dims, at, skipped, rows), ((*dims[:at], "all", *dims[at + 1 :]),), kinds, lazy=True
-    )
+    return Factors(_joined(dims, at, skipped, rows), ((*dims[:at], "all", *dims[at + 1 :]),), kinds, lazy=True)
 
 
 def _joined(dims: Dims, at: int, skipped: Sequence[bool], rows: Sequence[str]) -> tuple[Dims, ...]:

@@ -75,9 +75,7 @@ def _native_layer_norm(call: Call) -> Factors | None:
     dims = names(call.ndim())
     tail = dims[len(dims) - size :]
     kept = replaced(dims, range(len(dims) - size, len(dims)), "")
-    return Factors(
-        (dims, *([tail] * (len(call.operands) - 1))), (dims, kept, kept), dict.fromkeys(tail, "whole")
-    )
+    return Factors((dims, *([tail] * (len(call.operands) - 1))), (dims, kept, kept), dict.fromkeys(tail, "whole"))
 
 
 rule_of(aten.glu.default)(resized_dims("dim"))

@@ -20,13 +20,7 @@ from .exchanges import frame_of
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
-@rule_of(
-    aten.cummax.default,
-    aten.cummin.default,
-    aten.cumprod.default,
-    aten.cumsum.default,
-    aten.logcumsumexp.default,
-)
+@rule_of(aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.cumsum.default, aten.logcumsumexp.default)
 def _cumulative(call: Call) -> Factors:
     dims = names(call.ndim())
     at = dims[call.dim() :][:1]  # none of a number
@@ -59,9 +53,7 @@ def _linear_scan(call: Call) -> Factors:
     return _framed(call, (*rows, *before), dims, dims[at : at + 1], invariant=(2,))
 
 
-def _framed(
-    call: Call, operands: tuple[Dims, ...], result: Dims, at: Dims, invariant: Sequence[int] = ()
-) -> Factors:
+def _framed(call: Call, operands: tuple[Dims, ...], result: Dims, at: Dims, invariant: Sequence[int] = ()) -> Factors:
     """at: the scanned dim's name, or nothing for a number. invariant: operands whose gradients are whole everywhere."""
     results = tuple(result for _ in call.results())
     kinds = dict.fromkeys(at, "scan")

@@ -18,13 +18,7 @@ from sp_compile.spmd.groups import Groups
 # Groups.
 
 OVERLAPPING = Groups(
-    {
-        "p": ((0, 1), (2, 3)),
-        "q": ((1, 2), (3, 0)),
-        "r": ((0, 2), (1, 3)),
-        "all": ((0, 1, 2, 3),),
-        "some": ((0, 2),),
-    },
+    {"p": ((0, 1), (2, 3)), "q": ((1, 2), (3, 0)), "r": ((0, 2), (1, 3)), "all": ((0, 1, 2, 3),), "some": ((0, 2),)},
     dict.fromkeys(range(4), 0),
 )
 
@@ -46,9 +40,7 @@ def test_undeclared() -> None:
         return ar(ar(x, "sum", "a"), "sum", "z")
 
     gm = traced(fn, X)
-    with pytest.raises(
-        SpError, match=r"all_reduce_1 at .*group 'z' is not declared .*declare_groups\(mesh\)"
-    ):
+    with pytest.raises(SpError, match=r"all_reduce_1 at .*group 'z' is not declared .*declare_groups\(mesh\)"):
         MergeReductions(GRID)(gm)
     (note,) = merge_reductions(gm, "always", GRID)
     assert "group 'z' is not declared" in note.why
@@ -84,9 +76,7 @@ def test_order_of_chunks() -> None:
     assert collectives(gm) == ["reduce_scatter a+b"]
     assert gm.graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default)[0].args[2] == 6
     why = left(lambda x: rs(rs(x, "sum", 3, "b"), "sum", 2, "a"), x)
-    assert why == (
-        "no communicator is declared for the ranks of 'b' and 'a' together, in the order of their chunks"
-    )
+    assert why == ("no communicator is declared for the ranks of 'b' and 'a' together, in the order of their chunks")
     gm, _ = merged(lambda x: ag(ag(x, 3, "b") * 2, 2, "a"), x)
     assert collectives(gm) == ["all_gather a+b"]
     assert "in the order of their chunks" in left(lambda x: ag(ag(x, 2, "a"), 3, "b"), x)

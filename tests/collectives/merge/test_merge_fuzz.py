@@ -86,11 +86,7 @@ def test_any_order_of_chunks(shape: tuple[int, ...], axes: list, gathers: bool, 
     def fn(x: Tensor) -> Tensor:
         for i, (name, (_, dim)) in enumerate(zip(names, axes)):
             n = groups.size(name)
-            x = (
-                gather(x, n, name, dim)
-                if gathers
-                else scatter(x, ops.split(", ")[i % len(ops.split())], n, name, dim)
-            )
+            x = gather(x, n, name, dim) if gathers else scatter(x, ops.split(", ")[i % len(ops.split())], n, name, dim)
             x = x * 2
         return x
 

@@ -249,9 +249,7 @@ def on_six() -> dict[str, Any]:
         found["sum"] = checked(reduced_twice("sum", "avg", *names(part)), x, groups)
         (union,) = set(groups.members) - set(names(part))
         found["timeout"] = (
-            dist.distributed_c10d._resolve_process_group(union)
-            ._get_backend(torch.device("cpu"))
-            .options._timeout
+            dist.distributed_c10d._resolve_process_group(union)._get_backend(torch.device("cpu")).options._timeout
         )
     return found
 

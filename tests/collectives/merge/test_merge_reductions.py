@@ -7,21 +7,7 @@ import expecttest
 import pytest
 import torch
 from support.golden import captured, show
-from support.parallel.merging import (
-    CUBE,
-    GRID,
-    OPS,
-    X,
-    ag,
-    ar,
-    c10d,
-    collectives,
-    left,
-    merged,
-    rs,
-    traced,
-    two,
-)
+from support.parallel.merging import CUBE, GRID, OPS, X, ag, ar, c10d, collectives, left, merged, rs, traced, two
 from torch import Tensor
 
 from sp_compile.passes.collectives.merge.merge import MergeReductions

@@ -116,9 +116,7 @@ def test_there_and_back(scatter: int, gather: int) -> None:
     ranks = Ranks(4, GROUP)
 
     def live(rank: int) -> Tensor:
-        return all_to_all_permute(
-            all_to_all_permute(xs[rank], scatter, gather, ranks), gather, scatter, ranks
-        )
+        return all_to_all_permute(all_to_all_permute(xs[rank], scatter, gather, ranks), gather, scatter, ranks)
 
     assert all(torch.equal(x, y) for x, y in zip(xs, run_ranks(4, live)))
 

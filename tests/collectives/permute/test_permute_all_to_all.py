@@ -122,9 +122,7 @@ def test_another_group_between(group: Any) -> None:
 
 
 def test_there_and_back_is_nothing(group: Any) -> None:
-    gm = traced(
-        lambda x: four_d_rows(four_d_heads(x.sin(), N, group), N, group).cos(), torch.randn(2, 3, 8, 5)
-    )
+    gm = traced(lambda x: four_d_rows(four_d_heads(x.sin(), N, group), N, group).cos(), torch.randn(2, 3, 8, 5))
     permute_all_to_all(gm)
     assert_expected_inline(
         show(gm),

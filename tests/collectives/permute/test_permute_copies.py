@@ -66,12 +66,7 @@ def generated(fn: Callable[..., Tensor], batch: int, backend: Any = "inductor") 
     """The calls of kernels in the forward's code and in the backward's, by name."""
     size = HEADS * WIDTH
     weights = [torch.randn(size, size, requires_grad=True) for _ in range(4)]
-    inputs = (
-        torch.randn(batch, ROWS, size),
-        *weights,
-        torch.randn(ROWS, 1, WIDTH),
-        torch.randn(ROWS, 1, WIDTH),
-    )
+    inputs = (torch.randn(batch, ROWS, size), *weights, torch.randn(ROWS, 1, WIDTH), torch.randn(ROWS, 1, WIDTH))
     torch._dynamo.reset()
     with config.patch(force_disable_caches=True):
         compiled = torch.compile(fn, fullgraph=True, backend=backend)
@@ -115,10 +110,7 @@ def test_q_and_k_are_packed_by_rope(group: Any, batch: int) -> None:
 def test_flat_heads_are_copied_once(group: Any) -> None:
     """v and the result, of two sequences, each way: a projection reads what arrives, transposed."""
     forward, backward = generated(attention(*by_function(), rotate=True, flat=True), 2)
-    assert (len(copies(forward)), len(copies(backward))) == (
-        2,
-        4,
-    )  # both; gradients of the result, q, k and v
+    assert (len(copies(forward)), len(copies(backward))) == (2, 4)  # both; gradients of the result, q, k and v
     assert all("mul" in kernel for kernel in sends(forward)[:2])
     (last,) = re.findall(r"extern_kernels.mm\(reinterpret_tensor\((\w+), \(64, 128\), \(1, 64\)", forward)
     assert f"wait_tensor.default({last})" in forward
@@ -133,9 +125,7 @@ def _with_the_pass(gm: GraphModule, examples: list[Tensor]) -> Any:
 @pytest.mark.slow
 def test_the_pass_takes_copies_away(group: Any) -> None:
     """DeepSpeed's spelling: fewer kernels that only move data than without the pass, at most one of each tensor."""
-    spelled = attention(
-        lambda t: deepspeed_heads(t, N, group), lambda t: deepspeed_rows(t, N, group), rotate=True
-    )
+    spelled = attention(lambda t: deepspeed_heads(t, N, group), lambda t: deepspeed_rows(t, N, group), rotate=True)
     plain, rewritten = (generated(spelled, 2, backend) for backend in ("inductor", _with_the_pass))
     assert [len(copies(part)) for part in rewritten] == [2, 4]  # as in test_flat_heads_are_copied_once
     assert len(copies(rewritten[0])) < len(copies(plain[0]))

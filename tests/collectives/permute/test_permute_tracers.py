@@ -213,9 +213,7 @@ def test_several_exchanges(group: Any, decomposed: bool) -> None:
         return
     xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
     for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
-        sin, cos, exp = (
-            definition([f(x) for x in xs], rank, 2, 1) for f in (torch.sin, torch.cos, torch.exp)
-        )
+        sin, cos, exp = (definition([f(x) for x in xs], rank, 2, 1) for f in (torch.sin, torch.cos, torch.exp))
         torch.testing.assert_close(y, sin + cos * exp)
 
 
@@ -239,10 +237,7 @@ def test_what_is_not_captured_is_refused(group: Any) -> None:
     for graph, why in (
         (dynamo, "a call of the method reshape; give it a graph of torch.export or make_fx"),
         (make_fx(in_place, tracing_mode="fake")(x), "aten.add_.Tensor works in place; give it"),
-        (
-            make_fx(collective, tracing_mode="fake")(x),
-            "alltoall_base_.default works in place: export the program",
-        ),
+        (make_fx(collective, tracing_mode="fake")(x), "alltoall_base_.default works in place: export the program"),
     ):
         with pytest.raises(SpError, match=why):
             permute_all_to_all(graph)

@@ -56,8 +56,7 @@ def test_rows_without_a_gpu() -> None:
     """Nothing but packing fits, whatever is declared."""
     x = torch.zeros(2, 4)
     all_to_all_permute.keep(
-        "declared",
-        all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 0, lambda: None),
+        "declared", all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
     )
     try:
         assert lowering.choose(lowering.Problem(x, 1, 0, 2, "declared")) == "packed"
@@ -71,8 +70,7 @@ def test_what_decides_for_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> N
     """Parameters are memory as well, on whichever ranks; complex numbers have one dim more."""
     monkeypatch.setattr(lowering.triton, "reads_peers", lambda x: True)
     all_to_all_permute.keep(
-        "declared",
-        all_to_all_permute.Buffer(torch.zeros(4096, dtype=torch.uint8), torch.zeros(2), 0, lambda: None),
+        "declared", all_to_all_permute.Buffer(torch.zeros(4096, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
     )
     x, many = torch.zeros(2, 4), torch.zeros((2,) * MOST_DIMS)
     try:

@@ -120,9 +120,7 @@ def test_linear(row: str, dtype: torch.dtype, lagged: bool, reverse: bool) -> No
     wide = accumulate_dtype("sum", dtype, "cpu")
     for seed, (b, dim) in enumerate(operands(dtype)):
         a = sample(b.shape, dtype, seed=seed + 50).sigmoid()
-        zeros = torch.zeros(
-            [size for d, size in enumerate(a.shape) if d != dim % a.ndim], dtype=torch.float64
-        )
+        zeros = torch.zeros([size for d, size in enumerate(a.shape) if d != dim % a.ndim], dtype=torch.float64)
         initial = sample(zeros.shape, wide, seed=seed + 100) if seed % 2 else None
         with using(row):
             h = sp.local_linear_scan(a, b, initial, dim, reverse, lagged, dtype, wide)

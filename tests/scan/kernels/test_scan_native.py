@@ -65,9 +65,7 @@ def test_tiles_and_lines(op: str, dtype: torch.dtype, reverse: bool) -> None:
             assert (out.shape, total.shape) == (x.shape, (shape[0], shape[2]))
             continue
         expected = exact(x, op, False, reverse)
-        assert as_exact_as(
-            out, expected.to(out.dtype), expected.double() if out.is_floating_point() else expected
-        )
+        assert as_exact_as(out, expected.to(out.dtype), expected.double() if out.is_floating_point() else expected)
         assert torch.equal(total, same_total)
         assert torch.equal(total.to(out.dtype), out[:, 0 if reverse else -1])
         assert torch.equal(*((shifted[:, :-1], out[:, 1:]) if reverse else (shifted[:, 1:], out[:, :-1])))
@@ -100,9 +98,7 @@ def test_threads(shape: tuple[int, ...], number: int) -> None:
 
     def results() -> list[Tensor]:
         whole = [scan(x, op, *way, cut) for op in ("sum", "max") for way in WAYS for cut in (None, starts)]
-        whole += [
-            native.extremes(x, cut, "min", reverse) for reverse in (False, True) for cut in (None, starts)
-        ]
+        whole += [native.extremes(x, cut, "min", reverse) for reverse in (False, True) for cut in (None, starts)]
         return [tensor for pair in whole for tensor in pair]
 
     def recurrences() -> list[Tensor]:
@@ -118,9 +114,7 @@ def test_threads(shape: tuple[int, ...], number: int) -> None:
     for one, other in zip(alone[0], shared[0]):
         assert torch.equal(one, other)
     for one, other in zip(alone[1], shared[1]):
-        torch.testing.assert_close(
-            one, other, rtol=1e-6 if one.dtype is torch.float32 else 1e-12, atol=1e-300
-        )
+        torch.testing.assert_close(one, other, rtol=1e-6 if one.dtype is torch.float32 else 1e-12, atol=1e-300)
 
 
 @needs_compiler

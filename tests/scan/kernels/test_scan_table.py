@@ -23,9 +23,7 @@ def problem(**changes: Any) -> Problem:
 def test_torch_runs_what_is_small_along_the_last_dim() -> None:
     assert choose(problem()) == "aten"
     assert choose(problem(exclusive=True, reverse=True)) == "aten"
-    assert (
-        choose(problem(dtype=torch.int32, result=torch.int64, accumulate=torch.int64, total=True)) == "aten"
-    )
+    assert choose(problem(dtype=torch.int32, result=torch.int64, accumulate=torch.int64, total=True)) == "aten"
 
 
 @pytest.mark.parametrize(
@@ -102,9 +100,7 @@ def test_every_way_gives_what_the_tree_gives(way: str, length: int, toy: None) -
         ("linear_total", sp.local_linear_total, (a, x, 1, False, False, wide)),
     ):
         rows = {"outer": 2, "length": length, "inner": 3, "segmented": kind in ("scan", "extremes")}
-        if not WAYS[way].fits(
-            problem(kind=kind, total=True, op="max" if kind == "extremes" else "sum", **rows)
-        ):
+        if not WAYS[way].fits(problem(kind=kind, total=True, op="max" if kind == "extremes" else "sum", **rows)):
             continue
         with using("tree"):
             expected = op(*operands)

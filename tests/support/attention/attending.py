@@ -33,21 +33,11 @@ class Problem:
     """Operands of whole length, vectors, and the dense mask of the predicate."""
 
     def __init__(
-        self,
-        name: str,
-        q_len: int,
-        k_len: int,
-        heads: int = 4,
-        key_heads: int = 4,
-        width: int = 8,
-        v_width: int = 8,
+        self, name: str, q_len: int, k_len: int, heads: int = 4, key_heads: int = 4, width: int = 8, v_width: int = 8
     ) -> None:
         self.predicate = PREDICATES[name]
         self.q, self.k = randn(2, heads, q_len, width, seed=1), randn(2, key_heads, k_len, width, seed=2)
-        self.v, self.grad = (
-            randn(2, key_heads, k_len, v_width, seed=3),
-            randn(2, heads, q_len, v_width, seed=4),
-        )
+        self.v, self.grad = (randn(2, key_heads, k_len, v_width, seed=3), randn(2, heads, q_len, v_width, seed=4))
         pad = torch.ones(2, k_len, dtype=torch.bool)
         pad[0, :2] = pad[1, -3:] = False
         length = max(q_len, k_len)
@@ -65,9 +55,7 @@ class Problem:
         mask = torch.ones(2, 1, q_len, k_len, dtype=torch.bool)
         return mask & torch.as_tensor(evaluate(self.predicate, values))
 
-    def arguments(
-        self, q_span: Sequence[int], k_span: Sequence[int], group: str = "", **other: Any
-    ) -> list[Any]:
+    def arguments(self, q_span: Sequence[int], k_span: Sequence[int], group: str = "", **other: Any) -> list[Any]:
         """The operators' arguments from ``mask`` to ``group``."""
         given = {"mask": None, "seed": None, "dropout_p": 0.0, "scale": 0.3, "split_heads": 1} | other
         return [
@@ -77,13 +65,7 @@ class Problem:
 
 
 def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    scale: float = 0.3,
-    bias: Tensor | None = None,
-    kept: Any = None,
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float = 0.3, bias: Tensor | None = None, kept: Any = None
 ) -> tuple[Tensor, Tensor]:
     """softmax by hand: output and log-sum-exp, 0 and -inf where nothing is allowed."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -36,17 +36,11 @@ class Model(nn.Module):
     def weights(self) -> dict[str, nn.Parameter]:
         columns = {name: self.cut(DIM, DIM, 0) for name in "qkv"}
         common = {name: self.common(DIM) for name in ("norm1", "norm2", "bias", "shift")}
-        ends = {
-            "gate": self.cut(DIM, HIDDEN, 0),
-            "up": self.cut(DIM, HIDDEN, 0),
-            "down": self.cut(HIDDEN, DIM, 1),
-        }
+        ends = {"gate": self.cut(DIM, HIDDEN, 0), "up": self.cut(DIM, HIDDEN, 0), "down": self.cut(HIDDEN, DIM, 1)}
         return {**columns, **common, **ends, "o": self.cut(DIM, DIM, 1)}
 
     def attend(self, h: Tensor, w: Any) -> Tensor:
-        q, k, v = (
-            F.linear(h, w[name]).unflatten(-1, (HEADS // self.tp.n, -1)).transpose(1, 2) for name in "qkv"
-        )
+        q, k, v = (F.linear(h, w[name]).unflatten(-1, (HEADS // self.tp.n, -1)).transpose(1, 2) for name in "qkv")
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.linear(y.transpose(1, 2).flatten(2), w["o"])
 

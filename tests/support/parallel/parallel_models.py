@@ -87,9 +87,7 @@ def drawn(*shape: int) -> Tensor:
 class Linear(nn.Module):
     """A linear of which each rank has columns (cut 0) or rows (cut 1); the bias of rows is added after the sum."""
 
-    def __init__(
-        self, tp: Split, wide: int, out: int, cut: int, bias: bool = True, draw: Any = drawn
-    ) -> None:
+    def __init__(self, tp: Split, wide: int, out: int, cut: int, bias: bool = True, draw: Any = drawn) -> None:
         super().__init__()
         self.tp, self.rows = tp, cut == 1
         self.weight = tp.part(draw(out, wide), cut)
@@ -179,9 +177,7 @@ class Settings:
     gated: bool = False
     parallel: bool = False
     checkpointed: bool = False
-    head: str = (
-        "replicated"  # or "vocab" (cut, as the embedding is) or "tied" (and shared with it) or "tied whole"
-    )
+    head: str = "replicated"  # or "vocab" (cut, as the embedding is) or "tied" (and shared with it) or "tied whole"
     hidden_states: bool = False
     casts: torch.dtype | None = None
 

@@ -76,9 +76,7 @@ def total(results: Any) -> Tensor:
     return loss + sum((0.01 * state.sin()).sum() for state in states)
 
 
-def step(
-    run: Callable[..., Any], model: nn.Module, args: Sequence[Any], optimizer: Any
-) -> tuple[Tensor, dict]:
+def step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], optimizer: Any) -> tuple[Tensor, dict]:
     """Loss and gradients by name; drawn from one seed whoever runs it."""
     torch.manual_seed(7)
     optimizer.zero_grad()
@@ -130,9 +128,7 @@ def trained(
                 right, theirs = step(alone, alone, args, optimizers[2])
                 found.take("alone", f"loss {number}", loss, right, 0)
                 for name, parameter in mine.named_parameters():
-                    found.take(
-                        "alone", f"{name} {number}", grads[name], part_of(theirs[name], parameter, tp), floor
-                    )
+                    found.take("alone", f"{name} {number}", grads[name], part_of(theirs[name], parameter, tp), floor)
     return found
 
 

@@ -97,10 +97,7 @@ class Uneven(Stack):
     def drawn(self) -> dict[str, nn.Parameter]:
         up, down, own = drawn(25, DIM), drawn(DIM, 25), Split()
         n, rank = self.tp.n, self.tp.rank
-        return {
-            "up": own.part(up.tensor_split(n)[rank], None),
-            "down": own.part(down.tensor_split(n, 1)[rank], None),
-        }
+        return {"up": own.part(up.tensor_split(n)[rank], None), "down": own.part(down.tensor_split(n, 1)[rank], None)}
 
 
 class OffsetInABuffer(Decoder):

@@ -60,8 +60,7 @@ def weights(layers: int) -> list[Weights]:
         "down": (HIDDEN, WIDTH), "down_bias": (WIDTH,),
     }  # fmt: skip
     return [
-        {name: torch.randn(shape, dtype=torch.float64) / 3 for name, shape in shapes.items()}
-        for _ in range(layers)
+        {name: torch.randn(shape, dtype=torch.float64) / 3 for name, shape in shapes.items()} for _ in range(layers)
     ]
 
 

@@ -84,9 +84,7 @@ def check_ranks_of(call: Call, rule: Factors | None) -> None:
             assert len(parts(dim)) < 2 or product(rule.extents[f] for f in parts(dim)) == size, rule
 
 
-def _factors(
-    call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], loose: bool
-) -> Iterator[Outcome]:
+def _factors(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], loose: bool) -> Iterator[Outcome]:
     extents: dict[str, set[int]] = {}
     for dims, value in [*zip(rule.operands, operands, strict=True), *zip(rule.results, whole, strict=True)]:
         for dim, size in zip(dims, value.shape, strict=True):
@@ -127,9 +125,7 @@ def counted(call: Call) -> Tensor:
     return torch.tensor(target.numel()) if weight is None else weight.meta["val"][target].sum()
 
 
-def _padded(
-    call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str
-) -> str | None:
+def _padded(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str) -> str | None:
     """A sum does not change by rows that copy the last one, once `pad` (or zero in the first operand) fills them."""
     longer = [
         torch.cat([x, x.narrow(dims.index(factor), -1, 1)], dims.index(factor)) if factor in dims else x
@@ -142,9 +138,7 @@ def _padded(
     args, kwargs = call.rebuild(longer)
     made = [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
     errors = [
-        _compare(
-            m.narrow(dims.index(factor), 0, w.shape[dims.index(factor)]) if factor in dims else m, w, False
-        )
+        _compare(m.narrow(dims.index(factor), 0, w.shape[dims.index(factor)]) if factor in dims else m, w, False)
         for m, w, dims in zip(made, whole, rule.results, strict=True)
     ]
     return next((f"with padding: {e}" for e in errors if e is not None), None)
@@ -249,9 +243,7 @@ def move(rule: Factors, shard: Shard) -> tuple[Shard, ...] | None:
     if not factor or rule.kind(factor) != "pass":
         return None
     places = [_around(rule, dims, factor)[0] for dims in rule.results]
-    return tuple(
-        rule.outside(dims[at], factor, own.on(at)) for dims, at in zip(rule.results, places, strict=True)
-    )
+    return tuple(rule.outside(dims[at], factor, own.on(at)) for dims, at in zip(rule.results, places, strict=True))
 
 
 def factorisations(size: int) -> Iterator[tuple[int, int, int]]:
@@ -262,13 +254,7 @@ def factorisations(size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _moved(
-    call: Call,
-    rule: Factors,
-    shard: Shard,
-    moved: Sequence[Shard],
-    operands: list[Tensor],
-    whole: list[Tensor],
-    n: int,
+    call: Call, rule: Factors, shard: Shard, moved: Sequence[Shard], operands: list[Tensor], whole: list[Tensor], n: int
 ) -> str | None:
     if shard.dim == rule.window:
         frames = [(m.frame.start, m.frame.length) for m in moved]
@@ -282,11 +268,7 @@ def _moved(
             made = [local.reshape(expected[0].shape)]
         else:
             args, kwargs = call.rebuild([local, *operands[1:]])
-            made = (
-                list(call.node.target(*args, **kwargs))
-                if len(whole) > 1
-                else [call.node.target(*args, **kwargs)]
-            )
+            made = list(call.node.target(*args, **kwargs)) if len(whole) > 1 else [call.node.target(*args, **kwargs)]
             made = [r for r in pytree.tree_leaves(made) if isinstance(r, Tensor)]
         if not all(torch.equal(m, e) for m, e in zip(made, expected, strict=True)):
             return f"rank {rank} holds other values"

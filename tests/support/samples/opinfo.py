@@ -22,11 +22,7 @@ def has_rule(op: Any) -> bool:
 def samples() -> Iterator[tuple[Any, Sample]]:
     """(op, sample) for each overload with a rule that takes an OpInfo's arguments as they are."""
     for info in op_db:
-        name = (
-            info.name.rpartition(".")[2]
-            if info.name.startswith("nn.functional")
-            else info.name.replace(".", "_")
-        )
+        name = info.name.rpartition(".")[2] if info.name.startswith("nn.functional") else info.name.replace(".", "_")
         packet = getattr(torch.ops.aten, name, None)
         if not isinstance(packet, torch._ops.OpOverloadPacket) or info.variant_test_name:
             continue

@@ -150,14 +150,7 @@ def class_losses() -> None:
         for op in (aten.nll_loss.default, aten.nll_loss_nd.default):
             one(op, f(6, 5), i(5, 6), None, reduction, 2)
             one(op, f(6, 5), i(5, 6), unit(5), reduction, -100)
-        one(
-            (aten.nll_loss2d.default, aten.nll_loss_nd.default),
-            f(2, 5, 6, 4),
-            i(5, 2, 6, 4),
-            None,
-            reduction,
-            -100,
-        )
+        one((aten.nll_loss2d.default, aten.nll_loss_nd.default), f(2, 5, 6, 4), i(5, 2, 6, 4), None, reduction, -100)
 
 
 def _some_ignored(target: Tensor) -> Tensor:
@@ -186,9 +179,7 @@ def reductions() -> None:
     for name in "amax amin logsumexp nanmean nansum special_logsumexp".split():
         one(getattr(aten, name).default, x, [1])
         one(getattr(aten, name).default, x, [0, -1], True)
-    for (
-        name
-    ) in "mean.dim sum.dim_IntList std.dim std_mean.dim var.dim var_mean.dim all.dims any.dims".split():
+    for name in "mean.dim sum.dim_IntList std.dim std_mean.dim var.dim var_mean.dim all.dims any.dims".split():
         packet, overload = name.split(".")
         op = getattr(getattr(aten, packet), overload)
         flag = (True,) if packet[:3] in ("std", "var") else ()
@@ -215,9 +206,7 @@ def reductions_of_their_own_kind() -> None:
     one(aten.norm.ScalarOpt_dim, x, 2, [1])
     one(aten.norm.ScalarOpt_dim_dtype, x, 2, [1], True, dtype=torch.float64)
     one(aten.prod.dim_int, x, 1)
-    one(
-        (aten.std.correction, aten.std_mean.correction, aten.var.correction, aten.var_mean.correction), x, [1]
-    )
+    one((aten.std.correction, aten.std_mean.correction, aten.var.correction, aten.var_mean.correction), x, [1])
     one((aten.sum.default, aten.amax.default), f())
 
 

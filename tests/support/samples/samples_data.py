@@ -168,9 +168,7 @@ def pieces() -> None:
     one((aten.chunk.default, aten.tensor_split.sections, aten.unsafe_chunk.default), x, 2, 2)
     one((aten.chunk.default, aten.tensor_split.sections), f(2, 7), 3, 1)
     one((aten.split.Tensor, aten.unsafe_split.Tensor), x, 3, -1)
-    one(
-        (aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default), x, [4, 2], -1
-    )
+    one((aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default), x, [4, 2], -1)
     one(aten.tensor_split.indices, x, [1, 3], -1)
     one(aten.tensor_split.indices, x, [3, 1], -1)
 
@@ -201,11 +199,7 @@ def pools() -> None:
     one((aten.upsample_linear1d.vec,), line, [12], False, None)
     one(aten.upsample_nearest1d.vec, line, [12], None)
     one((aten.adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default), image, [3, 3])
-    one(
-        (aten.avg_pool2d.default, aten.max_pool2d.default, aten.max_pool2d_with_indices.default),
-        image,
-        [2, 2],
-    )
+    one((aten.avg_pool2d.default, aten.max_pool2d.default, aten.max_pool2d_with_indices.default), image, [2, 2])
     one((aten.reflection_pad2d.default, aten.replication_pad2d.default), image, [1, 2, 1, 0])
     one((aten.upsample_bicubic2d.vec, aten.upsample_bilinear2d.vec), image, [12, 12], False, None)
     one(aten.upsample_nearest2d.vec, image, [12, 12], None)
@@ -235,13 +229,7 @@ def elements() -> None:
 
 def factories() -> None:
     x = f(2, 4, 6)
-    made = (
-        aten.empty.memory_format,
-        aten.ones.default,
-        aten.rand.default,
-        aten.randn.default,
-        aten.zeros.default,
-    )
+    made = (aten.empty.memory_format, aten.ones.default, aten.rand.default, aten.randn.default, aten.zeros.default)
     one(made, [2, 4, 6])
     one(aten.full.default, [2, 4, 6], 3.0)
     one(aten.randint.default, 5, [2, 4, 6])

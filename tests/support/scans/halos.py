@@ -35,9 +35,7 @@ def on_ranks(
     return run_ranks(n, live)
 
 
-def check(
-    op: Op, torch_op: Callable[[Tensor], Tensor], x: Tensor, args: Any, frames: Any, dim: int, n: int
-) -> None:
+def check(op: Op, torch_op: Callable[[Tensor], Tensor], x: Tensor, args: Any, frames: Any, dim: int, n: int) -> None:
     whole = x.clone().requires_grad_(x.is_floating_point())
     expected = torch_op(whole)
     cotangent = torch.randn(expected.shape, dtype=torch.float64).to(expected.dtype)

@@ -24,12 +24,7 @@ def scan(
 
 
 def exact(
-    x: Tensor,
-    dim: int,
-    op: str,
-    exclusive: bool = False,
-    reverse: bool = False,
-    starts: Tensor | None = None,
+    x: Tensor, dim: int, op: str, exclusive: bool = False, reverse: bool = False, starts: Tensor | None = None
 ) -> Tensor:
     """By hand, in float64 or the integers of the result."""
     wide = torch.float64 if x.is_floating_point() else result_dtype(op, x.dtype)

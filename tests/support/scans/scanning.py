@@ -49,12 +49,7 @@ def ids_of(length: int) -> Tensor:
 
 
 def by_hand(
-    x: Tensor,
-    dim: int,
-    op: str,
-    exclusive: bool = False,
-    reverse: bool = False,
-    starts: Tensor | None = None,
+    x: Tensor, dim: int, op: str, exclusive: bool = False, reverse: bool = False, starts: Tensor | None = None
 ) -> Tensor:
     """The scan of x in x's dtype, by a loop over dim. starts: bool like x."""
     if x.ndim == 0:
@@ -71,9 +66,7 @@ def by_hand(
     return torch.stack(out, dim) if out else x.clone()
 
 
-def linear_by_hand(
-    a: Tensor, b: Tensor, dim: int, initial: Tensor | None = None, reverse: bool = False
-) -> Tensor:
+def linear_by_hand(a: Tensor, b: Tensor, dim: int, initial: Tensor | None = None, reverse: bool = False) -> Tensor:
     """h_i = a_i * h_(i-1) + b_i, by a loop."""
     h, out = torch.zeros_like(b.sum(dim)) if initial is None else initial, [b] * b.shape[dim]
     for i in reversed(range(b.shape[dim])) if reverse else range(b.shape[dim]):

@@ -35,12 +35,7 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 
 def check_scan(
-    x: Tensor,
-    starts: Tensor | None,
-    op: str,
-    exclusive: bool,
-    reverse: bool,
-    accumulate: torch.dtype | None = None,
+    x: Tensor, starts: Tensor | None, op: str, exclusive: bool, reverse: bool, accumulate: torch.dtype | None = None
 ) -> None:
     """Against the loop, in float64 or int64 or the ints' own dtype."""
     dtype = result_dtype(op, x.dtype)
@@ -143,9 +138,7 @@ def check_linear(way: str) -> None:
         torch.testing.assert_close((factor * start + state).double(), after, **scale)
 
 
-def linear_exactly(
-    a: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, lagged: bool
-) -> tuple[Tensor, Tensor]:
+def linear_exactly(a: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, lagged: bool) -> tuple[Tensor, Tensor]:
     """h and what goes out of the recurrence; s = a * (s + b) is a recurrence too."""
     end = 0 if reverse else -1
     if not lagged:

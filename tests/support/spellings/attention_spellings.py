@@ -37,9 +37,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options:
 def repeat_kv(x: Tensor, times: int) -> Tensor:
     """As in transformers."""
     batch, heads, length, width = x.shape
-    return (
-        x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
-    )
+    return x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
 
 
 def expanded(q: Tensor, k: Tensor) -> Tensor:
@@ -137,15 +135,11 @@ EXCHANGED: dict[str, Attend] = {
     "prefix": lambda m, q, k, v: sdpa(q, k, v, before(q) | (torch.arange(q.shape[2]) < 3)),
     "alibi (1, H, S, S)": lambda m, q, k, v: sdpa(q, k, v, alibi(m, q) + additive(before(q), q)),
     "alibi (H, S, S)": lambda m, q, k, v: sdpa(q, k, v, alibi(m, q)[0]),
-    "alibi (1, H, 1, S)": lambda m, q, k, v: sdpa(
-        q, k, v, -m.slopes[None, :, None, None] * torch.arange(k.shape[2])
-    ),
+    "alibi (1, H, 1, S)": lambda m, q, k, v: sdpa(q, k, v, -m.slopes[None, :, None, None] * torch.arange(k.shape[2])),
     "bias (1, H, 1, 1)": lambda m, q, k, v: sdpa(q, k, v, m.sink[None, :, None, None]),
     "learned bias": lambda m, q, k, v: sdpa(q, k, v, learned(m, q)),
     "learned bias of all heads": lambda m, q, k, v: sdpa(q, k, v, learned(m, q)[:, :1]),
-    "learned bias and padding": lambda m, q, k, v: sdpa(
-        q, k, v, learned(m, q) + additive(m.padding, q)[:, None, None]
-    ),
+    "learned bias and padding": lambda m, q, k, v: sdpa(q, k, v, learned(m, q) + additive(m.padding, q)[:, None, None]),
     "relative bias": lambda m, q, k, v: sdpa(q, k, v, relative(m, q)),
     "repeat_kv": lambda m, q, k, v: sdpa(q, expanded(q, k), expanded(q, v), is_causal=True),
     "repeat_interleave": lambda m, q, k, v: sdpa(
@@ -174,16 +168,10 @@ OTHERS: dict[str, Attend] = {
     "one key head, broadcast": lambda m, q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]),
     "values minus their mean": lambda m, q, k, v: sdpa(q, k, v - v.mean((1, 2), keepdim=True)),
     "learned keys in front": lambda m, q, k, v: sdpa(
-        q,
-        *(
-            torch.cat([m.bias[:, : t.shape[1], :2, : t.shape[3]].expand(BATCH, -1, -1, -1), t], 2)
-            for t in (k, v)
-        ),
+        q, *(torch.cat([m.bias[:, : t.shape[1], :2, : t.shape[3]].expand(BATCH, -1, -1, -1), t], 2) for t in (k, v))
     ),
     "last query": lambda m, q, k, v: sdpa(q[:, :, -1:], k, v).expand_as(q),
     "learned queries": lambda m, q, k, v: (
-        sdpa(m.bias[:, :, :3, : q.shape[3]].expand(BATCH, -1, -1, -1), k, v)
-        .mean(2, keepdim=True)
-        .expand_as(q)
+        sdpa(m.bias[:, :, :3, : q.shape[3]].expand(BATCH, -1, -1, -1), k, v).mean(2, keepdim=True).expand_as(q)
     ),
 }

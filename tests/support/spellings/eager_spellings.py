@@ -52,22 +52,13 @@ def einsum(scores: str, out: str) -> Attend:
 # (q, k, v) of (B, H, S, D) -> what the fused op says: its mask ("data" for a tensor's) and its scale
 SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
     "matmul": (lambda q, k, v: F.softmax(q @ k.permute(0, 1, 3, 2), dim=3) @ v, ("", 1.0)),
-    "keys that are already transposed": (
-        lambda q, k, v: (q @ (k.mT * 1.5)).softmax(-1) @ v,
-        ("", 1.0),
-    ),
+    "keys that are already transposed": (lambda q, k, v: (q @ (k.mT * 1.5)).softmax(-1) @ v, ("", 1.0)),
     "scale behind": (lambda q, k, v: (q @ k.mT * 0.3).softmax(-1) @ v, ("", 0.3)),
     "scale as a division": (lambda q, k, v: (q @ k.mT / D**0.5).softmax(-1) @ v, ("", 0.5)),
     "scale on q": (lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v, ("", 1.0)),
     "scale on k": (lambda q, k, v: (q @ (k / 2).mT).softmax(-1) @ v, ("", 1.0)),
-    "scale of a tensor": (
-        lambda q, k, v: (torch.full([], 0.3, dtype=q.dtype) * (q @ k.mT)).softmax(-1) @ v,
-        ("", 0.3),
-    ),
-    "learned scale": (
-        lambda q, k, v: (q @ k.mT / (1 + v[0, :, :1, :1] ** 2)).softmax(-1) @ v,
-        ("", 1.0),
-    ),
+    "scale of a tensor": (lambda q, k, v: (torch.full([], 0.3, dtype=q.dtype) * (q @ k.mT)).softmax(-1) @ v, ("", 0.3)),
+    "learned scale": (lambda q, k, v: (q @ k.mT / (1 + v[0, :, :1, :1] ** 2)).softmax(-1) @ v, ("", 1.0)),
     "two scales": (lambda q, k, v: (q[:, :, 3:] @ k.mT / 2 * 0.5).softmax(-1) @ v, ("", 0.25)),
     "einsum": (einsum("bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd"), ("", 1.0)),
     "einsum with dots": (einsum("...id, ...jd -> ...ij", "...ij, ...jd -> ...id"), ("", 1.0)),
@@ -76,40 +67,27 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
         ("", 1.0),
     ),
     "einsum, heads behind": (
-        lambda q, k, v: einsum("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd")(
-            *(t.transpose(1, 2) for t in (q, k, v))
-        ).transpose(1, 2),
+        lambda q, k, v: einsum("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd")(*(t.transpose(1, 2) for t in (q, k, v))).transpose(
+            1, 2
+        ),
         ("", 1.0),
     ),
     "bmm": (with_bmm, ("k <= q", 0.5)),
     "baddbmm": (with_baddbmm, ("", 0.5)),
-    "-inf fill": (
-        lambda q, k, v: (q @ k.mT).masked_fill(~before(), -math.inf).softmax(-1) @ v,
-        ("k <= q", 1),
-    ),
-    "finfo.min fill": (
-        lambda q, k, v: (q @ k.mT).masked_fill(~before(), LOWEST).softmax(-1) @ v,
-        ("k <= q", 1),
-    ),
+    "-inf fill": (lambda q, k, v: (q @ k.mT).masked_fill(~before(), -math.inf).softmax(-1) @ v, ("k <= q", 1)),
+    "finfo.min fill": (lambda q, k, v: (q @ k.mT).masked_fill(~before(), LOWEST).softmax(-1) @ v, ("k <= q", 1)),
     "fill, then scale": (
         lambda q, k, v: ((q @ k.mT).masked_fill(~before(), -math.inf) * 0.3).softmax(-1) @ v,
         ("k <= q", 0.3),
     ),
     "where": (lambda q, k, v: torch.where(before(), q @ k.mT, -1e9).softmax(-1) @ v, ("k <= q", 1.0)),
-    "where, swapped": (
-        lambda q, k, v: torch.where(~before(), LOWEST, q @ k.mT).softmax(-1) @ v,
-        ("k <= q", 1),
-    ),
+    "where, swapped": (lambda q, k, v: torch.where(~before(), LOWEST, q @ k.mT).softmax(-1) @ v, ("k <= q", 1)),
     "where of a tensor": (
-        lambda q, k, v: (
-            torch.where(before(), q @ k.mT, torch.full([], LOWEST, dtype=q.dtype)).softmax(-1) @ v
-        ),
+        lambda q, k, v: torch.where(before(), q @ k.mT, torch.full([], LOWEST, dtype=q.dtype)).softmax(-1) @ v,
         ("k <= q", 1.0),
     ),
     "two fills": (
-        lambda q, k, v: (
-            (q @ k.mT).masked_fill(~before(), LOWEST).masked_fill(~before().mT, LOWEST).softmax(-1) @ v
-        ),
+        lambda q, k, v: (q @ k.mT).masked_fill(~before(), LOWEST).masked_fill(~before().mT, LOWEST).softmax(-1) @ v,
         ("(k <= q) & (q <= k)", 1.0),
     ),
     "added -inf": (lambda q, k, v: (q @ k.mT * 0.3 + additive(-math.inf)).softmax(-1) @ v, ("k <= q", 0.3)),
@@ -132,16 +110,12 @@ STAYS: dict[str, Attend] = {
     "soft-cap": lambda q, k, v: (torch.tanh(q @ k.mT / 5) * 5).softmax(-1) @ v,
     "probabilities read elsewhere": lambda q, k, v: (lambda p: p @ v + p.sum())((q @ k.mT).softmax(-1)),
     "scores read elsewhere": lambda q, k, v: (lambda s: s.softmax(-1) @ v + s.mean())(q @ k.mT),
-    "float32 softmax of float64": lambda q, k, v: (
-        F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v
-    ),
+    "float32 softmax of float64": lambda q, k, v: F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
     "softmax over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "queries weighted, not values": lambda q, k, v: (q @ k.mT).softmax(-1).mT @ v,
     "fill that leaves weight": lambda q, k, v: (q @ k.mT).masked_fill(~before(), -5.0).softmax(-1) @ v,
     "finite fill of whole rows": lambda q, k, v: (q @ k.mT).masked_fill(before(), -1e9).softmax(-1) @ v,
-    "finite fill of data": lambda q, k, v: (
-        (q @ k.mT).masked_fill(v[:, :1, None, :, 0] > 0.2, -1e9).softmax(-1) @ v
-    ),
+    "finite fill of data": lambda q, k, v: (q @ k.mT).masked_fill(v[:, :1, None, :, 0] > 0.2, -1e9).softmax(-1) @ v,
     "bias, then scale": lambda q, k, v: ((q @ k.mT + additive(-1.0)) * 0.3).softmax(-1) @ v,
     "sink": lambda q, k, v: torch.cat([q @ k.mT, q[..., :1]], -1).softmax(-1)[..., :-1] @ v,
     "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),

@@ -67,13 +67,7 @@ def four_d_heads(x: Tensor, n: int, group: Any) -> Tensor:
 
 def four_d_rows(x: Tensor, n: int, group: Any) -> Tensor:
     b, rows, h, d = x.shape
-    x = (
-        x.reshape(b, n, rows // n, h, d)
-        .transpose(0, 3)
-        .transpose(0, 1)
-        .contiguous()
-        .reshape(n, h, rows // n, b, d)
-    )
+    x = x.reshape(b, n, rows // n, h, d).transpose(0, 3).transpose(0, 1).contiguous().reshape(n, h, rows // n, b, d)
     heads_first = swap(x, group).reshape(n * h, rows // n, b, d)
     return heads_first.transpose(0, 2).contiguous().reshape(b, rows // n, n * h, d)
 

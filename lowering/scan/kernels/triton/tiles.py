@@ -179,12 +179,7 @@ def last(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.sum(tl.where(row == STEPS - 1, x, 0), 0, keep_dims=True)
 
 
-TYPES = {
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
+TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
 RUN_BYTES = 128
 """Of neighbouring lines a tile is at least this wide, where the tensor is."""
 
@@ -259,12 +254,7 @@ class Sweep:
         if self.op == "linear":
             x, second = second, x
         return replace(
-            self,
-            x=_line_up(x),
-            second=_line_up(second),
-            starts=_line_up(parts.flag),
-            shift=False,
-            reverse=False,
+            self, x=_line_up(x), second=_line_up(second), starts=_line_up(parts.flag), shift=False, reverse=False
         )
 
     def states(self, places: int) -> State:

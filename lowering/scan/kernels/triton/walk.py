@@ -12,19 +12,7 @@ import triton.language as tl
 from sp_compile.lowering.triton.device import on_device
 
 from .operators import combine_where, scan_segments, scan_states
-from .tiles import (
-    State,
-    Sweep,
-    Tile,
-    last,
-    lines_of,
-    load_state,
-    load_tile,
-    neutral,
-    store_tile,
-    value_of,
-    with_last,
-)
+from .tiles import State, Sweep, Tile, last, lines_of, load_state, load_tile, neutral, store_tile, value_of, with_last
 
 
 @triton.jit
@@ -81,9 +69,7 @@ def _walk(  # type: ignore[no-untyped-def]
             tl.store(total_flag + sums, started.to(tl.int8), mask=exists)
 
 
-def _run(
-    sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | None, total: bool
-) -> State | None:
+def _run(sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | None, total: bool) -> State | None:
     """Scan parts of so many places, a multiple of the tile's. Returns their totals (parts, lines) if asked for.
 
     carry: what goes into every part, (parts, lines). out: where results go, like x; None if only totals are wanted.
