@@ -2,13 +2,31 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.ranks import Ranks
 
 
+QUICK = """
+test_layers.py capture cost sharding/test_rules.py
+canonical/test_eager_attention.py canonical/test_masks.py canonical/test_reroll_graphs.py canonical/test_scan_idioms.py
+attention/test_attend.py attention/test_attention_passes.py attention/test_predicate.py
+backend/test_explain.py backend/test_pass_form.py backend/test_passes.py
+collectives/test_collectives.py collectives/permute/test_permute_all_to_all.py collectives/merge/test_merge_reductions.py
+scan/test_scan_graphs.py scan/kernels/test_scan_table.py scan/kernels/test_scan_tree.py windows/test_halo_passes.py
+tensor_parallel/test_tensor_parallel_graphs.py
+""".split()
+"""What `make quick` runs, as far as it needs no processes: each kind of pass and op once."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `sampled(every=k)`, every k-th case runs always and the others are slow."""
+    """Of a test marked `sampled(every=k)`, every k-th case runs always and the others are slow; what is quick."""
+    for item in items:
+        place = item.path.relative_to(Path(__file__).parent).as_posix()
+        if place.startswith(tuple(QUICK)) and "ranks" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.quick)
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
