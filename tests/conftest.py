@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.ranks import Ranks
 
-
 QUICK = """
 test_layers.py capture cost sharding/test_rules.py
 canonical/test_eager_attention.py canonical/test_masks.py canonical/test_reroll_graphs.py canonical/test_scan_idioms.py
