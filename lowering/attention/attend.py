@@ -17,7 +17,7 @@ from sp_compile.lowering.library import opaque
 
 from .args import LocalArgs
 from .blocks import Block, Kind
-from .kernels import Kernel, Need, accumulation_dtype, kernel_for
+from .kernels import KERNELS, Kernel, Need, accumulation_dtype
 from .masking import Masking
 from .merge import merge
 
@@ -64,17 +64,18 @@ class _Sum:
 def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Strip]:
     """The blocks in groups of the same queries, cut where a kernel would make too large tensors."""
     for _, blocks in groupby(masking.blocks, key=lambda block: block.q_off):
-        strip = [(block, kernel_for(_need(q, v, masking, block, mask_grad))) for block in blocks]
+        strip = [(block, _kernel(q, v, masking, block, mask_grad)) for block in blocks]
         rows = min(_most_rows(q, masking, *pair) for pair in strip)
         first = strip[0][0]
         for low in range(0, first.q_len, rows):
             yield [(_cut(block, low, rows), kernel) for block, kernel in strip]
 
 
-def _need(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Need:
+def _kernel(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Kernel:
     masked = masking.mask is not None or block.kind is Kind.MASKED
     by_element = masking.dropout is not None or mask_grad
-    return Need(q.device.type, q.dtype, masked, by_element, max(q.shape[3], v.shape[3]))
+    need = Need(q.device.type, q.dtype, masked, by_element, max(q.shape[3], v.shape[3]))
+    return next(kernel for kernel in KERNELS if kernel.accepts(need))
 
 
 def _most_rows(q: Tensor, masking: Masking, block: Block, kernel: Kernel) -> int:
