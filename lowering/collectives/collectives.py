@@ -1,9 +1,8 @@
 """The ``sp::`` collectives: one node an exchange, with the pair of gradients its type asks for.
 
-Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); positions outside the
-window hold copies of valid rows and have zero cotangents. *Partial*: the true value is the sum over the
-ranks. A value that is whole on every rank is *invariant* when its cotangent is too, and *replicated* when
-each rank's cotangent is a term of a sum.
+Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); positions outside the window hold copies
+of valid rows and have zero cotangents. *Partial*: the true value is the sum over the ranks. A value that is whole on
+every rank is *invariant* when its cotangent is too, and *replicated* when each rank's cotangent is a term of a sum.
 
 Every operator takes the number of ranks ``n`` and a process group's name; none has an edge that knows the
 rank. Bytes are what one rank sends with the usual ring algorithms; x is the local operand.
