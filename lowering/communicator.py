@@ -25,11 +25,6 @@ _EVERYWHERE = frozenset(
 )
 
 
-def _rank_in_group(group: str) -> int:
-    """This process's index in the process group called ``group``."""
-    return dist.get_rank(process_group(group))
-
-
 class Communicator(ABC):
     """Collectives over the ``n`` ranks of a group, as seen by one of them."""
 
@@ -88,7 +83,7 @@ class FunctionalCommunicator(Communicator):
         return _sent(x, lambda y: torch.ops._c10d_functional.broadcast(y, 0, group))
 
     def rank(self, group: str) -> int:
-        return _rank_in_group(group)
+        return dist.get_rank(process_group(group))
 
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
         return _sent(x, lambda y: torch.ops._c10d_functional.all_reduce(y, "sum", group))

@@ -1,9 +1,8 @@
 """Where a sharded sequence lies in a dim, as tensor code: padding, trimming, row order.
 
-A frame argument is ``[outer, size, start, length]``. The dim is a product outer * window * inner; the
-sequence has ``size`` positions, rank r of n holds the s = ceil(size / n) from r * s on, and the positions
-of the value itself are ``start <= position < start + length``. ``inner`` follows from the dim's length.
-All sizes may be symbolic.
+A frame argument is ``[outer, size, start, length]``. The dim is a product outer * window * inner; the sequence has
+``size`` positions, rank r of n holds the s = ceil(size / n) from r * s on, and the positions of the value itself are
+``start <= position < start + length``. ``inner`` follows from the dim's length. All sizes may be symbolic.
 
 A fifth number 2 makes the frame zigzag: the sequence is cut into 2n chunks, and rank r holds chunks r and
 2n - 1 - r, so that ranks share causal attention's work equally (zhuzilin/ring-flash-attention's layout).
@@ -133,8 +132,7 @@ def trim(x: Tensor, dim: int, frame: Frame, n: int, inner: int) -> Tensor:
 def pad(x: Tensor, dim: int, frame: Frame, n: int, edge: bool) -> Tensor:
     """Extend a dim of the window's rows to all n * s * inner (outer 1).
 
-    The new rows repeat the nearest of the window when ``edge``, as padded positions do; a cotangent's are
-    zero.
+    The new rows repeat the nearest of the window when ``edge``, as padded positions do; a cotangent's are zero.
     """
     if not is_padded(frame, n):
         return x

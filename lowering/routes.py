@@ -55,20 +55,8 @@ def ends(group: str, rank: int, n: int) -> Ends:
     return _ENDS[kind](rank, n, *map(int, numbers))
 
 
-def _shift_ends(rank: int, n: int, offset: int, stride: int) -> Ends:
-    def at(steps: int) -> int:
-        return (rank + steps * stride) % n
-
-    return [at(offset)], [at(-offset)]
-
-
-def _among_ends(rank: int, n: int, size: int) -> Ends:
-    first = rank // size * size
-    return (members := list(range(first, first + size))), members
-
-
-def _across_ends(rank: int, n: int, size: int) -> Ends:
-    return (members := list(range(rank % size, n, size))), members
+def _all(members: range) -> Ends:
+    return list(members), list(members)
 
 
 def _owners(chunks: tuple[int, int], n: int) -> list[int]:
@@ -80,16 +68,12 @@ def _fold_ends(rank: int, n: int) -> Ends:
     return _owners((2 * rank, 2 * rank + 1), n), [rank // 2, (2 * n - 1 - rank) // 2]
 
 
-def _unfold_ends(rank: int, n: int) -> Ends:
-    return _fold_ends(rank, n)[::-1]
-
-
 _ENDS: dict[str, Callable[..., Ends]] = {
-    "shift": _shift_ends,
-    "among": _among_ends,
-    "across": _across_ends,
+    "shift": lambda rank, n, offset, stride: ([(rank + offset * stride) % n], [(rank - offset * stride) % n]),
+    "among": lambda rank, n, size: _all(range(rank // size * size, rank // size * size + size)),
+    "across": lambda rank, n, size: _all(range(rank % size, n, size)),
     "fold": _fold_ends,
-    "unfold": _unfold_ends,
+    "unfold": lambda rank, n: _fold_ends(rank, n)[::-1],
 }
 
 

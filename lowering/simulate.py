@@ -36,8 +36,7 @@ def run_ranks(n: int, fn: Callable[[int], T]) -> list[T]:
     Inside, every ``sp::`` operator talks to the other simulated ranks, forward and backward. Tensors that
     ``fn`` closes over are shared: give each rank its own leaves, or ``backward`` adds all ranks' gradients.
 
-    Raises what a rank raised, with a note that names the rank, or SimulationError when the ranks' calls
-    differ.
+    Raises what a rank raised, with a note that names the rank, or SimulationError when the ranks' calls differ.
     """
     world = _World(n)
     results: dict[int, T] = {}

@@ -33,7 +33,7 @@ class Forced(Generic[Value]):
             self._values.remove(value)
 
 
-class Table(Mapping[str, Row]):
+class Table(dict[str, Row]):
     """Rows by name, in the order in which they were registered.
 
     title: what errors call it. rank: of rows with `fits(problem)`, those of low rank are tried before those of high
@@ -41,38 +41,29 @@ class Table(Mapping[str, Row]):
     """
 
     def __init__(self, title: str, rank: Callable[[Row, Any], int] = lambda row, problem: 0) -> None:
+        super().__init__()
         self.title = title
         self.rank = rank
-        self._rows: dict[str, Row] = {}
         self._forced: Forced[str] = Forced()
-
-    def __getitem__(self, name: str) -> Row:
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def register(self, name: str, row: Row) -> ExitStack:
         """Add a row: for good, or `with table.register(...):` for a block. Raises SpError: the name is taken."""
-        if name in self._rows:
+        if name in self:
             raise SpError(f"{self.title}: {name!r} is registered already")
-        self._rows[name] = row
+        self[name] = row
         added = ExitStack()
-        added.callback(self._rows.pop, name)
+        added.callback(self.pop, name)
         return added
 
     def using(self, name: str) -> AbstractContextManager[None]:
         """A block in which `choose` takes the named row: for tests and measurements. Raises SpError: there is none."""
-        if name not in self._rows:
+        if name not in self:
             raise SpError(f"{self.title}: there is no row {name!r}, but {', '.join(self)}")
         return self._forced.to(name)
 
     def choose(self, problem: Any) -> str:
         """The name of the first row that fits. Raises SpError if the one that `using` names does not fit."""
-        rows: Mapping[str, Any] = self._rows
+        rows: Mapping[str, Any] = self
         name = self._forced.value
         if name is None:
             return next(n for n in sorted(rows, key=lambda n: self.rank(rows[n], problem)) if rows[n].fits(problem))

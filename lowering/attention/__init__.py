@@ -1,5 +1,3 @@
 """Attention over shards: blocks, masks, and the ways round the ranks."""
 
-from . import attend, masked, ops
-
-__all__ = ["attend", "masked", "ops"]
+from . import attend, masked, ops  # noqa: F401  (registers the operators)

@@ -17,7 +17,7 @@ from sp_compile.lowering.library import opaque
 
 from .args import LocalArgs
 from .blocks import Block, Kind
-from .kernels import Kernel, Need, accumulation_dtype, kernel_for
+from .kernels import KERNELS, Kernel, Need, accumulation_dtype
 from .masking import Masking
 from .merge import merge
 
@@ -29,60 +29,10 @@ Strip = list[tuple[Block, Kernel]]
 """Blocks with the same queries, and what runs them."""
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, masking: Masking, scale: float) -> tuple[Tensor, Tensor]:
-    """(B, Hq, Sq, E) in q's dtype and (B, Hq, Sq): see ``sp::attend``."""
-    shape = (*q.shape[:3], v.shape[3])
-    out, lse = None, None
-    for strip in _strips(q, v, masking, mask_grad=False):
-        parts = [
-            kernel.forward(*_operands(q, k, v, block), masking.case(block, scale, kernel.dense))
-            for block, kernel in strip
-        ]
-        part = reduce(lambda a, b: merge(*a, *b), parts)
-        rows = _queries(strip[0][0])
-        if rows == (0, q.shape[2]):
-            return part[0].to(q.dtype).contiguous(), part[1].contiguous()
-        if out is None or lse is None:
-            out, lse = _nothing(q, shape)
-        out.narrow(2, *rows).copy_(part[0])
-        lse.narrow(2, *rows).copy_(part[1])
-    return _nothing(q, shape) if out is None or lse is None else (out, lse)
-
-
 def _nothing(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The result of queries without keys."""
     lse = q.new_full(shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
     return q.new_zeros(shape), lse
-
-
-def attend_blocks_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    masking: Masking,
-    scale: float,
-    mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dmask: see ``sp::attend_backward``."""
-    dtype = accumulation_dtype(q.dtype)
-    grad, out = grad.to(q.dtype), out.to(q.dtype)
-    dq, dk, dv = (_Sum(x, dtype) for x in (q, k, v))
-    wanted = masking.mask is not None and mask_grad
-    dmask = q.new_zeros(_shape_of_grad(masking.mask, mask_grad), dtype=dtype)
-    for block, kernel in (pair for strip in _strips(q, v, masking, wanted) for pair in strip):
-        queries, keys = _queries(block), _keys(block)
-        given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
-        case = replace(masking.case(block, scale, kernel.dense), bias_grad=wanted)
-        dq_part, dk_part, dv_part, dbias = kernel.backward(given, *_operands(q, k, v, block), *of_rows, case)
-        dq.add(dq_part, queries)
-        dk.add(dk_part, keys)
-        dv.add(dv_part, keys)
-        if dbias is not None:
-            masking.add_grad(dmask, dbias, block)
-    return dq.total(), dk.total(), dv.total(), dmask
 
 
 def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:
@@ -114,17 +64,18 @@ class _Sum:
 def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Strip]:
     """The blocks in groups of the same queries, cut where a kernel would make too large tensors."""
     for _, blocks in groupby(masking.blocks, key=lambda block: block.q_off):
-        strip = [(block, kernel_for(_need(q, v, masking, block, mask_grad))) for block in blocks]
+        strip = [(block, _kernel(q, v, masking, block, mask_grad)) for block in blocks]
         rows = min(_most_rows(q, masking, *pair) for pair in strip)
         first = strip[0][0]
         for low in range(0, first.q_len, rows):
             yield [(_cut(block, low, rows), kernel) for block, kernel in strip]
 
 
-def _need(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Need:
+def _kernel(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Kernel:
     masked = masking.mask is not None or block.kind is Kind.MASKED
     by_element = masking.dropout is not None or mask_grad
-    return Need(q.device.type, q.dtype, masked, by_element, max(q.shape[3], v.shape[3]))
+    need = Need(q.device.type, q.dtype, masked, by_element, max(q.shape[3], v.shape[3]))
+    return next(kernel for kernel in KERNELS if kernel.accepts(need))
 
 
 def _most_rows(q: Tensor, masking: Masking, block: Block, kernel: Kernel) -> int:
@@ -161,9 +112,12 @@ def _keys(block: Block) -> tuple[int, int]:
     return block.k_off, block.k_len
 
 
-def _positive(scale: float) -> tuple[int, float]:
-    """(what to multiply queries by, a scale above 0): PyTorch's causal kernel returns NaN for any other."""
-    return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
+def _scaled(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
+    """(q * sign, sign, a scale above 0): PyTorch's causal kernel returns NaN for any other."""
+    if scale > 0:
+        return q, 1, scale
+    sign = -1 if scale < 0 else 0
+    return q * sign, sign, -scale if sign else 1.0
 
 
 def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -194,8 +148,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     weights by a hash of ``seed``, batch, head, query and key. All else: see ``LocalArgs``.
     """
     args, _ = LocalArgs.of(rest)
-    sign, scale = _positive(args.scale)
-    return attend_blocks(q if sign == 1 else q * sign, k, v, Masking.of(q, k, args), scale)
+    q, _, scale = _scaled(q, args.scale)
+    masking, shape = Masking.of(q, k, args), (*q.shape[:3], v.shape[3])
+    out, lse = None, None
+    for strip in _strips(q, v, masking, mask_grad=False):
+        parts = [
+            kernel.forward(*_operands(q, k, v, block), masking.case(block, scale, kernel.dense))
+            for block, kernel in strip
+        ]
+        part = reduce(lambda a, b: merge(*a, *b), parts)
+        rows = _queries(strip[0][0])
+        if rows == (0, q.shape[2]):
+            return part[0].to(q.dtype).contiguous(), part[1].contiguous()
+        if out is None or lse is None:
+            out, lse = _nothing(q, shape)
+        out.narrow(2, *rows).copy_(part[0])
+        lse.narrow(2, *rows).copy_(part[1])
+    return _nothing(q, shape) if out is None or lse is None else (out, lse)
 
 
 @opaque(
@@ -213,8 +182,20 @@ def attend_backward(
     exactly. Bytes: none.
     """
     args, (mask_grad, *_) = LocalArgs.of(rest)
-    sign, scale = _positive(args.scale)
-    scaled = q if sign == 1 else q * sign
-    masking = Masking.of(q, k, args)
-    dq, *others = attend_blocks_backward(grad, scaled, k, v, out, lse, masking, scale, mask_grad)
-    return dq if sign == 1 else dq * sign, *others
+    q, sign, scale = _scaled(q, args.scale)
+    masking, dtype = Masking.of(q, k, args), accumulation_dtype(q.dtype)
+    grad, out = grad.to(q.dtype), out.to(q.dtype)
+    dq, dk, dv = (_Sum(x, dtype) for x in (q, k, v))
+    wanted = args.mask is not None and mask_grad
+    dmask = q.new_zeros(_shape_of_grad(args.mask, mask_grad), dtype=dtype)
+    for block, kernel in (pair for strip in _strips(q, v, masking, wanted) for pair in strip):
+        queries, keys = _queries(block), _keys(block)
+        given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
+        case = replace(masking.case(block, scale, kernel.dense), bias_grad=wanted)
+        dq_part, dk_part, dv_part, dbias = kernel.backward(given, *_operands(q, k, v, block), *of_rows, case)
+        dq.add(dq_part, queries)
+        dk.add(dk_part, keys)
+        dv.add(dv_part, keys)
+        if dbias is not None:
+            masking.add_grad(dmask, dbias, block)
+    return dq.total() if sign == 1 else dq.total() * sign, dk.total(), dv.total(), dmask

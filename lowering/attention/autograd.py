@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd import Function
@@ -11,36 +10,33 @@ from torch.autograd.function import once_differentiable
 
 from .args import LocalArgs
 
-Forward = Callable[[Tensor, Tensor, Tensor, LocalArgs], tuple[Tensor, Tensor]]
-"""(q, k, v, args) -> out and lse over all keys."""
-Backward = Callable[
-    [tuple[Tensor, Tensor, Tensor], Tensor, Tensor, Tensor, LocalArgs, bool],
-    tuple[Tensor, Tensor, Tensor, Tensor | None],
-]
-"""((cotangent, out, lse), q, k, v, args, is the mask's gradient wanted) -> dq, dk, dv, dmask."""
+
+class Keys(Protocol):
+    """Where keys lie, and how they come to the queries."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
+        """out and lse over all keys."""
+
+    def backward(
+        self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dq, dk, dv, and dmask if it is wanted. given: the cotangent, out and lse."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, forward: Forward, backward: Backward) -> Tensor:
-    """The result of `forward` in q's dtype; only shards, it and its lse are kept. No second derivatives."""
-    return _Attention.apply(args, forward, backward, q, k, v, *args.tensors())[0]
+def attention(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys) -> Tensor:
+    """Attention of q (B, H, s, D) over all keys in q's dtype; keeps shards, it and its lse. No second derivatives."""
+    return _Attention.apply(args, keys, q, k, v, *args.tensors())[0]
 
 
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        args: LocalArgs,
-        forward: Forward,
-        backward: Backward,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *tensors: Tensor | None,
+        ctx: Any, args: LocalArgs, keys: Keys, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, args.holding(list(tensors)))
+        out, lse = keys.forward(q, k, v, args.holding(list(tensors)))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.args, ctx.back = args.holding([None] * len(tensors)), backward
+        ctx.args, ctx.keys = args.holding([None] * len(tensors)), keys
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -48,8 +44,8 @@ class _Attention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        wants_mask, args = ctx.needs_input_grad[6], ctx.args.holding(tensors)
-        dq, dk, dv, dmask = ctx.back((grad, out, lse), q, k, v, args, wants_mask)
+        wants_mask, args = ctx.needs_input_grad[5], ctx.args.holding(tensors)
+        dq, dk, dv, dmask = ctx.keys.backward((grad, out, lse), q, k, v, args, wants_mask)
         rest = [None] * (len(tensors) - 1)
         grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask if wants_mask else None
-        return None, None, None, *grads, *rest
+        return None, None, *grads, *rest

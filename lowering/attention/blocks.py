@@ -87,7 +87,6 @@ class Segment(NamedTuple):
 Rows = tuple[Segment, ...]
 """The valid rows of a local tensor in local order. They neighbour each other: padding is at the ends."""
 
-
 Span = list[int]
 
 
@@ -237,20 +236,17 @@ class _Planner:
             yield from self.cover((cut, q[1]), k)
         else:
             for part in self._skipping(q, k, left):
-                yield self._block(q, part)
+                rest = self._undecided(q, part)
+                yield Block(*_sized(q), *_sized(part), Kind.MASKED if rest else Kind.FULL, rest)
 
     def _tight(self, q: Range, k: Range) -> tuple[Range, Range]:
         """q and k without the rows at their ends that have no pair; both are empty or none."""
         while True:
             fewer_k = _hull(k, partial(self._verdict, q))
-            fewer_q = _hull(q, partial(self._verdict_of_queries, fewer_k))
+            fewer_q = _hull(q, partial(self._verdict, k=fewer_k))
             if (fewer_q, fewer_k) == (q, k):
                 return q, k
             q, k = fewer_q, fewer_k
-
-    def _block(self, q: Range, k: Range) -> Block:
-        left = self._undecided(q, k)
-        return Block(*_sized(q), *_sized(k), Kind.MASKED if left else Kind.FULL, left)
 
     def _causal(self, q: Range, k: Range, shift: int, left: tuple[str, ...]) -> Iterator[Block]:
         """k <= q + shift, where every row of q has a key and every key a row: rectangles and triangles."""
@@ -275,7 +271,7 @@ class _Planner:
 
     def _worth_cutting(self, q: Range, k: Range, left: tuple[str, ...]) -> int | None:
         """The row at which to cut a tile whose mask is too large, or whose halves have less to compute."""
-        if q[1] - q[0] < 2 or not any(_reads_query(condition) for condition in left):
+        if q[1] - q[0] < 2 or not any(is_of_query(name) for c in left for name in language.symbols(c)):
             return None
         cut = self._cut(q)
         if self._mask_elements(q, k, left) > MASK_ELEMENTS:
@@ -333,9 +329,6 @@ class _Planner:
         verdicts = {self._of_box(box) for box in self._boxes(q, k)} or {False}
         return verdicts.pop() if len(verdicts) == 1 else None
 
-    def _verdict_of_queries(self, k: Range, q: Range) -> Verdict:
-        return self._verdict(q, k)
-
     def _of_box(self, box: dict[str, tuple[int, int]]) -> Verdict:
         result: Verdict = True
         for condition in self._conditions:
@@ -358,10 +351,6 @@ class _Planner:
 
 def _sized(part: Range) -> tuple[int, int]:
     return part[0], part[1] - part[0]
-
-
-def _reads_query(condition: str) -> bool:
-    return any(map(is_of_query, language.symbols(condition)))
 
 
 def _hull(part: Range, verdict: Callable[[Range], Verdict]) -> Range:

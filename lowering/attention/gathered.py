@@ -10,7 +10,6 @@ causal part of a contiguous or zigzag shard is cut into full blocks and diagonal
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import Frame, by_rank, in_order, pad, trim
 
 from .args import LocalArgs
-from .autograd import attention
 from .blocks import whole
 
 SEQUENCE = -2
@@ -34,29 +32,34 @@ class GatheredKeys(NamedTuple):
     n: int
     group: str
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
+        keys, values = self._gather(k, v, torch.cat)
+        return args.attend(q, keys, values, whole(keys.shape[SEQUENCE]))
 
-def gathered(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, where: GatheredKeys) -> Tensor:
-    """Attention of q (B, H, s, D) over all keys: (B, H, s, E). Differentiable."""
-    return attention(q, k, v, args, partial(_forward, where=where), partial(_backward, where=where))
+    def backward(
+        self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        keys, values = self._gather(k, v, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0]))
+        dq, dk, dv, dmask = args.grads(given, q, keys, values, whole(keys.shape[SEQUENCE]), mask_grad)
+        return dq, *self._scatter(dk, dv), dmask
 
+    def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
+        frame, n = self.frame, self.n
+        if frame is None:
+            return k, v
+        if n == 1:
+            return trim(k, 2, frame, 1, 1), trim(v, 2, frame, 1, 1)
+        rows = in_order(current().all_gather(_side_by_side(k, v, cat), n, self.group), frame, n)
+        return _apart(trim(rows, 0, frame, n, 1), k, v)
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, where: GatheredKeys) -> tuple[Tensor, Tensor]:
-    keys, values = _gather(k, v, where, torch.cat)
-    return args.attend(q, keys, values, whole(keys.shape[SEQUENCE]))
-
-
-def _backward(
-    given: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    args: LocalArgs,
-    mask_grad: bool,
-    where: GatheredKeys,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    keys, values = _gather(k, v, where, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0]))
-    dq, dk, dv, dmask = args.grads(given, q, keys, values, whole(keys.shape[SEQUENCE]), mask_grad)
-    return dq, *_scatter(dk, dv, where), dmask
+    def _scatter(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        frame, n = self.frame, self.n
+        if frame is None:
+            return dk, dv
+        if n == 1:
+            return pad(dk, 2, frame, 1, edge=False), pad(dv, 2, frame, 1, edge=False)
+        rows = pad(_side_by_side(dk, dv, torch.cat), 0, frame, n, edge=False)
+        return _apart(current().reduce_scatter(by_rank(rows, frame, n), n, self.group), dk, dv)
 
 
 def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
@@ -68,23 +71,3 @@ def _apart(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `_side_by_side` for any number of rows; views."""
     keys, values = (piece.movedim(0, SEQUENCE) for piece in rows.split([k.shape[3], v.shape[3]], 3))
     return keys, values
-
-
-def _gather(k: Tensor, v: Tensor, where: GatheredKeys, cat: Cat) -> tuple[Tensor, Tensor]:
-    frame, n = where.frame, where.n
-    if frame is None:
-        return k, v
-    if n == 1:
-        return trim(k, 2, frame, 1, 1), trim(v, 2, frame, 1, 1)
-    rows = in_order(current().all_gather(_side_by_side(k, v, cat), n, where.group), frame, n)
-    return _apart(trim(rows, 0, frame, n, 1), k, v)
-
-
-def _scatter(dk: Tensor, dv: Tensor, where: GatheredKeys) -> tuple[Tensor, Tensor]:
-    frame, n = where.frame, where.n
-    if frame is None:
-        return dk, dv
-    if n == 1:
-        return pad(dk, 2, frame, 1, edge=False), pad(dv, 2, frame, 1, edge=False)
-    rows = pad(_side_by_side(dk, dv, torch.cat), 0, frame, n, edge=False)
-    return _apart(current().reduce_scatter(by_rank(rows, frame, n), n, where.group), dk, dv)

@@ -57,11 +57,6 @@ class Kernel(NamedTuple):
     """Whether it keeps all scores of its block in memory. It then knows masks only as ``allowed``."""
 
 
-def kernel_for(need: Need) -> Kernel:
-    """The first kernel of the table that takes the block."""
-    return next(kernel for kernel in KERNELS if kernel.accepts(need))
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for half types, else the type itself."""
     return torch.float32 if dtype in _HALF else dtype
@@ -195,6 +190,7 @@ def _flash_on_cuda(need: Need) -> bool:
     return need.dtype in _HALF and 0 < need.head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0)
 
 
+# The first that accepts a block takes it.
 KERNELS = (
     Kernel(_flash_on_cpu, _cpu_forward, _cpu_backward, dense=False),
     Kernel(_flash_on_cuda, _cuda_forward, _cuda_backward, dense=False),

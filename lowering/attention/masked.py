@@ -6,8 +6,9 @@ from torch import Tensor
 from sp_compile.lowering.library import composite
 
 from .args import LocalArgs
+from .autograd import attention
 from .blocks import whole
-from .gathered import GatheredKeys, gathered
+from .gathered import GatheredKeys
 
 
 @composite(
@@ -41,7 +42,7 @@ def masked_attention(
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-    out = gathered(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""))
+    out = attention(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""))
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
 

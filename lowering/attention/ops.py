@@ -14,9 +14,10 @@ from torch import Tensor
 from sp_compile.lowering.library import composite
 
 from .args import ShardArgs
-from .gathered import GatheredKeys, gathered
+from .autograd import attention
+from .gathered import GatheredKeys
 from .masked import autocast
-from .ring import RingKeys, ring
+from .ring import RingKeys
 from .ulysses import to_heads, to_sequence
 from .zigzag import folded
 
@@ -31,7 +32,7 @@ def _around(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps
     if stride > 1:
         q, k, v = to_heads(q, k, v, args, stride)
     keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
-    out = ring(q, k, v, args.local(q, stride), keys)
+    out = attention(q, k, v, args.local(q, stride), keys)
     return to_sequence(out, args, stride) if stride > 1 else out
 
 
@@ -71,7 +72,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     q, k, v = autocast(q, k, v)
     keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group)
     if not args.balance:
-        return gathered(q, k, v, args.local(q, 1), keys)
+        return attention(q, k, v, args.local(q, 1), keys)
     (q,) = folded([q], args.n, args.group)
-    out = gathered(q, k, v, args.folded().local(q, 1), keys)
+    out = attention(q, k, v, args.folded().local(q, 1), keys)
     return folded([out], args.n, args.group, back=True)[0]

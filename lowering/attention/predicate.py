@@ -270,19 +270,14 @@ def over(text: str, box: Mapping[str, Bounds]) -> Verdict:
     ``box`` gives every symbol of the predicate its inclusive bounds. Exact for a condition in which every symbol
     stands once, as linear ones, and for a conjunction of bounds on q - k; elsewhere None may stand for either.
     """
-    return _verdict(text)(box)
+    return _meaning(text, tensors=False)(box)
 
 
 def evaluate(text: str, values: Mapping[str, Tensor | int]) -> Tensor | bool:
     """The mask of one block: bool, of the shape to which the values broadcast; a bool if it reads no tensor."""
-    return _mask(text)(values)
+    return _meaning(text, tensors=True)(values)
 
 
 @lru_cache(maxsize=1024)
-def _verdict(text: str) -> Meaning:
-    return condition(parse(text), INTERVALS)
-
-
-@lru_cache(maxsize=1024)
-def _mask(text: str) -> Meaning:
-    return condition(parse(text), TENSORS)
+def _meaning(text: str, tensors: bool) -> Meaning:
+    return condition(parse(text), TENSORS if tensors else INTERVALS)

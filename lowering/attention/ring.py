@@ -11,8 +11,8 @@ needed at all (causal, zigzag, windows, documents) is decided when the step runs
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import Frame
 
 from .args import LocalArgs
-from .autograd import attention
 from .blocks import Span, span
 from .merge import merge
 
@@ -48,13 +47,41 @@ class RingKeys(NamedTuple):
     def shift(self, offset: int) -> str:
         return routes.shift(self.group, offset, self.stride)
 
-    def k_span(self, step: int) -> Span:
-        return span(self.frame, self.n, self.stride, step)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
+        out = lse = None
+        for keys, values, where, coming in self._rounds(k, v, _pack(k, v) if self.steps > 1 else None):
+            block = args.attend(q, keys, values, where, coming)
+            out, lse = block if out is None else merge(out, lse, *block)
+        return out, lse
 
+    def backward(
+        self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        dq: Tensor | None = None
+        dmask: Tensor | None = None
+        carried = _WAYS_HOME["travel" if self.steps < self.size else self.grads](self)
+        both = torch.ops.sp.pack([k, v], 3, given[0]) if self.steps > 1 else None
+        for keys, values, where, coming in self._rounds(k, v, both):
+            sent_first = coming if coming is not None else carried.coming
+            dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, where, mask_grad, sent_first)
+            dq = dq_ if dq is None else dq + dq_
+            dmask = dmask_ if dmask is None else dmask + dmask_
+            if self.steps > 1:
+                carried.add(dk_, dv_)
+        if self.steps > 1:
+            dk_, dv_ = _unpack(carried.home(), k, v)
+        assert dq is not None
+        return dq, dk_, dv_, dmask
 
-def ring(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, ring: RingKeys) -> Tensor:
-    """Attention of q (B, H, s, D) over the keys of the whole ring: (B, H, s, E). Differentiable."""
-    return attention(q, k, v, args, partial(_forward, ring=ring), partial(_backward, ring=ring))
+    def _rounds(self, k: Tensor, v: Tensor, both: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Span, Any]]:
+        """Keys, values and their span in each step, and what is on its way meanwhile. both: k and v packed."""
+        keys, values = k, v
+        for step in range(self.steps):
+            coming = current().start_shift(both, self.shift(1)) if step < self.steps - 1 else None
+            yield keys, values, span(self.frame, self.n, self.stride, step), coming
+            if coming is not None:
+                both = current().wait(coming)
+                keys, values = _unpack(both, k, v)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -66,49 +93,6 @@ def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `_pack`; views."""
     keys, values = both.split([k.shape[3], v.shape[3]], 3)
     return keys, values
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, ring: RingKeys) -> tuple[Tensor, Tensor]:
-    out = lse = None
-    both, keys, values = (_pack(k, v) if ring.steps > 1 else None), k, v
-    for step in range(ring.steps):
-        coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
-        block = args.attend(q, keys, values, ring.k_span(step), coming)
-        out, lse = block if out is None else merge(out, lse, *block)
-        if coming is not None:
-            both = current().wait(coming)
-            keys, values = _unpack(both, k, v)
-    return out, lse
-
-
-def _backward(
-    given: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    args: LocalArgs,
-    mask_grad: bool,
-    ring: RingKeys,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    dq: Tensor | None = None
-    dmask: Tensor | None = None
-    carried = _WAYS_HOME["travel" if ring.steps < ring.size else ring.grads](ring)
-    both, keys, values = (torch.ops.sp.pack([k, v], 3, given[0]) if ring.steps > 1 else None), k, v
-    for step in range(ring.steps):
-        coming = current().start_shift(both, ring.shift(1)) if step < ring.steps - 1 else None
-        sent_first = coming if coming is not None else carried.coming
-        dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, ring.k_span(step), mask_grad, sent_first)
-        dq = dq_ if dq is None else dq + dq_
-        dmask = dmask_ if dmask is None else dmask + dmask_
-        if ring.steps > 1:
-            carried.add(dk_, dv_)
-        if coming is not None:
-            both = current().wait(coming)
-            keys, values = _unpack(both, k, v)
-    if ring.steps > 1:
-        dk_, dv_ = _unpack(carried.home(), k, v)
-    assert dq is not None
-    return dq, dk_, dv_, dmask
 
 
 class _Travelling:

@@ -1,5 +1,3 @@
 """Exchanges between ranks, each with the right backward."""
 
-from . import all_to_all, all_to_all_permute, collectives, pack, tensor_parallel
-
-__all__ = ["all_to_all", "all_to_all_permute", "collectives", "pack", "tensor_parallel"]
+from . import all_to_all, all_to_all_permute, collectives, pack, tensor_parallel  # noqa: F401  (registers the operators)

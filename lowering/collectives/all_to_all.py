@@ -9,6 +9,7 @@ unpack  (..., G, ..., h, ...)      split of the columns and a permute: views, ne
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +51,8 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        moved = iter(_AllToAll.apply(ctx.route.back(), False, *_kept(grads, needed)))
+        moved = iter(_AllToAll.apply(ctx.route.back(), False, *compress(grads, needed)))
         return None, None, *(next(moved) if need else None for need in needed)
-
-
-def _kept(xs: Sequence[Tensor], keep: Sequence[bool]) -> list[Tensor]:
-    return [x for x, wanted in zip(xs, keep, strict=True) if wanted]
 
 
 def _sharing(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:

@@ -12,10 +12,8 @@ packed      ``all_to_all.py``: one copy into the send buffer, all_to_all_single,
             the copy is behind the collective instead. Inside torch.compile the compiler writes it, from the kernel
             that makes x or in the one that reads the result
 
-Memory of this rank that the other ranks of a group read and write: declared once, together, never while running.
-
-One buffer a group. An exchange puts its operand there, unless it lies there already, and the peers read it from where
-it lies; see ``all_to_all_permute.py``. ``sp_compile.declare_symmetric_memory`` is the collective that makes one.
+Symmetric memory is one buffer a group, declared once, together, never while running, by the collective
+``sp_compile.declare_symmetric_memory``. An exchange puts its operand there, unless it lies there already.
 """
 
 from __future__ import annotations
@@ -159,8 +157,6 @@ def _packed(problem: Problem) -> Tensor:
 
 
 class Row(NamedTuple):
-    """An implementation, for the problems that it fits."""
-
     fits: Callable[[Problem], bool]
     run: Callable[[Problem], Tensor]
 

@@ -1,15 +1,15 @@
 """The ``sp::`` collectives: one node an exchange, with the pair of gradients its type asks for.
 
-Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); positions outside the
-window hold copies of valid rows and have zero cotangents. *Partial*: the true value is the sum over the
-ranks. A value that is whole on every rank is *invariant* when its cotangent is too, and *replicated* when
-each rank's cotangent is a term of a sum.
+Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); positions outside the window hold copies
+of valid rows and have zero cotangents. *Partial*: the true value is the sum over the ranks. A value that is whole on
+every rank is *invariant* when its cotangent is too, and *replicated* when each rank's cotangent is a term of a sum.
 
 Every operator takes the number of ranks ``n`` and a process group's name; none has an edge that knows the
 rank. Bytes are what one rank sends with the usual ring algorithms; x is the local operand.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from sp_compile.lowering.frames import (
     rows_within,
     trim,
 )
-from sp_compile.lowering.library import LIBRARY, Pair, composite
+from sp_compile.lowering.library import Pair, composite, opaque
 
 # The maps. Each pair below names two of them.
 
@@ -47,7 +47,7 @@ def _take(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
 
 def _take_zeroed(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     """This rank's rows of a whole cotangent; zeros at positions outside the window."""
-    return mask(_take(x, dim, frame, n, group), dim, frame, 0, n, group)
+    return _zero_outside(_take(x, dim, frame, n, group), dim, frame, n, group)
 
 
 def _whole(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
@@ -58,20 +58,16 @@ def _whole(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     return rows_back(trim(rows, 0, frame, n, inner), dim, outer)
 
 
-def _reduce_rows(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
-    """Sum whole cotangents over the ranks; this rank's rows, zeros at positions outside the window."""
-    rows = pad(rows_first(grad, dim, frame[0]), 0, _without_outer(frame), n, edge=False)
-    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group), dim, frame[0])
+def _reduced(x: Tensor, dim: int, frame: Frame, n: int, group: str, edge: bool) -> Tensor:
+    """Sum whole tensors over the ranks; this rank's rows, with padding as `pad` has it.
+
+    Values (edge) by the collective of that name, for those who look for it; cotangents in the fastest way.
+    """
+    rows = pad(rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
+    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group, plain=edge), dim, frame[0])
 
 
-def _reduce_and_scatter(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
-    """Sum whole values over the ranks; this rank's rows, the nearest valid row at positions outside the window."""
-    rows = pad(rows_first(x, dim, frame[0]), 0, _without_outer(frame), n, edge=True)
-    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group, plain=True), dim, frame[0])
-
-
-def _without_outer(frame: Frame) -> Frame:
-    return [1, *frame[1:]]
+_reduced_cotangents, _reduced_values = partial(_reduced, edge=False), partial(_reduced, edge=True)
 
 
 def _sum(x: Tensor, n: int, group: str) -> Tensor:
@@ -88,9 +84,12 @@ def _same(x: Tensor, *where: Any) -> Tensor:
 
 # The operators.
 
-LIBRARY.define("rank(str group, Device device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+def _fake_rank(group: str, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
 
 
+@opaque("rank(str group, Device device) -> Tensor", _fake_rank)
 def rank(group: str, device: torch.device) -> Tensor:
     """() -> varying: this rank's index in the group, read when the program runs.
 
@@ -99,14 +98,6 @@ def rank(group: str, device: torch.device) -> Tensor:
     Source: ``dist.get_rank(group)``.
     """
     return torch.full((), current().rank(group), dtype=torch.int64, device=device)
-
-
-LIBRARY.impl("rank", rank, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("sp::rank", lib=LIBRARY)
-def _(group: str, device: torch.device) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=device)
 
 
 @composite("shard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
@@ -139,7 +130,7 @@ def all_gather(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     Backward: reduce_scatter of the cotangents, as many bytes.
     Source: all_gather_into_tensor, then views (outer 1).
     """
-    return Pair.apply(x, _whole, _reduce_rows, dim % x.ndim, frame, n, group)
+    return Pair.apply(x, _whole, _reduced_cotangents, dim % x.ndim, frame, n, group)
 
 
 @composite("reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
@@ -149,7 +140,7 @@ def reduce_scatter(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Ten
     Shapes: dim of outer * length * inner -> outer * s * inner. Bytes: (n - 1) / n * bytes(x).
     Backward: all_gather of the shards, as many bytes. Source: reduce_scatter_tensor.
     """
-    return Pair.apply(x, _reduce_and_scatter, _whole, dim % x.ndim, frame, n, group)
+    return Pair.apply(x, _reduced_values, _whole, dim % x.ndim, frame, n, group)
 
 
 @composite("all_reduce(Tensor x, int n, str group) -> Tensor")
@@ -206,7 +197,7 @@ def _inside(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
 
 
 def _zero_outside(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
-    return grad.masked_fill(outside_window(grad, dim, frame, n, group), 0)
+    return mask(grad, dim, frame, 0, n, group)
 
 
 @composite("window(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")

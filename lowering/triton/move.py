@@ -1,6 +1,6 @@
 """Copies between arrays of any strides, of this device or of its peers. Importing this needs triton.
 
-Elements are moved as words, whatever their dtype is; the tiles are `lowering.strided`'s.
+Elements are moved as words, whatever their dtype is.
 
 How a copy between two arrays of any strides is cut into tiles that read and write whole cache lines.
 
@@ -14,6 +14,7 @@ it where it is written, `columns` where it is read; a tile is rows x columns x r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,11 +69,8 @@ class Tiling:
     @property
     def programs(self) -> int:
         """Tiles in all."""
-        out = _cdiv(self.run * self.vector, self.tile[2])
-        out *= _cdiv(self.rows.size, self.tile[0]) * _cdiv(self.columns.size, self.tile[1])
-        for loop in self.loops:
-            out *= loop.size
-        return out
+        sizes = self.rows.size, self.columns.size, self.run * self.vector
+        return math.prod(map(triton.cdiv, sizes, self.tile)) * math.prod(loop.size for loop in self.loops)
 
 
 @lru_cache(maxsize=4096)
@@ -87,7 +85,8 @@ def tiling(
     dims = _merged([Dim(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
     run = next((dim.size for dim in dims if dim.read == dim.written == 1), 1)
     others = [dim for dim in dims if not dim.read == dim.written == 1]
-    unit = _unit(run, others, itemsize, aligned)
+    distances = [run, *(d for dim in others for d in (dim.read, dim.written))]
+    unit = math.gcd(WIDEST, aligned, *(d * itemsize for d in distances))
     run, others = run * itemsize // unit, [_in_units(dim, itemsize, unit) for dim in others]
     rows = min(others, key=lambda dim: dim.written, default=NONE)
     others = [dim for dim in others if dim is not rows]
@@ -113,14 +112,6 @@ def _merged(dims: list[Dim]) -> list[Dim]:
     return out
 
 
-def _unit(run: int, others: Sequence[Dim], itemsize: int, aligned: int) -> int:
-    distances = [run, *(d for dim in others for d in (dim.read, dim.written))]
-    unit = min(WIDEST, aligned)
-    while unit > itemsize and any(d * itemsize % unit for d in distances):
-        unit //= 2
-    return unit
-
-
 def _in_units(dim: Dim, itemsize: int, unit: int) -> Dim:
     return Dim(dim.size, dim.read * itemsize // unit, dim.written * itemsize // unit)
 
@@ -140,10 +131,6 @@ def _tile(run: int, rows: int, columns: int, unit: int) -> tuple[int, int, int]:
 def _power(n: int) -> int:
     """The next power of two."""
     return 1 << max(n - 1, 0).bit_length()
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -210,7 +197,7 @@ def copy(target: Tensor, source: Tensor) -> bool:
         return False
     if target.is_complex():
         return copy(torch.view_as_real(target), torch.view_as_real(source))
-    aligned = _alignment(target.data_ptr(), source.data_ptr())
+    aligned = math.gcd(WIDEST, target.data_ptr(), source.data_ptr())
     plan = tiling(source.shape, source.stride(), target.stride(), source.element_size(), aligned)
     if plan is not None and source.numel():
         _launch(plan, target, source.data_ptr(), None, 0, 0)
@@ -230,7 +217,7 @@ def from_peers(target: Tensor, peers: Tensor, offset: int, strides: Sequence[int
     count, size = len(peers), target.element_size()
     block = target.narrow(dim, 0, target.shape[dim] // count)
     between = block.shape[dim] * target.stride(dim)
-    aligned = _alignment(target.data_ptr(), offset * size, between * size)
+    aligned = math.gcd(WIDEST, target.data_ptr(), offset * size, between * size)
     plan = tiling(block.shape, tuple(strides), block.stride(), size, aligned)
     if plan is not None and target.numel():
         _launch(plan, target, offset * size, peers, first, between * size // plan.unit)
@@ -250,11 +237,3 @@ def _launch(plan: Tiling, target: Tensor, source: int, peers: Tensor | None, fir
             PEERS=peers is not None, WORD=WORDS[plan.word], VECTOR=plan.vector, ALIGNED=plan.unit,
             ROWS=rows, COLUMNS=columns, RUN=run, WHOLE=plan.run * plan.vector % run == 0,
         )  # fmt: skip
-
-
-def _alignment(*distances: int) -> int:
-    """The largest power of two, up to what a thread moves at once, that divides all of them."""
-    out = WIDEST
-    while any(d % out for d in distances):
-        out //= 2
-    return out

@@ -26,7 +26,7 @@ Raise SpError for shapes, heads, meshes, layouts and options that do not fit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -272,15 +272,13 @@ def _attend(
     width: int | None,
     kv_grads: str = "travel",
 ) -> Tensor:
-    known = {name: value for name, value in options.items() if name in NAMES}
     others = [name for name in options if name not in NAMES]
-    device = q.device.type
-    given = Options(**known)
+    given = Options(**{name: value for name, value in options.items() if name in NAMES})
     if given.attn_mask is not None and given.attn_mask.ndim < 4:
-        mask = given.attn_mask
-        given = Options(**{**known, "attn_mask": mask.view([1] * (4 - mask.ndim) + list(mask.shape))})
+        given = replace(given, attn_mask=given.attn_mask[(None,) * (4 - given.attn_mask.ndim)])
     q, k, v = autocast(q, k, v)
     call = AttentionCall("attention", given.check, kind, q, k, v, ranks, given, width, kv_grads, others)
+    device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call.run()
     with torch.autocast(device, enabled=False):

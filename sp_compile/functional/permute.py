@@ -89,13 +89,15 @@ class PermuteCall(RankCall):
         return torch.compiler.is_compiling() or isinstance(self.x, FakeTensor)
 
     def description(self) -> str:
-        x, ranks = self.x, self.ranks
-        scatter, gather = self.scatter_dim % x.ndim, self.gather_dim % x.ndim
-        way = choose(Problem(x, scatter, gather, ranks.n, ranks.group))
+        x, problem = self.x, self._problem()
         return (
-            f"{self.name} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={scatter}, "
-            f"gather_dim={gather}, gradient: {needs_gradient(x)}, {way}"
+            f"{self.name} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={problem.scatter_dim}, "
+            f"gather_dim={problem.gather_dim}, gradient: {needs_gradient(x)}, {choose(problem)}"
         )
+
+    def _problem(self) -> Problem:
+        ndim, ranks = self.x.ndim, self.ranks
+        return Problem(self.x, self.scatter_dim % ndim, self.gather_dim % ndim, ranks.n, ranks.group)
 
     def problems(self) -> Iterator[str]:
         yield from wrong_tensors(x=self.x)
@@ -139,9 +141,7 @@ class PermuteCall(RankCall):
         yield from wrong_tensors(out=out)
         if not isinstance(out, Tensor):
             return
-        shape = list(x.shape)
-        shape[self.scatter_dim] //= self.ranks.n
-        shape[self.gather_dim] *= self.ranks.n
+        shape = self._problem().shape
         if (list(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
             yield (f"out is {list(out.shape)} {out.dtype} on {out.device}, expected {shape} {x.dtype} on {x.device}")
         if _may_overlap(out):

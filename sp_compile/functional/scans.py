@@ -65,8 +65,7 @@ def inclusive_scan(
     >>> inclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([3, 4, 6])
     """
-    shards = shards_of(group, layout, length, exchange)
-    how = check, dim, reverse, accumulate_dtype, shards
+    how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
     call = ScanCall("inclusive_scan", *how, x, op, False, dtype, indices=indices)
     return call.run_with_indices() if indices else call.run()
 
@@ -90,8 +89,7 @@ def exclusive_scan(
     >>> exclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([0, 3, 4])
     """
-    shards = shards_of(group, layout, length, exchange)
-    how = check, dim, reverse, accumulate_dtype, shards
+    how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
     return ScanCall("exclusive_scan", *how, x, op, True, dtype).run()
 
 
@@ -120,8 +118,7 @@ def segmented_scan(
     >>> segmented_scan(torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1]), 0)
     tensor([3, 4, 2, 6])
     """
-    shards = shards_of(group, layout, length, exchange)
-    how = check, dim, reverse, accumulate_dtype, shards
+    how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
     return ScanCall("segmented_scan", *how, x, op, exclusive, dtype, segment_ids, runs).run()
 
 
@@ -148,8 +145,7 @@ def linear_scan(
     >>> linear_scan(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 1.0]), 0)
     tensor([1.0000, 1.5000, 1.7500])
     """
-    shards = shards_of(group, layout, length, exchange)
-    how = check, dim, reverse, accumulate_dtype, shards
+    how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
     return LinearCall("linear_scan", *how, as_tensor(a, b), b, as_tensor(initial, b)).run()
 
 

@@ -10,7 +10,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from sp_compile.lowering import shard_length
+from sp_compile.lowering.frames import shard_length
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
