@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch._guards import TracingContext
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._ops import _get_dispatch_mode_pre_dispatch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_metadata_torch_function_mode,
@@ -44,7 +43,7 @@ def active_tracer() -> Any:
 
 
 @contextmanager
-def suspended_trace(fake_mode: FakeTensorMode) -> Iterator[None]:
+def suspended_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
     """Run without recording (no dispatch, pre-dispatch or torch-function modes), still on fake tensors."""
     with (
         _temp_remove_pre_dispatch_torch_function_mode(),
@@ -62,12 +61,7 @@ def real_tensors() -> Iterator[None]:
     Nor the Python dispatcher: under it c10d takes the GIL inside a collective, and then waits for a thread of Gloo that
     waits for the GIL.
     """
-    with (
-        torch._C._DisablePythonDispatcher(),
-        _temp_remove_pre_dispatch_torch_function_mode(),
-        _temp_remove_metadata_torch_function_mode(),
-        _disable_current_modes(),
-    ):
+    with torch._C._DisablePythonDispatcher(), suspended_trace(nullcontext()):
         yield
 
 

@@ -72,9 +72,10 @@ class Editor:
 
 
 def drop_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
-    """Erase all nodes of these ops that nothing reads."""
+    """Erase all nodes of these ops that nothing reads, arithmetic on sizes too; never an op with an effect."""
     for node in reversed(graph.nodes):
-        if node.op in ops and not node.users and is_pure(node):
+        pure = is_pure(node) or isinstance(node.meta.get("val"), torch.SymInt)
+        if node.op in ops and not node.users and pure:
             graph.erase_node(node)
 
 
