@@ -102,11 +102,8 @@ def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[...,
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         theirs = config.joint_custom_pre_pass
-        if theirs is None:
-            both: Any = Pass()
-        else:
-            both = [*(theirs if isinstance(theirs, list | tuple) else [theirs]), Pass()]
-        with config.patch(joint_custom_pre_pass=both):
+        earlier = theirs if isinstance(theirs, list | tuple) else [theirs]
+        with config.patch(joint_custom_pre_pass=Pass() if theirs is None else [*earlier, Pass()]):
             return compile_fx(gm, list(inputs))
 
     return run

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives
 
 # Registers the meta kernels of torch.ops._c10d_functional, which need no process group.
+import torch.distributed._functional_collectives
 
 
 def process_group(name: str) -> dist.ProcessGroup:

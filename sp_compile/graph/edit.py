@@ -81,16 +81,11 @@ def drop_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
 
 def copied(gm: GraphModule) -> GraphModule:
     """The same graph over the same attributes, to be changed."""
-    return GraphModule(gm, copy_of(gm.graph))
-
-
-def copy_of(old: Graph) -> Graph:
-    """The same graph, of other nodes."""
-    graph = Graph()
-    results = graph.graph_copy(old, {})
-    graph.output(results, old.output_node().type).meta.update(old.output_node().meta)
-    keep_calling_convention(graph, old)
-    return graph
+    graph, output = Graph(), gm.graph.output_node()
+    results = graph.graph_copy(gm.graph, {})
+    graph.output(results, output.type).meta.update(output.meta)
+    keep_calling_convention(graph, gm.graph)
+    return GraphModule(gm, graph)
 
 
 def infer(target: Any, args: Any, kwargs: Any = None, like: Node | None = None) -> Any:
