@@ -21,6 +21,7 @@ from sp_compile._compat import keep_calling_convention
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call, is_tensor, is_written
+from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, Sizes, size
 from sp_compile.passes.base import Pass
@@ -88,7 +89,8 @@ class _Localizer:
                 self._emit(node)
         local = GraphModule(self.old, self.graph)
         local.meta.update(self.old.meta)
-        _drop_dead(local)
+        drop_dead(local.graph)
+        local.recompile()
         return local
 
     def _lookup(self, node: Node) -> Node:
@@ -271,12 +273,3 @@ class _Localizer:
 
 def _is_parameter(source: Node) -> bool:
     return source.op == "get_attr" or bool(record(source).parameter)
-
-
-def _drop_dead(gm: GraphModule) -> None:
-    """Sizes and slices that nobody uses any more; never an op with an effect."""
-    for node in reversed(gm.graph.nodes):
-        pure = isinstance(node.meta.get("val"), torch.SymInt) or node.target in (sp.shard.default, aten.sym_size.int)
-        if node.op == "call_function" and not node.users and pure:
-            gm.graph.erase_node(node)
-    gm.recompile()

@@ -8,26 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy  # tried on 2.13
-
-__all__ = [
-    "JOINT_COMPILERS",
-    "CheckpointPolicy",
-    "JointTransform",
-    "compile_cpp",
-    "compiler",
-    "has_cpp_compiler",
-    "inductor_decompositions",
-    "joint_compiler",
-    "memory_budget",
-]
+from torch.utils.checkpoint import CheckpointPolicy
 
 JointTransform = Callable[[torch.fx.GraphModule], None]
 JOINT_COMPILERS = ("inductor", "aot_eager")
 
 
 def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any]:
-    """AOTAutograd's partitioner keeps at most this share of the activations (tried on 2.13)."""
+    """AOTAutograd's partitioner keeps at most this share of the activations."""
     if budget is None:
         return contextlib.nullcontext()
     import torch._functorch.config as functorch_config
@@ -36,7 +24,7 @@ def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any
 
 
 def compiler(name: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A torch.compile backend as a function of (graph, example inputs) (tried on 2.13)."""
+    """A torch.compile backend as a function of (graph, example inputs)."""
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx
 
@@ -47,7 +35,7 @@ def compiler(name: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_cpp_compiler() -> bool:
-    """Does Inductor find a C++ compiler? (tried on 2.13)"""
+    """Does Inductor find a C++ compiler?"""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -58,7 +46,7 @@ def has_cpp_compiler() -> bool:
 
 
 def compile_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """The shared library of C++ source, from Inductor's cache on disk if it is there (tried on 2.13).
+    """The shared library of C++ source, from Inductor's cache on disk if it is there.
 
     Of processes that want the same one, the first compiles and the others wait.
     """
@@ -72,7 +60,7 @@ def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, ke
 
     Forward and backward in one graph; of an inference, the forward. key: what `transform` will do, for caches of
     compiled code; None if it asks other ranks, since one that found its code in a cache would not answer them. Of
-    backends, only JOINT_COMPILERS have a place for it (tried on 2.13).
+    backends, only JOINT_COMPILERS have a place for it.
     """
     if name == "inductor":
         return _joint_inductor(transform, key)
@@ -100,7 +88,7 @@ def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, ke
 
 
 def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[..., Any]:
-    """Inductor with one more pass on the joint graph, after those of the user's own (tried on 2.13)."""
+    """Inductor with one more pass on the joint graph, after those of the user's own."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -114,18 +102,15 @@ def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[...,
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         theirs = config.joint_custom_pre_pass
-        if theirs is None:
-            both: Any = Pass()
-        else:
-            both = [*(theirs if isinstance(theirs, list | tuple) else [theirs]), Pass()]
-        with config.patch(joint_custom_pre_pass=both):
+        earlier = theirs if isinstance(theirs, list | tuple) else [theirs]
+        with config.patch(joint_custom_pre_pass=Pass() if theirs is None else [*earlier, Pass()]):
             return compile_fx(gm, list(inputs))
 
     return run
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """What Inductor wants of the ATen ops that it is given (tried on 2.13)."""
+    """What Inductor wants of the ATen ops that it is given."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

@@ -8,67 +8,50 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._dynamo.exc import RestartAnalysis, ShortenTraceback  # tried on 2.13
-from torch._dynamo.source import ConstantSource  # tried on 2.13
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
+from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
-
-__all__ = [
-    "RestartAnalysis",
-    "ShortenTraceback",
-    "argument_name",
-    "forget_compiled",
-    "is_fragment",
-    "is_module_state",
-    "keep_source",
-    "keep_state_sources",
-    "refuse_eager_fallback",
-    "unmark_static",
-]
 
 
 def forget_compiled() -> None:
-    """Drop what torch.compile has compiled so far in this process (tried on 2.13)."""
+    """Drop what torch.compile has compiled so far in this process."""
     torch._dynamo.reset()
 
 
 def keep_source(new: Node, old: Node) -> None:
-    """Give a copied placeholder Dynamo's account of where its value comes from (tried on 2.13)."""
+    """Give a copied placeholder Dynamo's account of where its value comes from."""
     if hasattr(old, "_dynamo_source"):
         new._dynamo_source = old._dynamo_source
 
 
 def keep_state_sources(new: GraphModule, old: GraphModule) -> None:
-    """Give a new graph Dynamo's account of the old one's parameters and buffers, and one of the new one's own buffers.
-
-    Tried on 2.13.
-    """
+    """Give a new graph Dynamo's account of the old one's parameters and buffers, and one of its own buffers."""
     if hasattr(old, "_param_name_to_source"):
         constants = {name: ConstantSource(name) for name, _ in new.named_buffers()}
         new._param_name_to_source = {**old._param_name_to_source, **constants}
 
 
-def unmark_static(facts: dict[str, Any]) -> dict[str, Any]:
-    """Dynamo's facts about a placeholder, without the promise that its memory is constant (tried on 2.13)."""
-    return {name: fact for name, fact in facts.items() if name != "_dynamo_static_input_type"}
+def unmark_static(placeholder: Node) -> None:
+    """Drop the promise that the memory is constant: the min-cut partitioner would recompute from changed data."""
+    if facts := placeholder.meta.get("tensor_dict"):
+        kept = {name: fact for name, fact in facts.items() if name != "_dynamo_static_input_type"}
+        placeholder.meta["tensor_dict"] = kept
 
 
 def is_module_state(node: Node) -> bool:
-    """Is the placeholder a parameter or buffer of the module, not an argument of its forward? (tried on 2.13)"""
+    """Is the placeholder a parameter or buffer of the module, not an argument of its forward?"""
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_unspecialized_nn_module()
 
 
 def argument_name(node: Node) -> str:
-    """The user's name of a placeholder: `input_ids` for L['input_ids'] (tried on 2.13)."""
+    """The user's name of a placeholder: `input_ids` for L['input_ids']."""
     source = getattr(node, "_dynamo_source", None)
     return str(getattr(source, "local_name", node.name)) if source is not None else node.name
 
 
 def is_fragment(gm: GraphModule) -> bool:
-    """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?
-
-    Tried on 2.13.
-    """
+    """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?"""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         return True
@@ -79,7 +62,7 @@ def is_fragment(gm: GraphModule) -> bool:
 def _called_by_user_code() -> bool:
     """Was Dynamo entered from a Python frame that it could not compile, inside the function given to torch.compile?
 
-    The stack then holds, inwards: eval_frame's wrapper, that frame, convert_frame, the backend. Tried on 2.13.
+    The stack then holds, inwards: eval_frame's wrapper, that frame, convert_frame, the backend.
     """
     dynamo = Path(torch._dynamo.__file__).parent
     entries, wrappers = str(dynamo / "convert_frame.py"), str(dynamo / "eval_frame.py")
@@ -94,8 +77,5 @@ def _called_by_user_code() -> bool:
 
 
 def refuse_eager_fallback() -> None:
-    """Past its recompile limit Dynamo runs the model uncompiled, which is another program where inputs are shards.
-
-    Tried on 2.13.
-    """
+    """Past its recompile limit Dynamo runs the model uncompiled, which is another program where inputs are shards."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True

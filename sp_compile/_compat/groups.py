@@ -8,31 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Registers the meta kernels of torch.ops._c10d_functional, which need no process group.
 import torch.distributed._functional_collectives
-
-# Registers the meta kernels of torch.ops._c10d_functional, which need no process group; tried on 2.13.
-
-
-__all__ = [
-    "default_timeout",
-    "flat_mesh",
-    "group_names",
-    "known_process_group",
-    "process_group",
-    "process_groups",
-    "register_process_group",
-    "symmetric_all_to_all",
-    "symmetric_memory",
-]
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group that functional collectives know by this name (tried on 2.13)."""
+    """The process group that functional collectives know by this name."""
     return dist.distributed_c10d._resolve_process_group(name)
 
 
 def known_process_group(name: str) -> bool:
-    """Can functional collectives find a process group of this name? (tried on 2.13)"""
+    """Can functional collectives find a process group of this name?"""
     try:
         return process_group(name) is not None
     except RuntimeError:
@@ -40,15 +27,12 @@ def known_process_group(name: str) -> bool:
 
 
 def register_process_group(name: str, group: dist.ProcessGroup) -> None:
-    """Let functional collectives find `group` by this name (tried on 2.13)."""
+    """Let functional collectives find `group` by this name."""
     torch._C._distributed_c10d._register_process_group(name, group)
 
 
 def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, global ranks in the order of the group, backends) of every group that this process is in, oldest first.
-
-    Tried on 2.13.
-    """
+    """(name, global ranks in the order of the group, backends) of every group that this process is in, oldest first."""
     world = dist.distributed_c10d._world
     return [
         (world.pg_names[group], tuple(sorted(ranks, key=ranks.__getitem__)), str(world.pg_backend_config[group]))
@@ -58,25 +42,19 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def default_timeout() -> timedelta | None:
-    """After how long a collective of the default group gives up; new_group takes a longer one unless told.
-
-    Tried on 2.13.
-    """
+    """After how long a collective of the default group gives up; new_group takes a longer one unless told."""
     group = dist.group.WORLD
     backend = group._get_backend(dist.distributed_c10d._get_pg_default_device(group))
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def group_names(mesh: dist.DeviceMesh) -> list[str]:
-    """The process group of every axis of a mesh that this rank is in (tried on 2.13)."""
+    """The process group of every axis of a mesh that this rank is in."""
     return [mesh.get_group(i).group_name for i in range(mesh.ndim)]
 
 
 def flat_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
-    """The mesh's axes as one, called `name`; creates a group once, so every rank of the mesh must call it.
-
-    Tried on 2.13.
-    """
+    """The mesh's axes as one, called `name`; creates a group once, so every rank of the mesh must call it."""
     return mesh._flatten(name)
 
 

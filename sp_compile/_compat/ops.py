@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.attention
-from torch._functorch.autograd_function import autograd_function_apply  # tried on 2.13
-from torch._higher_order_ops.associative_scan import associative_scan_op  # tried on 2.13
-from torch._higher_order_ops.invoke_subgraph import invoke_subgraph  # tried on 2.13
-from torch._higher_order_ops.register_hook import register_hook_op  # tried on 2.13
+from torch._functorch.autograd_function import autograd_function_apply
+from torch._higher_order_ops.associative_scan import associative_scan_op
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._higher_order_ops.register_hook import register_hook_op
 from torch._higher_order_ops.wrap import (
     tag_activation_checkpoint,
     wrap,
@@ -17,51 +17,27 @@ from torch._higher_order_ops.wrap import (
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # tried on 2.13
-from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # tried on 2.13
-from torch.amp.autocast_mode import _exit_autocast as exit_autocast  # tried on 2.13
-from torch.utils._sympy.functions import FloorDiv  # tried on 2.13
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.utils._sympy.functions import FloorDiv
 
-__all__ = [
-    "PYTHON_STATE_CALLS",
-    "FloorDiv",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "associative_scan_op",
-    "autograd_function_apply",
-    "enter_autocast",
-    "exit_autocast",
-    "has_autocast_kernel",
-    "invoke_subgraph",
-    "namespace_of",
-    "register_hook_op",
-    "schema_of",
-    "set_grad_enabled",
-    "tag_activation_checkpoint",
-    "wrap",
-    "wrap_activation_checkpoint",
-    "wrap_with_autocast",
-    "wrap_with_set_grad_enabled",
-]
-
-set_grad_enabled = torch._C._set_grad_enabled  # the function that Dynamo writes into its graphs; tried on 2.13
+set_grad_enabled = torch._C._set_grad_enabled  # the function that Dynamo writes into its graphs
 
 # Calls that change Python state around attention; Dynamo leaves them in its graph and no dispatcher sees them.
-# Tried on 2.13.
 PYTHON_STATE_CALLS = frozenset({torch.nn.attention._backend_from_string, torch.nn.attention._sdpa_kernel})
 
 
 def schema_of(op: OpOverload) -> Any:
-    """The schema of an operator: arguments, returns, is_mutable (tried on 2.13)."""
+    """The schema of an operator: arguments, returns, is_mutable."""
     return op._schema
 
 
 def namespace_of(target: Any) -> str:
-    """`aten` of torch.ops.aten.add and of torch.ops.aten.add.Tensor, "" of what is no operator (tried on 2.13)."""
+    """`aten` of torch.ops.aten.add and of torch.ops.aten.add.Tensor, "" of what is no operator."""
     return getattr(target, "namespace", "") or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
-    """Does autocast change the dtype that `op` computes in? (tried on 2.13)"""
+    """Does autocast change the dtype that `op` computes in?"""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), f"Autocast{device_type.upper()}")

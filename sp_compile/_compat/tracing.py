@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher  # tried on 2.13
-from torch._guards import TracingContext  # tried on 2.13
-from torch._logging import trace_structured  # tried on 2.13
-from torch._logging._internal import trace_log  # tried on 2.13
-from torch._ops import _get_dispatch_mode_pre_dispatch  # tried on 2.13
-from torch._subclasses.fake_tensor import FakeTensorMode  # tried on 2.13
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
+from torch._logging import trace_structured
+from torch._logging._internal import trace_log
+from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_metadata_torch_function_mode,
@@ -20,22 +19,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.utils._python_dispatch import _disable_current_modes  # tried on 2.13
-
-__all__ = [
-    "TracingContext",
-    "active_tracer",
-    "enable_python_dispatcher",
-    "keep_calling_convention",
-    "make_fx",
-    "real_tensors",
-    "rename",
-    "reset_functorch",
-    "suspended_trace",
-    "trace_graph",
-    "traces",
-    "track_tensor_tree",
-]
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def traces() -> bool:
@@ -54,16 +38,13 @@ def trace_graph(name: str, text: str) -> None:
 
 
 def active_tracer() -> Any:
-    """The tracer of the pre-dispatch make_fx that is running (tried on 2.13)."""
+    """The tracer of the pre-dispatch make_fx that is running."""
     return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY).tracer
 
 
 @contextmanager
-def suspended_trace(fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Run without recording (no dispatch, pre-dispatch or torch-function modes), still on fake tensors.
-
-    Tried on 2.13.
-    """
+def suspended_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Run without recording (no dispatch, pre-dispatch or torch-function modes), still on fake tensors."""
     with (
         _temp_remove_pre_dispatch_torch_function_mode(),
         _temp_remove_metadata_torch_function_mode(),
@@ -75,33 +56,25 @@ def suspended_trace(fake_mode: FakeTensorMode) -> Iterator[None]:
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """Compute for real inside a compilation: no tracing, no fake tensors (tried on 2.13).
+    """Compute for real inside a compilation: no tracing, no fake tensors.
 
     Nor the Python dispatcher: under it c10d takes the GIL inside a collective, and then waits for a thread of Gloo that
     waits for the GIL.
     """
-    with (
-        torch._C._DisablePythonDispatcher(),
-        _temp_remove_pre_dispatch_torch_function_mode(),
-        _temp_remove_metadata_torch_function_mode(),
-        _disable_current_modes(),
-    ):
+    with torch._C._DisablePythonDispatcher(), suspended_trace(nullcontext()):
         yield
 
 
 def reset_functorch() -> None:
-    """Pop the vmap/grad levels that a failed trace has left pushed (tried on 2.13)."""
+    """Pop the vmap/grad levels that a failed trace has left pushed."""
     torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
 
 
 def keep_calling_convention(new: Graph, old: Graph) -> None:
-    """Make a new graph take its inputs and return its results in the containers that the old one does.
-
-    Tried on 2.13.
-    """
+    """Make a new graph take its inputs and return its results in the containers that the old one does."""
     new.set_codegen(old._codegen)
 
 
 def rename(node: Node, name: str) -> None:
-    """Give a node this name, or the next free one like it (tried on 2.13)."""
+    """Give a node this name, or the next free one like it."""
     node._rename(name)

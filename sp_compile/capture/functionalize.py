@@ -10,8 +10,8 @@ written back by one aten.copy_ at the end. Two kinds of mutation stay: those cop
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch.fx import GraphModule, Node, map_arg
 
 from sp_compile._compat import (
     OpOverload,
-    detect_fake_mode,
     enter_autocast,
     exit_autocast,
     has_autocast_kernel,
@@ -27,15 +26,13 @@ from sp_compile._compat import (
     unmark_static,
 )
 from sp_compile.errors import SpError, at
-from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.edit import Editor, drop_dead
 from sp_compile.graph.mutation import Mutation, functional_form, is_mutation, is_view_change, mutation_of, positional
 
 from . import view_inverses
 from .aliases import Aliases
 
 aten = torch.ops.aten
-
-_KEPT_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "custom")
 
 
 def functionalize(gm: GraphModule) -> GraphModule:
@@ -58,7 +55,8 @@ class _Renaming:
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm, self.graph = gm, gm.graph
-        self.fake_mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes]) or nullcontext()
+        self.editor = Editor()
+        self.editor.edit(gm.graph)
         self.aliases = Aliases(gm.graph)
         self.version: dict[Node, int] = {}
         self.current: dict[Node, Node] = {}  # changed root -> its value
@@ -134,16 +132,7 @@ class _Renaming:
 
     def emitter(self, like: Node) -> view_inverses.Emit:
         """A function that adds a node with its fake value, described as `like` is."""
-
-        def emit(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-            node = self.graph.call_function(target, args, kwargs)
-            node.meta = {k: like.meta[k] for k in _KEPT_META if k in like.meta}
-            fakes, fake_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-            with self.fake_mode, torch.no_grad():
-                node.meta["val"] = target(*fakes, **fake_kwargs)
-            return node
-
-        return emit
+        return lambda target, *args, **kwargs: self.editor.compute(target, args, like, kwargs)
 
     # ---- changes
 
@@ -266,13 +255,6 @@ class _Renaming:
     def write_back(self) -> None:
         for root, value in self.current.items():
             if root.op == "placeholder" or (root.op == "get_attr" and not root.meta.get("constant")):
-                _unmark_static(root)
+                unmark_static(root)
                 copy = self.graph.call_function(aten.copy_.default, (root, value))
                 copy.meta["val"] = root.meta["val"]
-
-
-def _unmark_static(placeholder: Node) -> None:
-    """Drop the promise that the memory is constant: the min-cut partitioner would recompute from changed data."""
-    facts = placeholder.meta.get("tensor_dict")
-    if facts:
-        placeholder.meta["tensor_dict"] = unmark_static(facts)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from sp_compile._compat import (
     wrap_with_set_grad_enabled,
 )
 from sp_compile.errors import SpError, at
+from sp_compile.graph.edit import drop_dead
 
 log = logging.getLogger(__name__)
 
@@ -47,25 +49,18 @@ _BODY_AT = {
     wrap_with_autocast: 4,
 }
 _CHECKPOINTS = (tag_activation_checkpoint, wrap_activation_checkpoint)
+_MISSING = object()
 
 
 def inline_regions(gm: GraphModule) -> GraphModule:
     """A copy of `gm` over the same parameters and submodules whose graph has no inlinable region op."""
     copy = _Copy(gm, Graph())
-    output = copy.body(gm, "", {}, {})
-    out = copy.graph.output(output)
-    out.meta = dict(gm.graph.output_node().meta)
+    copy.graph.output(copy.body(gm, "", {}, {})).meta = dict(gm.graph.output_node().meta)
     keep_calling_convention(copy.graph, gm.graph)
-    for node in copy.graph.find_nodes(op="get_attr"):
-        if not node.users:
-            copy.graph.erase_node(node)
+    drop_dead(copy.graph, ("get_attr",))
     flat = GraphModule(gm, copy.graph)
     flat.meta.update(gm.meta)
     return flat
-
-
-def _is_region(node: Node) -> bool:
-    return node.op == "call_function" and node.target in _BODY_AT
 
 
 @dataclass
@@ -85,12 +80,12 @@ class _Copy:
                 return bound(node.args[0])
             if node in env:
                 continue
-            if _is_region(node):
+            if node.op == "call_function" and node.target in _BODY_AT:
                 env[node] = self.region(gm, path, node, bound, tags)
-            elif isinstance(value := self.element(node, env), _Missing):
-                env[node] = self.copy(node, path, env, tags)
-            else:
+            elif (value := self.element(node, env)) is not _MISSING:
                 env[node] = value
+            else:
+                env[node] = self.copy(node, path, env, tags)
         raise AssertionError("a graph without an output node")
 
     def copy(self, node: Node, path: str, env: dict[Node, Any], tags: dict[str, Any]) -> Node:
@@ -129,37 +124,29 @@ class _Copy:
         if node.target in _CHECKPOINTS:
             tags = tags or _recompute_tags(node, body)
         inner = f"{path}.{ref.target}" if path else ref.target
-        leave = self.enter(node)
-        result = self.body(body, inner, dict(zip(holes, operands, strict=True)), tags)
-        leave()
-        return result
+        with self.state(node):
+            return self.body(body, inner, dict(zip(holes, operands, strict=True)), tags)
 
-    def enter(self, node: Node) -> Callable[[], None]:
-        """Write the state change of a region; returns the function that writes its end."""
+    @contextmanager
+    def state(self, node: Node) -> Iterator[None]:
+        """Write the state change of a region, and its end."""
         if node.target is wrap_with_set_grad_enabled:
             self.call(set_grad_enabled, (node.args[0],))
             self.grad.append(bool(node.args[0]))
-            return self.restore_grad
-        if node.target is wrap_with_autocast:
+            yield
+            self.grad.pop()
+            self.call(set_grad_enabled, (self.grad[-1],))
+        elif node.target is wrap_with_autocast:
             token = self.call(enter_autocast, tuple(node.args[:4]))
-            return lambda: self.call(exit_autocast, (token,)) and None
-        return lambda: None
-
-    def restore_grad(self) -> None:
-        self.grad.pop()
-        self.call(set_grad_enabled, (self.grad[-1],))
+            yield
+            self.call(exit_autocast, (token,))
+        else:
+            yield
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
         node = self.graph.call_function(target, args)
         node.meta["val"] = None
         return node
-
-
-class _Missing:
-    pass
-
-
-_MISSING = _Missing()
 
 
 def _recompute_tags(node: Node, body: GraphModule) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from sp_compile._compat import (
     track_tensor_tree,
 )
 from sp_compile.errors import SpError, at
+from sp_compile.graph.edit import INHERITED
 
 from .regions import inline_regions
 
@@ -163,16 +164,13 @@ class _Lower(Interpreter):
             detached = [v.detach() if isinstance(v := values[i], torch.Tensor) else v for i in free]
             plain = make_fx(region, tracing_mode="real")(*detached)
         plain.graph.eliminate_dead_code()
-        keep = {k: first.meta[k] for k in _KEPT_META if k in first.meta}
+        keep = {k: first.meta[k] for k in INHERITED if k in first.meta}
         for n in plain.graph.nodes:
             n.meta = dict(keep)
         results = Interpreter(plain).run(*[values[i] for i in free])
         self.env.update(zip(outs, results, strict=True))
         self.done |= inside
         return self.env.get(first)
-
-
-_KEPT_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
 
 
 def _record(

@@ -30,11 +30,6 @@ class View:
     base: Node
     args: tuple[Any, ...]
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the base, which is that of the inverse's result."""
-        return self.base.meta["val"].shape
-
 
 def invert(view: View, new: Node, emit: Emit) -> Node | None:
     """Nodes for the base of `view` after the view has become `new`; None where the op has no inverse."""
@@ -52,10 +47,6 @@ def sizes(node: Node, emit: Emit) -> list[Any]:
         int(s) if isinstance(s, int) or s.node.expr.is_number else emit(aten.sym_size.int, node, d)
         for d, s in enumerate(node.meta["val"].shape)
     ]
-
-
-def _detach(view: View, new: Node, emit: Emit) -> Node:
-    return emit(aten.detach.default, new)
 
 
 def _reshape(view: View, new: Node, emit: Emit) -> Node:
@@ -82,11 +73,7 @@ def _permuted(view: View, new: Node, order: tuple[int, ...], emit: Emit) -> Node
 
 
 def _expand(view: View, new: Node, emit: Emit) -> Node | None:
-    return new if new.meta["val"].shape == view.shape else None
-
-
-def _as_dtype(view: View, new: Node, emit: Emit) -> Node:
-    return emit(aten.view.dtype, new, view.base.meta["val"].dtype)
+    return new if new.meta["val"].shape == view.base.meta["val"].shape else None
 
 
 def piece(split: View, index: int, new: Node, emit: Emit) -> Node | None:
@@ -97,11 +84,8 @@ def piece(split: View, index: int, new: Node, emit: Emit) -> Node | None:
     pieces = emit(split.target, split.base, *split.args)
     index %= len(pieces.meta["val"])
     parts = [new if i == index else emit(operator.getitem, pieces, i) for i in range(len(pieces.meta["val"]))]
-    return emit(join, parts, split.args[_JOIN_DIM[split.target]] if _has_dim(split) else 0)
-
-
-def _has_dim(split: View) -> bool:
-    return len(split.args) > _JOIN_DIM[split.target]
+    at = 0 if split.target is aten.unbind.int else 1  # of its argument `dim`
+    return emit(join, parts, split.args[at] if len(split.args) > at else 0)
 
 
 _JOINS = {
@@ -113,10 +97,9 @@ _JOINS = {
     aten.tensor_split.sections: aten.cat.default,
     aten.tensor_split.indices: aten.cat.default,
 }
-_JOIN_DIM = {target: 0 if target is aten.unbind.int else 1 for target in _JOINS}
 
 _INVERSES: dict[Any, Callable[[View, Node, Emit], Node | None]] = {
-    aten.detach.default: _detach,
+    aten.detach.default: lambda view, new, emit: emit(aten.detach.default, new),
     # Dims may be longer than 1, and then they stay.
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
     aten.slice.Tensor: _scatter(aten.slice_scatter.default),
@@ -126,7 +109,7 @@ _INVERSES: dict[Any, Callable[[View, Node, Emit], Node | None]] = {
     aten.narrow.default: _narrow,
     aten.expand.default: _expand,
     aten.expand_as.default: _expand,
-    aten.view.dtype: _as_dtype,
+    aten.view.dtype: lambda view, new, emit: emit(aten.view.dtype, new, view.base.meta["val"].dtype),
     aten.view_as_real.default: lambda view, new, emit: emit(aten.view_as_complex.default, new),
     aten.view_as_complex.default: lambda view, new, emit: emit(aten.view_as_real.default, new),
 }

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from .call import is_tensor
 from .record import record
-from .sizes import product, same, sizes
+from .sizes import Size, product, same, sizes
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SPLITS = (aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
@@ -30,14 +30,10 @@ def packed_in(node: Node) -> Node | None:
         return None
     parts, lengths = source.args[0], split.args[1]
     fits = len(parts) == len(lengths) and all(is_tensor(p) and p.meta["val"].ndim == 1 for p in parts)
-    if not fits or any(_length(p) != n and not same(_length(p), n) for p, n in zip(parts, _sizes(split))):
+    if not fits or not all(same(_length(p.meta["val"]), _length(v)) for p, v in zip(parts, split.meta["val"])):
         return None
     return parts[index]
 
 
-def _length(part: Node) -> object:
-    return product(sizes(part.meta["val"].shape))
-
-
-def _sizes(split: Node) -> list[object]:
-    return [product(sizes(value.shape)) for value in split.meta["val"]]
+def _length(value: torch.Tensor) -> Size:
+    return product(sizes(value.shape))

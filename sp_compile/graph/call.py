@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile._compat import OpOverload, pytree, schema_of
+from sp_compile._compat import pytree, schema_of
 
+from .mutation import is_mutation
 from .sizes import Size, sizes
 
 
@@ -24,8 +25,7 @@ def is_written(node: Node) -> bool:
 
     Inputs do not count: they are written back once, at the end of the program.
     """
-    users = [u.target for u in node.users if isinstance(u.target, OpOverload)]
-    return node.op == "call_function" and any(schema_of(target).is_mutable for target in users)
+    return node.op == "call_function" and any(is_mutation(user) for user in node.users)
 
 
 def result_number(getitem: Node) -> int:
@@ -73,8 +73,7 @@ class Call:
 
     def ndim(self, operand: int | str = 0) -> int:
         """The number of dims of an operand, named as in `shape`."""
-        node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
-        return int(node.meta["val"].ndim)
+        return len(self.shape(operand))
 
     def dim(self, name: str = "dim", operand: int = 0) -> int:
         """The argument `name` as a non-negative dim of the operand."""

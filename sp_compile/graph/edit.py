@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import FakeTensor, detect_fake_mode, enable_python_dispatcher, keep_calling_convention, pytree
+from sp_compile._compat import FakeTensor, enable_python_dispatcher, keep_calling_convention, pytree
 
 from .mutation import is_pure
 from .sizes import Sizes
 
-INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id")
+INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "custom")
 
 
 class Editor:
@@ -36,13 +36,7 @@ class Editor:
 
     def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
         """Append an ordinary op; its value is inferred from its operands'."""
-        return self.emit(target, args, self.infer(target, args, like, kwargs), like, kwargs)
-
-    def infer(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Any:
-        """The value that an op has on the operands' values."""
-        values = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
-        with _fake_mode_of(like), enable_python_dispatcher():
-            return target(*values[0], **values[1])
+        return self.emit(target, args, infer(target, args, kwargs, like), like, kwargs)
 
     def after(self, source: Node) -> Any:
         """Insertion point right behind a node (behind the sizes, if it is an input)."""
@@ -78,34 +72,26 @@ class Editor:
 
 
 def drop_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
-    """Erase all nodes of these ops that nothing reads."""
+    """Erase all nodes of these ops that nothing reads, arithmetic on sizes too; never an op with an effect."""
     for node in reversed(graph.nodes):
-        if node.op in ops and not node.users and is_pure(node):
+        pure = is_pure(node) or isinstance(node.meta.get("val"), torch.SymInt)
+        if node.op in ops and not node.users and pure:
             graph.erase_node(node)
-
-
-def _fake_mode_of(node: Node) -> Any:
-    values = [v for n in (node, *node.all_input_nodes) for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)]
-    return detect_fake_mode(values)
 
 
 def copied(gm: GraphModule) -> GraphModule:
     """The same graph over the same attributes, to be changed."""
-    return GraphModule(gm, copy_of(gm.graph))
+    graph, output = Graph(), gm.graph.output_node()
+    results = graph.graph_copy(gm.graph, {})
+    graph.output(results, output.type).meta.update(output.meta)
+    keep_calling_convention(graph, gm.graph)
+    return GraphModule(gm, graph)
 
 
-def copy_of(old: Graph) -> Graph:
-    """The same graph, of other nodes."""
-    graph = Graph()
-    results = graph.graph_copy(old, {})
-    graph.output(results, old.output_node().type).meta.update(old.output_node().meta)
-    keep_calling_convention(graph, old)
-    return graph
-
-
-def infer(target: Any, args: Any, kwargs: Any) -> Any:
-    """What an op gives for the fake values of its operands, in the mode that is theirs."""
-    args, kwargs = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    modes = [x.fake_mode for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+def infer(target: Any, args: Any, kwargs: Any = None, like: Node | None = None) -> Any:
+    """What an op gives for the fake values of its operands, in the mode that is theirs, or else that of `like`."""
+    args, kwargs = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+    near = [n.meta.get("val") for n in (like, *like.all_input_nodes)] if like is not None else []
+    modes = [x.fake_mode for x in pytree.tree_leaves((args, kwargs, near)) if isinstance(x, FakeTensor)]
     with torch.no_grad(), modes[0] if modes else nullcontext(), enable_python_dispatcher():
         return target(*args, **kwargs)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
-from sp_compile._compat import detect_fake_mode, enable_python_dispatcher, make_fx, pytree
+from sp_compile._compat import detect_fake_mode, enable_python_dispatcher, make_fx
 from sp_compile.lowering.library import COMPOSITES
 
 
@@ -25,22 +25,18 @@ def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., 
 
 
 def _inline(gm: GraphModule, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Node)]
-    values = [leaves[i].meta["val"] for i in at]
+    operands = node.all_input_nodes
+    values = [operand.meta["val"] for operand in operands]
 
     def body(*given: Any) -> Any:
-        filled = list(leaves)
-        for i, value in zip(at, given, strict=True):
-            filled[i] = value
-        args, kwargs = pytree.tree_unflatten(filled, spec)
+        args, kwargs = map_arg((node.args, node.kwargs), dict(zip(operands, given)).__getitem__)
         return node.target(*args, **kwargs)
 
     mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
     with mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(body, decomposition_table=dict(decompositions), tracing_mode="real")(*values)
     traced.graph.eliminate_dead_code()
-    inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), (leaves[i] for i in at), strict=True))
+    inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with gm.graph.inserting_before(node):
         results = gm.graph.graph_copy(traced.graph, inputs)
     _replace(node, results)

@@ -119,9 +119,6 @@ def typical(a: Size) -> int:
     return int(a.subs({s: 1 << 20 for s in a.free_symbols}))
 
 
-_BINARY = {sympy.Add: operator.add, sympy.Mul: operator.mul}
-
-
 class Sizes:
     """Sizes as arguments of a graph's nodes. Every expression is computed once, right after the inputs."""
 
@@ -164,15 +161,13 @@ class Sizes:
                 raise SpError(f"the size {expr} is not the size of any input, so a rank cannot compute its share of it")
             node, dim = self.sources[expr]
             return self._emit(torch.ops.aten.sym_size.int, (node, dim), expr)
-        if isinstance(expr, FloorDiv):
-            return self._emit(operator.floordiv, tuple(self(size(a)) for a in expr.args), expr)
-        if isinstance(expr, sympy.Mod) or type(expr).__name__ in ("Mod", "PythonMod"):
-            return self._emit(operator.mod, tuple(self(size(a)) for a in expr.args), expr)
+        if isinstance(expr, FloorDiv) or type(expr).__name__ in ("Mod", "PythonMod"):
+            op = operator.floordiv if isinstance(expr, FloorDiv) else operator.mod
+            return self._emit(op, tuple(self(size(a)) for a in expr.args), expr)
         if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 0:
             return self._fold(operator.mul, [expr.base] * int(expr.exp), expr)
-        for kind, op in _BINARY.items():
-            if isinstance(expr, kind):
-                return self._fold(op, expr.args, expr)
+        if isinstance(expr, sympy.Add | sympy.Mul):
+            return self._fold(operator.add if isinstance(expr, sympy.Add) else operator.mul, expr.args, expr)
         raise SpError(f"the size {expr} is of a form that cannot be computed in the graph")
 
     def _fold(self, op: Any, terms: Any, expr: sympy.Expr) -> Node:

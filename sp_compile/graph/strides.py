@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .record import mark
-from .sizes import Size, sizes
+from .sizes import Size, sizes, typical
 
 aten = torch.ops.aten
-LARGE = 1 << 20  # any symbolic size, where only the order of strides matters
 
 
 def restore(graph: Graph, node: Node, value: Tensor) -> Node:
@@ -50,5 +49,5 @@ def restored(graph: Graph, node: Node, value: Tensor) -> Node:
 
 def order_of(strides: Sequence[Size]) -> list[int]:
     """The dims from the largest stride to the smallest; as they are where a dim is broadcast."""
-    values = [s if isinstance(s, int) else s.subs({x: LARGE for x in s.free_symbols}) for s in strides]
+    values = [typical(s) for s in strides]
     return sorted(range(len(values)), key=lambda d: -values[d]) if all(values) else list(range(len(values)))

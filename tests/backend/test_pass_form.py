@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile import passes
-from sp_compile.graph.edit import copy_of
+from sp_compile.graph.edit import copied
 from sp_compile.graph.record import erase, mark, record
 from sp_compile.passes import Job, Pass, check_order, flat, register, settings, spellings, unregister
 from sp_compile.passes.base import ordered
@@ -158,7 +158,7 @@ def test_a_record_is_not_shared_by_copies() -> None:
     gm = captured(Sums(), torch.randn(1, 8, 4))
     (node,) = gm.graph.find_nodes(op="placeholder")
     mark(node, parameter=True)
-    (copy,) = copy_of(gm.graph).find_nodes(op="placeholder")
+    (copy,) = copied(gm).graph.find_nodes(op="placeholder")
     mark(copy, parameter=False, requires_grad=True)
     assert (record(node).parameter, record(node).requires_grad) == (True, None)
     assert (record(copy).parameter, record(copy).requires_grad) == (False, True)

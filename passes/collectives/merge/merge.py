@@ -33,7 +33,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.config import CHOICES
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor
+from sp_compile.graph.edit import Editor, infer
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note
 from sp_compile.spmd.declare import declared
@@ -199,13 +199,13 @@ class MergeReductions(Pass, Editor):
     def _refresh(self, node: Node) -> None:
         """Infer a value anew. A view may be none of the operand as it was before a collective made it contiguous."""
         try:
-            node.meta["val"] = self.infer(node.target, node.args, node, node.kwargs)
+            node.meta["val"] = infer(node.target, node.args, node.kwargs)
         except (RuntimeError, ValueError):
             with self.graph.inserting_before(node):
                 layout = {"memory_format": torch.contiguous_format}
                 x = self.compute(aten.clone.default, (node.args[0],), node, layout)
             node.replace_input_with(node.args[0], x)
-            node.meta["val"] = self.infer(node.target, node.args, node, node.kwargs)
+            node.meta["val"] = infer(node.target, node.args, node.kwargs)
 
     def _note(self, node: Node, why: str, merged: bool) -> None:
         self.notes.append(Note(self.name if merged else f"not {self.name}", node.name, at(node), why))
