@@ -30,20 +30,10 @@ from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.lowering.scan.monoids import MONOIDS
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import (
-    CATS,
-    Pad,
-    constant_of,
-    dies_with,
-    in_order,
-    is_cast,
-    origin,
-    pad_of,
-    piece_of,
-    slice_of,
-    source_of,
-)
+from sp_compile.sharding.matchers import Pad, dies_with, in_order, is_cast, origin, piece_of, slice_of, source_of
+from sp_compile.sharding.windows import plain
 
+from .paddings import padding, uncut
 from .scan_ops import CUMULATIVE, has_scan, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -51,66 +41,21 @@ ADDS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 PARTS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
 
 
-@dataclass(frozen=True)
-class Shifted:
-    """Row i is row i - 1 of `source` (by 1) or row i + 1 (by -1); the row without one holds `fill`."""
-
-    source: Node
-    dim: int
-    by: int
-    fill: float
+SHIFTS = ((1, -1), (-1, 1))
 
 
-def shifted(node: Node) -> Shifted | None:
-    """The value as rows that moved by one; None if it is anything else."""
-    if node.op != "call_function":
-        return None
-    if node.target in CATS:
-        return _joined(node)
-    pad = pad_of(node)
-    if pad is not None:
-        return _padded(pad, node)
+def shifted(node: Node) -> Pad | None:
+    """The value as rows of a source that moved by one, with a constant in the row that has none; None for all else."""
     piece = slice_of(node)
-    pad = pad_of(origin(piece.source)) if piece is not None else None
-    if piece is None or pad is None or pad.dim != piece.dim or not dies_with(origin(piece.source), node):
-        return None
-    if not same(_rows(pad.source, pad.dim), piece.length):
-        return None
-    if (pad.before, pad.after, piece.start) in ((1, 0, 0), (0, 1, 1)):
-        return Shifted(origin(pad.source), pad.dim, pad.before - pad.after, pad.fill)
-    return None
-
-
-def _padded(pad: Pad, node: Node) -> Shifted | None:
-    if (pad.before, pad.after) in ((1, -1), (-1, 1)):
-        return Shifted(origin(pad.source), pad.dim, pad.before, pad.fill)
-    return _refilled(pad, node)
-
-
-def _refilled(pad: Pad, node: Node) -> Shifted | None:
-    """One row was cut off at one end, and one comes in at the other."""
-    kept = origin(pad.source)
-    piece = slice_of(kept)
-    if piece is None or piece.dim != pad.dim or not dies_with(kept, node):
-        return None
-    if not same(piece.length + 1, _rows(piece.source, pad.dim)):
-        return None
-    if (pad.before, pad.after) in ((1, 0), (0, 1)) and same(piece.start, pad.after):
-        return Shifted(origin(piece.source), pad.dim, pad.before - pad.after, pad.fill)
-    return None
-
-
-def _joined(node: Node) -> Shifted | None:
-    """cat of one row of a constant and of all rows but one."""
-    call = Call(node)
-    if len(call.operands) != 2:
-        return None
-    dim = int(call["dim"]) % node.meta["val"].ndim
-    for at, (row, rest) in enumerate((call.operands, reversed(call.operands))):
-        fill = constant_of(row)
-        if fill is not None and row.meta["val"].ndim == node.meta["val"].ndim and same(_rows(row, dim), 1):
-            return _refilled(Pad(rest, dim, 1 - at, at, fill), node)
-    return None
+    pad = padding(node if piece is None else origin(piece.source))
+    if piece is not None and pad is not None:
+        if pad.dim != piece.dim or not dies_with(origin(piece.source), node):
+            return None
+        behind = _rows(piece.source, pad.dim) - piece.start - piece.length
+        pad = replace(pad, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
+    while pad is not None and (pad.before, pad.after) not in SHIFTS:
+        pad = uncut(pad) if dies_with(pad.source, node) else None
+    return pad
 
 
 def _rows(node: Node, dim: int) -> Size:
@@ -244,10 +189,10 @@ def _scan_of_shifted(node: Node) -> Spelt | None:
     return replace(outer, x=move.source, exclusive=True)
 
 
-def _excludes(inner: Spelt, move: Shifted) -> bool:
+def _excludes(inner: Spelt, move: Pad) -> bool:
     """Does an inclusive scan that is shifted so leave out the element itself?"""
     identity = MONOIDS[inner.op].identity(move.source.meta["val"].dtype)
-    onwards = move.by == (-1 if inner.reverse else 1)
+    onwards = move.before == (-1 if inner.reverse else 1)
     return not inner.exclusive and onwards and move.dim == inner.dim and move.fill == identity
 
 
