@@ -26,11 +26,21 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.sizes import Size, all_same, same, sizes
 from sp_compile.lowering.scan.monoids import MONOIDS
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import Pad, dies_with, in_order, is_cast, origin, piece_of, slice_of, source_of
+from sp_compile.sharding.matchers import (
+    Pad,
+    dies_with,
+    in_order,
+    is_cast,
+    origin,
+    piece_of,
+    same_call,
+    slice_of,
+    source_of,
+)
 from sp_compile.sharding.windows import plain
 
 from .paddings import padding, uncut
@@ -168,8 +178,7 @@ def _meant(node: Node) -> Spelt | None:
 def _alike(meant: Spelt, node: Node) -> bool:
     """Has the value the shape and dtype that the scan has?"""
     mine, value = node.meta["val"], meant.node.meta["val"]
-    pairs = zip(sizes(mine.shape), sizes(value.shape))
-    return mine.dtype == value.dtype and all(same(a, b) for a, b in pairs)
+    return mine.dtype == value.dtype and all_same(sizes(mine.shape), sizes(value.shape))
 
 
 def _shifted_scan(node: Node) -> Spelt | None:
@@ -274,19 +283,14 @@ def _is_cast_of(term: Node, scan: Spelt) -> bool:
     """Is it what is scanned, or a copy of it in a wider dtype?"""
     x, wide = origin(scan.x), term.meta["val"].dtype
     exact = torch.promote_types(x.meta["val"].dtype, wide) == wide
-    return origin(term) is x or (exact and is_cast(term) and origin(source_of(term)) is x) or _twin(term, x)
-
-
-def _twin(a: Node, b: Node) -> bool:
-    """The same op of the same operands."""
-    return a.op == b.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
+    return origin(term) is x or (exact and is_cast(term) and origin(source_of(term)) is x) or same_call(term, x)
 
 
 def _is_total_of(term: Node, scan: Spelt) -> bool:
     """Is it the sum of all that is scanned, kept as a dim of size 1?"""
     shape, held = sizes(scan.node.meta["val"].shape), sizes(term.meta["val"].shape)
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
-    if len(held) != len(wanted) or not all(map(same, held, wanted)):
+    if not all_same(held, wanted):
         return False
     term = in_order(term)
     if term.target is aten.sum.dim_IntList:
