@@ -8,8 +8,6 @@
 What a function computes is read off its graph as an expression of its arguments, so that neither its spelling nor the
 order of leaves matters. torch's own backward takes memory quadratic in the length, and is wrong where leaves mix (tried
 on 2.13); these are linear. Bytes moved: none. On shards, what is not recognised is gathered. Leaves alone: nothing.
-
-What a combine function does, as expressions of its arguments: which scans it makes of which leaves.
 """
 
 from __future__ import annotations

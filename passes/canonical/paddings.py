@@ -49,10 +49,10 @@ class Paddings(Spelling):
         pad = padding(node)
         if pad is None:
             return False
-        length, padded = _rows(node, pad.dim), pad
+        length, padded = rows_of(node, pad.dim), pad
         while (wider := uncut(padded)) is not None:
             padded = wider
-        rows = _rows(padded.source, padded.dim)
+        rows = rows_of(padded.source, padded.dim)
         whole = _shift(padded, 0, length)
         shifts = _fits(length, padded) and (node.target in CATS or padded is not pad)
         if shifts and _spelt(whole, rows):
@@ -87,13 +87,13 @@ class Paddings(Spelling):
     def _slide(self, nodes: list[Node], x: Node, dim: int, slides: Slides, before: Node | None = None) -> None:
         """One call in the place of nodes that are all the same."""
         with self.graph.inserting_before(before or nodes[0]):
-            args = (x, *slides.args(_rows(x, dim)))
+            args = (x, *slides.args(rows_of(x, dim)))
             new = self.emit(slides.op, args, nodes[0].meta["val"], nodes[0])
         for node in nodes:
             self.replace(node, new)
 
 
-def _rows(x: Node, dim: int) -> Size:
+def rows_of(x: Node, dim: int) -> Size:
     return size(x.meta["val"].shape[dim])
 
 
@@ -114,7 +114,7 @@ def uncut(pad: Pad) -> Pad | None:
     if piece is None or piece.dim != pad.dim:
         return None
     source = origin(piece.source)
-    behind = plain(_rows(source, pad.dim) - piece.start - piece.length)
+    behind = plain(rows_of(source, pad.dim) - piece.start - piece.length)
     if not _hides(pad.before, piece.start) or not _hides(pad.after, behind):
         return None
     return replace(pad, source=source, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
@@ -130,7 +130,7 @@ def _fits(length: Size, padded: Pad) -> bool:
     source = padded.source
     while (piece := slice_of(source)) is not None:
         source = origin(piece.source)
-    return Sliding(length).fits(_rows(source, padded.dim))
+    return Sliding(length).fits(rows_of(source, padded.dim))
 
 
 def padding(node: Node) -> Pad | None:

@@ -8,12 +8,6 @@
 
 In any order, and nested. Part of canonicalize. Bytes moved: none. Leaves alone: a scan whose own value is used as well,
 but for shifted sums of integers, which are `cumsum(x) - x` then; other dtypes than the scan's.
-
-Recognises rows that moved one place along a dim, and what came in at the end: the ways in which people write it.
-
-    pad(y, (1, -1))     pad(y, (1, 0))[:-1]     cat([zeros, y[:-1]])     pad(y[:-1], (1, 0))
-
-Reads the graph only.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.sizes import Size, all_same, same, sizes
+from sp_compile.graph.sizes import all_same, same, sizes
 from sp_compile.lowering.scan.monoids import MONOIDS
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
@@ -43,7 +37,7 @@ from sp_compile.sharding.matchers import (
 )
 from sp_compile.sharding.windows import plain
 
-from .paddings import padding, uncut
+from .paddings import padding, rows_of, uncut
 from .scan_ops import CUMULATIVE, has_scan, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -61,15 +55,11 @@ def shifted(node: Node) -> Pad | None:
     if piece is not None and pad is not None:
         if pad.dim != piece.dim or not dies_with(origin(piece.source), node):
             return None
-        behind = _rows(piece.source, pad.dim) - piece.start - piece.length
+        behind = rows_of(piece.source, pad.dim) - piece.start - piece.length
         pad = replace(pad, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
     while pad is not None and (pad.before, pad.after) not in SHIFTS:
         pad = uncut(pad) if dies_with(pad.source, node) else None
     return pad
-
-
-def _rows(node: Node, dim: int) -> Size:
-    return sizes(node.meta["val"].shape)[dim]
 
 
 @dataclass(frozen=True)
@@ -151,11 +141,8 @@ class ScanIdioms(Spelling):
 
     def _differ(self, node: Node) -> bool:
         """An exclusive sum of integers beside the inclusive one: take x off, which needs no neighbour."""
-        move = shifted(node)
-        inner = spelt(move.source) if move is not None else None
-        if move is None or inner is None or inner.op != "sum" or not _excludes(inner, move):
-            return False
-        if node.meta["val"].is_floating_point():
+        inner = _excluding(node)
+        if inner is None or inner.op != "sum" or node.meta["val"].is_floating_point():
             return False
         with self.graph.inserting_before(node):
             each, dtype = inner.x, node.meta["val"].dtype
@@ -183,11 +170,15 @@ def _alike(meant: Spelt, node: Node) -> bool:
 
 def _shifted_scan(node: Node) -> Spelt | None:
     """The last row left out, and the identity before the first."""
+    inner = _excluding(node)
+    return replace(inner, exclusive=True) if inner is not None and dies_with(inner.node, node) else None
+
+
+def _excluding(node: Node) -> Spelt | None:
+    """The inclusive scan whose rows, moved by one, the value is."""
     move = shifted(node)
     inner = spelt(move.source) if move is not None else None
-    if move is None or inner is None or not _excludes(inner, move) or not dies_with(inner.node, node):
-        return None
-    return replace(inner, exclusive=True)
+    return inner if move is not None and inner is not None and _excludes(inner, move) else None
 
 
 def _scan_of_shifted(node: Node) -> Spelt | None:

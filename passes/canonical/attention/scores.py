@@ -160,7 +160,8 @@ def why_no_scores(x: Node) -> str:
         if len(node.users) > 1:
             return f"something else reads the scores ({node.name})"
         inner = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function" and _scores(i)]
-        if not inner or (node.target not in HANDLED and _changes(node)):
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and source_of(node) is None
+        if not inner or (node.target not in HANDLED and pointwise):
             break
         node = inner[0]
     if product_of(node) is not None:
@@ -171,11 +172,3 @@ def why_no_scores(x: Node) -> str:
 
 def _scores(node: Node) -> bool:
     return product_of(node) is not None or _reaches(node, lambda n: n.all_input_nodes)
-
-
-def _changes(node: Node) -> bool:
-    """Is it an op on the elements that is no cast or copy?"""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and node.target not in (
-        aten.clone.default,
-        aten._to_copy.default,
-    )

@@ -1,6 +1,4 @@
-"""The values of all steps of a loop as one tensor, with a dim that counts the steps; how such tensors are arranged.
-
-One op on the values of all steps of a loop at once.
+"""The values of all steps of a loop as one tensor, with a dim that counts the steps, and one op on all of them at once.
 
     pointwise ops, matmul            the op itself, operands aligned
     linear, layer_norm, rms_norm     the op itself
@@ -227,8 +225,7 @@ def _fits(found: Value, node: Node) -> bool:
 
 def _pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
     """Ops that act on each element alone, by their rule."""
-    found = lookup(node)
-    rule = found[1] if found is not None else None
+    _, rule = lookup(node) or (None, None)
     if rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
         return None
     (result,) = rule.results
@@ -299,8 +296,7 @@ def _shifted(dim: Any, time: int, ndim: int) -> int | None:
 
 def _places(node: Node, time: int) -> list[int] | None:
     """Which dim of each result is dim `time` of the operand, untouched."""
-    found = lookup(node)
-    rule = found[1] if found is not None else None
+    _, rule = lookup(node) or (None, None)
     if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
         return None
     factor = rule.operands[0][time]
