@@ -201,7 +201,7 @@ _RULES: dict[Any, Rule] = {  # for every overload
 
 def _like(node: Node, other: Node) -> bool:
     x, y = node.meta["val"], other.meta["val"]
-    return x.dtype == y.dtype and sizes(x.shape) == sizes(y.shape)
+    return is_tensor(node) and x.dtype == y.dtype and sizes(x.shape) == sizes(y.shape)
 
 
 def _is_number(x: Value) -> bool:
