@@ -8,8 +8,6 @@
 What a function computes is read off its graph as an expression of its arguments, so that neither its spelling nor the
 order of leaves matters. torch's own backward takes memory quadratic in the length, and is wrong where leaves mix (tried
 on 2.13); these are linear. Bytes moved: none. On shards, what is not recognised is gathered. Leaves alone: nothing.
-
-What a combine function does, as expressions of its arguments: which scans it makes of which leaves.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from sp_compile.sharding.matchers import order_of, origin
 
 from .scan_ops import scan
 
-aten = torch.ops.aten
+aten, sp = torch.ops.aten, torch.ops.sp
 
 
 @dataclass(frozen=True)
@@ -67,23 +65,21 @@ class _Unknown(Exception):
     """No expression describes the function."""
 
 
-def _function(name: str) -> Callable[..., sympy.Expr]:
-    """One that commutes."""
-    return lambda a, b: sympy.Function(name)(*sorted((a, b), key=str))
+def _logaddexp(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    return sympy.Function("logaddexp")(*sorted((a, b), key=str))
 
 
-_MAXIMUM, _MINIMUM, _LOGADDEXP = (_function(name) for name in ("maximum", "minimum", "logaddexp"))
 _OPS: dict[Any, Callable[..., sympy.Expr]] = {
     aten.add.Tensor: lambda a, b: a + b,
     aten.sub.Tensor: lambda a, b: a - b,
     aten.mul.Tensor: lambda a, b: a * b,
     aten.neg.default: lambda a: -a,
     aten.addcmul.default: lambda a, b, c: a + b * c,
-    aten.maximum.default: _MAXIMUM,
-    aten.max.other: _MAXIMUM,
-    aten.minimum.default: _MINIMUM,
-    aten.min.other: _MINIMUM,
-    aten.logaddexp.default: _LOGADDEXP,
+    aten.maximum.default: sympy.Max,
+    aten.max.other: sympy.Max,
+    aten.minimum.default: sympy.Min,
+    aten.min.other: sympy.Min,
+    aten.logaddexp.default: _logaddexp,
     aten.detach.default: lambda a: a,
 }
 
@@ -120,7 +116,7 @@ def _read(value: Any, env: dict[Node, sympy.Expr]) -> sympy.Expr:
 
 def _scan(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> Combining | None:
     a, b = left[i], right[i]
-    known = {a + b: "sum", a * b: "prod", _MAXIMUM(a, b): "max", _MINIMUM(a, b): "min", _LOGADDEXP(a, b): "logsumexp"}
+    known = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
     return Combining(known[e], (i,)) if e in known else None
 
 
@@ -132,7 +128,6 @@ def _recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -
     return None
 
 
-aten, sp = torch.ops.aten, torch.ops.sp
 UNKNOWN = "its combine function is no sum, product, maximum, minimum, log-sum-exp or linear recurrence"
 
 
@@ -177,16 +172,10 @@ class AssociativeScans(Spelling):
 
     def _rewrite(self, node: Node, found: list[Combining]) -> None:
         given = _operands(list(node.args[1]))
-        pieces: dict[int, list[Node]] = {}
-        for user in list(node.users):
-            pieces.setdefault(user.args[1], []).append(user)
+        read = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
-            fresh = {i: self._moved_back(self._scan(found[i], given, node), given, node) for i in pieces}
-        for i, users in pieces.items():
-            for user in users:
-                user.replace_all_uses_with(fresh[i])
-                self.graph.erase_node(user)
-        self.erase([node])
+            fresh = {i: self._moved_back(self._scan(found[i], given, node), given, node) for i in read}
+        self.replace_results(node, fresh)
 
     def _scan(self, one: Combining, given: _Operands, node: Node) -> Node:
         rows = [given.leaves[i] for i in one.leaves]
@@ -258,17 +247,8 @@ class Trees(Pass, Editor):
         given = [*node.args[1], *node.args[2]]
         values = torch.fx.map_arg(given, lambda n: n.meta["val"])
         traced = _traced(combine, values, len(node.args[1]))
-        env: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), given, strict=True))
         with self.graph.inserting_before(node):
-            for inner in traced.graph.nodes:
-                if inner.op == "call_function":
-                    args, kwargs = torch.fx.map_arg((inner.args, inner.kwargs), env.__getitem__)
-                    env[inner] = self.emit(inner.target, args, inner.meta["val"], node, kwargs)
-        results = torch.fx.map_arg(traced.graph.output_node().args[0], env.__getitem__)
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            self.graph.erase_node(user)
-        self.erase([node])
+            self.replace_results(node, self.inline(traced, given, node))
 
 
 def _traced(combine: GraphModule, values: list[Any], leaves: int) -> GraphModule:

@@ -12,7 +12,7 @@ provably those of the sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,20 +23,10 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, same, size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import constant_of, origin, pad_of, readers, slice_of
+from sp_compile.sharding.matchers import CATS, Pad, constant_of, origin, pad_of, readers, slice_of
 from sp_compile.sharding.windows import Slides, Sliding, plain, slides_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
-
-
-@dataclass(frozen=True)
-class Padded:
-    """x with `before` rows of `fill` in front of it along `dim`, and perhaps some behind it."""
-
-    x: Node
-    dim: int
-    before: Size
-    fill: Any
 
 
 @register
@@ -56,23 +46,25 @@ class Paddings(Spelling):
 
     def _read(self, node: Node) -> bool:
         """A padding becomes part of everything that reads it, or stays."""
-        cut = _padding(node)
-        if cut is None:
+        pad = padding(node)
+        if pad is None:
             return False
-        length = _rows(node, cut.dim)
-        padded = _uncut(cut, length)
+        length, padded = rows_of(node, pad.dim), pad
+        while (wider := uncut(padded)) is not None:
+            padded = wider
+        rows = rows_of(padded.source, padded.dim)
         whole = _shift(padded, 0, length)
-        shifts = _fits(length, padded) and (node.target is aten.cat.default or padded is not cut)
-        if shifts and _spelt(whole, _rows(padded.x, padded.dim)):
-            self._slide([node], padded.x, padded.dim, whole)
+        shifts = _fits(length, padded) and (node.target in CATS or padded is not pad)
+        if shifts and _spelt(whole, rows):
+            self._slide([node], padded.source, padded.dim, whole)
             return True
         users = readers(node)
         found = [_reading(user, node, padded) for user in users]
-        known = [one for one in found if one is not None and _spelt(one, _rows(padded.x, padded.dim))]
+        known = [one for one in found if one is not None and _spelt(one, rows)]
         if len(known) < len(found):
             return False
         for user, one in zip(users, known):
-            self._slide([user], padded.x, padded.dim, one)
+            self._slide([user], padded.source, padded.dim, one)
         return True
 
     def _cut(self, node: Node) -> bool:
@@ -95,17 +87,17 @@ class Paddings(Spelling):
     def _slide(self, nodes: list[Node], x: Node, dim: int, slides: Slides, before: Node | None = None) -> None:
         """One call in the place of nodes that are all the same."""
         with self.graph.inserting_before(before or nodes[0]):
-            args = (x, *slides.args(_rows(x, dim)))
+            args = (x, *slides.args(rows_of(x, dim)))
             new = self.emit(slides.op, args, nodes[0].meta["val"], nodes[0])
         for node in nodes:
             self.replace(node, new)
 
 
-def _rows(x: Node, dim: int) -> Size:
+def rows_of(x: Node, dim: int) -> Size:
     return size(x.meta["val"].shape[dim])
 
 
-def _shift(padded: Padded, start: Size, length: Size) -> Slides:
+def _shift(padded: Pad, start: Size, length: Size) -> Slides:
     """So many rows of a padded value, from `start` on."""
     sliding = Sliding(length, plain(padded.before - start))
     return Slides(sliding, sp.shift.default, (padded.dim,), (padded.fill,))
@@ -116,48 +108,56 @@ def _spelt(slides: Slides, rows: Size) -> bool:
     return isinstance(slides.sliding.before, int) and isinstance(slides.sliding.after(rows), int)
 
 
-def _uncut(padded: Padded, length: Size) -> Padded:
-    """The same rows as a padding of what x is a slice of, unless rows that the slice left out would show."""
-    x, dim, before = padded.x, padded.dim, padded.before
-    piece = slice_of(x)
-    if piece is None or piece.dim != dim:
-        return padded
-    start, rows, source = piece.start, piece.length, origin(piece.source)
-    in_front = same(start, 0) or (isinstance(before, int) and before <= 0)
-    after = plain(length - rows - before)
-    behind = same(start + rows, _rows(source, dim)) or (isinstance(after, int) and after <= 0)
-    if not (in_front and behind):
-        return padded
-    return _uncut(replace(padded, x=source, before=plain(before - start)), length)
+def uncut(pad: Pad) -> Pad | None:
+    """The same rows as a padding of what the source is a slice of; None if rows that the slice left out would show."""
+    piece = slice_of(pad.source)
+    if piece is None or piece.dim != pad.dim:
+        return None
+    source = origin(piece.source)
+    behind = plain(rows_of(source, pad.dim) - piece.start - piece.length)
+    if not _hides(pad.before, piece.start) or not _hides(pad.after, behind):
+        return None
+    return replace(pad, source=source, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
 
 
-def _fits(length: Size, padded: Padded) -> bool:
-    """Is a result of so many rows no longer than the sequence that x is a slice of?"""
-    source = padded.x
+def _hides(pad: Size, left_out: Size) -> bool:
+    """Do none of the rows show that a slice left out at an end where so many are added?"""
+    return same(left_out, 0) or (isinstance(pad, int) and pad <= 0)
+
+
+def _fits(length: Size, padded: Pad) -> bool:
+    """Is a result of so many rows no longer than the sequence that the source is a slice of?"""
+    source = padded.source
     while (piece := slice_of(source)) is not None:
         source = origin(piece.source)
-    return Sliding(length).fits(_rows(source, padded.dim))
+    return Sliding(length).fits(rows_of(source, padded.dim))
 
 
-def _padding(node: Node) -> Padded | None:
-    if node.target is aten.cat.default:
+def padding(node: Node) -> Pad | None:
+    """A pad of one dim by a constant, or a cat of constants and one other value."""
+    if node.target in CATS:
         return _joined(node)
     pad = pad_of(node)
-    return Padded(origin(pad.source), pad.dim, pad.before, pad.fill) if pad is not None else None
+    return replace(pad, source=origin(pad.source)) if pad is not None else None
 
 
-def _joined(node: Node) -> Padded | None:
-    """A cat of constants and one other value."""
-    call, value = Call(node), node.meta["val"]
-    fills = [constant_of(o) if o.meta["val"].dtype == value.dtype else None for o in call.operands]
+def _joined(node: Node) -> Pad | None:
+    call, dtype = Call(node), node.meta["val"].dtype
+    fills = [_fill(x, dtype) for x in call.operands]
     others = [i for i, fill in enumerate(fills) if fill is None]
-    if len(others) != 1 or len(fills) < 2 or len({f for f in fills if f is not None}) != 1:
+    known = {fill for fill in fills if fill is not None}
+    if len(others) != 1 or len(known) != 1 or call.operands[others[0]].meta["val"].dtype != dtype:
         return None
-    x, dim = call.operands[others[0]], call.dim()
-    if x.meta["val"].dtype != value.dtype:
-        return None
-    before = plain(sum((call.shape(i)[dim] for i in range(others[0])), start=0))
-    return Padded(origin(x), dim, before, next(f for f in fills if f is not None))
+    (at,), dim = others, call.dim()
+    extents = [call.shape(i)[dim] for i in range(len(fills))]
+    before, after = (plain(sum(rows, start=0)) for rows in (extents[:at], extents[at + 1 :]))
+    return Pad(origin(call.operands[at]), dim, before, after, known.pop())
+
+
+def _fill(x: Node, dtype: torch.dtype) -> Any:
+    """The constant that the operand adds to a cat of the dtype, where that holds it exactly."""
+    fill = constant_of(x)
+    return fill if x.meta["val"].dtype == dtype or fill in (0, 1) else None
 
 
 def _span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
@@ -167,7 +167,7 @@ def _span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
     return (piece.start, piece.length) if piece is not None and of else None
 
 
-def _reading(user: Node, node: Node, padded: Padded) -> Slides | None:
+def _reading(user: Node, node: Node, padded: Pad) -> Slides | None:
     """What reads a padding, as a window that slides over what is padded; its own constants must be the same."""
     span = _span(user, node, padded.dim)
     if span is not None:

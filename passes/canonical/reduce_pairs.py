@@ -16,7 +16,6 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import autograd_function_apply, pytree, set_grad_enabled
 from sp_compile.graph.call import is_tensor
-from sp_compile.graph.edit import INHERITED
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import origin, steps_to
@@ -33,32 +32,24 @@ class ReducePairs(Spelling):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         found = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
-        return sum([_respell(gm, node) for node in found])
+        return sum([self._respell(node) for node in found])
 
-
-def _respell(gm: GraphModule, node: Node) -> bool:
-    named = [getattr(gm, str(a.target), None) for a in node.args[:2] if isinstance(a, Node)]
-    bodies = [body for body in named if isinstance(body, GraphModule)]
-    operands = [a for a in node.args[2:] if is_tensor(a)]
-    users = list(node.users)
-    alone = all(u.target is operator.getitem and u.args[1] == 0 for u in users)
-    if len(bodies) != 2 or len(operands) != 1 or not alone:
-        return False
-    (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
-    there, back = _reductions(bodies[0], [made]), _reductions(bodies[1], gradients)
-    if there is None or back is None:
-        return False
-    with gm.graph.inserting_before(node):
-        new = gm.graph.call_function(sp.reduce_pair.default, (operands[0], there, back))
-    new.meta.update({key: node.meta[key] for key in INHERITED if key in node.meta})
-    new.meta["val"] = node.meta["val"][0]
-    for user in users:
-        user.replace_all_uses_with(new)
-        gm.graph.erase_node(user)
-    gm.graph.erase_node(node)
-    for body in (a for a in node.args[:2] if isinstance(a, Node) and not a.users):
-        gm.graph.erase_node(body)
-    return True
+    def _respell(self, node: Node) -> bool:
+        functions = [a for a in node.args[:2] if isinstance(a, Node)]
+        named = [getattr(self.gm, str(a.target), None) for a in functions]
+        bodies = [body for body in named if isinstance(body, GraphModule)]
+        operands = [a for a in node.args[2:] if is_tensor(a)]
+        alone = all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
+        if len(bodies) != 2 or len(operands) != 1 or not alone:
+            return False
+        (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
+        there, back = _reductions(bodies[0], [made]), _reductions(bodies[1], gradients)
+        if there is None or back is None:
+            return False
+        with self.graph.inserting_before(node):
+            new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][0], node)
+        self.replace_results(node, [new])
+        return True
 
 
 def _reductions(body: GraphModule, results: Any) -> list[str] | None:

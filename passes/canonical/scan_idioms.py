@@ -8,12 +8,6 @@
 
 In any order, and nested. Part of canonicalize. Bytes moved: none. Leaves alone: a scan whose own value is used as well,
 but for shifted sums of integers, which are `cumsum(x) - x` then; other dtypes than the scan's.
-
-Recognises rows that moved one place along a dim, and what came in at the end: the ways in which people write it.
-
-    pad(y, (1, -1))     pad(y, (1, 0))[:-1]     cat([zeros, y[:-1]])     pad(y[:-1], (1, 0))
-
-Reads the graph only.
 """
 
 from __future__ import annotations
@@ -26,24 +20,24 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.sizes import all_same, same, sizes
 from sp_compile.lowering.scan.monoids import MONOIDS
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import (
-    CATS,
     Pad,
-    constant_of,
     dies_with,
     in_order,
     is_cast,
     origin,
-    pad_of,
     piece_of,
+    same_call,
     slice_of,
     source_of,
 )
+from sp_compile.sharding.windows import plain
 
+from .paddings import padding, rows_of, uncut
 from .scan_ops import CUMULATIVE, has_scan, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -51,70 +45,21 @@ ADDS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 PARTS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
 
 
-@dataclass(frozen=True)
-class Shifted:
-    """Row i is row i - 1 of `source` (by 1) or row i + 1 (by -1); the row without one holds `fill`."""
-
-    source: Node
-    dim: int
-    by: int
-    fill: float
+SHIFTS = ((1, -1), (-1, 1))
 
 
-def shifted(node: Node) -> Shifted | None:
-    """The value as rows that moved by one; None if it is anything else."""
-    if node.op != "call_function":
-        return None
-    if node.target in CATS:
-        return _joined(node)
-    pad = pad_of(node)
-    if pad is not None:
-        return _padded(pad, node)
+def shifted(node: Node) -> Pad | None:
+    """The value as rows of a source that moved by one, with a constant in the row that has none; None for all else."""
     piece = slice_of(node)
-    pad = pad_of(origin(piece.source)) if piece is not None else None
-    if piece is None or pad is None or pad.dim != piece.dim or not dies_with(origin(piece.source), node):
-        return None
-    if not same(_rows(pad.source, pad.dim), piece.length):
-        return None
-    if (pad.before, pad.after, piece.start) in ((1, 0, 0), (0, 1, 1)):
-        return Shifted(origin(pad.source), pad.dim, pad.before - pad.after, pad.fill)
-    return None
-
-
-def _padded(pad: Pad, node: Node) -> Shifted | None:
-    if (pad.before, pad.after) in ((1, -1), (-1, 1)):
-        return Shifted(origin(pad.source), pad.dim, pad.before, pad.fill)
-    return _refilled(pad, node)
-
-
-def _refilled(pad: Pad, node: Node) -> Shifted | None:
-    """One row was cut off at one end, and one comes in at the other."""
-    kept = origin(pad.source)
-    piece = slice_of(kept)
-    if piece is None or piece.dim != pad.dim or not dies_with(kept, node):
-        return None
-    if not same(piece.length + 1, _rows(piece.source, pad.dim)):
-        return None
-    if (pad.before, pad.after) in ((1, 0), (0, 1)) and same(piece.start, pad.after):
-        return Shifted(origin(piece.source), pad.dim, pad.before - pad.after, pad.fill)
-    return None
-
-
-def _joined(node: Node) -> Shifted | None:
-    """cat of one row of a constant and of all rows but one."""
-    call = Call(node)
-    if len(call.operands) != 2:
-        return None
-    dim = int(call["dim"]) % node.meta["val"].ndim
-    for at, (row, rest) in enumerate((call.operands, reversed(call.operands))):
-        fill = constant_of(row)
-        if fill is not None and row.meta["val"].ndim == node.meta["val"].ndim and same(_rows(row, dim), 1):
-            return _refilled(Pad(rest, dim, 1 - at, at, fill), node)
-    return None
-
-
-def _rows(node: Node, dim: int) -> Size:
-    return sizes(node.meta["val"].shape)[dim]
+    pad = padding(node if piece is None else origin(piece.source))
+    if piece is not None and pad is not None:
+        if pad.dim != piece.dim or not dies_with(origin(piece.source), node):
+            return None
+        behind = rows_of(piece.source, pad.dim) - piece.start - piece.length
+        pad = replace(pad, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
+    while pad is not None and (pad.before, pad.after) not in SHIFTS:
+        pad = uncut(pad) if dies_with(pad.source, node) else None
+    return pad
 
 
 @dataclass(frozen=True)
@@ -196,11 +141,8 @@ class ScanIdioms(Spelling):
 
     def _differ(self, node: Node) -> bool:
         """An exclusive sum of integers beside the inclusive one: take x off, which needs no neighbour."""
-        move = shifted(node)
-        inner = spelt(move.source) if move is not None else None
-        if move is None or inner is None or inner.op != "sum" or not _excludes(inner, move):
-            return False
-        if node.meta["val"].is_floating_point():
+        inner = _excluding(node)
+        if inner is None or inner.op != "sum" or node.meta["val"].is_floating_point():
             return False
         with self.graph.inserting_before(node):
             each, dtype = inner.x, node.meta["val"].dtype
@@ -223,17 +165,20 @@ def _meant(node: Node) -> Spelt | None:
 def _alike(meant: Spelt, node: Node) -> bool:
     """Has the value the shape and dtype that the scan has?"""
     mine, value = node.meta["val"], meant.node.meta["val"]
-    pairs = zip(sizes(mine.shape), sizes(value.shape))
-    return mine.dtype == value.dtype and all(same(a, b) for a, b in pairs)
+    return mine.dtype == value.dtype and all_same(sizes(mine.shape), sizes(value.shape))
 
 
 def _shifted_scan(node: Node) -> Spelt | None:
     """The last row left out, and the identity before the first."""
+    inner = _excluding(node)
+    return replace(inner, exclusive=True) if inner is not None and dies_with(inner.node, node) else None
+
+
+def _excluding(node: Node) -> Spelt | None:
+    """The inclusive scan whose rows, moved by one, the value is."""
     move = shifted(node)
     inner = spelt(move.source) if move is not None else None
-    if move is None or inner is None or not _excludes(inner, move) or not dies_with(inner.node, node):
-        return None
-    return replace(inner, exclusive=True)
+    return inner if move is not None and inner is not None and _excludes(inner, move) else None
 
 
 def _scan_of_shifted(node: Node) -> Spelt | None:
@@ -244,10 +189,10 @@ def _scan_of_shifted(node: Node) -> Spelt | None:
     return replace(outer, x=move.source, exclusive=True)
 
 
-def _excludes(inner: Spelt, move: Shifted) -> bool:
+def _excludes(inner: Spelt, move: Pad) -> bool:
     """Does an inclusive scan that is shifted so leave out the element itself?"""
     identity = MONOIDS[inner.op].identity(move.source.meta["val"].dtype)
-    onwards = move.by == (-1 if inner.reverse else 1)
+    onwards = move.before == (-1 if inner.reverse else 1)
     return not inner.exclusive and onwards and move.dim == inner.dim and move.fill == identity
 
 
@@ -329,19 +274,14 @@ def _is_cast_of(term: Node, scan: Spelt) -> bool:
     """Is it what is scanned, or a copy of it in a wider dtype?"""
     x, wide = origin(scan.x), term.meta["val"].dtype
     exact = torch.promote_types(x.meta["val"].dtype, wide) == wide
-    return origin(term) is x or (exact and is_cast(term) and origin(source_of(term)) is x) or _twin(term, x)
-
-
-def _twin(a: Node, b: Node) -> bool:
-    """The same op of the same operands."""
-    return a.op == b.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
+    return origin(term) is x or (exact and is_cast(term) and origin(source_of(term)) is x) or same_call(term, x)
 
 
 def _is_total_of(term: Node, scan: Spelt) -> bool:
     """Is it the sum of all that is scanned, kept as a dim of size 1?"""
     shape, held = sizes(scan.node.meta["val"].shape), sizes(term.meta["val"].shape)
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
-    if len(held) != len(wanted) or not all(map(same, held, wanted)):
+    if not all_same(held, wanted):
         return False
     term = in_order(term)
     if term.target is aten.sum.dim_IntList:

@@ -53,6 +53,22 @@ class Editor:
         node.replace_all_uses_with(fresh)
         self.erase([node])
 
+    def replace_results(self, node: Node, fresh: Any) -> None:
+        """As `replace`, for an op whose results are read one by one; fresh: what to read instead, by their numbers."""
+        for user in list(node.users):
+            user.replace_all_uses_with(fresh[user.args[1]])
+            self.graph.erase_node(user)
+        self.erase([node])
+
+    def inline(self, body: GraphModule, operands: Sequence[Any], like: Node) -> Any:
+        """Append the calls of another graph, whose nodes know their values; returns its results."""
+        placed = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+        for node in body.graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), placed.__getitem__)
+                placed[node] = self.emit(node.target, args, node.meta["val"], like, kwargs)
+        return torch.fx.map_arg(body.graph.output_node().args[0], placed.__getitem__)
+
     def erase(self, nodes: Sequence[Node]) -> None:
         """Erase nodes that only each other use, in the graph's order, draws too; what only they needed goes as well."""
         inputs = [i for n in nodes for i in n.all_input_nodes if i not in nodes]

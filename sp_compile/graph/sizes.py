@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -52,6 +52,11 @@ def same(a: Size, b: Size) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return a == b or sympy.expand(a - b) == 0
+
+
+def all_same(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """Are two shapes equal whatever the symbols are?"""
+    return len(a) == len(b) and all(map(same, a, b))
 
 
 def quotient(a: Size, b: Size) -> Size | None:

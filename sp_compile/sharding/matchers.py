@@ -26,8 +26,9 @@ from torch.fx import Node
 from sp_compile._compat import FakeTensor
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
+from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, product, same, size, sizes
+from sp_compile.graph.sizes import Size, all_same, product, same, size, sizes
 
 from .factors import Factors, flat
 from .rule import lookup
@@ -157,8 +158,7 @@ def _shape(node: Node) -> tuple[Size, ...]:
 
 
 def _same_shape(a: Node, b: Node) -> bool:
-    mine, other = _shape(a), _shape(b)
-    return len(mine) == len(other) and all(map(same, mine, other))
+    return all_same(_shape(a), _shape(b))
 
 
 def origin(node: Any) -> Any:
@@ -233,6 +233,12 @@ def readers(node: Node) -> list[Node]:
             else:
                 found[user if origin(value) is origin(node) else value] = None
     return list(found)
+
+
+def same_call(a: Node, b: Node) -> bool:
+    """Are they one value: the same node, or the same call of a pure op?"""
+    alike = a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
+    return a is b or (alike and is_pure(a))
 
 
 def dies_with(value: Node, node: Node) -> bool:

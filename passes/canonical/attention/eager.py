@@ -30,8 +30,7 @@ from sp_compile.sharding.matchers import is_cast, origin, source_of, steps_from
 from sp_compile.sharding.products import Factor, Product, product_of, transposed
 
 from .masks import always_attends, recognise
-from .refusals import between_products, why_no_scores
-from .scores import Scores, keeps_matrices, scores_of
+from .scores import Scores, between_products, keeps_matrices, scores_of, why_no_scores
 
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.default)

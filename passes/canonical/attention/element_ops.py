@@ -1,6 +1,4 @@
-"""How ATen ops that make or move data get their elements (see positions.py): mostly by other coordinates.
-
-How ATen ops that compute get their elements (see positions.py): arithmetic, comparisons, logic, choices.
+"""How ATen ops get their elements (see elements.py): those that make or move data, arithmetic, comparisons, choices.
 
 Leaves out, so that they become leaves or stay data: whatever rounds, draws, sorts or reduces.
 """
@@ -74,8 +72,7 @@ def _from_front(p: Positions, index: Any, extent: Size) -> sympy.Expr:
 
 @handles("cat")
 def _cat(p: Positions, call: Call, at: Coords) -> Value:
-    dim = int(call["dim"]) % len(at)
-    return _pieces(p, call.operands, at, dim)
+    return _pieces(p, call.operands, at, int(call["dim"]) % len(at))
 
 
 @handles("stack")
@@ -122,13 +119,9 @@ def _index(p: Positions, call: Call, at: Coords) -> Value:
     coords = []
     for index, extent in zip(indices, call.shape("self")):
         coords.append(next(kept) if index is None else p.integer(p.operand(index, chosen)))
-        if index is not None and not _within(p, coords[-1], extent):
+        if index is not None and not p.box.within(coords[-1], extent):
             raise Opaque
     return p.at(call["self"], coords)
-
-
-def _within(p: Positions, coord: sympy.Expr, extent: Size) -> bool:
-    return p.box.nonnegative(coord) and p.box.nonnegative(extent - 1 - coord)
 
 
 @handles("tril", "triu")

@@ -99,8 +99,7 @@ class Positions:
         """The index whose window the coordinate runs over; None for a fixed one. Raises Opaque for others."""
         for index in (QUERY, KEY):
             if coord.has(index):
-                inside = self.box.nonnegative(coord) and self.box.nonnegative(extent - 1 - coord)
-                if (coord - index).has(*INDICES, AppliedUndef) or not inside:
+                if (coord - index).has(*INDICES, AppliedUndef) or not self.box.within(coord, extent):
                     raise Opaque
                 return index
         if coord == BATCH and same(self.sizes[BATCH], extent):

@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import OpOverload, pytree, schema_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import Size, product, quotient, same, sizes
+from sp_compile.graph.sizes import Size, all_same, product, quotient, same, sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import attention_nodes
@@ -201,5 +201,4 @@ def _before_repeat(node: Node) -> Node | None:
 
 
 def _has_shape(node: Node, wanted: Sequence[Size]) -> bool:
-    shape = sizes(node.meta["val"].shape)
-    return len(shape) == len(wanted) and all(map(same, shape, wanted))
+    return all_same(sizes(node.meta["val"].shape), wanted)

@@ -38,6 +38,10 @@ class Box:
                 least += factor * term
         return _nonnegative_size(least)
 
+    def within(self, e: sympy.Expr, extent: Size) -> bool:
+        """Is 0 <= e < extent for all indices and sizes, provably?"""
+        return self.nonnegative(e) and self.nonnegative(extent - 1 - e)
+
     def at_least_zero(self, e: sympy.Expr) -> Boolean:
         """e >= 0: true, false, or the relation."""
         e = sympy.expand(e)

@@ -1,8 +1,14 @@
-"""Attention scores as eager code spells them, read backwards from the softmax: product, scale, biases, fills."""
+"""Attention scores as eager code spells them, read backwards from the softmax: product, scale, biases, fills.
+
+And for the report what stands between a product and a softmax that is neither scale nor bias nor fill:
+
+    softmax(tanh(q @ k.mT)) @ v         "tanh (aten.tanh.default) stands between the product and the softmax"
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -26,6 +32,8 @@ FILLS = (
     aten.where.ScalarSelf,
     aten.where.self,
 )
+STEPS = 12  # between a product and the softmax; attention has half as many
+HANDLED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor, *FILLS)
 
 
 @dataclass(frozen=True)
@@ -125,3 +133,42 @@ def _masked(inner: Scores, x: Node, mask: Node, **changed: Any) -> Scores | None
     if before != shape or len(own) > len(shape) or inner.masked not in (None, shape):
         return None
     return replace(inner, masked=shape, **changed)
+
+
+def between_products(softmax: Node) -> bool:
+    """Does the softmax read what a product makes, and a product what it makes?"""
+    return _reaches(softmax, lambda n: n.all_input_nodes) and _reaches(softmax, lambda n: list(n.users))
+
+
+def _reaches(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool:
+    todo, seen = list(following(start)), set[Node]()
+    while todo and len(seen) < STEPS:
+        node = todo.pop(0)
+        if node in seen or not is_tensor(node) or node.op != "call_function":
+            continue
+        if product_of(node) is not None:
+            return True
+        seen.add(node)
+        todo += following(node)
+    return False
+
+
+def why_no_scores(x: Node) -> str:
+    """Of what a softmax reads behind a product, and `scores_of` did not take."""
+    node = x
+    while product_of(node) is None:
+        if len(node.users) > 1:
+            return f"something else reads the scores ({node.name})"
+        inner = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function" and _scores(i)]
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and source_of(node) is None
+        if not inner or (node.target not in HANDLED and pointwise):
+            break
+        node = inner[0]
+    if product_of(node) is not None:
+        read = len(node.users) > 1
+        return f"something else reads the scores ({node.name})" if read else "a scale, bias or fill that no op takes so"
+    return f"{node.name} ({node.target}) stands between the product and the softmax"
+
+
+def _scores(node: Node) -> bool:
+    return product_of(node) is not None or _reaches(node, lambda n: n.all_input_nodes)

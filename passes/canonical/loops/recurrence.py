@@ -49,15 +49,14 @@ class Scans(BatchedOps):
             return None
         if is_copy(node):
             return next(x for x in leaves if isinstance(x, Affine))
-        if node.target not in _RULES:
-            return None
-        if any(isinstance(x, Node) and not is_tensor(x) for x in leaves):
+        rule = _RULES.get(getattr(node.target, "overloadpacket", None))
+        if rule is None or any(isinstance(x, Node) and not is_tensor(x) for x in leaves):
             return None
         args, kwargs = pytree.tree_unflatten(leaves, pytree.tree_flatten((node.args, node.kwargs))[1])
         schema = schema_of(node.target).arguments
         named = {a.name: a.default_value for a in schema if a.has_default_value()}
         named.update(zip((a.name for a in schema), args), **kwargs)
-        pair = _RULES[node.target](_Pairs(self, node), named)
+        pair = rule(_Pairs(self, node), named)
         return None if pair is None else Affine(states[0], *pair)
 
     def scanned(self, affine: Affine, seed: Value, reverse: bool) -> Steps:
@@ -157,7 +156,7 @@ def _scaled(p: _Pairs, x: Value, y: Value) -> Pair | None:
 
 
 def _divided(p: _Pairs, x: dict[str, Any]) -> Pair | None:
-    if isinstance(x["other"], Affine):
+    if isinstance(x["other"], Affine) or x.get("rounding_mode") is not None:
         return None
     return p.over(x["self"].a, x["other"]), p.over(x["self"].b, x["other"])
 
@@ -186,32 +185,23 @@ def _picked(p: _Pairs, condition: Value, x: Value, y: Value) -> Pair | None:
     return p.pick(condition, a, c), p.pick(condition, b, d)
 
 
-_RULES: dict[Any, Rule] = {
-    aten.add.Tensor: lambda p, x: _sum(p, x["self"], x["other"], x["alpha"]),
-    aten.add.Scalar: lambda p, x: _sum(p, x["self"], x["other"], x["alpha"]),
-    aten.sub.Tensor: lambda p, x: _sum(p, x["self"], x["other"], -x["alpha"]),
-    aten.sub.Scalar: lambda p, x: _sum(p, x["self"], x["other"], -x["alpha"]),
-    aten.rsub.Tensor: lambda p, x: _sum(p, x["other"], x["self"], -x["alpha"]),
-    aten.rsub.Scalar: lambda p, x: _sum(p, x["other"], x["self"], -x["alpha"]),
-    aten.neg.default: lambda p, x: _scaled(p, x["self"], -1),
-    aten.mul.Tensor: lambda p, x: _scaled(p, x["self"], x["other"]),
-    aten.mul.Scalar: lambda p, x: _scaled(p, x["self"], x["other"]),
-    aten.div.Tensor: _divided,
-    aten.div.Scalar: _divided,
-    aten.addcmul.default: _addcmul,
-    aten.lerp.Tensor: _lerp,
-    aten.lerp.Scalar: _lerp,
-    aten.where.self: lambda p, x: _picked(p, x["condition"], x["self"], x["other"]),
-    aten.where.ScalarSelf: lambda p, x: _picked(p, x["condition"], x["self"], x["other"]),
-    aten.where.ScalarOther: lambda p, x: _picked(p, x["condition"], x["self"], x["other"]),
-    aten.masked_fill.Scalar: lambda p, x: _picked(p, x["mask"], x["value"], x["self"]),
-    aten.masked_fill.Tensor: lambda p, x: _picked(p, x["mask"], x["value"], x["self"]),
+_RULES: dict[Any, Rule] = {  # for every overload
+    aten.add: lambda p, x: _sum(p, x["self"], x["other"], x["alpha"]),
+    aten.sub: lambda p, x: _sum(p, x["self"], x["other"], -x["alpha"]),
+    aten.rsub: lambda p, x: _sum(p, x["other"], x["self"], -x["alpha"]),
+    aten.neg: lambda p, x: _scaled(p, x["self"], -1),
+    aten.mul: lambda p, x: _scaled(p, x["self"], x["other"]),
+    aten.div: _divided,
+    aten.addcmul: _addcmul,
+    aten.lerp: _lerp,
+    aten.where: lambda p, x: _picked(p, x["condition"], x["self"], x["other"]),
+    aten.masked_fill: lambda p, x: _picked(p, x["mask"], x["value"], x["self"]),
 }
 
 
 def _like(node: Node, other: Node) -> bool:
     x, y = node.meta["val"], other.meta["val"]
-    return x.dtype == y.dtype and sizes(x.shape) == sizes(y.shape)
+    return is_tensor(node) and x.dtype == y.dtype and sizes(x.shape) == sizes(y.shape)
 
 
 def _is_number(x: Value) -> bool:

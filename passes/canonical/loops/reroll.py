@@ -5,17 +5,12 @@
         ys.append(h * c[:, t])
     y = stack(ys, 1)
 
-A list of S nodes that do the same becomes one node that does it to all steps (steps.py, batched_ops.py); a state that
-is affine in the one before becomes a scan (affine.py). Steps are read by select, slices, unbind or split, in order or
-in reverse; the first may be another (a state to begin with); rows written into a tensor are a list (written_lists.py).
-What else reads the value of one step selects it. Takes time linear in the nodes. Bytes moved: none.
+A list of S nodes that do the same becomes one node that does it to all steps (steps.py, vectorize.py); a state that
+is affine in the one before becomes a scan (recurrence.py). Steps are read by select, slices, unbind or split, in order
+or in reverse; the first may be another (a state to begin with); rows written into a tensor are a list (lists.py). What
+else reads the value of one step selects it. Takes time linear in the nodes. Bytes moved: none.
 Leaves alone: steps that differ, states that are not affine in the one before, random draws, changes of the grad mode
 between steps, lists without a recurrence, loops of which only the last state is used.
-
-The columns of a loop, each computed for all steps at once: states by scans, everything else by one op.
-
-A column that reads a state of the step before waits for the scan of that state, unless the state is made of it: then
-it is kept as an affine function of the state.
 """
 
 from __future__ import annotations
@@ -43,7 +38,10 @@ WAITS = object()
 
 
 class Roll:
-    """One loop, rolled up at the editor's insertion point.
+    """One loop, rolled up at the editor's insertion point: states by scans, everything else by one op for all steps.
+
+    A column that reads a state of the step before waits for the scan of that state, unless the state is made of it:
+    then it is kept as an affine function of the state.
 
     The dim that counts steps has the order of what they read: `reverse` if that is the last step first.
     """

@@ -24,7 +24,7 @@ from sp_compile._compat import pytree
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.sizes import sizes
-from sp_compile.sharding.matchers import is_copy, origin, piece_of
+from sp_compile.sharding.matchers import is_copy, origin, piece_of, same_call
 
 aten = torch.ops.aten
 COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
@@ -190,7 +190,7 @@ def _reading(values: Sequence[Any], first: int) -> Read | Node | None:
     """Indices of one dim of one tensor, in order or in reverse; the node itself where all read the same index."""
     reads = [reading(v) for v in values]
     head = reads[0]
-    if head is None or any(r is None or r[1:3] != head[1:3] or not _made_alike(r[0], head[0]) for r in reads):
+    if head is None or any(r is None or r[1:3] != head[1:3] or not same_call(r[0], head[0]) for r in reads):
         return None
     at = [r[3] for r in reads if r is not None]
     stride = at[1] - at[0] if len(at) > 1 else 1
@@ -198,13 +198,6 @@ def _reading(values: Sequence[Any], first: int) -> Read | Node | None:
         return None
     source, dim, rows = head[:3]
     return values[0] if stride == 0 else Read(source, dim, at[0] - stride * first, stride, rows)
-
-
-def _made_alike(a: Node, b: Node) -> bool:
-    """One value: the same node, or the same call of a pure op."""
-    return a is b or (
-        a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs) and is_pure(a)
-    )
 
 
 def reading(node: Any) -> tuple[Node, int, int, int] | None:

@@ -1,6 +1,4 @@
-"""The values of all steps of a loop as one tensor, with a dim that counts the steps; how such tensors are arranged.
-
-One op on the values of all steps of a loop at once.
+"""The values of all steps of a loop as one tensor, with a dim that counts the steps, and one op on all of them at once.
 
     pointwise ops, matmul            the op itself, operands aligned
     linear, layer_norm, rms_norm     the op itself
@@ -25,13 +23,15 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import detect_fake_mode, enable_python_dispatcher, make_fx, pytree
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
-from sp_compile.graph.sizes import Size, quotient, same, sizes
+from sp_compile.graph.sizes import Size, all_same, quotient, same, sizes
 from sp_compile.sharding.matchers import is_copy
 from sp_compile.sharding.rule import lookup
 
 from .steps import NotALoop
 
 aten = torch.ops.aten
+MATMULS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
+DIMS = {"dim", "dim0", "dim1", "dim2"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Steps:
 Value: TypeAlias = Any  # Steps | a list of them | Node | a constant: the last two are the same at every step
 
 
-class Batch(Editor):
+class BatchedOps(Editor):
     """Appends ops on Steps at the graph's insertion point."""
 
     def moved(self, x: Steps, time: int) -> Steps:
@@ -120,7 +120,7 @@ class Batch(Editor):
             raise NotALoop("another kind of value")
         if found.dtype != value.dtype:
             x = self.compute(aten.to.dtype, (x, value.dtype), x)
-        if len(held) == len(shape) and all(same(a, b) for a, b in zip(held, shape)):
+        if all_same(held, shape):
             return x
         return self.compute(aten.expand.default, (x, wanted), x)
 
@@ -139,21 +139,6 @@ class Batch(Editor):
         if is_tensor(x) and x.meta["val"].ndim > behind:
             return self.unsqueezed(x, x.meta["val"].ndim - behind)
         return x
-
-
-def ndim_of(x: Value) -> int:
-    """How many dims the value of one step has; a number has none."""
-    if isinstance(x, Steps):
-        return x.ndim
-    return int(x.meta["val"].ndim) if is_tensor(x) else 0
-
-
-MATMULS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
-DIMS = {"dim", "dim0", "dim1", "dim2"}
-
-
-class BatchedOps(Batch):
-    """Appends ops on Steps at the graph's insertion point."""
 
     def batched(self, node: Node, leaves: Sequence[Value]) -> Value:
         """What `node` does at one step, on all of them; leaves: in place of those of its arguments."""
@@ -209,17 +194,19 @@ class BatchedOps(Batch):
         return self._inlined(body, [operands[i] for i in tensors], node)
 
     def _inlined(self, body: GraphModule, operands: list[Node], like: Node) -> Value:
-        placed = dict(zip(body.graph.find_nodes(op="placeholder"), operands))
-        for n in body.graph.nodes:
-            if n.op == "call_function":
-                args, kwargs = torch.fx.map_arg((n.args, n.kwargs), placed.__getitem__)
-                placed[n] = self.compute(n.target, args, like, kwargs)
-            elif n.op not in ("placeholder", "output"):
-                raise NotALoop(f"{like.target} holds constants")
-        out = torch.fx.map_arg(body.graph.output_node().args[0], placed.__getitem__)
+        if any(n.op not in ("placeholder", "call_function", "output") for n in body.graph.nodes):
+            raise NotALoop(f"{like.target} holds constants")
+        out = self.inline(body, operands, like)
         if not all(is_tensor(x) for x in pytree.tree_leaves(out)):
             raise NotALoop(f"{like.target} makes no tensors")
         return [Steps(x, 0) for x in out] if isinstance(out, list | tuple) else Steps(out, 0)
+
+
+def ndim_of(x: Value) -> int:
+    """How many dims the value of one step has; a number has none."""
+    if isinstance(x, Steps):
+        return x.ndim
+    return int(x.meta["val"].ndim) if is_tensor(x) else 0
 
 
 def _spec(node: Node) -> Any:
@@ -231,18 +218,14 @@ def _fits(found: Value, node: Node) -> bool:
     found, wanted = (x if isinstance(x, list | tuple) else [x] for x in (found, node.meta["val"]))
     if not all(isinstance(y, torch.Tensor) for y in wanted):
         return False
-    return len(found) == len(wanted) and all(
-        len(x.shape) == y.ndim
-        and x.node.meta["val"].dtype == y.dtype
-        and all(same(a, b) for a, b in zip(x.shape, sizes(y.shape)))
-        for x, y in zip(found, wanted)
-    )
+    pairs = list(zip(found, wanted))
+    fits = all(x.node.meta["val"].dtype == y.dtype and all_same(x.shape, sizes(y.shape)) for x, y in pairs)
+    return fits and len(found) == len(wanted)
 
 
 def _pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
     """Ops that act on each element alone, by their rule."""
-    found = lookup(node)
-    rule = found[1] if found is not None else None
+    _, rule = lookup(node) or (None, None)
     if rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
         return None
     (result,) = rule.results
@@ -313,8 +296,7 @@ def _shifted(dim: Any, time: int, ndim: int) -> int | None:
 
 def _places(node: Node, time: int) -> list[int] | None:
     """Which dim of each result is dim `time` of the operand, untouched."""
-    found = lookup(node)
-    rule = found[1] if found is not None else None
+    _, rule = lookup(node) or (None, None)
     if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
         return None
     factor = rule.operands[0][time]
