@@ -20,6 +20,7 @@ from sp_compile._compat import default_timeout, process_groups
 from sp_compile.cost.measure import reductions
 from sp_compile.errors import SpError
 
+from .check_call import gathered
 from .groups import Groups, Partition, reduced, subsets
 
 _declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
@@ -52,8 +53,7 @@ def declare_groups(
     """
     if not dist.is_initialized():
         raise SpError("declare_groups: there is no process group: call torch.distributed.init_process_group()")
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, _told(mesh, unions, measure))
+    every: list[_Told] = gathered(_told(mesh, unions, measure), dist.group.WORLD)
     axes = _agreed(every)
     names, turns = _communicators(axes, every)
     near = _reached(dist.get_rank(), [groups for _, groups in names])
