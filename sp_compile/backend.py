@@ -37,7 +37,6 @@ CHANGING_LENGTHS = (
     "torch.compile(..., dynamic=False), or pad to one length"
 )
 
-
 AS_WRITTEN = Note(
     "replicated",
     "graph",
@@ -65,7 +64,9 @@ def sp(
     error: Exception | None = None
     try:
         lowered = lower(gm, example_inputs, given, session)
-        _refuse_mode(mode)
+        if mode is not None:
+            use = "set torch._inductor.config instead, which backend='sp' compiles with"
+            raise SpError(f"mode={mode!r} is Inductor's; {use}")
         run = compile_local(lowered, example_inputs)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
@@ -86,13 +87,6 @@ def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) 
     error = SpError(CHANGING_LENGTHS)
     error.__cause__ = failure
     return error
-
-
-def _refuse_mode(mode: str | None) -> None:
-    if mode is not None:
-        raise SpError(
-            f"mode={mode!r} is Inductor's; set torch._inductor.config instead, which backend='sp' compiles with"
-        )
 
 
 @dataclass

@@ -196,8 +196,10 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
         raise SpError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     ulysses = None
     if mesh_dim is None and {"ring", "ulysses"} <= set(mesh.mesh_dim_names or ()):
-        ulysses = mesh["ulysses"].size()
-        mesh = _ring_by_ulysses(mesh)
+        names, ulysses = mesh.mesh_dim_names, mesh["ulysses"].size()
+        if names.index("ring") > names.index("ulysses"):
+            raise SpError(f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours")
+        mesh = flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
     mesh = _axis(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
@@ -212,14 +214,6 @@ def _default_group(mesh_dim: str | None) -> Ranks:
         return Ranks(1, "")
     group = dist.group.WORLD
     return Ranks(dist.get_world_size(group), group.group_name)
-
-
-def _ring_by_ulysses(mesh: DeviceMesh) -> DeviceMesh:
-    """Both axes as one."""
-    names = mesh.mesh_dim_names
-    if names.index("ring") > names.index("ulysses"):
-        raise SpError(f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours")
-    return flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
 
 
 def _axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:

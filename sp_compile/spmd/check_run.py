@@ -34,8 +34,8 @@ def fingerprint(gm: GraphModule) -> Program:
         if _is_unused_symbol(node):
             continue
         kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        args = _without_names(node)
-        text = f"{node.op} {node.name} {_name(node.target)} {args} {node.kwargs} {kind}"
+        target = getattr(node.target, "__qualname__", str(node.target))  # an address differs from process to process
+        text = f"{node.op} {node.name} {target} {_without_names(node)} {node.kwargs} {kind}"
         if node.op == "get_attr":
             text = f"{text}\n{_attribute(gm, str(node.target))}"
         texts.append(text)
@@ -70,11 +70,6 @@ def input_names(gm: GraphModule) -> list[str]:
 def _is_unused_symbol(node: Node) -> bool:
     value = node.meta.get("val", node.meta.get("example_value"))
     return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
-
-
-def _name(target: Any) -> str:
-    """A target without its address, which differs from process to process."""
-    return getattr(target, "__qualname__", str(target))
 
 
 RUNS, FAILED, COMPILES, STOPPED = range(4)  # what a rank is about to do: the first of the words that ranks exchange

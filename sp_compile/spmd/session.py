@@ -207,14 +207,9 @@ class Session:
         """
         if self.split:
             done = run is not None and local is not None
-            run = Agreed(
-                run,
-                self.ranks,
-                fingerprint(local) if done else Program(),
-                input_names(gm),
-                error,
-                equal=equal_inputs(gm, example_inputs, inputs) if done else frozenset(),
-            )
+            program = fingerprint(local) if done else Program()
+            equal = equal_inputs(gm, example_inputs, inputs) if done else frozenset()
+            run = Agreed(run, self.ranks, program, input_names(gm), error, equal)
             error = None
         elif error is not None and not self.groups:
             return Agreed(None, ALONE, Program(), [], error)
