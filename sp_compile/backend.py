@@ -36,7 +36,10 @@ CHANGING_LENGTHS = (
     "where the length of a sequence changes from call to call and becomes a symbol. Compile one graph a length: "
     "torch.compile(..., dynamic=False), or pad to one length"
 )
-
+WHOLE_DTENSORS = (
+    "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
+    "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
+)
 AS_WRITTEN = Note(
     "replicated",
     "graph",
@@ -120,7 +123,8 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     try:
         config = SPConfig.of(options)
-        _refuse_dtensors(gm, example_inputs)
+        if has_dtensors(gm, example_inputs):
+            raise SpError(WHOLE_DTENSORS)
         graph, inputs, seq_dims, fragment = global_view(gm, example_inputs, config, session.ranks.n)
     finally:  # with the other ranks, whatever failed on this one
         machine = session.machine(device)
@@ -151,14 +155,6 @@ def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Map
     except SpError:  # whoever compiles it says so
         return False
     return not axes.sequences
-
-
-def _refuse_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    if has_dtensors(gm, example_inputs):
-        raise SpError(
-            "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
-            "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
-        )
 
 
 def compile_local(lowered: Lowered, example_inputs: Sequence[Any]) -> Callable[..., Any]:
