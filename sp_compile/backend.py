@@ -36,8 +36,10 @@ CHANGING_LENGTHS = (
     "where the length of a sequence changes from call to call and becomes a symbol. Compile one graph a length: "
     "torch.compile(..., dynamic=False), or pad to one length"
 )
-
-
+WHOLE_DTENSORS = (
+    "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
+    "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
+)
 AS_WRITTEN = Note(
     "replicated",
     "graph",
@@ -65,7 +67,9 @@ def sp(
     error: Exception | None = None
     try:
         lowered = lower(gm, example_inputs, given, session)
-        _refuse_mode(mode)
+        if mode is not None:
+            use = "set torch._inductor.config instead, which backend='sp' compiles with"
+            raise SpError(f"mode={mode!r} is Inductor's; {use}")
         run = compile_local(lowered, example_inputs)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
@@ -86,13 +90,6 @@ def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) 
     error = SpError(CHANGING_LENGTHS)
     error.__cause__ = failure
     return error
-
-
-def _refuse_mode(mode: str | None) -> None:
-    if mode is not None:
-        raise SpError(
-            f"mode={mode!r} is Inductor's; set torch._inductor.config instead, which backend='sp' compiles with"
-        )
 
 
 @dataclass
@@ -126,7 +123,8 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     try:
         config = SPConfig.of(options)
-        _refuse_dtensors(gm, example_inputs)
+        if has_dtensors(gm, example_inputs):
+            raise SpError(WHOLE_DTENSORS)
         graph, inputs, seq_dims, fragment = global_view(gm, example_inputs, config, session.ranks.n)
     finally:  # with the other ranks, whatever failed on this one
         machine = session.machine(device)
@@ -157,14 +155,6 @@ def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Map
     except SpError:  # whoever compiles it says so
         return False
     return not axes.sequences
-
-
-def _refuse_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    if has_dtensors(gm, example_inputs):
-        raise SpError(
-            "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
-            "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
-        )
 
 
 def compile_local(lowered: Lowered, example_inputs: Sequence[Any]) -> Callable[..., Any]:

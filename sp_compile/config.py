@@ -5,7 +5,6 @@ The ranks that share a sequence: their number and the name of their process grou
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compile.lowering.table import Table
 
 from ._compat import JOINT_COMPILERS, flat_mesh, process_group
-from .errors import SpError
+from .errors import SpError, did_you_mean
 
 STRATEGIES: Table[Any] = Table("attention")
 """Strategies, as `sp_compile.cost.attention.Strategy` describes them, by the value of the option that asks for them."""
@@ -86,14 +85,14 @@ class SPConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise SpError(
-                    f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}{_close(value, allowed)}"
+                    f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}{did_you_mean(value, allowed)}"
                 )
         if self.seq_dims != "auto" and not isinstance(self.seq_dims, Mapping):
             raise SpError(f"seq_dims={self.seq_dims!r}: expected 'auto' or a mapping from input name to dim")
         if isinstance(self.compiler, str):
             known = torch.compiler.list_backends(exclude_tags=())
             if self.compiler not in known:
-                close = _close(self.compiler, known)
+                close = did_you_mean(self.compiler, known)
                 raise SpError(f"compiler={self.compiler!r}: no torch.compile backend{close}")
         if self.merge_reductions in ("always", "intra_node") and self.compiler not in JOINT_COMPILERS:
             raise SpError(
@@ -119,13 +118,8 @@ class SPConfig:
         known = [f.name for f in fields(SPConfig)]
         for name in options or {}:
             if name not in known:
-                raise SpError(f"unknown option {name!r}{_close(name, known)}; known: {', '.join(known)}")
+                raise SpError(f"unknown option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
         return SPConfig(**(options or {}))
-
-
-def _close(word: Any, known: Any) -> str:
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 @dataclass(frozen=True)
@@ -145,6 +139,12 @@ class Ranks:
         if not self.group or not dist.is_initialized():
             return None
         return process_group(self.group)
+
+    @property
+    def exchanges(self) -> bool:
+        """Are there other processes in the group? The "fake" backend has none."""
+        group = self.process_group
+        return self.n > 1 and group is not None and "fake" not in str(dist.get_backend(group))
 
 
 Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Ranks | None
@@ -196,8 +196,10 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
         raise SpError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     ulysses = None
     if mesh_dim is None and {"ring", "ulysses"} <= set(mesh.mesh_dim_names or ()):
-        ulysses = mesh["ulysses"].size()
-        mesh = _ring_by_ulysses(mesh)
+        names, ulysses = mesh.mesh_dim_names, mesh["ulysses"].size()
+        if names.index("ring") > names.index("ulysses"):
+            raise SpError(f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours")
+        mesh = flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
     mesh = _axis(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
@@ -212,14 +214,6 @@ def _default_group(mesh_dim: str | None) -> Ranks:
         return Ranks(1, "")
     group = dist.group.WORLD
     return Ranks(dist.get_world_size(group), group.group_name)
-
-
-def _ring_by_ulysses(mesh: DeviceMesh) -> DeviceMesh:
-    """Both axes as one."""
-    names = mesh.mesh_dim_names
-    if names.index("ring") > names.index("ulysses"):
-        raise SpError(f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours")
-    return flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
 
 
 def _axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -32,6 +35,12 @@ class Alone(SpError, ShortenTraceback):
         ShortenTraceback.__init__(self, words, first_useful_frame=None)
 
 
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """A hint at the known word that is the closest; "" if none is close."""
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
 def at(node: Node) -> str:
     """The user's source line behind `node`: "file.py:12: code", or "unknown source line".
 
@@ -50,13 +59,9 @@ def source_line(trace: str) -> str:
     for file, line, code in reversed(_FRAME.findall(trace)):
         path = Path(file)
         if not any(path.is_relative_to(folder) for folder in _foreign_folders()):
-            return f"{_short(path)}:{line}: {code.strip()}".rstrip(": ")
+            short = Path(*path.parts[-2:])  # enough to find it, the same wherever the program is started
+            return f"{short}:{line}: {code.strip()}".rstrip(": ")
     return "unknown source line"
-
-
-def _short(path: Path) -> Path:
-    """The last two parts: enough to find the file, the same wherever the program is started."""
-    return Path(*path.parts[-2:])
 
 
 @cache

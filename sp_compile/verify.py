@@ -51,8 +51,9 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
     def compare(gm: GraphModule, lowered: Lowered, inputs: Sequence[Any]) -> None:
         reference = _run(gm, inputs)
         for rank in run_ranks(lowered.ranks.n, lambda _: _run(lowered.graph, inputs)):
-            errors = _errors(lowered.graph, reference, rank)
-            lowered.report.errors = _worst(lowered.report.errors, errors)
+            new = _errors(lowered.graph, reference, rank)
+            old = lowered.report.errors or new
+            lowered.report.errors = [(name, max(a, b)) for (name, a), (_, b) in zip(old, new)]
 
     return _each_graph("verify", IN_A_COMPARISON, model, args, sp, config, compare)
 
@@ -151,7 +152,7 @@ def _restored_buffers(model: Callable[..., Any]) -> Iterator[None]:
 
 def _run(gm: GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor | None], dict[int, Tensor]]:
     """Results and gradients of a graph for fresh leaves; the cotangents are fixed, so that runs can be compared."""
-    leaves = [_leaf(x) for x in inputs]
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     with torch.enable_grad():
         results = gm.forward(*leaves)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
@@ -161,12 +162,6 @@ def _run(gm: GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor
         grads = list(torch.autograd.grad(outs, wanted, [_cotangent(y) for y in outs], allow_unused=True))
     written = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and _compat.version_of(x)}
     return [y.detach() if isinstance(y, Tensor) else y for y in results], grads, written
-
-
-def _leaf(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _cotangent(y: Tensor) -> Tensor:
@@ -181,15 +176,12 @@ def _errors(gm: GraphModule, reference: Any, found: Any) -> list[tuple[str, floa
     (results, grads, state), (here, here_grads, here_state) = reference, found
     names = [n.name for n in gm.graph.find_nodes(op="placeholder") if record(n).requires_grad]
     # A gradient that is zero but for rounding (a key's bias) is measured against the largest one.
-    floor = max((g.abs().max().item() * _rounding(g) for g in grads if g is not None and g.numel()), default=0.0)
+    known = [g for g in grads if g is not None and g.numel()]
+    floor = max((g.abs().max().item() * max(ROUNDING, torch.finfo(g.dtype).eps ** 0.5) for g in known), default=0.0)
     rows = [(f"result {i}", _error(a, b)) for i, (a, b) in enumerate(zip(results, here)) if isinstance(a, Tensor)]
     rows += [(f"mutated input {i}", _error(a, here_state[i])) for i, a in state.items()]
     rows += [(f"gradient of {name}", _error(a, b, floor)) for name, a, b in zip(names, grads, here_grads)]
     return rows
-
-
-def _rounding(x: Tensor) -> float:
-    return max(ROUNDING, torch.finfo(x.dtype).eps ** 0.5)
 
 
 def _error(expected: Tensor | None, found: Tensor | None, floor: float = 0.0) -> float:
@@ -206,9 +198,3 @@ def _error(expected: Tensor | None, found: Tensor | None, floor: float = 0.0) ->
     worst = (expected - found)[~alike].abs().max().item()
     scale = max(expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0, floor, 1e-30)
     return worst / scale if worst == worst else float("inf")
-
-
-def _worst(old: list[tuple[str, float]], new: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    if not old:
-        return new
-    return [(name, max(a, b)) for (name, a), (_, b) in zip(old, new)]

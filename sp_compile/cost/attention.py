@@ -212,13 +212,10 @@ def choose(found: Sequence[Candidate]) -> Candidate:
     Then in the order of the strategies' preference. Raises SpError: no candidate is legal.
     """
     best = fastest(found)
-    tied = [c for c in found if c.legal is None and _ties(c, best)]
-    return min(tied, key=lambda c: (*_preference(c), c.seconds))
-
-
-def _ties(c: Candidate, best: Candidate) -> bool:
     # Without the bound on memory a gather, which has one collective less, would win every long sequence.
-    return c.seconds <= TIE * best.seconds and c.memory <= TIE * best.memory
+    fast = [c for c in found if c.seconds <= TIE * best.seconds and c.memory <= TIE * best.memory]
+    tied = [c for c in fast if c.legal is None]
+    return min(tied, key=lambda c: (*_preference(c), c.seconds))
 
 
 def _preference(c: Candidate) -> tuple[int, int, bool, int, str]:

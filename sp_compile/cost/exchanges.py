@@ -9,13 +9,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import at
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, size, sizes
 from sp_compile.lowering import routes
@@ -66,7 +65,7 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
             call = Call(node)
             out += [_exchange(node, name, call.operands[:1], sent, sent) for sent in _halo(call, n)]
         elif name in FORWARD_AND_BACKWARD:
-            operands = [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if _is_tensor(v)]
+            operands = [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if is_tensor(v)]
             nbytes, kinds = _bytes(operands), FORWARD_AND_BACKWARD[name]
             there, back = (bytes_of(kind, nbytes, n) if kind else 0 for kind in kinds)
             out.append(_exchange(node, name, operands, there, back))
@@ -91,10 +90,6 @@ def _halo(call: Call, n: int) -> list[Size]:
     return [bytes_of("shift", total, n)] if rows else []
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
-
-
 def _exchange(node: Node, name: str, operands: list[Node], there: Size, back: Size) -> Exchange:
     values = [v.meta["val"] for v in operands]
     partial = "partial" in node.args  # of sp::reduce_grad: whoever averages the gradients sends them
@@ -113,11 +108,8 @@ def _where(node: Node) -> str:
 
 
 def _bytes(operands: Iterable[Node]) -> Size:
-    total: Size = 0
-    for operand in operands:
-        value = operand.meta["val"]
-        total = total + product(sizes(value.shape)) * value.element_size()
-    return total
+    values = [operand.meta["val"] for operand in operands]
+    return sum((product(sizes(value.shape)) * value.element_size() for value in values), 0)
 
 
 class Heads:
@@ -125,7 +117,7 @@ class Heads:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        q, k, v = self.call.operands[:3]
+        q, k, v = call.operands[:3]
         self.queries, self.keys = _bytes([q, call.node]), _bytes([k, v])
         element = k.meta["val"].element_size()
         self.widening = max(4, element) // element
@@ -146,12 +138,8 @@ def declare_routes(local: GraphModule, ranks: Ranks) -> None:
         if strategy := strategy_of(node.target):
             strategy.declare(Call(node), ranks)
         elif node.target in SCANS:
-            routes.declare_shifts(ranks.group, _steps(node, ranks.n))
+            call = Call(node)
+            stepped = call["frame"] is not None and call["exchange"] == "steps"
+            routes.declare_shifts(ranks.group, [1 << k for k in range(rounds_of(ranks.n))] if stepped else [])
         elif node.target in ON_SHARDS:
             routes.declare_shifts(ranks.group, [further for further, _ in shifts_of(Call(node), ranks.n)])
-
-
-def _steps(node: Node, n: int) -> list[int]:
-    call = Call(node)
-    stepped = call["frame"] is not None and call["exchange"] == "steps"
-    return [1 << k for k in range(rounds_of(n))] if stepped else []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from sp_compile.errors import SpError
+from sp_compile.errors import SpError, did_you_mean
 
 from .line import Line, bytes_of
 
@@ -66,8 +65,7 @@ class Machine:
         known = [f.name for f in fields(Machine)]
         for name in override or {}:
             if name not in known:
-                close = difflib.get_close_matches(str(name), known, n=1)
-                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                hint = did_you_mean(name, known)
                 raise SpError(f"machine: unknown constant {name!r}{hint}; known: {', '.join(known)}")
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
@@ -102,18 +100,6 @@ class Machine:
         if ranks == 1:
             return 0.0
         return self.line(collective, ranks, stride).seconds(bytes_of(collective, nbytes, ranks))
-
-    def all_to_all(self, nbytes: float, ranks: int) -> float:
-        """Seconds to exchange equal shares of the `nbytes` that each of so many neighbouring ranks holds."""
-        return self.seconds("all_to_all", nbytes, ranks)
-
-    def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds to gather the `nbytes` of each of the ranks, `stride` apart (or to reduce-scatter as many)."""
-        return self.seconds("all_gather", nbytes, ranks, stride)
-
-    def hop(self, nbytes: float, ranks: int) -> float:
-        """Seconds of one shift of `nbytes` around a ring that lies within so many neighbouring ranks."""
-        return self.seconds("shift", nbytes, ranks)
 
     def together(self, compute: float, transfer: float) -> float:
         """Seconds of a transfer issued with the compute that does not depend on it."""

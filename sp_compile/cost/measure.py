@@ -42,17 +42,15 @@ MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
 _known: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def machine(ranks: Ranks, device: torch.device, override: Mapping[str, Any] | None = None) -> Machine:
+def machine(ranks: Ranks, device: torch.device) -> Machine:
     """The constants of these ranks, equal on all of them.
 
-    `override`: the defaults of the device with these constants replaced, nothing is measured. Otherwise all-to-all,
-    all-gather and attention are measured, as `measured` says; about a second on CPU. All ranks have to ask
+    All-to-all, all-gather and attention are measured, as `measured` says; about a second on CPU. All ranks have to ask
     together, outside of any tracing. One rank, or ranks without processes (a simulation), have the defaults.
-    Raises SpError: an override that is not known.
     """
     group = ranks.process_group
-    if override is not None or ranks.n == 1 or group is None or dist.get_backend(group) == "fake":
-        return Machine.of(device.type, override)
+    if not ranks.exchanges:
+        return Machine.of(device.type)
     known = _known.setdefault(group, {})
     if device.type not in known:
         where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device

@@ -73,23 +73,20 @@ def message_bytes(call: Call, folds: int, extent: Callable[[Any], Size] = size) 
     extent: the number that stands for a size; by default its expression.
     """
     result = call.results()[0]
-    op, dim = call.get("op", "sum"), call.dim(operand=_main(call))
+    linear = call.node.target is sp.linear_scan.default
+    op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
     rows = _rows(result, dim, extent) * folds
     inner = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
     # The other way most scans are recurrences, of which factor and state are sent, in what sums are added in.
     wide = accumulate_dtype("sum", torch.promote_types(result.dtype, inner), result.device)
     recurrence = 2 * wide.itemsize * rows
-    if call.node.target is sp.linear_scan.default:
+    if linear:
         return 2 * inner.itemsize * rows, recurrence
     if call.node.target is sp.extremes.default:
         return (inner.itemsize + INDEX) * rows, recurrence
     forward, flags = inner.itemsize * rows, _segments(call, dim, folds, extent)
     backward = forward + flags[1] if op == "sum" else recurrence
     return forward + sum(flags), backward
-
-
-def _main(call: Call) -> int:
-    return 1 if call.node.target is sp.linear_scan.default else 0
 
 
 def _segments(call: Call, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:

@@ -5,7 +5,6 @@ Whatever is wrong on one rank is found before the first exchange, told to the ot
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from sp_compile._compat import FakeTensor, is_functorch_tensor
 from sp_compile.config import Ranks
-from sp_compile.errors import SpError
+from sp_compile.errors import SpError, did_you_mean
 from sp_compile.spmd.check_call import agree
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -138,6 +137,5 @@ def wrong_dim(shape: Sequence[int], dim: int) -> Iterator[str]:
 
 def unknown(kind: str, word: str, known: Iterable[str], meant: str | None = None) -> str:
     """The problem with a word that is none of these."""
-    close = [meant] if meant is not None else difflib.get_close_matches(str(word), known, n=1)
-    guess = f" (did you mean {close[0]!r}?)" if close else ""
+    guess = did_you_mean(word, known) if meant is None else f" (did you mean {meant!r}?)"
     return f"unknown {kind} {word!r}{guess}; known: {', '.join(known)}"

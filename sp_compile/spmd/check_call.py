@@ -1,11 +1,12 @@
 """Whether all ranks made the same eager call: what is wrong on one of them is raised on all, before the first exchange.
 
-`agree.py` does the same for compiled programs.
+`check_run.py` does the same for compiled programs.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,7 @@ def agree(name: str, problem: str | None, description: str, ranks: Ranks, alike:
     have to say only if they must raise. Every rank of the group has to come here.
     """
     text = description if problem is None else problem
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-    everyone = numbers([problem is not None, digest], ranks)
+    everyone = numbers([problem is not None, hashed(text)], ranks)
     if not any(failed for failed, _ in everyone) and all(words == everyone[0] for words in everyone):
         return
     letters = list(text.encode()[:TEXT].ljust(TEXT))
@@ -36,6 +36,18 @@ def agree(name: str, problem: str | None, description: str, ranks: Ranks, alike:
         raise SpError("\n".join(f"rank {rank}: {told[rank]}" for rank in failed))
     each = "\n".join(f"  rank {rank}: {words}" for rank, words in enumerate(told))
     raise SpError(f"{name}: the ranks' calls differ; {alike}\n{each}")
+
+
+def hashed(text: str) -> int:
+    """63 bits of a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's object, in the order of the group's ranks; None: the default group."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 def numbers(mine: list[int], ranks: Ranks, dtype: torch.dtype = torch.int64) -> list[list[int]]:

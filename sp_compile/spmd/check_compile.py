@@ -19,7 +19,8 @@ from sp_compile._compat import real_tensors
 from sp_compile.config import Ranks
 from sp_compile.errors import Alone, Told
 
-from .check_run import COMPILES, exchange_words, of_two_minds, stop
+from .check_call import gathered
+from .check_run import COMPILES, exchange_words, failures, of_two_minds, stop
 
 
 class Lockstep:
@@ -38,10 +39,9 @@ class Lockstep:
         Raises SpError on every rank of a group that is of two minds, and of the groups that they are in.
         """
         groups = dict.fromkeys([*(ranks for ranks, _ in self.left), *also])
-        found = [r for r in groups if r.process_group is not None and r.n > 1 and exchanges(r.process_group)]
         error: Alone | None = None
         with real_tensors():
-            for ranks in found:
+            for ranks in filter(lambda r: r.exchanges, groups):
                 if error is not None:
                     stop(ranks)
                     continue
@@ -67,11 +67,11 @@ class Lockstep:
             raise AssertionError(f"nobody else asks {question!r} over {ranks} now")
         self.left.pop(0)
         everyone = self._exchange(ranks, mine, None)
-        numbers = range(ranks.n) if ranks.process_group is None else members(ranks.process_group)
-        failed = {error: [r for r, (_, e) in zip(numbers, everyone) if e == error] for _, error in everyone if error}
+        group = ranks.process_group
+        numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)
+        failed = failures([error for _, error in everyone], numbers)
         if failed:
-            each = "\n".join(f"rank {', '.join(map(str, who))}: {error}" for error, who in failed.items())
-            raise Told(f"the model could not be compiled on {each}")
+            raise Told(failed)
         return [answer for answer, _ in everyone]
 
     def finish(self, error: Exception | None = None) -> None:
@@ -81,23 +81,10 @@ class Lockstep:
             self._exchange(self.left.pop(0)[0], None, words)
 
     def _exchange(self, ranks: Ranks, mine: Any, error: str | None) -> list[tuple[Any, str | None]]:
-        group = ranks.process_group
-        if group is None or ranks.n == 1 or not exchanges(group):
+        if not ranks.exchanges:
             return [(mine, error)] * ranks.n
-        everyone: list[Any] = [None] * ranks.n
         with real_tensors():
-            dist.all_gather_object(everyone, (mine, error), group=group)
-        return everyone
-
-
-def members(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of a group, as the whole program numbers them."""
-    return dist.get_process_group_ranks(group)
-
-
-def exchanges(group: dist.ProcessGroup) -> bool:
-    """Are there processes behind the group? The "fake" backend has none."""
-    return "fake" not in str(dist.get_backend(group))
+            return gathered((mine, error), ranks.process_group)
 
 
 def rounds(groups: Sequence[Ranks], question: str) -> list[tuple[Ranks, str]]:

@@ -6,19 +6,21 @@ its error reaches the others instead of leaving them in a collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import known_process_group
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, Told, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
-from .fingerprint import Line, Program, gathered, hashed
+from .check_call import gathered, hashed
+from .fingerprint import Line, Program, names_group
 
 SMALL = 64  # values of a constant that are compared
 SHOWN = 8  # inputs that differ between the ranks, in an error message
@@ -32,8 +34,8 @@ def fingerprint(gm: GraphModule) -> Program:
         if _is_unused_symbol(node):
             continue
         kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        args = _without_names(node)
-        text = f"{node.op} {node.name} {_name(node.target)} {args} {node.kwargs} {kind}"
+        target = getattr(node.target, "__qualname__", str(node.target))  # an address differs from process to process
+        text = f"{node.op} {node.name} {target} {_without_names(node)} {node.kwargs} {kind}"
         if node.op == "get_attr":
             text = f"{text}\n{_attribute(gm, str(node.target))}"
         texts.append(text)
@@ -45,7 +47,7 @@ def fingerprint(gm: GraphModule) -> Program:
 def _without_names(node: Node) -> tuple[Any, ...]:
     """The arguments; of a user's collective without the names of groups, which ranks call as they like."""
     if getattr(node.target, "namespace", "") == "_c10d_functional":
-        return tuple(a for a in node.args if not (isinstance(a, str) and known_process_group(a)))
+        return tuple(a for a in node.args if not names_group(a))
     if node.target is torch.ops.sp.reduce_pair.default:
         return node.args[0], *([one.partition(" ")[0] for one in way] for way in node.args[1:])
     return node.args
@@ -53,9 +55,7 @@ def _without_names(node: Node) -> tuple[Any, ...]:
 
 def _attribute(gm: GraphModule, name: str) -> str:
     """The body of a region op, or the values of a constant of the program; parameters are known by their shape."""
-    value: Any = gm
-    for part in name.split("."):
-        value = getattr(value, part)
+    value = attrgetter(name)(gm)
     if isinstance(value, GraphModule):
         return str(fingerprint(value).digest)
     constant = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
@@ -70,11 +70,6 @@ def input_names(gm: GraphModule) -> list[str]:
 def _is_unused_symbol(node: Node) -> bool:
     value = node.meta.get("val", node.meta.get("example_value"))
     return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
-
-
-def _name(target: Any) -> str:
-    """A target without its address, which differs from process to process."""
-    return getattr(target, "__qualname__", str(target))
 
 
 RUNS, FAILED, COMPILES, STOPPED = range(4)  # what a rank is about to do: the first of the words that ranks exchange
@@ -113,6 +108,7 @@ def of_two_minds(everyone: Sequence[Sequence[int]]) -> str:
     )
 
 
+@dataclass(eq=False)
 class Agreed:
     """Calls `run` once all ranks have shown the same fingerprint and the same input sizes.
 
@@ -124,19 +120,14 @@ class Agreed:
     was given other sizes or values.
     """
 
-    def __init__(
-        self,
-        run: Callable[..., Any] | None,
-        ranks: Ranks,
-        program: Program,
-        names: Sequence[str],
-        error: Exception | None = None,
-        equal: Collection[str] = (),
-        always: Collection[str] = (),
-    ) -> None:
-        self.run, self.ranks, self.program, self.names, self.error = run, ranks, program, names, error
-        self.equal, self.always = frozenset(equal), frozenset(always)
-        self.first = True
+    run: Callable[..., Any] | None
+    ranks: Ranks
+    program: Program
+    names: Sequence[str]
+    error: Exception | None = None
+    equal: frozenset[str] = frozenset()
+    always: frozenset[str] = frozenset()
+    first: bool = True
 
     def __call__(self, *args: Any) -> Any:
         if self.ranks.n > 1:
@@ -148,49 +139,36 @@ class Agreed:
 
     def _agree(self, args: Sequence[Any]) -> None:
         given = {name: _size(a) for name, a in zip(self.names, args) if name}
-        words = [
-            FAILED if self.error is not None else RUNS,
-            self.program.digest,
-            hashed(" ".join(given.values())),
-            0,
-            0,
-        ]
+        words = [RUNS if self.error is None else FAILED, self.program.digest, hashed(" ".join(given.values())), 0, 0]
         if self.error is None:
-            values = {name: checksum(a) for name, a in zip(self.names, args) if self._compares(name)}
+            compared = self.always | self.equal if self.first else self.always
+            values = {name: checksum(a) for name, a in zip(self.names, args) if name in compared}
             words[3] = hashed(" ".join(v for name, v in values.items() if name in self.always))
             if self.first:  # a rank whose call is not its first says nothing of the others
                 words[4] = hashed(" ".join(values.values()))
             given.update({name: f"{given[name]} with checksum {value}" for name, value in values.items() if value})
         self.first = False
         everyone = exchange_words(self.ranks, words)
-        error = None
         if any(theirs[0] in (COMPILES, STOPPED) for theirs in everyone):
             error = SpError(of_two_minds(everyone))
         elif not _agree_on(everyone):
             error = SpError(self._disagreement(everyone, given))
-        if error is not None:
-            self._stop_others()
-            raise error from self.error
-
-    def _stop_others(self) -> None:
-        """The groups that would be asked next hear of it: their other ranks are on their way."""
-        inner = self.run
+        else:
+            return
+        inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
         while isinstance(inner, Agreed):
             stop(inner.ranks)
             inner = inner.run
-
-    def _compares(self, name: str) -> bool:
-        return name in self.always or (self.first and name in self.equal)
+        raise error from self.error
 
     def _disagreement(self, everyone: list[list[int]], given: Mapping[str, str]) -> str:
         """Every rank is here, so more exchanges, of words this time, are safe."""
-        told: list[tuple[str, dict[str, str]]] = gathered((_words(self.error), given), self.ranks)
+        told: list[tuple[str, dict[str, str]]] = gathered((_words(self.error), given), self.ranks.process_group)
         if isinstance(self.error, Told) and not any(error for error, _ in told):
             return str(self.error)
-        failed = {error: [r for r, (e, _) in enumerate(told) if e == error] for error, _ in told if error}
+        failed = failures([error for error, _ in told], range(self.ranks.n))
         if failed:
-            each = [f"rank {', '.join(map(str, ranks))}: {error}" for error, ranks in failed.items()]
-            return "the model could not be compiled on " + "\n".join(each)
+            return failed
         lines: list[str] = []
         if len({words[1] for words in everyone}) > 1:
             lines = self.program.first_difference(self.ranks)
@@ -237,6 +215,13 @@ def _size(a: Any) -> str:
     if isinstance(a, torch.Tensor) and a.ndim == 0 and a.device.type == "cpu":
         return str(a.item())
     return str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a)
+
+
+def failures(errors: Sequence[str | None], ranks: Sequence[int]) -> str:
+    """What failed, and on which of the ranks; "" if nothing did."""
+    failed = {error: [str(r) for r, e in zip(ranks, errors) if e == error] for error in errors if error}
+    each = "\n".join(f"rank {', '.join(who)}: {error}" for error, who in failed.items())
+    return f"the model could not be compiled on {each}" if failed else ""
 
 
 def _words(error: Exception | None) -> str:

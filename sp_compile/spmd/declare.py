@@ -20,6 +20,7 @@ from sp_compile._compat import default_timeout, process_groups
 from sp_compile.cost.measure import reductions
 from sp_compile.errors import SpError
 
+from .check_call import gathered
 from .groups import Groups, Partition, reduced, subsets
 
 _declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
@@ -52,8 +53,7 @@ def declare_groups(
     """
     if not dist.is_initialized():
         raise SpError("declare_groups: there is no process group: call torch.distributed.init_process_group()")
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, _told(mesh, unions, measure))
+    every: list[_Told] = gathered(_told(mesh, unions, measure), dist.group.WORLD)
     axes = _agreed(every)
     names, turns = _communicators(axes, every)
     near = _reached(dist.get_rank(), [groups for _, groups in names])
@@ -77,10 +77,6 @@ class _Axis:
     ranks: tuple[int, ...]
     backend: str
 
-    def devices(self) -> set[str]:
-        """The types of those that it takes tensors of."""
-        return {part.split(":")[0] for part in self.backend.split(",")}
-
 
 @dataclass(frozen=True)
 class _Told:
@@ -93,11 +89,6 @@ class _Told:
     unions: tuple[tuple[str, ...], ...] | None = None
     measure: bool = True
     error: str = ""
-
-    def name(self, label: str) -> str | None:
-        """What the rank calls its group of an axis; None if it is in none."""
-        axis = self.axes[label]
-        return axis.name if axis is not None else None
 
 
 def _told(mesh: Any, unions: Any, measure: Any) -> _Told:
@@ -169,13 +160,13 @@ def _partition(label: str, mine: Sequence[_Axis | None]) -> Partition:
         raise SpError(f"declare_groups: no rank passes a group of axis {label!r}")
     if len(set(ranks)) != len(ranks):
         raise SpError(f"declare_groups: the groups of axis {label!r} overlap, {groups}: each rank is in one of an axis")
-    for group in groups:
-        for rank in group:
-            if mine[rank] is None:
-                raise SpError(
-                    f"declare_groups: rank {rank} passes None for axis {label!r}, but is in the group {group} that "
-                    f"others pass: every rank has to pass the group it is in"
-                )
+    outside = [(rank, group) for group in groups for rank in group if mine[rank] is None]
+    if outside:
+        rank, group = outside[0]
+        raise SpError(
+            f"declare_groups: rank {rank} passes None for axis {label!r}, but is in the group {group} that "
+            f"others pass: every rank has to pass the group it is in"
+        )
     return tuple(groups)
 
 
@@ -183,8 +174,8 @@ def _communicators(
     axes: Mapping[str, Partition], every: Sequence[_Told]
 ) -> tuple[list[tuple[str | None, Partition]], list[list[int]]]:
     """What this rank calls its groups of each axis, then of each union; the axes of each union, by number."""
-    mine = every[dist.get_rank()]
-    names = [(mine.name(label), groups) for label, groups in axes.items()]
+    mine = every[dist.get_rank()].axes
+    names = [(axis.name if (axis := mine[label]) else None, groups) for label, groups in axes.items()]
     made: dict[Partition, str | None] = {}
     turns = []
     for labels, groups in _unions(axes, every[0].unions):
@@ -251,7 +242,7 @@ def _where(every: Sequence[_Told]) -> str | None:
     """The device whose tensors all these groups take; None if there is no such, as with nccl beside gloo's on CPU."""
     world = next(e for e in every[0].existing if len(e.ranks) == len(every))
     used = [axis for told in every for axis in told.axes.values() if axis is not None]
-    common = set.intersection(*(axis.devices() for axis in [world, *used]))
+    common = set.intersection(*({part.split(":")[0] for part in a.backend.split(",")} for a in [world, *used]))
     order = ["cpu"] if dist.get_backend() == "gloo" else []
     return next((kind for kind in [*order, every[0].device, *sorted(common)] if kind in common), None)
 

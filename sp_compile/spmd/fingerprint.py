@@ -8,13 +8,12 @@ numbers touch only when it lies beside the others'.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import known_process_group, namespace_of, pytree, real_tensors, size_hint
@@ -22,7 +21,8 @@ from sp_compile.config import Ranks
 from sp_compile.errors import source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
-from .named_groups import is_exchange
+from .check_call import gathered, hashed
+from .named_groups import every_node, is_collective
 
 WIDTH = 160  # characters of a line in an error message
 
@@ -47,29 +47,18 @@ class Program:
 
         Empty if they do not differ. Two exchanges: of a digest a line, then of one line a rank.
         """
-        hashes: list[list[int]] = gathered([hashed(line.text) for line in self.lines], ranks)
+        group = ranks.process_group
+        hashes: list[list[int]] = gathered([hashed(line.text) for line in self.lines], group)
         shortest, longest = min(map(len, hashes)), max(map(len, hashes))
         differ = (i for i in range(shortest) if len({one[i] for one in hashes}) > 1)
         first = next(differ, shortest)
         if first == longest:
             return []
         if first == len(self.lines):
-            return gathered("nothing more", ranks)
+            return gathered("nothing more", group)
         _, name, trace = self.lines[first]
         short = name if len(name) <= WIDTH else name[: WIDTH - 3] + "..."
-        return gathered(f"{short} at {source_line(trace)}", ranks)
-
-
-def gathered(mine: Any, ranks: Ranks) -> list[Any]:
-    """Every rank's object, in the order of the ranks."""
-    everyone: list[Any] = [None] * ranks.n
-    dist.all_gather_object(everyone, mine, group=ranks.process_group)
-    return everyone
-
-
-def hashed(text: str) -> int:
-    """63 bits of a text."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        return gathered(f"{short} at {source_line(trace)}", group)
 
 
 @dataclass(frozen=True)
@@ -84,67 +73,49 @@ class Text:
 
 def text_of(gm: GraphModule) -> Text:
     """The text of a graph, without names of groups and numbers of devices."""
-    numbers = []
-    for node in gm.graph.nodes:
-        named = is_exchange(node)
-        written = [
-            _spelt(leaf)
-            for leaf in pytree.tree_leaves((node.args, node.kwargs))
-            if not (isinstance(leaf, Node) or (named and _names_group(leaf)))
-        ]
-        numbers.append(hashed(f"{written} {_constant(gm, node)}"))
-    joints = "\n".join(joint for joint, _ in _joints(gm))
-    return Text(hashed(joints), hashed(" ".join(_exchanges(gm))), tuple(numbers))
-
-
-def _joints(gm: GraphModule) -> Iterator[tuple[str, Node]]:
-    """Each op, and the numbers of the ops whose results it is given."""
+    numbers, joints = [], []
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
+        named = is_collective(node)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        written = [_spelt(leaf) for leaf in leaves if not (isinstance(leaf, Node) or (named and names_group(leaf)))]
+        numbers.append(hashed(f"{written} {_constant(gm, node)}"))
         edges = [order[leaf] if isinstance(leaf, Node) else None for leaf in leaves]
         if node.op != "output":
-            yield f"{node.op} {_target(node)} {edges} {spec}", node
+            joints.append(f"{node.op} {_target(node)} {edges} {spec}")
+    return Text(hashed("\n".join(joints)), hashed(" ".join(_exchanges(gm))), tuple(numbers))
 
 
 def program_of(gm: GraphModule) -> Program:
     """What ranks have to have in common to wait for each other: the exchanges, or all ops where none are in sight."""
     text = text_of(gm)
-    return Program(text.exchanges if any(_exchanges(gm)) else text.shape, tuple(_lines(gm)))
+    return Program(text.exchanges if _exchanges(gm) else text.shape, tuple(_lines(gm)))
 
 
 def _lines(gm: GraphModule) -> Iterator[Line]:
     """Each op and which of the ops before it it follows on, whatever the inputs are; bodies of regions included."""
     order: dict[Node, int] = {}
-    for node in gm.graph.nodes:
-        body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(body, GraphModule):
-            yield from _lines(body)
-        elif node.op not in ("placeholder", "output"):
+    for node in every_node(gm):
+        if node.op not in ("placeholder", "output"):
             leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
             edges = [order.get(leaf, "input") for leaf in leaves if isinstance(leaf, Node)]
             order[node] = len(order)
             yield Line(f"{_call(node)} {edges} {spec}", _call(node) or node.name, trace_of(node))
 
 
-def _exchanges(gm: GraphModule) -> Iterator[str]:
+def _exchanges(gm: GraphModule) -> list[str]:
     """The exchanges, in order, bodies of regions included."""
-    for node in gm.graph.nodes:
-        body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(body, GraphModule):
-            yield from _exchanges(body)
-        elif is_exchange(node):
-            yield _call(node)
+    return [_call(node) for node in every_node(gm) if is_collective(node)]
 
 
 def _call(node: Node) -> str:
     """An op; of an exchange what it does with the values as well: sum, max."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs)) if is_exchange(node) else ()
-    words = [leaf for leaf in leaves if isinstance(leaf, str) and not _names_group(leaf)]
+    leaves = pytree.tree_leaves((node.args, node.kwargs)) if is_collective(node) else ()
+    words = [leaf for leaf in leaves if isinstance(leaf, str) and not names_group(leaf)]
     return " ".join([_target(node), *words])
 
 
-def _names_group(leaf: Any) -> bool:
+def names_group(leaf: Any) -> bool:
     """Is this what the rank calls a process group of its own?"""
     return isinstance(leaf, str) and known_process_group(leaf)
 
@@ -158,12 +129,8 @@ def unlike(gm: GraphModule, everyone: Sequence[Text]) -> frozenset[str] | None:
     return frozenset(node.name for node, row in rows if node.op != "output" and len(set(row)) > 1)
 
 
-def digests(inputs: Sequence[Any]) -> list[str]:
-    """Of each input something that is equal for equal values: of a tensor its shape and a checksum of its bits."""
-    return [_digest(x) for x in inputs]
-
-
-def _digest(x: Any) -> str:
+def digest(x: Any) -> str:
+    """Something that is equal for equal values: of a tensor its shape and a checksum of its bits."""
     if isinstance(x, torch.Tensor):
         with real_tensors():
             value = str(x.item()) if x.ndim == 0 else checksum(x)
@@ -187,9 +154,7 @@ def _constant(gm: GraphModule, node: Node) -> str:
     """The value of a constant, the text of a body."""
     if node.op != "get_attr":
         return ""
-    value: Any = gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
+    value = attrgetter(str(node.target))(gm)
     if isinstance(value, GraphModule):
         return str(text_of(value))
-    return _digest(value) if isinstance(value, torch.Tensor) else ""
+    return digest(value) if isinstance(value, torch.Tensor) else ""

@@ -38,7 +38,7 @@ class Grid:
 def grids(groups: Sequence[Ranks], ask: Ask) -> dict[str, Grid]:
     """The Grid of every group; `ask`: every rank's answer, over a group. Every rank calls it, with its own groups."""
     members = {r.group: _members(r) for r in groups}
-    mine = tuple(_rank(r) for r in groups)
+    mine = tuple(dist.get_rank(r.process_group) if r.process_group is not None else 0 for r in groups)
     level: dict[str, frozenset[str]] = {}
     for ranks in groups:
         everyone = [places for places in ask(ranks, mine) if places is not None and len(places) == len(mine)]
@@ -52,10 +52,6 @@ def grids(groups: Sequence[Ranks], ask: Ask) -> dict[str, Grid]:
         )
         for name in level
     }
-
-
-def _rank(ranks: Ranks) -> int:
-    return 0 if ranks.process_group is None else dist.get_rank(ranks.process_group)
 
 
 def _members(ranks: Ranks) -> frozenset[int]:

@@ -72,12 +72,7 @@ class Groups:
 
     def with_(self, other: Groups) -> Groups:
         """Both tables in one."""
-        return Groups(
-            {**self.members, **other.members},
-            {**self.nodes, **other.nodes},
-            {**self.lines, **other.lines},
-            {**self.turns, **other.turns},
-        )
+        return Groups(**{name: {**table, **getattr(other, name)} for name, table in vars(self).items()})
 
 
 def axis_of(mesh_shape: Sequence[int], dim: int) -> Partition:

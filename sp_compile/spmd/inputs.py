@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from sp_compile.graph.record import mark, record
 from sp_compile.lowering.collectives.checksums import is_one_number
 
 from .check_run import input_names
-from .fingerprint import Text, digests, text_of
+from .fingerprint import Text, digest, text_of
 from .grid import Grid
-from .named_groups import has_dtensors, is_exchange, named_groups
+from .named_groups import has_dtensors, is_collective, named_groups
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,7 @@ class Facts:
 def known(gm: GraphModule, inputs: Sequence[Any], options: str) -> Known:
     """What this rank can say of a Dynamo graph, its inputs and options; nothing is exchanged."""
     tensors = local_tensors(inputs)
-    symbols = [x for x in inputs if isinstance(x, torch.SymInt)]
-    values = {
-        **{f"input_{i}": digest for i, digest in enumerate(digests(tensors))},
-        **{f"size_{i}": digest for i, digest in enumerate(digests(symbols))},
-    }
+    values = {label: digest(_local(x)) for label, x in zip(_labels(inputs), inputs) if label}
     with real_tensors():
         blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and is_one_number(x)]
     shapes = str([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors] + [torch.is_grad_enabled()])
@@ -109,46 +106,50 @@ def are_apart(everyone: Sequence[Known | None]) -> bool:
 def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
     """Say of every exchange over another group than these, whose members hold the same rows, that it has no rule."""
     for node in gm.graph.nodes:
-        named = named_groups(node) if is_exchange(node) else set()
+        named = named_groups(node) if is_collective(node) else set()
         if any(known_process_group(name) and name not in aligned for name in named):
             mark(node, no_rule="it exchanges with ranks that hold other rows of the sequence")
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among the inputs; of a DTensor, what this rank holds."""
-    return [x.to_local() if isinstance(x, DTensor) else x for x in inputs if isinstance(x, torch.Tensor)]
+    return [_local(x) for x in inputs if isinstance(x, torch.Tensor)]
 
 
-def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
+def _local(x: Any) -> Any:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _labels(inputs: Iterable[Any]) -> list[str]:
+    """What facts call each input: tensors input_0, input_1, ..., symbols size_0, ..., all else ""."""
+    counts = {"input": count(), "size": count()}
+    kinds = ["input" if isinstance(x, torch.Tensor) else "size" if isinstance(x, torch.SymInt) else "" for x in inputs]
+    return [f"{kind}_{next(counts[kind])}" if kind else "" for kind in kinds]
+
+
+def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> frozenset[str]:
     """Names of the arguments and buffers that were equal on all ranks at compilation, and must stay so."""
-    nodes = gm.graph.find_nodes(op="placeholder")
-    tensors = [(n, x) for n, x in zip(nodes, example_inputs) if isinstance(x, torch.Tensor)]
-    equal = [pair for i, pair in enumerate(tensors) if f"input_{i}" in (facts.equal or ())]
-    return [n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor))]
+    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _labels(example_inputs))
+    equal = [(n, x) for n, x, label in rows if isinstance(x, torch.Tensor) and label in (facts.equal or ())]
+    return frozenset(n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor)))
 
 
-def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -> list[str]:
+def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -> frozenset[str]:
     """Inputs whose values the ranks compare: parameters, and global arguments. A buffer may hold what nobody reads."""
-    out = []
-    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
-        argument = inputs == "global" and not record(node).parameter
-        if isinstance(example, torch.nn.Parameter) or argument:
-            out.append(node.name)
-    return out
+    return frozenset(
+        node.name
+        for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs)
+        if isinstance(example, torch.nn.Parameter) or (inputs == "global" and not record(node).parameter)
+    )
 
 
 def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
     """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly."""
     names = input_names(gm)
-    tensors = symbols = 0
-    for i, (node, x) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        if isinstance(x, torch.Tensor):
-            part = isinstance(x, torch.nn.Parameter) or is_module_state(node) or x.ndim == 0
-            if part and f"input_{tensors}" in facts.differ:
-                names[i] = ""
-            tensors += 1
-        elif isinstance(x, torch.SymInt):
-            if f"size_{symbols}" in facts.differ:
-                names[i] = ""
-            symbols += 1
+    labels, nodes = _labels(example_inputs), gm.graph.find_nodes(op="placeholder")
+    for i, (node, x, label) in enumerate(zip(nodes, example_inputs, labels, strict=True)):
+        whole = isinstance(x, torch.Tensor) and x.ndim > 0
+        part = not whole or isinstance(x, torch.nn.Parameter) or is_module_state(node)
+        if part and label in facts.differ:
+            names[i] = ""
     return names

@@ -27,7 +27,7 @@ def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     Those over which it only reduces numbers and vectors count where another group is named too: they may be merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
-    tensors = [*_of_tensors(inputs), *_of_tensors(values)]
+    tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]
     several = _of_several([*_named(gm, _may_merge), *tensors])
     rows = {*_named(gm, _exchanges_rows), *tensors}
     return several if len(several) > 1 or not rows.isdisjoint(r.group for r in several) else []
@@ -35,7 +35,7 @@ def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
 
 def exchanges_by_itself(gm: GraphModule) -> bool:
     """Does the program name a group of more than one rank in any exchange?"""
-    return bool(_of_several(_named(gm, is_exchange)))
+    return bool(_of_several(_named(gm, is_collective)))
 
 
 def _of_several(names: Iterable[str]) -> list[Ranks]:
@@ -58,13 +58,19 @@ def check_groups(gm: GraphModule) -> None:
 
 def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
     """Every string among the arguments of the exchanges that count, in bodies of regions too."""
-    for node in gm.graph.nodes:
+    for node in every_node(gm):
         if node.op == "call_function" and counts(node):
             yield from sorted(named_groups(node))
-        elif node.op == "get_attr":
-            value = getattr(gm, str(node.target), None)
-            if isinstance(value, GraphModule):
-                yield from _named(value, counts)
+
+
+def every_node(gm: GraphModule) -> Iterator[Node]:
+    """The nodes of a graph, in order; of a region's body its nodes in place of the one that names it."""
+    for node in gm.graph.nodes:
+        body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            yield from every_node(body)
+        else:
+            yield node
 
 
 def _may_merge(node: Node) -> bool:
@@ -87,13 +93,7 @@ def _exchanges_rows(node: Node) -> bool:
     return not ranks_of or max(ranks_of) > 1
 
 
-def _of_tensors(inputs: Iterable[Any]) -> Iterator[str]:
-    for x in inputs:
-        if isinstance(x, DTensor):
-            yield from group_names(x.device_mesh)
-
-
-def is_exchange(node: Node) -> bool:
+def is_collective(node: Node) -> bool:
     """Does the node exchange something with other ranks?"""
     if node.op != "call_function":
         return False
@@ -118,7 +118,7 @@ def cut_exchanges(gm: GraphModule, local: GraphModule, group: str) -> str:
 
 def _operands(gm: GraphModule, group: str) -> list[list[tuple[Any, ...]]]:
     """The shapes of what each exchange over the group sends."""
-    found = [node for node in gm.graph.nodes if is_exchange(node) and group in named_groups(node)]
+    found = [node for node in gm.graph.nodes if is_collective(node) and group in named_groups(node)]
     return [[tuple(sizes(x.meta["val"].shape)) for x in node.all_input_nodes if is_tensor(x)] for node in found]
 
 

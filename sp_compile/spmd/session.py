@@ -20,7 +20,7 @@ from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
 
-from .check_compile import Lockstep, connected, exchanges, rounds
+from .check_compile import Lockstep, connected, rounds
 from .check_run import Agreed, fingerprint, input_names
 from .fingerprint import Program, program_of, text_of, unlike
 from .grid import grids
@@ -181,7 +181,7 @@ class Session:
 
     def compares_gradients(self, ranks: Ranks) -> bool:
         """Not in a look at a program without processes, on torch's fake groups."""
-        return ranks.process_group is None or exchanges(ranks.process_group)
+        return ranks.process_group is None or ranks.exchanges
 
     # Behind the passes.
 
@@ -207,20 +207,16 @@ class Session:
         """
         if self.split:
             done = run is not None and local is not None
-            run = Agreed(
-                run,
-                self.ranks,
-                fingerprint(local) if done else Program(),
-                input_names(gm),
-                error,
-                equal=equal_inputs(gm, example_inputs, inputs) if done else (),
-            )
+            program = fingerprint(local) if done else Program()
+            equal = equal_inputs(gm, example_inputs, inputs) if done else frozenset()
+            run = Agreed(run, self.ranks, program, input_names(gm), error, equal)
             error = None
         elif error is not None and not self.groups:
             return Agreed(None, ALONE, Program(), [], error)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())
-            always = equal_arguments(gm, example_inputs, facts) if run is not None and ranks.group in scattered else []
+            compares = run is not None and ranks.group in scattered
+            always = equal_arguments(gm, example_inputs, facts) if compares else frozenset()
             names = sized_inputs(gm, example_inputs, facts)
             run = Agreed(run, ranks, program_of(gm), names, error, always=always)
         assert run is not None

@@ -10,12 +10,12 @@ from sp_compile.errors import SpError
 
 
 def test_nodes() -> None:
-    assert GPU.all_to_all(8.0, 8) == pytest.approx(7 / 296e9 + 1e-5)
-    assert GPU.all_to_all(16.0, 16) == pytest.approx(8 / 45e9 + 1e-5)
-    assert GPU.all_gather(1.0, 16) == pytest.approx(max(15 / 370e9, 1 / 45e9) + 1e-5)
-    assert GPU.all_gather(1.0, 2, stride=8) == pytest.approx(1 / 45e9 + 1e-5)
-    assert GPU.hop(1.0, 8) == pytest.approx(1 / 370e9 + 1e-5)
-    assert GPU.hop(1.0, 9) == pytest.approx(1 / 45e9 + 1e-5)
+    assert GPU.seconds("all_to_all", 8.0, 8) == pytest.approx(7 / 296e9 + 1e-5)
+    assert GPU.seconds("all_to_all", 16.0, 16) == pytest.approx(8 / 45e9 + 1e-5)
+    assert GPU.seconds("all_gather", 1.0, 16) == pytest.approx(max(15 / 370e9, 1 / 45e9) + 1e-5)
+    assert GPU.seconds("all_gather", 1.0, 2, stride=8) == pytest.approx(1 / 45e9 + 1e-5)
+    assert GPU.seconds("shift", 1.0, 8) == pytest.approx(1 / 370e9 + 1e-5)
+    assert GPU.seconds("shift", 1.0, 9) == pytest.approx(1 / 45e9 + 1e-5)
     assert GPU.together(3.0, 2.0) == 3.0
     assert CPU.together(3.0, 2.0) == 5.0
 

@@ -18,7 +18,6 @@ from sp_compile.config import resolve
 from sp_compile.cost import measure
 from sp_compile.cost.line import Line, bytes_of, fitted
 from sp_compile.cost.machine import CPU, GPU, Machine
-from sp_compile.errors import SpError
 
 DEVICE = torch.device("cpu")
 EVERYONE = (((0, 1),),)
@@ -38,7 +37,7 @@ MARKED = replace(
 )
 
 
-def asked(folders: list[str], override: dict | None = None) -> tuple[Machine, int, list[str]]:
+def asked(folders: list[str]) -> tuple[Machine, int, list[str]]:
     """What this rank is told, how often it measured, and the files of its folder (one folder per rank)."""
     folder = folders[dist.get_rank()]
     measure._known.clear()
@@ -47,8 +46,8 @@ def asked(folders: list[str], override: dict | None = None) -> tuple[Machine, in
         mock.patch.object(measure, "_fit", wraps=measure._fit) as fit,
     ):
         ranks = resolve(worker.mesh(), None)
-        found = measure.machine(ranks, DEVICE, override)
-        assert measure.machine(ranks, DEVICE, override) == found
+        found = measure.machine(ranks, DEVICE)
+        assert measure.machine(ranks, DEVICE) == found
     return found, fit.call_count, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
@@ -125,19 +124,10 @@ def test_a_disk_that_refuses(ranks: Ranks, tmp_path: Path) -> None:
     assert fits == 1
 
 
-def test_overrides_measure_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks.run(2, asked, two(tmp_path), {"flops": 5.0})
-    assert results == [(replace(CPU, flops=5.0), 0, [])] * 2
-    assert ranks.run(2, asked, two(tmp_path), {}) == [(CPU, 0, [])] * 2
-
-
 def test_without_processes() -> None:
     assert measure.machine(Group(1, ""), DEVICE) == CPU
     assert measure.machine(Group(8, ""), DEVICE) == CPU
     assert measure.machine(Group(8, ""), torch.device("cuda")) == GPU
-    assert measure.machine(Group(8, ""), DEVICE, {"overlap": 1}) == replace(CPU, overlap=1)
-    with pytest.raises(SpError, match="did you mean 'overlap'"):
-        measure.machine(Group(8, ""), DEVICE, {"overlaps": 1})
 
 
 def test_constants_from_lines() -> None:
@@ -158,7 +148,7 @@ def test_constants_from_lines() -> None:
     nodes = measure.constants(lines, 4, 2, GPU)  # two thirds of what a rank sends leave its node
     assert nodes.inter_node_bandwidth == pytest.approx(2e9 * 2 / 3)
     assert nodes.all_to_all_bandwidth == GPU.all_to_all_bandwidth
-    assert nodes.all_to_all(8.0, 4) == pytest.approx(1e-4 + bytes_of("all_to_all", 8.0, 4) / 2e9)
+    assert nodes.seconds("all_to_all", 8.0, 4) == pytest.approx(1e-4 + bytes_of("all_to_all", 8.0, 4) / 2e9)
     noisy = measure.constants([*lines[:2], Line(0.0, 1e10)], 4, 4, CPU)
     assert (noisy.flops, noisy.block_keys) == (CPU.flops, CPU.block_keys)
 

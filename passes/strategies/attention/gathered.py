@@ -46,8 +46,8 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     # A causal mask cuts the keys of a run of queries into a full block and a diagonal one, merged.
     runs = 2 if layout == "zigzag" else 1
     calls = (3 if shape.causal else 1) * runs * machine.call
-    again = machine.all_gather(kv, n) + machine.copy(2 * n * kv)
-    grads = machine.all_gather(kv * shape.widening, n) + machine.copy(2 * n * kv * shape.widening)
+    again = machine.seconds("all_gather", kv, n) + machine.copy(2 * n * kv)
+    grads = machine.seconds("all_gather", kv * shape.widening, n) + machine.copy(2 * n * kv * shape.widening)
     forward, backward = compute + again + calls, BACKWARD_FLOPS * compute + again + grads + calls
     if shape.causal:
         forward += machine.copy(shape.merge_bytes)

@@ -86,7 +86,7 @@ def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> 
     # Zigzag: every step is two blocks, and three in four halves of the queries take part in one.
     blocks, share = (2, 0.75) if zigzag else (1, 1.0)
     calls = (blocks * (hops + 1) + hops) * machine.call
-    hop, hop_grads = machine.hop(kv, shape.n), machine.hop(grads, shape.n)
+    hop, hop_grads = machine.seconds("shift", kv, shape.n), machine.seconds("shift", grads, shape.n)
 
     forward = calls + step + hops * machine.together(step, hop)
     forward += hops * share * machine.copy(shape.merge_bytes)
@@ -95,7 +95,7 @@ def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> 
     memory = 2 * kv + shape.heads * shape.out_bytes * shape.widening
     last = 1 if hops else 0  # from the last rank home; there is none if no rank needs another one's keys
     travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads)) + last * hop_grads
-    scatter = hops * machine.together(back, hop) + machine.all_gather(grads, size, ulysses)
+    scatter = hops * machine.together(back, hop) + machine.seconds("all_gather", grads, size, ulysses)
     if travel <= scatter:
         rounds = (hops, 2 * hops + last)
         return Candidate("ring", ulysses, size, layout, forward, backward + travel, memory, rounds, "travel")

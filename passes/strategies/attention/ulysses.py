@@ -156,7 +156,7 @@ def exchange(shape: Shape, machine: Machine, ranks: int) -> float:
         return 0.0
     back = shape.heads * shape.out_bytes
     there = exchanged_bytes(shape, ranks) - back
-    exchanges = machine.all_to_all(there, ranks) + machine.all_to_all(back, ranks)
+    exchanges = machine.seconds("all_to_all", there, ranks) + machine.seconds("all_to_all", back, ranks)
     return exchanges + machine.copy(2 * (there + back))
 
 

@@ -56,7 +56,7 @@ class Toy(ShardedAttention):
 def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
     sent = shape.heads * shape.q_bytes + shape.kv_heads * shape.kv_bytes
     compute = shape.n * machine.attention(shape.flops, shape.kv_len) + machine.call
-    exchange = machine.all_gather(sent, shape.n)
+    exchange = machine.seconds("all_gather", sent, shape.n)
     forward, backward = compute + exchange, 2.5 * compute + exchange
     yield Candidate("toy", 1, shape.n, layout, forward, backward, shape.n * sent, (1, 1))
 
