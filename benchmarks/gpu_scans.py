@@ -37,12 +37,11 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring.clock import Clock, Job
-from measuring.scan_values import CHECKED, F32, FEW, I64, Shape, draw, draw_starts, values
+from measuring.scan_values import CHECKED, F32, FEW, I64, ROW, Shape, draw, draw_starts, values
 from measuring.tables import markdown, processor
 
 from sp_compile import linear_scan
 from sp_compile.lowering.scan import table
-from sp_compile.lowering.scan.kernels.triton import scan as row
 from sp_compile.lowering.scan.kernels.triton.ways import WAYS, Sizes, using_way
 
 PARTS = ["values", "times"]
@@ -91,7 +90,7 @@ def one_dim(length: int, dtype: torch.dtype, device: torch.device) -> Case:
         others["cupy.cumsum"] = lambda: cupy.cumsum(source, out=target)
     name = f"1-D {str(dtype)[6:]} 2^{length.bit_length() - 1}"
     moved = 2 * x.numel() * x.element_size()
-    return Case(name, 1, moved, lambda: row.scan(x, None, "sum", False, False, dtype, F32), 0.80, others, 1.0)
+    return Case(name, 1, moved, lambda: ROW.scan(x, None, "sum", False, False, dtype, F32), 0.80, others, 1.0)
 
 
 def columns(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
@@ -103,7 +102,7 @@ def columns(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
         f"{list(shape)} dim 1, {str(dtype)[6:]}",
         shape[0] * shape[2],
         moved,
-        lambda: row.scan(x, None, "sum", False, False, result, result),
+        lambda: ROW.scan(x, None, "sum", False, False, result, result),
         0.60,
         {"torch.cumsum": lambda: torch.cumsum(x, 1)} if shape[1] <= 2**20 else {},  # takes seconds otherwise
         20.0 if shape[0] == 1 else None,
@@ -114,13 +113,13 @@ def segmented(shape: Shape, device: torch.device) -> Case:
     """Starts of all lines alike, as those of packed sequences are."""
     x, starts = draw(shape, F32, device), draw_starts((1, shape[1], 1), device)
     moved = 8 * x.numel() + starts.numel()
-    job = lambda: row.scan(x, starts, "sum", False, False, F32, F32)  # noqa: E731
+    job = lambda: ROW.scan(x, starts, "sum", False, False, F32, F32)  # noqa: E731
     return Case(f"segmented {list(shape)}, float32", shape[0] * shape[2], moved, job, 0.65)
 
 
 def recurrence(shape: Shape, device: torch.device) -> Case:
     a, b = draw(shape, F32, device).sigmoid(), draw(shape, F32, device, 1)
-    job = lambda: row.linear(a, b, None, False, False, F32, F32)  # noqa: E731
+    job = lambda: ROW.linear(a, b, None, False, False, F32, F32)  # noqa: E731
     return Case(f"linear_scan {list(shape)}", shape[0] * shape[2], 12 * a.numel(), job, 0.70)
 
 

@@ -4,12 +4,14 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from measuring.scan_direct import Direct
 from torch import Tensor
 
 from sp_compile.lowering.scan.kernels.tree import KERNELS as TREE
 from sp_compile.lowering.scan.kernels.triton import scan as row
 from sp_compile.lowering.scan.kernels.triton.ways import WAYS, using_way
 
+ROW, EXACT = Direct(row), Direct(TREE)
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
 Shape = tuple[int, int, int]
 CHECKED: list[Shape] = [(1, 2**20 + 13, 1), (1, 100003, 3), (7, 999, 33), (4096, 17, 1)]
@@ -53,21 +55,21 @@ def _errors(shape: Shape, device: torch.device, seed: int) -> Iterator[tuple[str
     given = 1 + x.abs() / shape[1] if op == "prod" else x
     for begin in (None, starts, starts[:1, :, :1].contiguous()):
         kind = "scan" if begin is None else "segmented scan"
-        found = row.scan(given, begin, op, exclusive, reverse, F32, F32)
-        expected = TREE.scan(given.double(), begin, op, exclusive, reverse, F64, F64)
+        found = ROW.scan(given, begin, op, exclusive, reverse, F32, F32)
+        expected = EXACT.scan(given.double(), begin, op, exclusive, reverse, F64, F64)
         yield f"{kind} {op}", max(_error(a, b) for a, b in zip(found, expected))
     counts = draw(shape, torch.int32, device, seed)
-    found = row.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
-    expected = TREE.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
+    found = ROW.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
+    expected = EXACT.scan(counts, starts, "sum", not exclusive, reverse, I64, I64)
     yield "integer scan", _differ(found, expected)
     peaks = torch.cummax(x.bfloat16(), 1) if not reverse else torch.cummin(x.bfloat16(), 1)
-    ties = row.extremes(x.bfloat16(), None, "min" if reverse else "max", False)
+    ties = ROW.extremes(x.bfloat16(), None, "min" if reverse else "max", False)
     yield "extremes", _differ(ties, peaks)
     a, initial = draw(shape, F32, device, seed + 1).sigmoid(), x[:, 0].contiguous()
-    h = row.linear(a, x, initial, reverse, exclusive, F32, F32)
-    yield "linear scan", _error(h, TREE.linear(a.double(), x.double(), initial, reverse, exclusive, F64, F64))
-    factor, state = row.linear_total(a, x, reverse, exclusive, F32)
-    exact = TREE.linear_total(a.double(), x.double(), reverse, exclusive, F64)
+    h = ROW.linear(a, x, initial, reverse, exclusive, F32, F32)
+    yield "linear scan", _error(h, EXACT.linear(a.double(), x.double(), initial, reverse, exclusive, F64, F64))
+    factor, state = ROW.linear_total(a, x, reverse, exclusive, F32)
+    exact = EXACT.linear_total(a.double(), x.double(), reverse, exclusive, F64)
     yield "linear total", max(_error(factor, exact[0]), _error(state, exact[1]))
 
 

@@ -20,34 +20,15 @@ Tensors are chunked, see `chunks.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from .across import Way, last_of, neighbours
-from .chunks import before, end, met, recurred, row, scanned, selected, starts
+from .chunks import Job, Recurrence, before, end, met, recurred, row, scanned, selected, starts
 from .monoids import MONOIDS, Pair, accumulate_dtype
-
-
-class Job(NamedTuple):
-    """What a scan is asked for. dtype: of the result."""
-
-    op: str
-    exclusive: bool
-    way: Way
-    dtype: torch.dtype
-    accumulate: torch.dtype
-
-
-class Recurrence(NamedTuple):
-    """What a recurrence is asked for; see ``sp::local_linear_scan``."""
-
-    lagged: bool
-    way: Way
-    dtype: torch.dtype
-    accumulate: torch.dtype
 
 
 def scan(x: Tensor, cuts: Tensor | None, ends: Pair | None, job: Job) -> Tensor:
@@ -77,7 +58,7 @@ class _Scan(Function):
         x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: Job
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ends = None if first is None or last is None else (first, last)
-        return scanned(x, cuts, ends, job.op, job.exclusive, job.way, job.dtype, job.accumulate)
+        return scanned(x, cuts, ends, job)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -132,7 +113,7 @@ class _Recurrence(Function):
     def forward(
         a: Tensor, b: Tensor, initial: Tensor | None, job: Recurrence
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return recurred(a, b, initial, *job)
+        return recurred(a, b, initial, job)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -12,6 +12,8 @@ The carry is added as ordinary pointwise operations, which a compiler fuses into
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,25 @@ from .across import Way, carry_of_extremes, carry_of_recurrence, carry_of_scan
 from .monoids import MONOIDS, Pair, selecting
 
 sp = torch.ops.sp
+
+
+class Job(NamedTuple):
+    """What a scan is asked for. dtype: of the result."""
+
+    op: str
+    exclusive: bool
+    way: Way
+    dtype: torch.dtype
+    accumulate: torch.dtype
+
+
+class Recurrence(NamedTuple):
+    """What a recurrence is asked for; see ``sp::local_linear_scan``."""
+
+    lagged: bool
+    way: Way
+    dtype: torch.dtype
+    accumulate: torch.dtype
 
 
 def starts(cuts: Tensor, way: Way) -> Tensor:
@@ -52,20 +73,12 @@ def end(x: Tensor, way: Way) -> Tensor:
     return summary(first_row(x, way.back).squeeze(way.rows), way)
 
 
-def scanned(
-    x: Tensor,
-    cuts: Tensor | None,
-    ends: Pair | None,
-    op: str,
-    exclusive: bool,
-    way: Way,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The scan in dtype; what is carried into the chunks, (..., chunks, 1, ...); where segments begin in them (cut).
+def scanned(x: Tensor, cuts: Tensor | None, ends: Pair | None, job: Job) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The scan in job.dtype; what is carried into the chunks; where segments begin in them (cut).
 
     The carry is None on one rank, the cut unless ends were compared. Both are rows, (..., chunks, 1, ...).
     """
+    op, exclusive, way, dtype, accumulate = job
     begins, options = None if cuts is None else starts(cuts, way), (op, exclusive, way.reverse)
     if way.alone:
         return sp.local_scan(x, begins, way.rows, *options, dtype, accumulate, False)[0], None, None
@@ -126,12 +139,13 @@ def selected(x: Tensor, op: str, way: Way, first: int) -> tuple[Tensor, Tensor, 
 
 
 def recurred(
-    a: Tensor, b: Tensor, initial: Tensor | None, lagged: bool, way: Way, dtype: torch.dtype, accumulate: torch.dtype
+    a: Tensor, b: Tensor, initial: Tensor | None, job: Recurrence
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """h in dtype; what is carried into the chunks, (..., chunks, 1, ...); what comes out of the last of all.
+    """h in job.dtype; what is carried into the chunks, (..., chunks, 1, ...); what comes out of the last of all.
 
     initial: like h without chunks and rows; so is what comes out. The latter two are None on one rank.
     """
+    lagged, way, dtype, accumulate = job
     options = way.rows, way.reverse, lagged
     if way.alone:
         given = None if initial is None else initial.unsqueeze(way.dim)

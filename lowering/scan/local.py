@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,9 +57,9 @@ def local_scan(
     """
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     rows, starts = _rows(x, dim), _rows_of_starts(starts, x, dim)
-    segmented = starts is not None
-    problem = _problem("scan", rows, dtype, accumulate, op, segmented, exclusive, reverse, False, total)
-    out, last = kernel(problem)(rows, starts, op, exclusive, reverse, dtype, accumulate)
+    options = {"op": op, "segmented": starts is not None, "exclusive": exclusive, "reverse": reverse, "total": total}
+    problem = Problem.of("scan", rows, dtype, accumulate, **options)
+    out, last = kernel(problem)(problem, rows, starts)
     return out.view(x.shape), last.clone().view(_total_shape(x, dim)) if total else last.new_empty(0)
 
 
@@ -76,8 +75,9 @@ def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse:
     NaN wins over all others, as in torch.cummax. Source: the lowering table.
     """
     rows, starts = _rows(x, dim), _rows_of_starts(starts, x, dim)
-    problem = _problem("extremes", rows, x.dtype, x.dtype, op, starts is not None, False, reverse)
-    values, indices = kernel(problem)(rows, starts, op, reverse)
+    segmented = starts is not None
+    problem = Problem.of("extremes", rows, x.dtype, x.dtype, op=op, segmented=segmented, reverse=reverse)
+    values, indices = kernel(problem)(problem, rows, starts)
     return values.view(x.shape), indices.view(x.shape)
 
 
@@ -115,10 +115,10 @@ def local_linear_scan(
     lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial. Source: the lowering table.
     """
     a_rows, b_rows = _rows(a, dim), _rows(b, dim)
-    problem = _problem("linear", b_rows, dtype, accumulate, "", False, False, reverse, lagged)
+    problem = Problem.of("linear", b_rows, dtype, accumulate, reverse=reverse, lagged=lagged)
     if initial is not None:
         initial = initial.reshape(problem.outer, problem.inner).contiguous()
-    h = kernel(problem)(a_rows, b_rows, initial, reverse, lagged, dtype, accumulate)
+    h: Tensor = kernel(problem)(problem, a_rows, b_rows, initial)
     return h.view(b.shape)
 
 
@@ -139,16 +139,10 @@ def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bo
     h, or if lagged the last s. Source: the lowering table.
     """
     a_rows, b_rows = _rows(a, dim), _rows(b, dim)
-    problem = _problem("linear_total", b_rows, accumulate, accumulate, "", False, False, reverse, lagged)
-    factor, state = kernel(problem)(a_rows, b_rows, reverse, lagged, accumulate)
+    problem = Problem.of("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)
+    factor, state = kernel(problem)(problem, a_rows, b_rows)
     shape = _total_shape(b, dim)
     return factor.view(shape), state.view(shape)
-
-
-def _problem(kind: str, rows: Tensor, result: torch.dtype, accumulate: torch.dtype, *options: Any) -> Problem:
-    outer, length, inner = rows.shape
-    device = rows.device.type
-    return Problem(kind, device, outer, length, inner, rows.dtype, result, accumulate, *options)
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:

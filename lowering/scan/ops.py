@@ -18,7 +18,7 @@ from sp_compile.lowering.library import composite
 
 from . import autograd
 from .across import Way
-from .autograd import Job, Recurrence
+from .chunks import Job, Recurrence
 from .monoids import MONOIDS, Pair, accumulate_dtype, result_dtype
 
 sp = torch.ops.sp

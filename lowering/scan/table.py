@@ -1,8 +1,9 @@
 """The lowering table: which implementation runs a scan.
 
 A way registers itself, under a name and with a rank; the one of lowest rank that fits a problem runs it. It is a module
-with `fits(problem) -> bool` and the functions scan, extremes, linear and linear_total, as `kernels.generic.Kernels`
-describes them; it needs only those for which it fits. The ways here are the modules of `kernels`, which imports them.
+with `fits(problem) -> bool` and the functions scan, extremes, linear and linear_total of a problem and its tensors, as
+`kernels.generic.Kernels` describes them; it needs only those for which it fits. The ways here are the modules of
+`kernels`, which imports them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sp_compile.lowering.table import Table
 
@@ -36,6 +38,12 @@ class Problem(NamedTuple):
     reverse: bool = False
     lagged: bool = False
     total: bool = True
+
+    @classmethod
+    def of(cls, kind: str, x: Tensor, result: torch.dtype, accumulate: torch.dtype, **options: Any) -> Problem:
+        """The problem of x, (outer, length, inner)."""
+        outer, length, inner = x.shape
+        return cls(kind, x.device.type, outer, length, inner, x.dtype, result, accumulate, **options)
 
 
 SMALL = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few

@@ -13,7 +13,7 @@ outside the window are exact zeros. The dim of the sequence is the last one of x
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,51 +27,43 @@ from .halo import around, around_ring, shifts_of
 AS_SHARDS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
 
 
-class Reach(NamedTuple):
-    """The rows that the results of one rank read: [low, high) counted from its first, with s rows a rank."""
+def _reach(before: int, width: int, stride: int, frame: Frame, result: Frame, n: int) -> tuple[int, int, int]:
+    """The rows [low, high) that the results of one rank read, counted from its first; and s, the rows of a rank.
 
-    low: int
-    high: int
-    s: int
-
-
-def reach_of(before: int, width: int, stride: int, frame: Frame, result: Frame, n: int) -> Reach:
-    """Of a window on shards. Raises ValueError for the zigzag layout."""
+    Raises ValueError for the zigzag layout.
+    """
     if folds_of(frame) != 1 or folds_of(result) != 1:
         raise ValueError("a window needs neighbours, which the zigzag layout parts")
     s, low = rows_held(frame, n), frame[2] - before - stride * result[2]
-    return Reach(low, low + s + width - stride, s)
+    return low, low + s + width - stride, s
 
 
 def window_shifts(before: int, width: int, stride: int, frame: Frame, result: Frame, n: int) -> list[tuple[int, int]]:
     """(ranks further on, rows) of every shift in the forward of a window on shards."""
-    return shifts_of(*reach_of(before, width, stride, frame, result, n), n)
+    return shifts_of(*_reach(before, width, stride, frame, result, n), n)
 
 
-class Shards(NamedTuple):
-    """Where the operand and the result lie, and how a window reads the one for the other."""
+class Where(NamedTuple):
+    """Where the operand and the result lie (``AS_SHARDS``), and how a window reads the one for the other."""
 
-    frame: Frame
-    result: Frame
-    n: int
-    group: str
+    frame: Frame | None = None
+    result: Frame | None = None
+    n: int = 1
+    group: str = ""
 
-    def around(self, x: Tensor, dim: int, before: int, width: int, stride: int, fill: float) -> Tensor:
-        """This rank's rows and those of its neighbours that its results read."""
-        reach = reach_of(before, width, stride, self.frame, self.result, self.n)
-        return around(x, dim, reach.low, reach.high, self.frame, fill, self.n, self.group)
+    def rows(self, x: Tensor, dim: int, before: int, after: int, width: int, stride: int, fill: float) -> Tensor:
+        """The rows that the results here read: padded, or this rank's and its neighbours'."""
+        if self.frame is None:
+            return _padded(x, dim, before, after, fill)
+        low, high, _ = _reach(before, width, stride, self.frame, self.result or self.frame, self.n)
+        return around(x, dim, low, high, self.frame, fill, self.n, self.group)
 
     def finish(self, y: Tensor, dim: int) -> Tensor:
         """Rows outside the result's window repeat one inside, and have exact zeros as cotangents."""
-        if not is_padded(self.result, self.n):
+        result = self.result or self.frame
+        if self.frame is None or result is None or not is_padded(result, self.n):
             return y
-        return window(y, dim, self.result, self.n, self.group)
-
-
-def _shards(frame: Frame | None, result: Frame | None, n: int, group: str) -> Shards | None:
-    if frame is None:
-        return None
-    return Shards(frame, frame if result is None else result, n, group)
+        return window(y, dim, result, self.n, self.group)
 
 
 def _padded(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor:
@@ -84,26 +76,14 @@ def _padded(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor
 
 
 @composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {AS_SHARDS}")
-def shift(
-    x: Tensor,
-    dim: int,
-    before: int,
-    after: int,
-    fill: float,
-    frame: Frame | None = None,
-    result: Frame | None = None,
-    n: int = 1,
-    group: str = "",
-) -> Tensor:
+def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any) -> Tensor:
     """Row i of the result is row i - before of x, or ``fill`` where x has none.
 
     Shapes: dim of length -> length + before + after, either of which may be negative. Any dtype.
     Source: constant_pad_nd.
     """
-    dim, shards = dim % x.ndim, _shards(frame, result, n, group)
-    if shards is None:
-        return _padded(x, dim, before, after, fill)
-    return shards.finish(shards.around(x, dim, before, 1, 1, fill), dim)
+    dim, lies = dim % x.ndim, Where(*where)
+    return lies.finish(lies.rows(x, dim, before, after, 1, 1, fill), dim)
 
 
 @composite(
@@ -119,10 +99,7 @@ def conv1d(
     stride: int = 1,
     dilation: int = 1,
     groups: int = 1,
-    frame: Frame | None = None,
-    result: Frame | None = None,
-    n: int = 1,
-    group: str = "",
+    *where: Any,
 ) -> Tensor:
     """Convolution with ``before`` and ``after`` rows of zeros at the two ends.
 
@@ -130,90 +107,49 @@ def conv1d(
     width = dilation * (K - 1) + 1.
     Source: aten.conv1d.
     """
-    shards, width = _shards(frame, result, n, group), dilation * (weight.shape[-1] - 1) + 1
-    if shards is not None:
-        rows = shards.around(x, x.ndim - 1, before, width, stride, 0)
-        return shards.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
-    if before < 0 or after > before:
-        return torch.conv1d(_padded(x, x.ndim - 1, before, after, 0), weight, bias, stride, 0, dilation, groups)
+    lies, width = Where(*where), dilation * (weight.shape[-1] - 1) + 1
+    if lies.frame is not None or before < 0 or after > before:
+        rows = lies.rows(x, x.ndim - 1, before, after, width, stride, 0)
+        return lies.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
     y = torch.conv1d(x, weight, bias, stride, before, dilation, groups)
     return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
 
 
 @composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {AS_SHARDS}")
-def avg_pool1d(
-    x: Tensor,
-    before: int,
-    after: int,
-    width: int,
-    stride: int,
-    frame: Frame | None = None,
-    result: Frame | None = None,
-    n: int = 1,
-    group: str = "",
-) -> Tensor:
+def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *where: Any) -> Tensor:
     """Means of ``width`` rows, zeros at the ends included.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
     """
-    shards = _shards(frame, result, n, group)
-    if shards is None:
-        return torch.avg_pool1d(_padded(x, x.ndim - 1, before, after, 0), [width], [stride])
-    rows = shards.around(x, x.ndim - 1, before, width, stride, 0)
-    return shards.finish(torch.avg_pool1d(rows, [width], [stride]), x.ndim - 1)
+    lies = Where(*where)
+    rows = lies.rows(x, x.ndim - 1, before, after, width, stride, 0)
+    return lies.finish(torch.avg_pool1d(rows, [width], [stride]), x.ndim - 1)
 
 
 @composite(
     f"max_pool1d(Tensor x, int before, int after, Scalar fill, int width, int stride, int dilation=1, {AS_SHARDS}"
 )
 def max_pool1d(
-    x: Tensor,
-    before: int,
-    after: int,
-    fill: float,
-    width: int,
-    stride: int,
-    dilation: int = 1,
-    frame: Frame | None = None,
-    result: Frame | None = None,
-    n: int = 1,
-    group: str = "",
+    x: Tensor, before: int, after: int, fill: float, width: int, stride: int, dilation: int = 1, *where: Any
 ) -> Tensor:
     """Maxima of every ``dilation``-th of ``width`` rows; ``fill`` is usually -inf, torch's own padding.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.max_pool1d.
     """
-    shards, size = _shards(frame, result, n, group), [(width - 1) // dilation + 1]
-    if shards is None:
-        rows = _padded(x, x.ndim - 1, before, after, fill)
-        return torch.max_pool1d(rows, size, [stride], [0], [dilation])
-    rows = shards.around(x, x.ndim - 1, before, width, stride, fill)
-    return shards.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
+    lies, size = Where(*where), [(width - 1) // dilation + 1]
+    rows = lies.rows(x, x.ndim - 1, before, after, width, stride, fill)
+    return lies.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
 
 
 @composite(f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {AS_SHARDS}")
-def unfold(
-    x: Tensor,
-    dim: int,
-    before: int,
-    after: int,
-    fill: float,
-    width: int,
-    stride: int,
-    frame: Frame | None = None,
-    result: Frame | None = None,
-    n: int = 1,
-    group: str = "",
-) -> Tensor:
+def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int, stride: int, *where: Any) -> Tensor:
     """Every window of ``width`` rows, as a last dim.
 
     Shapes: dim of length -> (length + before + after - width) // stride + 1, and a last dim of width. Any dtype.
     Source: aten.unfold.
     """
-    dim, shards = dim % x.ndim, _shards(frame, result, n, group)
-    if shards is None:
-        return _padded(x, dim, before, after, fill).unfold(dim, width, stride)
-    return shards.finish(shards.around(x, dim, before, width, stride, fill).unfold(dim, width, stride), dim)
+    dim, lies = dim % x.ndim, Where(*where)
+    return lies.finish(lies.rows(x, dim, before, after, width, stride, fill).unfold(dim, width, stride), dim)
 
 
 class Turn(NamedTuple):

@@ -39,25 +39,17 @@ def _exact(problem: Problem) -> bool:
     return torch.promote_types(own, wanted) == own and (not problem.total or result == wanted)
 
 
-def scan(
-    x: Tensor,
-    starts: Tensor | None,
-    op: str,
-    exclusive: bool,
-    reverse: bool,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
-) -> Pair:
+def scan(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
     """torch.cumsum or its like; an exclusive one is written one row further. No total if torch has rounded it.
 
     The total may be a view of the result.
     """
-    monoid = MONOIDS[op]
+    monoid, dtype, accumulate = MONOIDS[problem.op], problem.result, problem.accumulate
     out = torch.empty_like(x, dtype=dtype)
     if not out.shape[DIM]:
         return out, x.new_full((x.shape[0], x.shape[2]), monoid.identity(accumulate), dtype=accumulate)
-    x = x.flip(DIM) if reverse else x
-    if exclusive:
+    x = x.flip(DIM) if problem.reverse else x
+    if problem.exclusive:
         out[:, :1] = monoid.identity(dtype)
         _write(monoid, x[:, :-1], out[:, 1:])
     else:
@@ -65,8 +57,8 @@ def scan(
     if dtype != accumulate:
         total = out.new_empty(0, dtype=accumulate)
     else:
-        total = monoid.combine(out[:, -1], x[:, -1]) if exclusive else out[:, -1]
-    return out.flip(DIM) if reverse else out, total
+        total = monoid.combine(out[:, -1], x[:, -1]) if problem.exclusive else out[:, -1]
+    return out.flip(DIM) if problem.reverse else out, total
 
 
 def _write(monoid: Monoid, x: Tensor, out: Tensor) -> None:
@@ -77,12 +69,11 @@ def _write(monoid: Monoid, x: Tensor, out: Tensor) -> None:
         monoid.cumulative(x, DIM, out=out)
 
 
-def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
+def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
     """torch.cummax or torch.cummin."""
-    if not reverse:
-        values, indices = MONOIDS[op].cumulative(x, DIM)
+    values, indices = MONOIDS[problem.op].cumulative(x.flip(DIM) if problem.reverse else x, DIM)
+    if not problem.reverse:
         return values, indices
-    values, indices = MONOIDS[op].cumulative(x.flip(DIM), DIM)
     return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)
 
 

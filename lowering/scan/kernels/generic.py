@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sp_compile._compat import pytree
 from sp_compile.lowering.scan.monoids import MONOIDS, Combine, Pair, compose, segmented, selecting
+from sp_compile.lowering.scan.table import Problem
 
 DIM = 1
 Map = Callable[[Any], Any]
@@ -34,73 +35,57 @@ class Kernels:
     inclusive: Callable[[Combine, Any, int, Map, Map], tuple[Any, Any]]
     total: Callable[[Combine, Any, int, Map], Any]
 
-    def fits(self, problem: object) -> bool:
+    def fits(self, problem: Problem) -> bool:
         """Every problem."""
         return True
 
-    def scan(
-        self,
-        x: Tensor,
-        starts: Tensor | None,
-        op: str,
-        exclusive: bool,
-        reverse: bool,
-        dtype: torch.dtype,
-        accumulate: torch.dtype,
-    ) -> Pair:
-        """-> out, like x in dtype, and total (outer, inner) in accumulate: of the last segment in scan order."""
-        monoid = MONOIDS[op]
+    def scan(self, problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+        """The scan of x in problem.result, and the total of the last segment, (outer, inner), in problem.accumulate."""
+        monoid, dtype, accumulate = MONOIDS[problem.op], problem.result, problem.accumulate
         if not x.shape[DIM]:
             return x.new_empty(x.shape, dtype=dtype), _row(x, monoid.identity(accumulate), accumulate)[:, 0]
-        x, starts = _in_scan_order(reverse, x, starts)
+        x, starts = _in_scan_order(problem.reverse, x, starts)
         out, total = self._scan(monoid.combine, x, starts, _to(accumulate), _to(dtype))
-        if exclusive:
+        if problem.exclusive:
             out = torch.cat((_row(out, monoid.identity(dtype), dtype), out[:, :-1]), DIM)
             out = out if starts is None else out.masked_fill_(starts, monoid.identity(dtype))
-        (out,) = _in_scan_order(reverse, out)
+        (out,) = _in_scan_order(problem.reverse, out)
         return _own(out, x), total[:, 0].clone()
 
-    def extremes(self, x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
-        """-> the running max or min, like x, and its index, int64."""
+    def extremes(self, problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+        """The running max or min, like x, and its index, int64."""
         index = torch.arange(x.shape[DIM], device=x.device)[:, None].expand_as(x)
-        x, index, starts = _in_scan_order(reverse, x, index, starts)
-        (values, index), _ = self._scan(selecting(op), (x, index), starts, same, same)
-        values, index = _in_scan_order(reverse, values, index)
+        x, index, starts = _in_scan_order(problem.reverse, x, index, starts)
+        (values, index), _ = self._scan(selecting(problem.op), (x, index), starts, same, same)
+        values, index = _in_scan_order(problem.reverse, values, index)
         return _own(values, x), index.contiguous()
 
-    def linear(
-        self,
-        a: Tensor,
-        b: Tensor,
-        initial: Tensor | None,
-        reverse: bool,
-        lagged: bool,
-        dtype: torch.dtype,
-        accumulate: torch.dtype,
-    ) -> Tensor:
-        """-> h like b in dtype: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
-        a, b = _in_scan_order(reverse, a, b)
-        if lagged:
+    def linear(self, problem: Problem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
+        """h in problem.result: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
+        accumulate = problem.accumulate
+        a, b = _in_scan_order(problem.reverse, a, b)
+        if problem.lagged:
             # s_(i-1) is a_(i-1) * h_(i-1): the same recurrence, of the a before.
             a = torch.cat((_row(a, 1, a.dtype), a), DIM)[:, :-1]
         if initial is not None:
             # Added here rather than to the result, where it would be times a product that may overflow.
             first = a[:, :1].to(accumulate) * initial.to(accumulate).unsqueeze(DIM) + b[:, :1]
             b = torch.cat((first, b[:, 1:]), DIM)[:, : b.shape[DIM]]
-        h, _ = self.inclusive(compose, (a, b), DIM, _to(accumulate), lambda state: state[1].to(dtype))
-        (h,) = _in_scan_order(reverse, h)
+        h, _ = self.inclusive(compose, (a, b), DIM, _to(accumulate), lambda state: state[1].to(problem.result))
+        (h,) = _in_scan_order(problem.reverse, h)
         return _own(h, b)
 
-    def linear_total(self, a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
-        """-> factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
+    def linear_total(self, problem: Problem, a: Tensor, b: Tensor) -> Pair:
+        """factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
+        accumulate = problem.accumulate
         if not a.shape[DIM]:
             return _row(a, 1, accumulate)[:, 0], _row(b, 0, accumulate)[:, 0]
 
         def lift(states: Pair) -> Pair:
             a, b = _to(accumulate)(states)
-            return a, a * b if lagged else b
+            return a, a * b if problem.lagged else b
 
-        factor, state = self.total(compose, _in_scan_order(reverse, a, b), DIM, lift)
+        factor, state = self.total(compose, _in_scan_order(problem.reverse, a, b), DIM, lift)
         return factor[:, 0].clone(), state[:, 0].clone()
 
     def _scan(self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map) -> tuple[Any, Any]:

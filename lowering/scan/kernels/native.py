@@ -55,39 +55,27 @@ def fits(problem: Problem) -> bool:
     """On a CPU, of dtypes that the C++ has, where a compiler makes it."""
     if problem.device != "cpu" or problem.dtype not in ELEMENTS or problem.result not in ELEMENTS:
         return False
-    compute = _computed(problem)
-    return compute in COMPUTED and _kernel(_steps(problem.kind, problem.op, compute)) is not None
+    return _kernel(problem) is not None
 
 
 def available() -> bool:
     """Is there a compiler, and does it compile one of the kernels?"""
-    return _kernel(_steps("scan", "sum", torch.float64)) is not None
+    double = torch.float64
+    return fits(Problem("scan", "cpu", 0, 0, 0, double, double, double, "sum"))
 
 
 def _computed(problem: Problem) -> torch.dtype | None:
     """The type to compute in; None if there is no kernel."""
     floats = problem.result.is_floating_point
-    if problem.kind == "scan" and problem.op in ("max", "min"):
-        return _holding(problem.result)
-    if problem.kind == "extremes":
-        return _with_index(problem.result)
-    if problem.kind == "scan" and problem.op != "logsumexp" and not floats:
+    if problem.op in ("max", "min"):
+        # What has every value of the dtype, and every index.
+        narrow = problem.kind == "scan" and problem.result is not torch.float64
+        return (torch.float32 if narrow else torch.float64) if floats else torch.int64
+    if problem.op in ("sum", "prod") and not floats:
         return torch.int64 if problem.accumulate is torch.int64 and problem.result is not torch.bool else None
     if not floats or problem.accumulate not in (torch.float32, torch.float64):
         return None
     return torch.float64 if problem.op == "logsumexp" else problem.accumulate
-
-
-def _holding(dtype: torch.dtype) -> torch.dtype:
-    """What has every value of a dtype, among the types to compute in."""
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _with_index(dtype: torch.dtype) -> torch.dtype:
-    """What has every value of a dtype and every index."""
-    return torch.float64 if dtype.is_floating_point else torch.int64
 
 
 @cache
@@ -101,9 +89,12 @@ def _steps(kind: str, op: str, compute: torch.dtype) -> str:
     return f"Linear<{c}>" if kind == "linear" else f"LinearTotal<{c}>"
 
 
-def _kernel(steps: str) -> Kernel | None:
+def _kernel(problem: Problem) -> Kernel | None:
+    compute = _computed(problem)
+    if compute not in COMPUTED:
+        return None
     with _lock:
-        return _compiled(steps)
+        return _compiled(_steps(problem.kind, problem.op, compute))
 
 
 @cache
@@ -126,54 +117,31 @@ def _source() -> str:
     return "".join((Path(__file__).parent / f"native_{name}.cpp").read_text() for name in SOURCES)
 
 
-def scan(
-    x: Tensor,
-    starts: Tensor | None,
-    op: str,
-    exclusive: bool,
-    reverse: bool,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
-) -> Pair:
-    """-> out, like x in dtype, and total (outer, inner) in accumulate: of the last segment in scan order."""
-    x = _as_operand(x, dtype)
-    compute = {"logsumexp": torch.float64, "max": _holding(dtype), "min": _holding(dtype)}.get(op, accumulate)
-    out, total = x.new_empty(x.shape, dtype=dtype), _one_row(x, compute)
-    empty = MONOIDS[op].identity(dtype)
-    _run("scan", op, compute, x, out, reverse, starts, empty=empty, flag=exclusive, total=total)
-    return out, total.to(accumulate)
+def scan(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+    x = _as_operand(x, problem.result)
+    out, total = x.new_empty(x.shape, dtype=problem.result), _one_row(x, _computed(problem))
+    _run(problem, x, starts=starts, out=out, total=total)
+    return out, total.to(problem.accumulate)
 
 
-def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
-    """-> the running max or min, like x, and its index, int64."""
+def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
     out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
-    empty = MONOIDS[op].identity(x.dtype)
-    _run("extremes", op, _with_index(x.dtype), x, out, reverse, starts, empty=empty, indices=indices)
+    _run(problem, x, starts=starts, out=out, indices=indices)
     return out, indices
 
 
-def linear(
-    a: Tensor,
-    b: Tensor,
-    initial: Tensor | None,
-    reverse: bool,
-    lagged: bool,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
-) -> Tensor:
-    """-> h like b in dtype: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
+def linear(problem: Problem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
     a, b = _of_one_dtype(a, b)
-    h = b.new_empty(b.shape, dtype=dtype)
-    initial = None if initial is None else initial.to(accumulate).contiguous()
-    _run("linear", "", accumulate, a, h, reverse, flag=lagged, b=b, initial=initial)
+    h = b.new_empty(b.shape, dtype=problem.result)
+    initial = None if initial is None else initial.to(problem.accumulate).contiguous()
+    _run(problem, a, b=b, initial=initial, out=h)
     return h
 
 
-def linear_total(a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
-    """-> factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
+def linear_total(problem: Problem, a: Tensor, b: Tensor) -> Pair:
     a, b = _of_one_dtype(a, b)
-    factor, state = _one_row(b, accumulate), _one_row(b, accumulate)
-    _run("linear_total", "", accumulate, a, None, reverse, flag=lagged, b=b, total=state, factor=factor)
+    factor, state = (_one_row(b, problem.accumulate) for _ in range(2))
+    _run(problem, a, b=b, total=state, factor=factor)
     return factor, state
 
 
@@ -188,34 +156,25 @@ def _of_one_dtype(a: Tensor, b: Tensor) -> Pair:
     return a.to(dtype), b.to(dtype)
 
 
-def _one_row(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _one_row(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[2]), dtype=dtype)
 
 
-def _run(
-    kind: str,
-    op: str,
-    compute: torch.dtype,
-    x: Tensor,
-    out: Tensor | None,
-    reverse: bool,
-    starts: Tensor | None = None,
-    empty: float = 0,
-    flag: bool = False,
-    **others: Tensor | None,
-) -> None:
-    """Fill `out` and those of `others` that are results; all contiguous. flag: exclusive, or lagged."""
-    kernel = _kernel(_steps(kind, op, compute))
+def _run(problem: Problem, x: Tensor, **others: Tensor | None) -> None:
+    """Fill those of `others` that are results; all contiguous."""
+    kernel = _kernel(problem)
     assert kernel is not None, "a problem that does not fit"
-    tensors = {"x": x, "starts": starts, "out": out, **others}
+    tensors = {"x": x, **others}
     pointers = ((tensor.data_ptr() if (tensor := tensors.get(name)) is not None else 0) for name in POINTERS)
-    empties = (0, empty) if compute.is_floating_point else (int(empty), 0.0)
+    empty = MONOIDS[problem.op].identity(problem.result) if problem.op else 0
+    empties = (0, empty) if problem.result.is_floating_point else (int(empty), 0.0)
+    out = others.get("out")
     elements = ELEMENTS[x.dtype], ELEMENTS[x.dtype if out is None else out.dtype]
-    options = flag, reverse, torch.get_num_threads() if x.numel() >= GRAIN else 1
-    kernel(_PROBLEM.pack(*pointers, *x.shape, *_steps_of(starts), *empties, *elements, *options))
+    options = problem.exclusive or problem.lagged, problem.reverse, torch.get_num_threads() if x.numel() >= GRAIN else 1
+    kernel(_PROBLEM.pack(*pointers, *x.shape, *_strides_of(others.get("starts")), *empties, *elements, *options))
 
 
-def _steps_of(starts: Tensor | None) -> tuple[int, int, int]:
+def _strides_of(starts: Tensor | None) -> tuple[int, int, int]:
     """From one outer, row and inner to the next: 0 where all share them."""
     if starts is None:
         return 0, 0, 0

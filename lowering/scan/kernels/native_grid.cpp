@@ -142,8 +142,8 @@ struct Grid : Tensors<M> {
   void fill(Buffer& buffer, Columns<C>& at, int64_t chain, int count, int width, int64_t begin) const {
     int64_t step = p.reverse ? -p.inner : p.inner;
     each_run(chain, count, begin, [&](int64_t lane, int64_t run, int64_t, int64_t place) {
-      this->read_rows(this->in(0, place), step, at.rows, run, buffer.x + lane, width);
-      if (M::inputs == 2) this->read_rows(this->in(1, place), step, at.rows, run, buffer.b + lane, width);
+      this->read(this->in(0, place), step, buffer.x + lane, width, at.rows, run);
+      if (M::inputs == 2) this->read(this->in(1, place), step, buffer.b + lane, width, at.rows, run);
     });
     if (!p.starts || (p.starts_inner == 0 && (wide || p.starts_outer == 0))) return;
     each_run(chain, count, begin, [&](int64_t lane, int64_t run, int64_t first, int64_t) {
@@ -157,8 +157,8 @@ struct Grid : Tensors<M> {
   void drain(const Buffer& buffer, int64_t rows, int64_t chain, int count, int width, int64_t begin) const {
     int64_t step = p.reverse ? -p.inner : p.inner;
     each_run(chain, count, begin, [&](int64_t lane, int64_t run, int64_t, int64_t place) {
-      this->write_rows(buffer.x + lane, width, rows, run, this->out(place), step);
-      if (M::outputs == 2) write<C, int64_t>(buffer.index + lane, width, rows, run, this->index(place), step);
+      this->write(buffer.x + lane, width, this->out(place), step, rows, run);
+      if (M::outputs == 2) copy<C, C, int64_t>(buffer.index + lane, width, this->index(place), step, rows, run);
     });
   }
 };

@@ -75,7 +75,7 @@ struct Lines : Tensors<M> {
     at.x = buffer.x, at.b = buffer.b, at.index = buffer.index;
     for (int input = 0; input < M::inputs; ++input) {
       C* to = input ? buffer.b : buffer.x;
-      this->read_rows(this->in(input, low), 0, 1, count, to + shift, 0);
+      this->read(this->in(input, low), 0, to + shift, 0, 1, count);
       std::fill_n(to + rest, pad, this->machine.neutral(input));
     }
     if (p.starts) {
@@ -86,8 +86,8 @@ struct Lines : Tensors<M> {
     if (emit && p.out) at.out = buffer.x;
     walk_buffer(this->machine, this->fold, at, states);
     if (!at.out) return;
-    this->write_rows(buffer.x + shift, 0, 1, count, this->out(low), 0);
-    if (M::outputs == 2) write<C, int64_t>(buffer.index + shift, 0, 1, count, this->index(low), 0);
+    this->write(buffer.x + shift, 0, this->out(low), 0, 1, count);
+    if (M::outputs == 2) copy<C, C, int64_t>(buffer.index + shift, 0, this->index(low), 0, 1, count);
   }
 
   // The walk that needs no buffer, if there is one.

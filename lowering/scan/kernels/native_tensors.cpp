@@ -44,14 +44,13 @@ struct Tensors {
   M machine;
   typename M::Fold fold;
   int64_t size_in, size_out;
-  decltype(&read<C, float>) read_rows;
-  decltype(&write<C, float>) write_rows;
+  decltype(&copy<C, C, C>) read, write;
 
   Tensors(const Problem& problem, C empty)
       : p(problem), machine{{empty, p.flag != 0}}, fold{{empty, p.flag != 0}},
         size_in(size_of(p.element)), size_out(size_of(p.result)) {
-    read_rows = with_element(p.element, [](auto e) { return &read<C, decltype(e)>; });
-    write_rows = with_element(p.result, [](auto e) { return &write<C, decltype(e)>; });
+    read = with_element(p.element, [](auto e) { return &copy<C, decltype(e), C>; });
+    write = with_element(p.result, [](auto e) { return &copy<C, C, decltype(e)>; });
   }
 
   const void* in(int input, int64_t place) const {

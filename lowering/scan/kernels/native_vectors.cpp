@@ -124,54 +124,39 @@ INLINE void store(E* to, Vec<C, N> value) {
   }
 }
 
-// Lanes i... of a and after them of b.
-#if defined(__clang__)
-template <class V, int... i>
-INLINE V shuffle(V a, V b, std::integer_sequence<int, i...>) { return __builtin_shufflevector(a, b, i...); }
-#else
-template <class V, int... i>
+// Lane i of the result is lane(i, L) of a and, after those, of b.
+template <int (*lane)(int, int), class V, int... i>
 INLINE V shuffle(V a, V b, std::integer_sequence<int, i...>) {
-  return __builtin_shuffle(a, b, Vec<Bits<std::decay_t<decltype(a[0])>>, sizeof...(i)>{i...});
-}
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, lane(i, sizeof...(i))...);
+#else
+  return __builtin_shuffle(a, b, Vec<Bits<std::decay_t<decltype(a[0])>>, sizeof...(i)>{lane(i, sizeof...(i))...});
 #endif
-
-template <int width, class V, int... i>
-INLINE V later(V a, V fill, std::integer_sequence<int, i...>) {
-  return shuffle(a, fill, std::integer_sequence<int, (i < width ? int(sizeof...(i)) : i - width)...>{});
 }
+template <int (*lane)(int, int), class V>
+INLINE V shuffle(V a, V b) { return shuffle<lane>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{}); }
+
+template <int width>
+constexpr int moved(int i, int n) { return i < width ? n : i - width; }
+template <int width>
+constexpr int turned(int i, int n) { return (i + width) % n; }
+constexpr int last(int, int n) { return n - 1; }
+constexpr int opposite(int i, int n) { return n - 1 - i; }
+
 // Every lane moved on by `width`; the first ones are those of fill.
 template <int width, class V>
-INLINE V later(V a, V fill) {
-  return later<width>(a, fill, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{});
-}
-
+INLINE V later(V a, V fill) { return shuffle<moved<width>>(a, fill); }
 // The last lane, in all of them.
-template <class V, int... i>
-INLINE V last_of(V a, std::integer_sequence<int, i...>) {
-  return shuffle(a, a, std::integer_sequence<int, (i * 0 + int(sizeof...(i)) - 1)...>{});
-}
 template <class V>
-INLINE V last_of(V a) { return last_of(a, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{}); }
-
-template <int width, class V, int... i>
-INLINE bool any(V mask, std::integer_sequence<int, i...> all) {
-  if constexpr (width == 0) return mask[0] != 0;
-  else return any<width / 2>(
-      mask | shuffle(mask, mask, std::integer_sequence<int, ((i + width) % int(sizeof...(i)))...>{}), all);
-}
+INLINE V last_of(V a) { return shuffle<last>(a, a); }
+template <class V>
+INLINE V backwards(V a) { return shuffle<opposite>(a, a); }
 // Is a lane not 0?
-template <class V>
+template <class V, int width = sizeof(V) / sizeof(std::declval<V>()[0]) / 2>
 INLINE bool any(V mask) {
-  constexpr int L = sizeof(V) / sizeof(mask[0]);
-  return any<L / 2>(mask, std::make_integer_sequence<int, L>{});
+  if constexpr (width == 0) return mask[0] != 0;
+  else return any<V, width / 2>(mask | shuffle<turned<width>>(mask, mask));
 }
-
-template <class V, int... i>
-INLINE V backwards(V a, std::integer_sequence<int, i...>) {
-  return shuffle(a, a, std::integer_sequence<int, (int(sizeof...(i)) - 1 - i)...>{});
-}
-template <class V>
-INLINE V backwards(V a) { return backwards(a, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{}); }
 
 using Doubles = Vec<double, lanes<double>>;
 using Longs = Vec<int64_t, lanes<double>>;

@@ -2,16 +2,20 @@
 
 namespace {
 
-// Steps in elements. Where `out` is null the states alone are wanted.
+// Where `out` is null the states alone are wanted.
 template <class C>
-struct Columns {
+struct Rows {
   const void *x, *b;
-  void* out;
-  void* index;
+  void *out, *index;
   const uint8_t* starts;  // or null
+  C row, row_step;
+};
+
+// Steps in elements.
+template <class C>
+struct Columns : Rows<C> {
   int64_t rows, step, starts_step;
   bool starts_wide;  // one for every column, or one for all
-  C row, row_step;
 };
 
 // V vectors of columns from one state to the next. E, O, I: elements of the inputs, the output, the indices.
@@ -52,12 +56,8 @@ void down(const M& machine, const Columns<typename M::Compute>& at, typename M::
 
 // Whole vectors of neighbours, the first place lowest in memory whatever the order; out may be x.
 template <class C>
-struct Line {
-  const void *x, *b;
-  void *out, *index;
-  const uint8_t* starts;
+struct Line : Rows<C> {
   int64_t vectors;
-  C row, row_step;
 };
 
 // One vector of a line after the other: log2(L) joins make it a scan of its own, one more joins what came before it.
@@ -138,26 +138,17 @@ void along(const M& machine, const typename M::Fold& fold, const Line<typename M
   each<Q>([&](auto q) INLINE_LAMBDA { states[q] = scanned.carry[q][0]; });
 }
 
-// Rows of n neighbours as numbers to compute with, and back.
-template <class C, class E>
-void read(const void* source, int64_t step, int64_t rows, int64_t n, C* to, int64_t width) {
+// Rows of n neighbours, by way of numbers to compute with.
+template <class C, class From, class To>
+void copy(const void* source, int64_t from_step, void* target, int64_t to_step, int64_t rows, int64_t n) {
   constexpr int L = lanes<C>;
-  const E* from = static_cast<const E*>(source);
+  const From* from = static_cast<const From*>(source);
+  To* to = static_cast<To*>(target);
   int64_t whole = n / L * L;
   for (int64_t i = 0; whole && i < rows; ++i)
-    for (int64_t j = 0; j < whole; j += L) store<C, L>(to + i * width + j, load<C, L>(from + i * step + j));
+    for (int64_t j = 0; j < whole; j += L) store<C, L>(to + i * to_step + j, load<C, L>(from + i * from_step + j));
   for (int64_t j = whole; j < n; ++j)
-    for (int64_t i = 0; i < rows; ++i) to[i * width + j] = load<C, 1>(from + i * step + j)[0];
-}
-template <class C, class E>
-void write(const C* from, int64_t width, int64_t rows, int64_t n, void* target, int64_t step) {
-  constexpr int L = lanes<C>;
-  E* to = static_cast<E*>(target);
-  int64_t whole = n / L * L;
-  for (int64_t i = 0; whole && i < rows; ++i)
-    for (int64_t j = 0; j < whole; j += L) store<C, L>(to + i * step + j, load<C, L>(from + i * width + j));
-  for (int64_t j = whole; j < n; ++j)
-    for (int64_t i = 0; i < rows; ++i) store<C, 1>(to + i * step + j, Vec<C, 1>{from[i * width + j]});
+    for (int64_t i = 0; i < rows; ++i) store<C, 1>(to + i * to_step + j, load<C, 1>(from + i * from_step + j));
 }
 
 }  // namespace

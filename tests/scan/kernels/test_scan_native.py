@@ -2,9 +2,11 @@
 
 import itertools
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,12 @@ from torch import Tensor
 from sp_compile.lowering.scan.kernels import native
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from measuring.scan_direct import Direct
+
 needs_compiler = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 
+DIRECT = Direct(native)
 INF, NAN = math.inf, math.nan
 
 # Columns: fewer than a vector has lanes, a vector, a tile and a rest of it, several tiles, more than one slab.
@@ -42,7 +48,7 @@ def scan(
     x: Tensor, op: str, exclusive: bool = False, reverse: bool = False, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     dtype = result_dtype(op, x.dtype)
-    return native.scan(x, starts, op, exclusive, reverse, dtype, accumulate_dtype(op, dtype, "cpu"))
+    return DIRECT.scan(x, starts, op, exclusive, reverse, dtype, accumulate_dtype(op, dtype, "cpu"))
 
 
 def exact(x: Tensor, op: str, *how: object) -> Tensor:
@@ -98,13 +104,13 @@ def test_threads(shape: tuple[int, ...], number: int) -> None:
 
     def results() -> list[Tensor]:
         whole = [scan(x, op, *way, cut) for op in ("sum", "max") for way in WAYS for cut in (None, starts)]
-        whole += [native.extremes(x, cut, "min", reverse) for reverse in (False, True) for cut in (None, starts)]
+        whole += [DIRECT.extremes(x, cut, "min", reverse) for reverse in (False, True) for cut in (None, starts)]
         return [tensor for pair in whole for tensor in pair]
 
     def recurrences() -> list[Tensor]:
         wide = torch.float64
-        found = [native.linear(a, b, initial, *way, torch.float64, wide) for way in WAYS]
-        found += [state for way in WAYS for state in native.linear_total(a, b, *way, wide)]
+        found = [DIRECT.linear(a, b, initial, *way, torch.float64, wide) for way in WAYS]
+        found += [state for way in WAYS for state in DIRECT.linear_total(a, b, *way, wide)]
         return [*found, *scan(b, "logsumexp")]
 
     with threads(1):
@@ -123,11 +129,11 @@ def test_numbers_of_two_bytes(dtype: torch.dtype) -> None:
     """All of them survive, and products are rounded as torch rounds them, subnormal and infinite ones too."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     for x in (every.view(1, 1, -1), every.view(-1, 1, 2), every.view(-1, 1, 1)):
-        out, _ = native.scan(x, None, "sum", False, False, dtype, torch.float32)
+        out, _ = DIRECT.scan(x, None, "sum", False, False, dtype, torch.float32)
         torch.testing.assert_close(out, x, rtol=0, atol=0, equal_nan=True)
     others = every[torch.randperm(2**16)]
     for x in (torch.stack([every, others])[None], torch.stack([every, others], 1)[..., None]):
-        out, _ = native.scan(x, None, "prod", False, False, dtype, torch.float32)
+        out, _ = DIRECT.scan(x, None, "prod", False, False, dtype, torch.float32)
         expected = torch.stack([x[:, 0], (x[:, 0].float() * x[:, 1].float()).to(dtype)], 1)
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -164,7 +170,7 @@ def test_what_is_not_finite_stays_where_it_belongs(op: str) -> None:
     for x in (orders[..., None], orders.t()[None], orders.double().t()[None, :, :6]):
         x = x.contiguous()
         if op in ("max", "min"):
-            (values, indices), ends = native.extremes(x, None, op, False), getattr(torch, f"cum{op}")(x, 1)
+            (values, indices), ends = DIRECT.extremes(x, None, op, False), getattr(torch, f"cum{op}")(x, 1)
             assert torch.equal(indices, ends.indices)
             torch.testing.assert_close(values, ends.values, rtol=0, atol=0, equal_nan=True)
             torch.testing.assert_close(scan(x, op)[0], ends.values, rtol=0, atol=0, equal_nan=True)
@@ -178,11 +184,11 @@ def test_what_is_not_finite_stays_where_it_belongs(op: str) -> None:
 def test_recurrences_whose_products_overflow(inner: int, lagged: bool) -> None:
     """A line joins products of a; where one overflows, a state of 0 is still 0, and an infinite a still shows."""
     b = torch.zeros(2, 300, inner, dtype=torch.float64)
-    h = native.linear(torch.full_like(b, 1e200), b, None, False, lagged, b.dtype, b.dtype)
+    h = DIRECT.linear(torch.full_like(b, 1e200), b, None, False, lagged, b.dtype, b.dtype)
     assert torch.equal(h, b)
     a = torch.full_like(b, 0.5)
     a[:, 100] = INF
-    h = native.linear(a, b, None, False, lagged, b.dtype, b.dtype)
+    h = DIRECT.linear(a, b, None, False, lagged, b.dtype, b.dtype)
     assert h[:, :100].eq(0).all()
     assert h[:, 101:].isnan().all()
 
@@ -191,7 +197,7 @@ def test_recurrences_whose_products_overflow(inner: int, lagged: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recurrences_of_two_dtypes(dtype: torch.dtype) -> None:
     a, b = torch.rand(2, 40, 9, dtype=torch.float64), torch.randn(2, 40, 9).to(dtype)
-    h = native.linear(a, b, None, True, False, dtype, torch.float64)
+    h = DIRECT.linear(a, b, None, True, False, dtype, torch.float64)
     expected = linear_by_hand(a, b.double(), 1, None, True)
     assert h.dtype is dtype
     torch.testing.assert_close(h, expected.to(dtype))
@@ -202,7 +208,7 @@ def test_integers_wrap_as_in_torch() -> None:
     x = torch.full((1, 100, 3), 2**62 - 1)
     assert torch.equal(scan(x, "sum")[0], x.cumsum(1))
     assert torch.equal(scan(x, "prod")[0], x.cumprod(1))
-    narrow, _ = native.scan(x, None, "sum", False, False, torch.int8, torch.int64)
+    narrow, _ = DIRECT.scan(x, None, "sum", False, False, torch.int8, torch.int64)
     assert torch.equal(narrow, x.cumsum(1, dtype=torch.int8))
 
 

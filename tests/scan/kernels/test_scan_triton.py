@@ -14,10 +14,13 @@ from sp_compile.lowering.scan.table import Problem
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
+TESTS = Path(__file__).parents[2]
+PATHS = str(TESTS), str(TESTS.parent / "benchmarks")
+
 
 def python(program: str, interpret: bool = True) -> None:
     """Triton reads TRITON_INTERPRET when it is imported: in a process of its own, where the tests can be imported."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
     environment = environment | {"TRITON_INTERPRET": "1" if interpret else "0"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -76,11 +79,12 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
     JITFunction.run(kernel, *args, grid=grid, warmup=True, **options)
 )
 
-from sp_compile.lowering.scan.kernels.triton import scan
-from sp_compile.lowering.triton import scan
+from measuring.scan_direct import Direct
+from sp_compile.lowering.scan.kernels.triton import scan as row
 from sp_compile.lowering.scan.kernels.triton.ways import using_way
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
+scan = Direct(row)
 x, starts = torch.empty(1, 2**20, 1), torch.empty(1, 2**20, 1, dtype=torch.bool)
 few = torch.empty(1, 2**16, 8, dtype=torch.int32)
 for way in ("one", "parts"):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from measuring.scan_direct import Direct
 from support.scans.scanning import DTYPES, OPS, by_hand, linear_by_hand, sample
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from sp_compile.lowering.scan.kernels.triton.tiles import Sweep
 from sp_compile.lowering.scan.kernels.triton.ways import WAYS, Shape, Sizes, using_way
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
 
+ROW = Direct(row)
 ORDER = list(WAYS)
 SHAPES = (1, 90, 1), (3, 13, 2), (2, 9, 5), (1, 6, 17), (20, 4, 1), (1, 1, 3)
 FLAGS = tuple(itertools.product((False, True), repeat=3))
@@ -40,7 +42,7 @@ def check_scan(
     """Against the loop, in float64 or int64 or the ints' own dtype."""
     dtype = result_dtype(op, x.dtype)
     accumulate = accumulate or accumulate_dtype(op, dtype, "cuda")
-    out, total = row.scan(x, starts, op, exclusive, reverse, dtype, accumulate)
+    out, total = ROW.scan(x, starts, op, exclusive, reverse, dtype, accumulate)
     exact = x.double() if dtype.is_floating_point else x.to(dtype)
     where = None if starts is None else starts.expand(x.shape)
     expected = by_hand(exact, 1, op, exclusive, reverse, where)
@@ -100,13 +102,13 @@ def check_extremes(way: str) -> None:
         x = sample(shape, torch.float32, seed=i).round()
         x[0, ::13] = torch.nan if i % 3 == 0 else -torch.inf
         x = x.to((torch.float32, torch.bfloat16, torch.float64)[i % 3])
-        assert_same(row.extremes(x, None, op, False), of_torch(x, 1))
+        assert_same(ROW.extremes(x, None, op, False), of_torch(x, 1))
         given = x.nan_to_num().to(torch.int16) if i % 2 else x > 0
         flipped = of_torch(given.flip(1), 1)
         turned = flipped[0].flip(1), given.shape[1] - 1 - flipped[1].flip(1)
-        assert_same(row.extremes(given, None, op, True), turned)
+        assert_same(ROW.extremes(given, None, op, True), turned)
         starts = starts_of(shape, i)
-        found = row.extremes(x, starts, op, False)
+        found = ROW.extremes(x, starts, op, False)
         for o, e in itertools.product(range(shape[0]), range(shape[2])):
             begins = starts.expand(shape)[o, :, e].nonzero().flatten().tolist()
             edges = [0, *begins, shape[1]]
@@ -128,8 +130,8 @@ def check_linear(way: str) -> None:
         dtype = (torch.float32, torch.float64, torch.bfloat16)[i % 3]
         a, b = (0.9 * a).to(dtype), b.to(dtype)
         accumulate = accumulate_dtype("sum", dtype, "cuda")
-        h = row.linear(a, b, initial, reverse, lagged, dtype, accumulate)
-        factor, state = row.linear_total(a, b, reverse, lagged, accumulate)
+        h = ROW.linear(a, b, initial, reverse, lagged, dtype, accumulate)
+        factor, state = ROW.linear_total(a, b, reverse, lagged, accumulate)
         expected, after = linear_exactly(a.double(), b.double(), initial, reverse, lagged)
         assert (h.dtype, factor.dtype, state.dtype) == (dtype, accumulate, accumulate)
         scale = {"rtol": 0.0, "atol": tolerance(dtype)["atol"] * expected.abs().max().item() * 2}
@@ -204,14 +206,14 @@ def check_empty() -> None:
     for shape in ((2, 0, 3), (0, 4, 3), (2, 4, 0), (0, 0, 0)):
         x = torch.empty(shape)
         for op in OPS:
-            out, total = row.scan(x, None, op, True, False, f32, f32)
+            out, total = ROW.scan(x, None, op, True, False, f32, f32)
             assert out.shape == shape
             assert total.shape == (shape[0], shape[2])
             neutral = {"sum": 0.0, "prod": 1.0, "min": math.inf}.get(op, -math.inf)
             assert total.tolist() == torch.full(total.shape, neutral).tolist()
-        assert [y.shape for y in row.extremes(x, None, "max", False)] == [shape] * 2
-        assert row.linear(x, x, None, False, True, f32, f32).shape == shape
-        factor, state = row.linear_total(x, x, False, True, f32)
+        assert [y.shape for y in ROW.extremes(x, None, "max", False)] == [shape] * 2
+        assert ROW.linear(x, x, None, False, True, f32, f32).shape == shape
+        factor, state = ROW.linear_total(x, x, False, True, f32)
         assert factor.eq(1).all()
         assert state.eq(0).all()
 

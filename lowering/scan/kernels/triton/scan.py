@@ -34,82 +34,64 @@ def fits(problem: Problem) -> bool:
     return AVAILABLE and (problem.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def scan(
-    x: Tensor,
-    starts: Tensor | None,
-    op: str,
-    exclusive: bool,
-    reverse: bool,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
-) -> Pair:
-    """-> out, like x in dtype, and total (outer, inner) in accumulate: of the last segment in scan order."""
+def scan(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
     from .tiles import State, Sweep
     from .ways import run
 
-    neutral = MONOIDS[op].identity(accumulate)
-    compute = _compute_dtype(accumulate)
+    dtype, accumulate = problem.result, problem.accumulate
+    neutral, compute = MONOIDS[problem.op].identity(accumulate), _compute_dtype(accumulate)
     out = x.new_empty(x.shape, dtype=compute if dtype is torch.bool else dtype)
     if not x.numel():
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
-    sweep = Sweep(x, op, _number(neutral), compute, torch.int32, None, starts, exclusive, reverse)
+    options = problem.exclusive, problem.reverse
+    sweep = Sweep(x, problem.op, _number(neutral), compute, torch.int32, None, starts, *options)
     total = run(sweep, None, State(out), True)
     assert total is not None
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
 
 
-def extremes(x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
-    """-> the running max or min, like x, and its index, int64."""
+def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
     from .tiles import State, Sweep
     from .ways import run
 
     out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
     if x.numel():
-        neutral = _number(MONOIDS[op].identity(x.dtype))
+        neutral = _number(MONOIDS[problem.op].identity(x.dtype))
         compute = _compute_dtype(x.dtype)
-        sweep = Sweep(x, f"arg{op}", neutral, compute, _index_dtype(x), None, starts, False, reverse)
+        sweep = Sweep(x, f"arg{problem.op}", neutral, compute, _index_dtype(x), None, starts, False, problem.reverse)
         run(sweep, None, State(out, indices), False)
     return out, indices
 
 
-def linear(
-    a: Tensor,
-    b: Tensor,
-    initial: Tensor | None,
-    reverse: bool,
-    lagged: bool,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
-) -> Tensor:
-    """-> h like b in dtype: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
+def linear(problem: Problem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
     from .tiles import State
     from .ways import run
 
-    h = b.new_empty(b.shape, dtype=dtype)
+    h = b.new_empty(b.shape, dtype=problem.result)
     if b.numel():
-        sweep = _recurrence(a, b, reverse, lagged, accumulate)
+        sweep = _recurrence(problem, a, b)
         before = None if initial is None else State(initial.to(sweep.compute).reshape(1, -1))
         run(sweep, before, State(h), False)
     return h
 
 
-def linear_total(a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
-    """-> factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
+def linear_total(problem: Problem, a: Tensor, b: Tensor) -> Pair:
     from .ways import run
 
-    shape = a.shape[0], a.shape[2]
+    shape, accumulate = (a.shape[0], a.shape[2]), problem.accumulate
     if not a.numel():
         return a.new_ones(shape, dtype=accumulate), b.new_zeros(shape, dtype=accumulate)
-    total = run(_recurrence(a, b, reverse, lagged, accumulate), None, None, True)
+    total = run(_recurrence(problem, a, b), None, None, True)
     assert total is not None
     assert total.second is not None
     return total.second.view(shape).to(accumulate), total.value.view(shape).to(accumulate)
 
 
-def _recurrence(a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Sweep:
+def _recurrence(problem: Problem, a: Tensor, b: Tensor) -> Sweep:
     from .tiles import Sweep
 
-    return Sweep(a, "linear", 1, _compute_dtype(accumulate), torch.int32, b, None, lagged, reverse)
+    compute = _compute_dtype(problem.accumulate)
+    return Sweep(a, "linear", 1, compute, torch.int32, b, None, problem.lagged, problem.reverse)
 
 
 def _compute_dtype(accumulate: torch.dtype) -> torch.dtype:
