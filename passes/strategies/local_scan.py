@@ -18,15 +18,15 @@ from sp_compile._compat import size_hint
 from sp_compile.graph.call import Call
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import Problem, choose
+from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH, has_scan, respelt
 from sp_compile.passes.job import Job
-from sp_compile.passes.rewrite import Rewrite
 
 LARGE = 1 << 14  # elements; below them the call is what takes time
 
 
-class SlowScans(Rewrite):
-    """Claims no demand: it takes torch's scans that nothing has to be exchanged for."""
+class SlowScans(Pass):
+    """Takes torch's scans that nothing has to be exchanged for."""
 
     name = "slow_scans"
     requires = frozenset({"no demands"})
@@ -34,9 +34,7 @@ class SlowScans(Rewrite):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         """Replace the slow ones."""
-        plan = job.plan(gm)
-        self.begin(gm, plan)
-        waiting = {d.node for d in plan.demands}
+        waiting = {d.node for d in job.plan(gm).demands}
         nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH]
         slow = [n for n in nodes if n not in waiting and is_slow(n)]
         for node in slow:

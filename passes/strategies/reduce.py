@@ -37,9 +37,6 @@ class Means(Rewrite):
     provides = frozenset({"claimed", "means are sums"})
     kinds = frozenset({"mean", "total"})
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        return None
-
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         with self.graph.inserting_before(node):
             if node.target in MEANS:
@@ -110,9 +107,6 @@ class Reduce(Rewrite):
     name = "reduce"
     requires = Rewrite.requires | {"means are sums"}
     kinds = frozenset({"reduce"})
-
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):

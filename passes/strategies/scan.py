@@ -38,7 +38,7 @@ from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, respelt, scan
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Plan, Shard
 
@@ -58,12 +58,10 @@ class NestedScan(Rewrite):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         """Claim and rewrite until nothing is nested any more: a dim may hold a batch and choices, too."""
-        changes, notes = 0, list[Note]()
+        changes = 0
         while found := super().apply(gm, job):
             changes += found
-            notes += self.notes
             job.forget()
-        self.notes = notes + self.notes
         return changes
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
