@@ -9,6 +9,7 @@ dtypes that have no scans here.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,21 +48,18 @@ class SlowScans(Pass):
 def is_slow(node: Node) -> bool:
     """Would the lowering table run the scan by anything but torch?"""
     call, result = Call(node), Call(node).results()[0]
-    op, dim, extents = TORCH[node.target], call.dim(), [_hint(s) for s in result.shape]
-    if _product(extents) < LARGE or not extents or not has_scan(call):
+    op, dim, extents = TORCH[node.target], call.dim(), [hint(s) for s in result.shape]
+    if math.prod(extents) < LARGE or not extents or not has_scan(call):
         return False
     wide = accumulate_dtype(op, result.dtype, result.device)
     kind = "scan" if node.target in CUMULATIVE else "extremes"
-    outer, inner = (_product(part) for part in (extents[:dim], extents[dim + 1 :]))
+    outer, inner = (math.prod(part) for part in (extents[:dim], extents[dim + 1 :]))
     rows = (outer, extents[dim], inner)
     dtypes = (call.operands[0].meta["val"].dtype, result.dtype, wide)
     problem = Problem(kind, result.device.type, *rows, *dtypes, op=op, total=False)
     return choose(problem) != "aten"
 
 
-def _product(extents: list[int]) -> int:
-    return torch.Size(extents).numel()
-
-
-def _hint(extent: Any) -> int:
+def hint(extent: Any) -> int:
+    """What a size is now."""
     return size_hint(extent) if isinstance(extent, torch.SymInt) else int(extent)

@@ -110,7 +110,8 @@ class Reduce(Rewrite):
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):
-            if isinstance(self.plan.of(source), Partial) and not self._reduced(source):
+            reduced = any(u.target is sp.all_reduce.default for u in source.users)
+            if isinstance(self.plan.of(source), Partial) and not reduced:
                 users = list(source.users)
                 with self.after(source):
                     args = (source, self.job.ranks.n, self.job.ranks.group)
@@ -118,6 +119,3 @@ class Reduce(Rewrite):
                 for user in users:
                     user.replace_input_with(source, whole)
                 self.note(source, "partial sums of the ranks added")
-
-    def _reduced(self, source: Node) -> bool:
-        return any(u.target is sp.all_reduce.default for u in source.users)
