@@ -13,9 +13,9 @@ import sp_compile
 from sp_compile.config import Ranks
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.job import analyse, settings
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.prove import validate
-from sp_compile.passes.rewrite import analyse, settings
 from sp_compile.passes.strategies.attention.ulysses import Ulysses
 from sp_compile.passes.strategies.gather import Gather
 from sp_compile.passes.strategies.reduce import Means, Reduce

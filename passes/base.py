@@ -41,7 +41,7 @@ ONE = Settings(Ranks(1, ""))
 """What a pass by hand is told that asks for no ranks."""
 
 
-class Pass(PassBase):
+class Pass(PassBase, Editor):
     """One rewrite of a graph. After a run: `gm`, the graph that it made (most edit in place), `notes` and `changes`."""
 
     name: ClassVar[str]
@@ -63,6 +63,7 @@ class Pass(PassBase):
     def run(self, gm: GraphModule, job: Job) -> list[Note]:
         """Apply the pass as one lap of the job: what it did and would not do, node by node."""
         self.gm, self.job, self.notes = gm, job, []
+        self.edit(gm.graph)
         before = _text(gm) if traces() else ""
         nodes, start = len(gm.graph.nodes), time.perf_counter()
         self.changes = self.apply(gm, job)
@@ -125,14 +126,10 @@ def flat(one: type[Pass]) -> list[type[Pass]]:
     return [*parts, one]
 
 
-class Spelling(Pass, Editor):
+class Spelling(Pass):
     """A pass of canonicalize: one of the ways to write something becomes the one that later passes read."""
 
     provides = frozenset({"canonical"})
-
-    def run(self, gm: GraphModule, job: Job) -> list[Note]:
-        self.edit(gm.graph)
-        return super().run(gm, job)
 
 
 S = TypeVar("S", bound=type[Spelling])

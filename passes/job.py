@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from sp_compile.config import Ranks, SPConfig
 from sp_compile.cost.decision import Decision
@@ -66,20 +66,14 @@ def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     """Name the axes, find the sequence, propagate. Raises SpError when `seq_dims` names no input."""
     axes = name_axes(gm)
     axes.folds = job.folds
-    find_sequences(gm, axes, _seq_nodes(gm, job.seq_dims))
-    by_name = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
-    inputs = {by_name[name]: placement for name, placement in job.inputs.items()}
-    return axes, propagate(gm, axes, job.ranks.n, inputs, job.gather_outputs)
-
-
-def _seq_nodes(gm: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[Node, int] | None:
-    if seq_dims is None:
-        return None
     nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
-    missing = sorted(set(seq_dims) - set(nodes))
+    missing = sorted(set(job.seq_dims or ()) - set(nodes))
     if missing:
         raise SpError(f"seq_dims: no input is called {missing}; the graph's inputs are {sorted(nodes)}")
-    return {nodes[name]: dim for name, dim in seq_dims.items()}
+    named = None if job.seq_dims is None else {nodes[name]: dim for name, dim in job.seq_dims.items()}
+    find_sequences(gm, axes, named)
+    inputs = {nodes[name]: placement for name, placement in job.inputs.items()}
+    return axes, propagate(gm, axes, job.ranks.n, inputs, job.gather_outputs)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,6 @@ One forward sweep. A node with a sharded operand runs on shards if its rule lets
 demand. A node whose operands are all replicated stays replicated, unless it is the place where a sequence of floats
 begins (an embedding, the first pointwise op on an input): there its operands are wanted sharded, which is a free slice.
 Propagation never inserts a collective; see the design's section 4, and Shardy's factor propagation for the idea.
-
-What one node does, given where its operands lie: on shards, as its rule lets it, or on whole values, by demands.
-
-Each function answers for one kind of rule, or says that none applies; `passes/propagate.py` asks them node by node.
-
-Where the factor that one value is sharded on lies in another value of the same op.
-
-Which values reach nothing but masks.
 """
 
 from __future__ import annotations
@@ -52,15 +44,8 @@ def _scaled(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
     if same(extent, product((base.outer, base.frame.length, base.inner))):
         return base.on(dim)
     total = product((base.outer, base.frame.size, base.inner))
-    if (
-        base.frame.folds == 1
-        and base.frame.exact(n)
-        and same(base.outer, 1)
-        and divides(n, total)
-        and divides(n, extent)
-    ):
-        return Shard(dim, Frame.full(extent))
-    return None
+    plain = base.frame.folds == 1 and base.frame.exact(n) and same(base.outer, 1)
+    return Shard(dim, Frame.full(extent)) if plain and divides(n, total) and divides(n, extent) else None
 
 
 SUMMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
@@ -70,13 +55,16 @@ NO_PLACE = "the sequence has no single place in the result's shape"
 DIFFERS = "another operand differs from rank to rank, so every rank needs all rows of this one"
 
 
+Demands = tuple[Demand, ...]
+
+
 @dataclass(frozen=True)
 class Step:
     """What one node does: how its operands must arrive, where its results lie, what it cannot do alone."""
 
     wants: tuple[Placement, ...] | None
     results: tuple[Placement, ...]
-    demands: tuple[Demand, ...] = ()
+    demands: Demands = ()
 
 
 def as_spelt(call: Call, rule: Factors, have: Sequence[Placement]) -> Step:
@@ -97,15 +85,16 @@ def _lies(have: Shard, want: Placement) -> bool:
 
 def each_its_own(node: Node, have: Sequence[Placement], result: Placement, results: int) -> Step:
     """Ranks that combine values of their own with a common one, or exchange it as they wish, need all of it."""
-    demands = tuple(
-        Demand(node, i, "", "varying", p, True, DIFFERS) for i, p in enumerate(have) if isinstance(p, Shard)
-    )
-    return Step(None, (result,) * results, demands)
+    return Step(None, (result,) * results, _demands(node, have, "varying", DIFFERS, keeps_sharding=True))
 
 
 def all_whole(node: Node, have: Sequence[Placement], kind: str, why: str, results: int) -> Step:
-    demands = tuple(Demand(node, i, "", kind, p, why=why) for i, p in enumerate(have) if isinstance(p, Shard))
-    return Step(None, (REPLICATE,) * results, demands)
+    return Step(None, (REPLICATE,) * results, _demands(node, have, kind, why))
+
+
+def _demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_sharding: bool = False) -> Demands:
+    shards = [(i, p) for i, p in enumerate(have) if isinstance(p, Shard)]
+    return tuple(Demand(node, i, "", kind, p, keeps_sharding, why) for i, p in shards)
 
 
 def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
@@ -124,7 +113,7 @@ def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
         operand = axes.shard(call.operands[0])
         step = _slide(call, rule, [REPLICATE] * len(call.operands), operand, n) if operand else None
         return step if step is not None and step.wants is not None and not record(node).whole else None
-    demands: tuple[Demand, ...] = ()
+    demands: Demands = ()
     if rule.kind(factor) == "scan":
         if record(node).whole or not (same(shard.outer, 1) and same(shard.inner, 1)):
             return None
@@ -171,11 +160,8 @@ def _slide(call: Call, rule: Factors, have: Sequence[Placement], base: Shard, n:
     """Windows over the first operand's rows, which lie as in `base`; all other operands are read whole."""
     node, factor = call.node, rule.operands[0][base.dim]
     placed = place(rule.slides[factor], base, n)
-    others = tuple(
-        Demand(node, i, "", "whole", p, not isinstance(placed, str), "every window reads all of it")
-        for i, p in enumerate(have)
-        if i and isinstance(p, Shard)
-    )
+    rest = (REPLICATE, *have[1:])
+    others = _demands(node, rest, "whole", "every window reads all of it", keeps_sharding=not isinstance(placed, str))
     if isinstance(placed, str):
         why = f"every position needs its neighbours, and {placed}"
         demand = Demand(node, 0, factor, "halo", have[0], why=why)
@@ -199,7 +185,7 @@ def _kept(call: Call, rule: Factors, sharded: Mapping[int, str]) -> int | None:
 
 
 def _run(
-    call: Call, rule: Factors, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: tuple[Demand, ...]
+    call: Call, rule: Factors, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: Demands
 ) -> Step:
     """Run the node on shards of `factor`: place the operands and the results."""
     wants: list[Placement] = [
@@ -232,11 +218,8 @@ def only_masks(gm: GraphModule) -> set[Node]:
 
 
 def _as_mask(node: Node, user: Node) -> bool:
-    found = lookup(user)
-    if found is None:
-        return False
-    call, rule = found
-    if rule is None:
+    call, rule = lookup(user) or (None, None)
+    if call is None or rule is None:
         return False
     at = [i for i, operand in enumerate(call.operands) if operand is node]
     return bool(at) and all(i in rule.masks for i in at)
@@ -292,40 +275,36 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, decline
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         source, index = plan.placements.get(node.args[0], ()), node.args[1]
         part = packed_in(node) if VARYING in source else None
-        if part is not None:
-            return Step(None, (plan.of(part),))
-        if len(source) > 1 and isinstance(index, int):
+        if part is None and len(source) > 1 and isinstance(index, int):
             return Step(None, (source[result_number(node)],))
-        return Step(None, (plan.of(node.args[0]),))
-    tensors = [a for a in node.all_input_nodes if is_tensor(a)]
-    found = lookup(node)
-    if found is not None and is_written(node):
-        found = (found[0], None)
-    operands = found[0].operands if found is not None else tensors
-    have = [plan.of(a) for a in operands]
+        return Step(None, (plan.of(part or node.args[0]),))
+    call, rule = lookup(node) or (None, None)
+    if is_written(node):
+        rule = None
+    have = [plan.of(a) for a in (call.operands if call else filter(is_tensor, node.all_input_nodes))]
     transfer = transfer_of(node.target)
-    if transfer is not None and found is not None:
+    if transfer is not None and call is not None:
         why = "the exchange was written for another placement of its operand"
-        stale = [Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not fits(found[0], p)]
-        return Step(tuple(have), transfer(found[0]), tuple(stale))
+        stale = [Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not fits(call, p)]
+        return Step(tuple(have), transfer(call), tuple(stale))
     reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
-    step = _step(axes, node, found, have, n, keep_whole)
-    declined = declines(found[0], found[1], have) if declines and found and step.wants else None
+    step = _step(axes, node, call, rule, have, n, keep_whole)
+    declined = declines(call, rule, have) if declines and call and step.wants else None
     if declined is not None:
         step = all_whole(node, have, "whole", declined, len(step.results))
-    if VARYING in have and not _takes_varying(found, have):
+    if VARYING in have and not _takes_varying(rule, have):
         step = each_its_own(node, have, VARYING, len(step.results))
     left = record(node).result
     if left is not None:
         step = each_its_own(node, have, left, len(step.results))
     if step.wants is None and VARYING not in step.results:
         reduce += [Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND]
-    draws = []
+    demands = [*reduce, *step.demands]
     if step.wants is None and n > 1 and is_random(node) and not _agreed(node):
         why = "a random draw that must be the same on every rank"
-        draws.append(Demand(node, 0, "", "draw", REPLICATE, why=why))
-    return Step(step.wants, step.results, (*reduce, *step.demands, *draws))
+        demands.append(Demand(node, 0, "", "draw", REPLICATE, why=why))
+    return Step(step.wants, step.results, tuple(demands))
 
 
 def _agreed(node: Node) -> bool:
@@ -335,30 +314,20 @@ def _agreed(node: Node) -> bool:
 
 
 def _step(
-    axes: Axes,
-    node: Node,
-    found: tuple[Call, Factors | None] | None,
-    have: Sequence[Placement],
-    n: int,
-    keep_whole: bool,
+    axes: Axes, node: Node, call: Call | None, rule: Factors | None, have: Sequence[Placement], n: int, keep_whole: bool
 ) -> Step:
-    call, rule = found if found is not None else (None, None)
-    results = max(1, len(call.results())) if call is not None else 1
-    if call is not None and rule is not None and rule.wants is not None:
-        return as_spelt(call, rule, have)
-    if not any(isinstance(p, Shard) for p in have):
-        begun = start(axes, call, rule, n) if call is not None and rule is not None and not keep_whole else None
-        return begun or Step(None, (REPLICATE,) * results)
     if call is None or rule is None:
-        return all_whole(node, have, "no rule", _no_rule(node), results)
-    return through_factors(call, rule, have, n)
+        why = record(node).no_rule or f"{node.target} has no sharding rule"
+        why = "its result is changed in place" if is_written(node) else why
+        return all_whole(node, have, "no rule", why, max(1, len(call.results())) if call is not None else 1)
+    if rule.wants is not None:
+        return as_spelt(call, rule, have)
+    if any(isinstance(p, Shard) for p in have):
+        return through_factors(call, rule, have, n)
+    begun = None if keep_whole else start(axes, call, rule, n)
+    return begun or Step(None, (REPLICATE,) * max(1, len(call.results())))
 
 
-def _no_rule(node: Node) -> str:
-    why = record(node).no_rule or f"{node.target} has no sharding rule"
-    return "its result is changed in place" if is_written(node) else why
-
-
-def _takes_varying(found: tuple[Call, Factors | None] | None, have: Sequence[Placement]) -> bool:
-    wants = found[1].wants if found is not None and found[1] is not None else None
+def _takes_varying(rule: Factors | None, have: Sequence[Placement]) -> bool:
+    wants = rule.wants if rule is not None else None
     return wants is not None and all(w == VARYING for w, p in zip(wants, have) if p == VARYING)

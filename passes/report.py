@@ -93,7 +93,7 @@ class Report:
             yield "Attention, predicted\n" + "\n\n".join(map(str, merged(self.attention)))
         if self.exchanges:
             sent = [(e.op, e.shape, _bytes(e.forward), _bytes(e.backward), _short(e.where)) for e in self.exchanges]
-            totals = [_bytes(_sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
+            totals = [_bytes(sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
             headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
             rows = [*_grouped(sent), ("", "total", "", *totals, "")]
             yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
@@ -130,13 +130,6 @@ def _short(where: str) -> str:
 
 def _words(words: Iterable[str]) -> str:
     return ", ".join(sorted(words))
-
-
-def _sum(values: Iterable[Size]) -> Size:
-    total: Size = 0
-    for value in values:
-        total = total + value
-    return total
 
 
 def _bytes(value: Size) -> str:

@@ -6,19 +6,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.errors import SpError, at
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, sizes
 from sp_compile.sharding.placement import Demand, Plan, Shard
 
 from .base import Pass
-from .job import Job, Note, Settings, analyse, settings
-
-__all__ = ["Note", "Rewrite", "Settings", "analyse", "settings"]
+from .job import Job
 
 aten = torch.ops.aten
 
 
-class Rewrite(Pass, Editor):
+class Rewrite(Pass):
     """Discharges the demands it claims by inserting exchanges that are identities in the global view.
 
     By hand: `Ulysses(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
@@ -34,7 +31,8 @@ class Rewrite(Pass, Editor):
 
     def discharge(self, gm: GraphModule, plan: Plan) -> int:
         """Claim and rewrite; of how many nodes the demands are met now (the plan is then out of date)."""
-        self.begin(gm, plan)
+        self.plan = plan
+        self.edit(gm.graph)
         by_node: dict[Node, list[Demand]] = {}
         for demand in plan.demands:
             if demand.kind in self.kinds:
@@ -49,14 +47,9 @@ class Rewrite(Pass, Editor):
                 self.refused(node, refusal)
         return changes
 
-    def begin(self, gm: GraphModule, plan: Plan) -> None:
-        """Bind the pass to a graph and its plan, and forget the notes of the last one."""
-        self.gm, self.plan, self.notes = gm, plan, []
-        self.edit(gm.graph)
-
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         """None to claim the node's demands; else why not ("" if it is no business of this pass)."""
-        raise NotImplementedError
+        return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Meet the node's demands; the graph keeps its meaning in the global view."""

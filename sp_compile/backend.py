@@ -16,9 +16,9 @@ from sp_compile.cost.exchanges import declare_routes
 from sp_compile.graph.random import decorrelated, draws
 from sp_compile.lowering.library import digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.joint import JointPasses
 from sp_compile.passes.report import Report
-from sp_compile.passes.rewrite import Note, Settings
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors

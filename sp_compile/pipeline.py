@@ -34,7 +34,7 @@ from sp_compile.passes.strategies.reduce import Means, Reduce
 from sp_compile.passes.strategies.scan import NestedScan, Scan
 from sp_compile.passes.strategies.sequence import Aligned, LocalOutputs, Sequences
 from sp_compile.passes.strategies.windows import Halo
-from sp_compile.sharding.placement import Plan, Shard
+from sp_compile.sharding.placement import Shard
 
 from .config import Ranks, SPConfig, resolve
 
@@ -104,20 +104,17 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     check_order(flat(Pipeline))
     pipeline.run(gm, state)
     assert state.planned is not None
+    results = gm.graph.output_node().all_input_nodes
     return pipeline.gm, Report(
         job.ranks.n,
         notes=state.notes,
         exchanges=exchanges_of(pipeline.gm, job.ranks.n),
         attention=merged(state.decisions),
         inputs=state.sequence_inputs,
-        sharded_outputs=_sharded_outputs(gm, state.planned),
+        sharded_outputs=[n.name for n in results if isinstance(state.planned.of(n), Shard)],
         constraints=state.constraints,
         passes=state.laps,
     )
-
-
-def _sharded_outputs(gm: GraphModule, plan: Plan) -> list[str]:
-    return [node.name for node in gm.graph.output_node().all_input_nodes if isinstance(plan.of(node), Shard)]
 
 
 def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:

@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 
 from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.passes.job import Note
 from sp_compile.passes.report import Report
-from sp_compile.passes.rewrite import Note
 from sp_compile.spmd.session import Session
 
 from . import _compat

@@ -24,8 +24,8 @@ from sp_compile.lowering.library import digest
 from sp_compile.passes.collectives.merge.chains import check_reductions
 from sp_compile.passes.collectives.merge.merge import merge_reductions
 from sp_compile.passes.collectives.permute.permute import permute_all_to_all
+from sp_compile.passes.job import Note
 from sp_compile.passes.report import Report
-from sp_compile.passes.rewrite import Note
 from sp_compile.passes.tensor_parallel.own_rows import mark_own_rows
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 from sp_compile.spmd.declare import declared

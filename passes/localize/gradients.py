@@ -131,6 +131,5 @@ def _reads_constants(node: Node) -> bool:
 
 
 def _is_smooth(node: Node) -> bool:
-    found = lookup(node)
-    rule = found[1] if found is not None else None
+    _, rule = lookup(node) or (None, None)
     return (rule is not None and rule.lazy) or node.target in SMOOTH

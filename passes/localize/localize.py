@@ -11,7 +11,7 @@ none. Refuses: a plan with open demands, sizes that no input determines.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -75,16 +75,16 @@ class _Localizer:
         assert not self.plan.demands, [str(d) for d in self.plan.demands]
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in [n for n in sources if n.op == "placeholder"]:
-            self._keep(node, self.graph.node_copy(node, self._lookup))
+            self._keep(node, self.graph.node_copy(node, self.env.__getitem__))
         self.sizes = Sizes(self.graph)
         self._localize_symbols(sources)
         params = [n for n in sources if n.op == "get_attr" and is_tensor(n)]
         for node in params:
-            self._keep(node, self.graph.node_copy(node, self._lookup))
+            self._keep(node, self.graph.node_copy(node, self.env.__getitem__))
         self._reduce_param_grads(sources)
         for node in self.old.graph.nodes:
             if node.op == "output":
-                self.graph.output(torch.fx.map_arg(node.args[0], self._lookup)).meta.update(node.meta)
+                self.graph.output(torch.fx.map_arg(node.args[0], self.env.__getitem__)).meta.update(node.meta)
             elif node not in self.env and node not in self.aliases:
                 self._emit(node)
         local = GraphModule(self.old, self.graph)
@@ -92,9 +92,6 @@ class _Localizer:
         drop_dead(local.graph)
         local.recompile()
         return local
-
-    def _lookup(self, node: Node) -> Node:
-        return self.env[node]
 
     def _keep(self, old: Node, new: Node) -> None:
         """`new` computes on this rank what `old` computes in the global view."""
@@ -119,7 +116,7 @@ class _Localizer:
 
     def _emit(self, node: Node) -> None:
         if node.op != "call_function":
-            self._keep(node, self.graph.node_copy(node, self._lookup))
+            self._keep(node, self.graph.node_copy(node, self.env.__getitem__))
         elif node.target is operator.getitem and node.args[0] in self.aliases:
             self.env[node] = self.aliases[node.args[0]][node.args[1]]
         elif node in self.plan.wants:
@@ -127,7 +124,12 @@ class _Localizer:
         elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
             self.env[node] = self._value(size(node.meta["val"]))  # sizes keep their global meaning
         else:
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._plain(node))
+            # A node that runs alike on every rank; a lifted one has partial gradients throughout.
+            summand = Replicate(partial_grad=True) if node in self.lifted else None
+            args, kwargs = torch.fx.map_arg(
+                (node.args, node.kwargs),
+                lambda a: self._convert(a, summand, node) if summand and is_tensor(a) else self.env[a],
+            )
             self._keep(node, self._call(node.target, args, node, kwargs, node.name))
 
     def _is_local(self, node: Node) -> bool:
@@ -136,17 +138,6 @@ class _Localizer:
     def _value(self, value: Size) -> Node:
         node = self.sizes(value)
         return node if isinstance(node, Node) else self.graph.call_function(operator.add, (node, 0))
-
-    def _plain(self, node: Node) -> Callable[[Node], Node]:
-        """How a node that runs alike on every rank sees its operands; a lifted one has partial gradients throughout."""
-        want = Replicate(partial_grad=True) if node in self.lifted else None
-
-        def see(operand: Node) -> Node:
-            if want is None or not is_tensor(operand):
-                return self.env[operand]
-            return self._convert(operand, want, node)
-
-        return see
 
     def _emit_on_shards(self, node: Node) -> None:
         found = lookup(node)

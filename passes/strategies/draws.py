@@ -28,9 +28,6 @@ class Draws(Rewrite):
     provides = frozenset({"drawn"})
     kinds = frozenset({"draw"})
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        return None
-
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         group = self.job.ranks.group
         with self.graph.inserting_before(node):

@@ -107,9 +107,6 @@ class Undo(Rewrite):
     name = "undo"
     kinds = frozenset({"stale"})
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        return None
-
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         operands = Call(node).operands
         if is_tensor(node):

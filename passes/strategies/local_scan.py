@@ -9,6 +9,7 @@ dtypes that have no scans here.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ from sp_compile._compat import size_hint
 from sp_compile.graph.call import Call
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import Problem, choose
+from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH, has_scan, respelt
 from sp_compile.passes.job import Job
-from sp_compile.passes.rewrite import Rewrite
 
 LARGE = 1 << 14  # elements; below them the call is what takes time
 
 
-class SlowScans(Rewrite):
-    """Claims no demand: it takes torch's scans that nothing has to be exchanged for."""
+class SlowScans(Pass):
+    """Takes torch's scans that nothing has to be exchanged for."""
 
     name = "slow_scans"
     requires = frozenset({"no demands"})
@@ -34,9 +35,7 @@ class SlowScans(Rewrite):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         """Replace the slow ones."""
-        plan = job.plan(gm)
-        self.begin(gm, plan)
-        waiting = {d.node for d in plan.demands}
+        waiting = {d.node for d in job.plan(gm).demands}
         nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH]
         slow = [n for n in nodes if n not in waiting and is_slow(n)]
         for node in slow:
@@ -49,21 +48,18 @@ class SlowScans(Rewrite):
 def is_slow(node: Node) -> bool:
     """Would the lowering table run the scan by anything but torch?"""
     call, result = Call(node), Call(node).results()[0]
-    op, dim, extents = TORCH[node.target], call.dim(), [_hint(s) for s in result.shape]
-    if _product(extents) < LARGE or not extents or not has_scan(call):
+    op, dim, extents = TORCH[node.target], call.dim(), [hint(s) for s in result.shape]
+    if math.prod(extents) < LARGE or not extents or not has_scan(call):
         return False
     wide = accumulate_dtype(op, result.dtype, result.device)
     kind = "scan" if node.target in CUMULATIVE else "extremes"
-    outer, inner = (_product(part) for part in (extents[:dim], extents[dim + 1 :]))
+    outer, inner = (math.prod(part) for part in (extents[:dim], extents[dim + 1 :]))
     rows = (outer, extents[dim], inner)
     dtypes = (call.operands[0].meta["val"].dtype, result.dtype, wide)
     problem = Problem(kind, result.device.type, *rows, *dtypes, op=op, total=False)
     return choose(problem) != "aten"
 
 
-def _product(extents: list[int]) -> int:
-    return torch.Size(extents).numel()
-
-
-def _hint(extent: Any) -> int:
+def hint(extent: Any) -> int:
+    """What a size is now."""
     return size_hint(extent) if isinstance(extent, torch.SymInt) else int(extent)

@@ -37,9 +37,6 @@ class Means(Rewrite):
     provides = frozenset({"claimed", "means are sums"})
     kinds = frozenset({"mean", "total"})
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        return None
-
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         with self.graph.inserting_before(node):
             if node.target in MEANS:
@@ -111,12 +108,10 @@ class Reduce(Rewrite):
     requires = Rewrite.requires | {"means are sums"}
     kinds = frozenset({"reduce"})
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        return None
-
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):
-            if isinstance(self.plan.of(source), Partial) and not self._reduced(source):
+            reduced = any(u.target is sp.all_reduce.default for u in source.users)
+            if isinstance(self.plan.of(source), Partial) and not reduced:
                 users = list(source.users)
                 with self.after(source):
                     args = (source, self.job.ranks.n, self.job.ranks.group)
@@ -124,6 +119,3 @@ class Reduce(Rewrite):
                 for user in users:
                     user.replace_input_with(source, whole)
                 self.note(source, "partial sums of the ranks added")
-
-    def _reduced(self, source: Node) -> bool:
-        return any(u.target is sp.all_reduce.default for u in source.users)

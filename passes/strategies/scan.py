@@ -29,7 +29,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
-from sp_compile._compat import size_hint
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.scan import Carries, choose_exchange, message_bytes
 from sp_compile.graph.call import Call
@@ -38,11 +37,11 @@ from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, respelt, scan
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Plan, Shard
 
-from .local_scan import SlowScans
+from .local_scan import SlowScans, hint
 
 aten, sp = torch.ops.aten, torch.ops.sp
 COMBINE = {"sum": aten.add.Tensor, "prod": aten.mul.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
@@ -52,18 +51,15 @@ class NestedScan(Rewrite):
     """Claims the demands of scans along a dim of several factors."""
 
     name = "nested_scan"
-    kinds = frozenset({"scan"})
-
     provides = frozenset({"claimed", "scans are flat"})
+    kinds = frozenset({"scan"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         """Claim and rewrite until nothing is nested any more: a dim may hold a batch and choices, too."""
-        changes, notes = 0, list[Note]()
+        changes = 0
         while found := super().apply(gm, job):
             changes += found
-            notes += self.notes
             job.forget()
-        self.notes = notes + self.notes
         return changes
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
@@ -139,9 +135,6 @@ class _Nested:
         return self.editor.compute(target, args, self.node)
 
 
-sp = torch.ops.sp
-
-
 class Scan(Rewrite):
     """Claims the demands of scans. By hand, `Scan(1)(graph_module)` makes the slow scans of any graph fast."""
 
@@ -170,7 +163,7 @@ class Scan(Rewrite):
 
     def _carries(self, call: Call, shard: Shard) -> Carries:
         folds = shard.frame.folds
-        nbytes, _ = message_bytes(call, folds, _hint)
+        nbytes, _ = message_bytes(call, folds, hint)
         machine = self.job.machine or Machine.of(call.results()[0].device.type)
         return choose_exchange(int(nbytes), self.job.ranks.n, machine, folds)
 
@@ -180,7 +173,3 @@ def _described(call: Call) -> str:
         return "linear recurrence"
     kind = "exclusive" if call.get("exclusive") else "inclusive"
     return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")
-
-
-def _hint(extent: Any) -> int:
-    return size_hint(extent) if isinstance(extent, torch.SymInt) else int(extent)

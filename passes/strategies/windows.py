@@ -67,12 +67,9 @@ class Halo(Rewrite):
             frames = frames[:1]
         args = (x, *slides.args(have.frame.length), *frames, ranks.n, ranks.group)
         new = self.emit(slides.op, args, value, like)
-        self.note(new, self._said(new))
+        shifts = [_from(hop, rows) for hop, rows in shifts_of(Call(new), ranks.n)]
+        self.note(new, ", ".join(shifts) or "no rows of other ranks")
         return new
-
-    def _said(self, new: Node) -> str:
-        shifts = shifts_of(Call(new), self.job.ranks.n)
-        return ", ".join(_from(hop, rows) for hop, rows in shifts) or "no rows of other ranks"
 
     # A row and a slice.
 

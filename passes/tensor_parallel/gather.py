@@ -13,7 +13,7 @@ from torch.fx import Node
 from sp_compile.config import Ranks
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import product, same, sizes
-from sp_compile.passes.rewrite import Settings
+from sp_compile.passes.job import Settings
 from sp_compile.passes.strategies.gather import Gather, operand_of, replace_operand
 from sp_compile.sharding.placement import Demand, Shard
 

@@ -10,7 +10,7 @@ from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.rewrite import Settings
+from sp_compile.passes.job import Settings
 from sp_compile.passes.strategies.attention.gathered import Gathered
 from sp_compile.passes.strategies.attention.hybrid import Hybrid
 from sp_compile.passes.strategies.attention.ring import Ring

@@ -17,8 +17,8 @@ from sp_compile.cost.machine import CPU, Machine
 from sp_compile.cost.scan import Carries, choose_exchange
 from sp_compile.lowering import routes
 from sp_compile.lowering.simulate import GROUP
+from sp_compile.passes.job import Settings
 from sp_compile.passes.report import Report
-from sp_compile.passes.rewrite import Settings
 from sp_compile.passes.strategies import scan as scan_strategy
 from sp_compile.passes.strategies.attention import choose as attention_strategy
 from sp_compile.pipeline import run_pipeline

@@ -10,8 +10,8 @@ import sp_compile
 from sp_compile.config import Ranks
 from sp_compile.cost.machine import Machine
 from sp_compile.lowering.simulate import GROUP
+from sp_compile.passes.job import Settings
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.rewrite import Settings
 from sp_compile.passes.strategies.gather import Gather
 from sp_compile.passes.strategies.scan import NestedScan, Scan
 

@@ -16,7 +16,7 @@ from sp_compile.cost.scan import choose_exchange
 from sp_compile.errors import SpError
 from sp_compile.lowering import routes
 from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.passes.rewrite import Settings, analyse, settings
+from sp_compile.passes.job import Settings, analyse, settings
 from sp_compile.passes.strategies.scan import Scan
 
 TWO = Ranks(2, GROUP)

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from sp_compile.config import Ranks
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.job import analyse, settings
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.rewrite import analyse, settings
 from sp_compile.passes.strategies.attention.ulysses import Ulysses
 from sp_compile.passes.strategies.reduce import Means, Reduce
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile.config import STRATEGIES, Ranks
-from sp_compile.cost.attention import Candidate, Strategy, strategies
+from sp_compile.cost.attention import Strategy, strategies
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, product, same, sizes
@@ -46,7 +46,7 @@ class AttentionPass(Rewrite):
 
     def chosen(self, node: Node) -> bool:
         """Is this pass the one for the node: by the cost model, because the user named it, or run by hand?"""
-        choice = choice_of(node)
+        choice = record(node).choice
         asked = choice.kind if choice is not None else self.job.attention
         return self.takes_rest or asked in ("auto", self.name)
 
@@ -67,11 +67,6 @@ def register(strategy: Strategy, rule: RuleFunction = sharded_attention) -> Exit
         rule_of(strategy.op)(rule)
         added.callback(forget, strategy.op)
     return added
-
-
-def choice_of(node: Node) -> Candidate | None:
-    """What the cost model, or the user, chose for an attention; None for one that is left to the passes."""
-    return record(node).choice
 
 
 def attention_passes() -> list[type[AttentionPass]]:
@@ -139,7 +134,7 @@ class ShardedAttention(AttentionPass):
         return ""
 
     def _balance(self, node: Node) -> bool:
-        choice = choice_of(node)
+        choice = record(node).choice
         return bool(choice is not None and choice.relayout)
 
     def _result(self, q: Node, v: Node, dtype: torch.dtype) -> torch.Tensor:

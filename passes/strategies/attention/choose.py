@@ -10,13 +10,11 @@ the program depends on the order of the sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import size_hint
 from sp_compile.config import STRATEGIES
 from sp_compile.cost.attention import Candidate, Shape, candidates, choose, strategies
 from sp_compile.cost.decision import Decision
@@ -29,6 +27,7 @@ from sp_compile.lowering.attention.predicate import over, symbols
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.localize.gradients import differentiable_nodes
+from sp_compile.passes.strategies.local_scan import hint
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import Plan, Shard
 
@@ -44,14 +43,6 @@ class Decided(Decision):
     node: Node
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """folds: of the whole program's layout. decisions: for the report."""
-
-    folds: int
-    decisions: Sequence[Decided]
-
-
 class ChooseAttention(Pass):
     """Notes the choice for every attention, and the layout for the whole program."""
 
@@ -60,27 +51,30 @@ class ChooseAttention(Pass):
     provides = frozenset({"attention is chosen"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        chosen = choose_attention(gm, job.plan(gm), job)
-        job.decisions += chosen.decisions
-        if chosen.folds != job.folds:
-            job.folds = chosen.folds
+        folds, decisions = choose_attention(gm, job.plan(gm), job)
+        job.decisions += decisions
+        if folds != job.folds:
+            job.folds = folds
             job.forget()
         return 0
 
 
-def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> Chosen:
-    """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits no attention here."""
+def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> tuple[int, list[Decided]]:
+    """Annotate every attention that runs on shards: the folds of the program's layout, and what is for the report.
+
+    Raises SpError: what the user asked for fits no attention here.
+    """
     trained = differentiable_nodes(gm)
     nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
     shapes = {n: _shape(n, job.ranks.n, n in trained) for n in nodes}
     programs = [1] if job.ranks.n == 1 or job.layout != "zigzag" else [2]
     if job.layout == "auto" and job.ranks.n > 1 and _permutable(plan, job):
         programs = [1, 2]
-    made = [Chosen(folds, _decisions(shapes, folds, plan, job)) for folds in programs]
-    best = min(made, key=lambda c: (sum(d.chosen.seconds for d in c.decisions), c.folds))
-    for decision in best.decisions:
+    made = {folds: _decisions(shapes, folds, plan, job) for folds in programs}
+    folds, best = min(made.items(), key=lambda one: (sum(d.chosen.seconds for d in one[1]), one[0]))
+    for decision in best:
         mark(decision.node, choice=decision.chosen)
-    return best
+    return folds, best
 
 
 def _decisions(shapes: dict[Node, Shape], folds: int, plan: Plan, job: Settings) -> list[Decided]:
@@ -172,7 +166,7 @@ def _even(have: object, n: int) -> bool:
 
 def _shape(node: Node, n: int, training: bool) -> Shape:
     call = Call(node)
-    q, k, v = (_hints(call, i) for i in range(3))
+    q, k, v = ([hint(s) for s in operand.meta["val"].shape] for operand in call.operands[:3])
     predicate = predicate_of(call)
     causal, window = (False, None) if predicate is None else _bounds(predicate, q[-2], k[-2])
     return Shape(
@@ -190,11 +184,6 @@ def _shape(node: Node, n: int, training: bool) -> Shape:
         mask=predicate is None,
         training=training,
     )
-
-
-def _hints(call: Call, operand: int) -> list[int]:
-    shape = call.operands[operand].meta["val"].shape
-    return [size_hint(s) if isinstance(s, torch.SymInt) else int(s) for s in shape]
 
 
 def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:

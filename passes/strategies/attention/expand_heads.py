@@ -36,7 +36,6 @@ class ExpandHeads(Rewrite):
         self.except_on = except_on
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        self.begin(gm, job.plan(gm))
         target = aten.scaled_dot_product_attention.default
         nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_it(n)]
         for node in nodes:

@@ -23,10 +23,11 @@ from sp_compile.cost.exchanges import Heads
 from sp_compile.cost.line import bytes_of
 from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides
 from sp_compile.lowering import routes
 
-from .base import ShardedAttention, choice_of, register
+from .base import ShardedAttention, register
 from .ring import candidate, ring_grads, sends
 from .ulysses import exchange, exchanged_bytes
 
@@ -60,7 +61,7 @@ class Hybrid(ShardedAttention):
         return f"heads over {ulysses} neighbours, a ring of {self.job.ranks.n // ulysses} neighbourhoods"
 
     def _ulysses(self, call: Call) -> int | None:
-        choice = choice_of(call.node)
+        choice = record(call.node).choice
         n, heads = self.job.ranks.n, call.shape(0)[-3]
         if choice is not None:
             return choice.ulysses

@@ -23,12 +23,13 @@ from sp_compile.cost.exchanges import Heads
 from sp_compile.cost.line import bytes_of
 from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.predicate import over, symbols
 from sp_compile.sharding.attention import predicate_of
 
-from .base import ShardedAttention, choice_of, register, sequence_shard
+from .base import ShardedAttention, register, sequence_shard
 
 
 class Ring(ShardedAttention):
@@ -70,7 +71,7 @@ def _held(rank: int, rows: int) -> tuple[int, int]:
 
 def ring_grads(node: Node) -> str:
     """How the gradients of its keys and values were chosen to get home."""
-    choice = choice_of(node)
+    choice = record(node).choice
     return choice.ring_grads or "travel" if choice is not None else "travel"
 
 

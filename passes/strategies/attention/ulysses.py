@@ -23,14 +23,14 @@ from torch.fx import Node
 from sp_compile.cost.attention import BACKWARD_FLOPS, Candidate, Shape, Strategy
 from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import Size, divides, same, sizes
+from sp_compile.graph.sizes import Size, divides, sizes
 from sp_compile.sharding.attention import ATTENTION
 from sp_compile.sharding.placement import Demand, Placement, Shard
 
-from .base import AttentionPass, register
+from .base import SEQUENCE, AttentionPass, register, sequence_shard
 
 sp = torch.ops.sp
-HEADS, SEQUENCE = -3, -2
+HEADS = -3
 
 
 class Ulysses(AttentionPass):
@@ -57,7 +57,7 @@ class Ulysses(AttentionPass):
             if not divides(n, shape[HEADS]) and (i == 0 or not self._repeats(call)):
                 return f"{n} ranks do not divide the {shape[HEADS]} heads of {operand.name}, of shape {list(shape)}"
             have = self.plan.of(operand)
-            if isinstance(have, Shard) and not _is_sequence(have, len(shape)):
+            if isinstance(have, Shard) and sequence_shard(self.plan, call, i) is None:
                 return f"{operand.name} is sharded on dim {have.dim}, not on its sequence"
         return None
 
@@ -124,17 +124,11 @@ def _alike(moved: dict[Node, Shard]) -> list[list[Node]]:
     """Operands whose sequences lie alike share one exchange (cross attention has two lengths)."""
     groups: list[list[Node]] = []
     for operand, have in moved.items():
-        for group in groups:
-            if have.matches(moved[group[0]]):
-                group.append(operand)
-                break
-        else:
-            groups.append([operand])
+        group = next((g for g in groups if have.matches(moved[g[0]])), [])
+        if not group:
+            groups.append(group)
+        group.append(operand)
     return groups
-
-
-def _is_sequence(have: Shard, ndim: int) -> bool:
-    return have.dim == ndim + SEQUENCE and same(have.outer, 1) and same(have.inner, 1)
 
 
 def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
