@@ -11,7 +11,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, same
 from sp_compile.sharding.rule import Dims, Factors, rule, rule_of
 
-from ._build import bind, broadcast, dims_of, names, replaced, wrap
+from ._build import bind, broadcast, dims_of, names, overloads, replaced, wrap
 
 aten = torch.ops.aten
 
@@ -150,14 +150,7 @@ def _gather(call: Call) -> Factors | None:
     return Factors((x, index), (index,), {f: "whole" for f in (x[at], *(g[d] for g in (x, index) for d in apart))})
 
 
-@rule_of(
-    aten.scatter.reduce,
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.scatter.value_reduce,
-    aten.scatter_add.default,
-    aten.scatter_reduce.two,
-)
+@rule_of(*overloads("scatter.reduce scatter.src scatter.value scatter.value_reduce scatter_add scatter_reduce.two"))
 def _scatter(call: Call) -> Factors:
     """As gather: `dim` is whole, and of the other dims those pass that x, index and source have in equal size."""
     dims = names(call.ndim("self"))

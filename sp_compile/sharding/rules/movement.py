@@ -18,7 +18,7 @@ from sp_compile.graph.sizes import Size, same, size
 from sp_compile.sharding.reshape import reshaping
 from sp_compile.sharding.rule import Dims, Factors, RuleFunction, rule, rule_of
 
-from ._build import bind, broadcast, dims_of, names, replaced, wrap
+from ._build import bind, broadcast, dims_of, names, overloads, replaced, wrap
 
 aten = torch.ops.aten
 
@@ -69,15 +69,7 @@ rule(aten.view_as_real.default, "... -> ... c", lazy=True)
 rule_of(aten.atleast_1d.default)(lambda call: bind(call, "... -> ..." if call.ndim() else "-> one"))
 
 
-@rule_of(
-    aten._reshape_alias.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.ravel.default,
-    aten.reshape.default,
-    aten.unflatten.int,
-    aten.view.default,
-)
+@rule_of(*overloads("_reshape_alias _unsafe_view flatten.using_ints ravel reshape unflatten.int view"))
 def _reshape(call: Call) -> Factors:
     return reshaping(call.shape(), call.result_shapes()[0])
 
@@ -306,17 +298,13 @@ def _narrow(call: Call) -> Factors:
     return _cut(call, dim, [(start, length)])
 
 
-@rule_of(
-    aten.chunk.default,
-    aten.split.Tensor,
-    aten.split.sizes,
-    aten.split_with_sizes.default,
-    aten.tensor_split.indices,
-    aten.tensor_split.sections,
-    aten.unsafe_chunk.default,
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-)
+SPLITS = overloads("""
+    chunk split.Tensor split.sizes split_with_sizes tensor_split.indices tensor_split.sections unsafe_chunk
+    unsafe_split.Tensor unsafe_split_with_sizes
+""")
+
+
+@rule_of(*SPLITS)
 def _split(call: Call) -> Factors:
     """Pieces lie one after the other (tensor_split by indices may overlap or leave gaps: then its dim is whole)."""
     dim = call.dim()

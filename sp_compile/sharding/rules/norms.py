@@ -22,7 +22,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import same
 from sp_compile.sharding.rule import Factors, rule_of
 
-from ._build import bind, names, replaced, resized_dims, whole_dims
+from ._build import bind, names, overloads, replaced, resized_dims, whole_dims
 
 aten = torch.ops.aten
 
@@ -113,19 +113,13 @@ _KIND = {MEAN: "mean", SUM: "sum"}
 _ELEMENTWISE = {MEAN: "mean", SUM: "total"}
 
 
-@rule_of(
-    aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.hinge_embedding_loss.default,
-    aten.huber_loss.default,
-    aten.kl_div.default,
-    aten.l1_loss.default,
-    aten.margin_ranking_loss.default,
-    aten.mse_loss.default,
-    aten.poisson_nll_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.soft_margin_loss.default,
-)
+LOSSES = overloads("""
+    binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div l1_loss
+    margin_ranking_loss mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
+""")
+
+
+@rule_of(*LOSSES)
 def _elementwise(call: Call) -> Factors | None:
     operands = ", ".join("..." for _ in call.operands)
     if call["reduction"] == NONE:
