@@ -1,6 +1,6 @@
-"""Contractions: a factor that is summed over leaves a Partial, except where an addend would be counted per rank.
+"""Contractions, reductions and orderings along dims.
 
-Reductions and orderings along dims.
+A factor that is summed over leaves a Partial, except where an addend would be counted per rank.
 """
 
 from __future__ import annotations

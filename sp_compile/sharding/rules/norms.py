@@ -1,10 +1,6 @@
-"""Normalisations: the dims that a mean runs over are needed whole.
+"""Normalisations, softmax and its kin, what autograd's formulas call, and losses.
 
-Softmax and its kin: their dim is needed whole.
-
-What autograd's formulas call: rows pass, and gradients of weights are sums over them.
-
-Losses.
+The dims that a mean or a softmax runs over are needed whole; gradients of weights are sums over rows.
 
 Padding. A class-index loss ignores a position whose target is ignore_index, so `pad` fills the target with it. The
 other losses have no fill of one operand that makes a padded row vanish: their sum is a `total`, which `reduce`
