@@ -29,7 +29,6 @@ _FACTOR = re.compile(r"~\d+|[^\W\d]\w*")  # ~1 is a dim of "..."
 class Pattern:
     """A parsed rule text, not yet tied to a call."""
 
-    text: str
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     kinds: Mapping[str, str]
@@ -46,24 +45,18 @@ class Pattern:
             _check(operands, results, kinds, options)
         except SpError as error:
             raise SpError(f"rule {text!r}: {error}") from None
-        return Pattern(text, operands, results, kinds, options)
+        return Pattern(operands, results, kinds, options)
 
     def at(self, call: Call) -> Factors | None:
         """Bind the text to a call's shapes; None if it does not fit their number of dims or the sizes of its groups."""
         shapes = [call.shape(i) for i in range(len(call.operands))]
         given = self.operands or ((),) * len(shapes)  # nothing left of the arrow: no operand, or one without dims
-        found = (_bind(dims, len(s)) for dims, s in zip(given, shapes))
-        bound = [names for names in found if names is not None]
-        if not len(bound) == len(shapes) == len(given):
+        bound = [_spelt(dims, len(s) - len(dims) + 1) for dims, s in zip(given, shapes)]
+        if [len(dims) for dims in bound] != [len(s) for s in shapes] or len(given) != len(shapes):
             return None
         depth = max((len(s) - len(d) + 1 for d, s in zip(given, shapes) if "..." in d), default=0)
-        results = tuple(
-            tuple(f for name in dims for f in (_ellipsis(depth) if name == "..." else [name])) for dims in self.results
-        )
-        kinds = dict(self.kinds)
-        if "..." in kinds:
-            kind = kinds.pop("...")
-            kinds.update({f: kind for f in _ellipsis(depth)})
+        results = tuple(_spelt(dims, depth) for dims in self.results)
+        kinds = {f: kind for name, kind in self.kinds.items() for f in _spelt((name,), depth)}
         pairs = [*zip(bound, shapes), *zip(results, call.result_shapes())]
         extent = _extents(pairs)
         grouped = _grouped(pairs, extent)
@@ -154,18 +147,10 @@ def _sized(dims: Iterable[str], known: set[str]) -> set[str]:
     return known
 
 
-def _ellipsis(depth: int) -> list[str]:
-    return [f"~{i}" for i in range(depth - 1, -1, -1)]
-
-
-def _bind(dims: Dims, ndim: int) -> list[str] | None:
-    if "..." not in dims:
-        return list(dims) if len(dims) == ndim else None
-    extra = ndim - (len(dims) - 1)
-    if extra < 0:
-        return None
-    at = dims.index("...")
-    return [*dims[:at], *_ellipsis(extra), *dims[at + 1 :]]
+def _spelt(dims: Dims, depth: int) -> Dims:
+    """The dims with so many for "...", counted from its last."""
+    dots = tuple(f"~{i}" for i in range(depth - 1, -1, -1))
+    return tuple(f for name in dims for f in (dots if name == "..." else (name,)))
 
 
 def _extents(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:

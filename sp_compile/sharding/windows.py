@@ -2,13 +2,10 @@
 
     row j of the result reads rows j * stride - before + [0, width) of the operand, and constants beyond its ends
 
-A convolution, a pooling, an unfold; with width 1, a shift. A roll reads one row, too, but counts round the end.
-
-Convolutions, poolings, shifts, rolls and unfolds as windows that slide along a dim, in the words of the package.
+A convolution, a pooling, an unfold; with width 1, a shift. A roll reads one row, too, but counts round the end. They
+are torch's ops, and the sp:: ops that those become on shards, whose frame says where these lie:
 
     F.conv1d(x, w, b, padding=2)   along its last dim:   sp::conv1d(x, w, b, before=2, after=2, ...), width 3
-
-torch's ops, and the sp:: ops themselves, whose frame says where shards lie.
 """
 
 from __future__ import annotations
@@ -27,6 +24,8 @@ from sp_compile.graph.sizes import Size, divides, mostly, quotient, same, size, 
 from sp_compile.lowering.windows import ops
 
 from .placement import Frame, Shard
+
+aten, sp = torch.ops.aten, torch.ops.sp
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,6 @@ def _at_most(a: Size, b: Size) -> bool:
     """Is a <= b whatever the symbols, which are positive, are?"""
     difference = sympy.expand(sympy.sympify(b) - sympy.sympify(a))
     return bool(difference.is_nonnegative)
-
-
-aten, sp = torch.ops.aten, torch.ops.sp
 
 
 @dataclass(frozen=True)
@@ -256,14 +252,8 @@ def _ours(call: Call) -> Along:
     return {at: Slides(sliding, op, head, tail)}
 
 
-ON_SHARDS = (
-    sp.avg_pool1d.default,
-    sp.conv1d.default,
-    sp.max_pool1d.default,
-    sp.roll.default,
-    sp.shift.default,
-    sp.unfold.default,
-)
+_OPS = (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold)
+ON_SHARDS = tuple(op.default for op in _OPS)
 """The ops that take shards, if their frame says where these lie."""
 
 SLIDING: Mapping[Any, Callable[[Call], Along]] = {

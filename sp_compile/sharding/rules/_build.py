@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
 from sp_compile.sharding.rule import Dims, Factors, Pattern, RuleFunction
+
+
+def overloads(text: str) -> list[Any]:
+    """The ops of aten that the text lists: "sum.dim_IntList", or "sum" for the overload that is called default."""
+    found = (name.partition(".") for name in text.split())
+    return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found]
 
 
 def bind(call: Call, text: str, **options: Any) -> Factors | None:

@@ -1,51 +1,33 @@
-"""Fused attention.
-
-Attention that does its own exchanges: its frame arguments spell where q, k, v and the result lie.
-"""
+"""Fused attention, and that which does its own exchanges: its frames spell where q, k, v and the result lie."""
 
 from __future__ import annotations
 
-import torch
-
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
-from sp_compile.sharding.attention import reads_position
+from sp_compile.sharding.attention import ATTENTION, reads_position
 from sp_compile.sharding.placement import REPLICATE, Placement, Replicate, Shard
 from sp_compile.sharding.rule import Dims, Factors, rule_of
 
 from .exchanges import frame_of
 
-aten, sp = torch.ops.aten, torch.ops.sp
 
-
-@rule_of(aten.scaled_dot_product_attention.default)
-def _scaled_dot_product_attention(call: Call) -> Factors:
-    """ "b h q d, b h k d, b h k e, b h q k -> b h q e", attend="k", and "q k" when is_causal pairs their positions.
+@rule_of(*ATTENTION)
+def _attention(call: Call) -> Factors:
+    """ "b h q d, b h k d, b h k e, b h q k -> b h q e", attend="k", and "q k" if the mask reads positions.
 
     Any number of leading dims, which may broadcast; with enable_gqa a rank's query heads meet its own key heads, as
-    long as the ranks divide both.
+    long as the ranks divide both. What the predicate of sp::masked_attention looks up are vectors, "b row0, b col0",
+    which every rank reads whole. Their batch is that of q without a head dim, or its leading dims as one.
     """
     leading, extent = _leading(call)
-    dims = ((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"), ("q", "k")))
-    operands = tuple(_named(call.shape(i), names, extent) for i, names in zip(range(len(call.operands)), dims))
-    kinds = {"k": "attend", "d": "whole"} | ({"q": "attend"} if call["is_causal"] else {})
-    return Factors(operands, ((*leading, "q", "e"),), kinds, masks=(3,))
-
-
-@rule_of(sp.masked_attention.default)
-def _masked_attention(call: Call) -> Factors:
-    """ "b h q d, b h k d, b h k e, b row0, b col0 -> b h q e", attend="k", and "q k" if the mask reads positions.
-
-    Every rank looks the vectors up whole. Their batch is that of q without a head dim, or its leading dims as one.
-    """
-    leading, extent = _leading(call)
-    batch = leading[0] if len(leading) <= 2 else "batch"
-    vectors = [(batch, f"vector{i}") for i in range(len(call.operands) - 3)]
-    dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *vectors)
+    batch = leading[:1] if len(leading) <= 2 else ("batch",)
+    others = range(len(call.operands) - 3)
+    masks = [(*batch, f"vector{i}") if "predicate" in call.args else (*leading, "q", "k") for i in others]
+    dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *masks)
     operands = tuple(_named(call.shape(i), names, extent) for i, names in enumerate(dims))
-    whole = {f: "whole" for names in operands[3:] for f in names if f and f not in leading}
+    whole = {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
     kinds = {"k": "attend", "d": "whole"} | ({"q": "attend"} if reads_position(call) else {}) | whole
-    return Factors(operands, ((*leading, "q", "e"),), kinds, masks=tuple(range(3, len(operands))))
+    return Factors(operands, ((*leading, "q", "e"),), kinds, masks=tuple(range(3, max(4, len(operands)))))
 
 
 def _leading(call: Call) -> tuple[Dims, dict[str, Size]]:

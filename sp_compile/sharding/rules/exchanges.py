@@ -1,13 +1,11 @@
 """Where the results of the sp:: exchanges lie. In the global view every one of them is an identity.
 
-Collectives of the user's program over other ranks than those that share the sequence: each row by itself.
+Collectives of the user's program over other ranks than those that share the sequence: each row by itself. A node that
+exchanges with ranks which hold other rows has no rule; see `weights.mark_across`. Those over the very ranks of the pass
+are no business of a rule either; see `tensor_parallel.spell`.
 
-A node that exchanges with ranks which hold other rows has no rule; see `weights.mark_across`. Those over the very ranks
-of the pass are no business of a rule either; see `tensor_parallel.spell`.
-
-Blocks of rows that a tensor-parallel program takes and puts together itself: see `lowering/collectives`.
-
-A block is one of n equal ones, whatever rows it has, so that a view of the rows as batch and sequence keeps it.
+Blocks of rows that a tensor-parallel program takes and puts together itself (see `lowering/collectives`): a block is
+one of n equal ones, whatever rows it has, so that a view of the rows as batch and sequence keeps it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from sp_compile.sharding.rule import Factors, rule_of, transfer
 
 from ._build import bind, names, replaced
 
-sp = torch.ops.sp
+c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
 
 def frame_of(call: Call, name: str = "frame") -> tuple[Frame, Size]:
@@ -70,9 +68,6 @@ def fits(call: Call, have: Placement) -> bool:
     if not isinstance(have, Shard) or have.dim != dim:
         return False
     return have.frame.like(frame) and same(have.outer, outer)
-
-
-c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
 
 @rule_of(c10d.all_reduce.default, c10d.broadcast.default, c10d.wait_tensor.default, sp.reduce_pair.default)

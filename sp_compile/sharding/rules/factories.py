@@ -12,22 +12,13 @@ import torch
 from sp_compile.graph.call import Call
 from sp_compile.sharding.rule import Factors, rule_of
 
-from ._build import bind, names
+from ._build import bind, names, overloads
 from .pointwise import pointwise_rule
 
 aten = torch.ops.aten
 
 
-@rule_of(
-    aten.empty.memory_format,
-    aten.full.default,
-    aten.ones.default,
-    aten.rand.default,
-    aten.randint.default,
-    aten.randint.low,
-    aten.randn.default,
-    aten.zeros.default,
-)
+@rule_of(*overloads("empty.memory_format full ones rand randint randint.low randn zeros"))
 def _made(call: Call) -> Factors:
     return Factors((), (names(len(call["size"]), "made"),), sizes="size", lazy=True)
 
@@ -44,17 +35,8 @@ def _scalar(call: Call) -> Factors:
     return Factors((), ((),), lazy=True)
 
 
-rule_of(
-    aten.bernoulli.Tensor,
-    aten.bernoulli.default,
-    aten.bernoulli.p,
-    aten.binomial.default,
-    aten.normal.Tensor_Tensor,
-    aten.normal.Tensor_float,
-    aten.normal.float_Tensor,
-    aten.poisson.default,
-    aten.uniform.default,
-)(pointwise_rule)
+rule_of(*overloads("bernoulli bernoulli.p bernoulli.Tensor binomial poisson uniform"))(pointwise_rule)
+rule_of(*overloads("normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor"))(pointwise_rule)
 
 
 @rule_of(aten.multinomial.default)

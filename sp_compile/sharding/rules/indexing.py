@@ -1,7 +1,4 @@
-"""Reads and writes at indices: what an index runs over is needed whole, the shape of the index passes on.
-
-Tables looked up by index.
-"""
+"""Reads and writes at indices: what an index runs over is needed whole, the shape of the index passes on."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, same
 from sp_compile.sharding.rule import Dims, Factors, rule, rule_of
 
-from ._build import bind, broadcast, dims_of, names, replaced, wrap
+from ._build import bind, broadcast, dims_of, names, overloads, replaced, wrap
 
 aten = torch.ops.aten
 
 rule([aten.bucketize.Scalar, aten.searchsorted.Scalar], "k -> ", whole="k")
 rule(aten.bucketize.Tensor, "..., k -> ...", whole="k")
-rule([aten.isin.Tensor_Scalar], "... -> ...")
+rule(aten.isin.Tensor_Scalar, "... -> ...")
 
 
 @rule_of(aten.searchsorted.Tensor)
@@ -36,18 +33,21 @@ def _isin(call: Call) -> Factors | None:
 
 @rule_of(aten.index.Tensor)
 def _index(call: Call) -> Factors | None:
-    """x[i, :, j]: x's indexed dims are whole; the dims of the indices, broadcast, stand where the indices stood, or
-    first if a slice parts them. A boolean index has a result of unknown size, and no rule."""
+    """x[i, :, j]: x's indexed dims are whole. A boolean index has a result of unknown size, and no rule."""
     at = _indexed(call)
     if at is None:
         return None
     shapes = [call.shape(i) for i in range(1, len(call.operands))]
     dims = names(call.ndim())
     picked, drawn = _index_dims(shapes)
+    return Factors((dims, *drawn), (_instead(dims, at, picked),), {dims[d]: "whole" for d in at})
+
+
+def _instead(dims: Dims, at: list[int], picked: Dims) -> Dims:
+    """The dims with those of the indices where the indices stood, or first if a slice parts them."""
     start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     kept = tuple(f for d, f in enumerate(dims) if d not in at)
-    result = (*kept[:start], *picked, *kept[start:])
-    return Factors((dims, *drawn), (result,), {dims[d]: "whole" for d in at})
+    return (*kept[:start], *picked, *kept[start:])
 
 
 def _indexed(call: Call) -> list[int] | None:
@@ -77,11 +77,8 @@ def _index_put(call: Call) -> Factors | None:
         return _masked_put(call)
     dims = names(call.ndim())
     shapes = [call.shape(i) for i in range(1, len(call.operands) - 1)]
-    depth = max(len(s) for s in shapes)
     drawn = tuple(names(len(s), f"index{i}_") for i, s in enumerate(shapes))
-    kept = tuple(f for d, f in enumerate(dims) if d not in at)
-    start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-    target = (*kept[:start], *names(depth, "put"), *kept[start:])
+    target = _instead(dims, at, names(max(len(s) for s in shapes), "put"))
     extent = dict(zip(dims, call.shape(), strict=True))
     shape = call.shape(len(call.operands) - 1)
     values = broadcast(shape, [extent.get(f, 0) for f in target], target)
@@ -150,14 +147,7 @@ def _gather(call: Call) -> Factors | None:
     return Factors((x, index), (index,), {f: "whole" for f in (x[at], *(g[d] for g in (x, index) for d in apart))})
 
 
-@rule_of(
-    aten.scatter.reduce,
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.scatter.value_reduce,
-    aten.scatter_add.default,
-    aten.scatter_reduce.two,
-)
+@rule_of(*overloads("scatter.reduce scatter.src scatter.value scatter.value_reduce scatter_add scatter_reduce.two"))
 def _scatter(call: Call) -> Factors:
     """As gather: `dim` is whole, and of the other dims those pass that x, index and source have in equal size."""
     dims = names(call.ndim("self"))
@@ -188,9 +178,7 @@ def _take_along_dim(call: Call) -> Factors | None:
 @rule_of(aten.embedding.default)
 def _embedding(call: Call) -> Factors | None:
     """scale_grad_by_freq counts each index over the whole batch, which no rank sees alone."""
-    if call["scale_grad_by_freq"]:
-        return bind(call, "v d, ... -> ... d", whole="v ...")
-    return bind(call, "v d, ... -> ... d", whole="v")
+    return bind(call, "v d, ... -> ... d", whole="v ..." if call["scale_grad_by_freq"] else "v")
 
 
 @rule_of(aten.one_hot.default)

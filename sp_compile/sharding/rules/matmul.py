@@ -1,18 +1,16 @@
-"""Contractions: a factor that is summed over leaves a Partial, except where an addend would be counted per rank.
+"""Contractions, reductions and orderings along dims.
 
-Reductions and orderings along dims.
+A factor that is summed over leaves a Partial, except where an addend would be counted per rank.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from sp_compile.graph.call import Call
 from sp_compile.sharding.rule import Factors, RuleFunction, rule, rule_of
 
-from ._build import bind, dims_of, names, replaced, resized_dims, whole_dims
+from ._build import bind, dims_of, names, overloads, replaced, resized_dims, whole_dims
 
 aten = torch.ops.aten
 
@@ -108,42 +106,16 @@ def _reduce(kind: str) -> RuleFunction:
     return instantiate
 
 
-def _register(kind: str, ops: dict[Any, str]) -> None:
-    for packet, overloads in ops.items():
-        for overload in overloads.split():
-            rule_of(getattr(packet, overload))(_reduce(kind))
-
-
-_register("mean", {aten.mean: "default dim"})
-_register("sum", {aten.count_nonzero: "default dim_IntList", aten.nansum: "default", aten.sum: "default dim_IntList"})
-_register(
-    "whole",
-    {
-        aten.all: "default dim dims",
-        aten.amax: "default",
-        aten.amin: "default",
-        aten.aminmax: "default",
-        aten.any: "default dim dims",
-        aten.argmax: "default",
-        aten.argmin: "default",
-        aten.kthvalue: "default",
-        aten.linalg_vector_norm: "default",
-        aten.logsumexp: "default",
-        aten.max: "default dim",
-        aten.median: "default dim",
-        aten.min: "default dim",
-        aten.mode: "default",
-        aten.nanmean: "default",
-        aten.nanmedian: "default dim",
-        aten.norm: "Scalar ScalarOpt_dim ScalarOpt_dim_dtype ScalarOpt_dtype",
-        aten.prod: "default dim_int",
-        aten.special_logsumexp: "default",
-        aten.std: "correction default dim",
-        aten.std_mean: "correction default dim",
-        aten.var: "correction default dim",
-        aten.var_mean: "correction default dim",
-    },
-)
+_WHOLE = overloads("""
+    all all.dim all.dims amax amin aminmax any any.dim any.dims argmax argmin kthvalue linalg_vector_norm
+    logsumexp max max.dim median median.dim min min.dim mode nanmean nanmedian nanmedian.dim norm.Scalar
+    norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype prod prod.dim_int special_logsumexp
+    std.correction std std.dim std_mean.correction std_mean std_mean.dim var.correction var var.dim
+    var_mean.correction var_mean var_mean.dim
+""")
+rule_of(*overloads("mean mean.dim"))(_reduce("mean"))
+rule_of(*overloads("count_nonzero count_nonzero.dim_IntList nansum sum sum.dim_IntList"))(_reduce("sum"))
+rule_of(*_WHOLE)(_reduce("whole"))
 
 rule_of(aten.argsort.default, aten.argsort.stable)(whole_dims("dim"))
 rule_of(aten.sort.default, aten.sort.stable)(whole_dims("dim"))

@@ -1,8 +1,7 @@
-"""Ops that rearrange, add, drop or repeat dims. Almost all of them only move data.
+"""Ops that rearrange, add, drop or repeat dims, or cut, mirror, pad or shift along them. Almost all only move data.
 
-Ops that cut, mirror, pad or shift along dims: a contiguous piece is a window, for all else the dim is whole.
-
-Shifts by known numbers are followed further in sliding.py.
+A contiguous piece is a window; for all else the dim is whole. Shifts by known numbers are followed further in
+`rules/windows`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sp_compile.graph.sizes import Size, same, size
 from sp_compile.sharding.reshape import reshaping
 from sp_compile.sharding.rule import Dims, Factors, RuleFunction, rule, rule_of
 
-from ._build import bind, broadcast, dims_of, names, replaced, wrap
+from ._build import bind, broadcast, dims_of, names, overloads, replaced, wrap
 
 aten = torch.ops.aten
 
@@ -33,35 +32,28 @@ def _moved(result: Any) -> RuleFunction:
     return instantiate
 
 
-def _swapped(dims: Dims, a: int, b: int) -> Dims:
-    out = list(dims)
-    if out:
-        a, b = wrap(a, len(out)), wrap(b, len(out))
-        out[a], out[b] = out[b], out[a]
-    return tuple(out)
+rule(overloads("adjoint mH mT"), "... a b -> ... b a", lazy=True)
+rule_of(aten.numpy_T.default, aten.t.default)(_moved(lambda dims, call: dims[::-1]))
+rule_of(aten.permute.default)(_moved(lambda dims, call: [dims[wrap(d, len(dims))] for d in call["dims"]]))
 
 
-def _relocated(dims: Dims, source: Sequence[int], destination: Sequence[int]) -> Dims:
-    to = {wrap(d, len(dims)): dims[wrap(s, len(dims))] for s, d in zip(source, destination, strict=True)}
+@rule_of(*overloads("movedim.int movedim.intlist moveaxis.int moveaxis.intlist"))
+@_moved
+def _relocated(dims: Dims, call: Call) -> Dims:
+    source, destination = (dims_of(call[name], len(dims)) for name in ("source", "destination"))
+    to = {d: dims[s] for s, d in zip(source, destination, strict=True)}
     rest = iter(f for f in dims if f not in to.values())
     return tuple(to[d] if d in to else next(rest) for d in range(len(dims)))
 
 
-rule(aten.adjoint.default, "... a b -> ... b a", lazy=True)
-rule(aten.mH.default, "... a b -> ... b a", lazy=True)
-rule(aten.mT.default, "... a b -> ... b a", lazy=True)
-rule_of(aten.movedim.int, aten.moveaxis.int)(
-    _moved(lambda dims, call: _relocated(dims, [call["source"]], [call["destination"]]))
-)
-rule_of(aten.movedim.intlist, aten.moveaxis.intlist)(
-    _moved(lambda dims, call: _relocated(dims, call["source"], call["destination"]))
-)
-rule_of(aten.numpy_T.default)(_moved(lambda dims, call: dims[::-1]))
-rule_of(aten.permute.default)(_moved(lambda dims, call: [dims[wrap(d, len(dims))] for d in call["dims"]]))
-rule_of(aten.swapaxes.default)(_moved(lambda dims, call: _swapped(dims, call["axis0"], call["axis1"])))
-rule_of(aten.swapdims.default)(_moved(lambda dims, call: _swapped(dims, call["dim0"], call["dim1"])))
-rule_of(aten.t.default)(_moved(lambda dims, call: dims[::-1]))
-rule_of(aten.transpose.int)(_moved(lambda dims, call: _swapped(dims, call["dim0"], call["dim1"])))
+@rule_of(*overloads("swapaxes swapdims transpose.int"))
+@_moved
+def _swapped(dims: Dims, call: Call) -> Dims:
+    first, second = ("axis0", "axis1") if "axis0" in call.args else ("dim0", "dim1")
+    a, b = call.dim(first), call.dim(second)
+    order = {a: b, b: a}
+    return tuple(dims[order.get(d, d)] for d in range(len(dims)))
+
 
 rule(aten.diag_embed.default, "... i -> ... i j", whole="i", lazy=True)
 rule(aten.view_as_complex.default, "... c -> ...", whole="c", lazy=True)
@@ -69,15 +61,7 @@ rule(aten.view_as_real.default, "... -> ... c", lazy=True)
 rule_of(aten.atleast_1d.default)(lambda call: bind(call, "... -> ..." if call.ndim() else "-> one"))
 
 
-@rule_of(
-    aten._reshape_alias.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.ravel.default,
-    aten.reshape.default,
-    aten.unflatten.int,
-    aten.view.default,
-)
+@rule_of(*overloads("_reshape_alias _unsafe_view flatten.using_ints ravel reshape unflatten.int view"))
 def _reshape(call: Call) -> Factors:
     return reshaping(call.shape(), call.result_shapes()[0])
 
@@ -88,29 +72,14 @@ def _reshape_as(call: Call) -> Factors:
     return replace(rule_, operands=(*rule_.operands, *rule_.results), lenders=(1,))
 
 
-@rule_of(aten.broadcast_to.default, aten.expand.default)
+@rule_of(aten.broadcast_tensors.default, aten.broadcast_to.default, aten.expand.default, aten.expand_as.default)
 def _expand(call: Call) -> Factors:
-    """A dim of size 1 that grows has no name in the operand; the size argument makes the result's as long as asked."""
-    result = call.result_shapes()[0]
-    dims = names(len(result))
-    return Factors((broadcast(call.shape(), result, dims),), (dims,), sizes="size", lazy=True)
-
-
-@rule_of(aten.broadcast_tensors.default)
-def _broadcast_tensors(call: Call) -> Factors:
-    """Every dim comes from some operand, so no argument has to spell it."""
+    """A dim of size 1 that grows has no name in its operand: the size argument, or another operand, says how far."""
     result = call.result_shapes()[0]
     dims = names(len(result))
     operands = tuple(broadcast(call.shape(i), result, dims) for i in range(len(call.operands)))
-    return Factors(operands, tuple(dims for _ in operands), lazy=True)
-
-
-@rule_of(aten.expand_as.default)
-def _expand_as(call: Call) -> Factors:
-    """The other operand's local shape says how far a rank expands."""
-    result = call.result_shapes()[0]
-    dims = names(len(result))
-    return Factors((broadcast(call.shape(), result, dims), dims), (dims,), lazy=True)
+    sizes = "size" if "size" in call.args else None
+    return Factors(operands, tuple(dims for _ in call.results()), sizes=sizes, lazy=True)
 
 
 @rule_of(aten.unsqueeze.default)
@@ -197,7 +166,7 @@ def _meshgrid(call: Call) -> Factors | None:
     if any(call.ndim(i) != 1 for i in range(len(call.operands))):
         return None
     dims = names(len(call.operands))
-    result = _swapped(dims, 0, 1) if call.get("indexing") == "xy" and len(dims) > 1 else dims
+    result = (*dims[1::-1], *dims[2:]) if call.get("indexing") == "xy" else dims
     return Factors(tuple((f,) for f in dims), tuple(result for _ in dims), lazy=True)
 
 
@@ -257,15 +226,10 @@ def unfold(call: Call) -> Factors:
     return _whole_at(call, [at] if dims else [], (*replaced(dims, [at], "windows"), "window"))
 
 
-@rule_of(aten.select.int)
+@rule_of(aten.select.int, aten.unbind.int)
 def _select(call: Call) -> Factors:
     dims, at = names(call.ndim()), call.dim()
     return _whole_at(call, [at], dims[:at] + dims[at + 1 :])
-
-
-@rule_of(aten.unbind.int)
-def _unbind(call: Call) -> Factors:
-    return _select(call)
 
 
 @rule_of(aten.slice.Tensor)
@@ -300,23 +264,18 @@ def _start_of(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
 @rule_of(aten.narrow.default)
 def _narrow(call: Call) -> Factors:
     dim, start, length = call.dim(), size(call["start"]), size(call["length"])
-    extent = call.shape()[dim]
     if isinstance(start, int) and start < 0:
-        start = extent + start
+        start = call.shape()[dim] + start
     return _cut(call, dim, [(start, length)])
 
 
-@rule_of(
-    aten.chunk.default,
-    aten.split.Tensor,
-    aten.split.sizes,
-    aten.split_with_sizes.default,
-    aten.tensor_split.indices,
-    aten.tensor_split.sections,
-    aten.unsafe_chunk.default,
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-)
+SPLITS = overloads("""
+    chunk split.Tensor split.sizes split_with_sizes tensor_split.indices tensor_split.sections unsafe_chunk
+    unsafe_split.Tensor unsafe_split_with_sizes
+""")
+
+
+@rule_of(*SPLITS)
 def _split(call: Call) -> Factors:
     """Pieces lie one after the other (tensor_split by indices may overlap or leave gaps: then its dim is whole)."""
     dim = call.dim()

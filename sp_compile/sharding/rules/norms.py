@@ -1,10 +1,6 @@
-"""Normalisations: the dims that a mean runs over are needed whole.
+"""Normalisations, softmax and its kin, what autograd's formulas call, and losses.
 
-Softmax and its kin: their dim is needed whole.
-
-What autograd's formulas call: rows pass, and gradients of weights are sums over them.
-
-Losses.
+The dims that a mean or a softmax runs over are needed whole; gradients of weights are sums over rows.
 
 Padding. A class-index loss ignores a position whose target is ignore_index, so `pad` fills the target with it. The
 other losses have no fill of one operand that makes a padded row vanish: their sum is a `total`, which `reduce`
@@ -22,7 +18,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import same
 from sp_compile.sharding.rule import Factors, rule_of
 
-from ._build import bind, names, replaced, resized_dims, whole_dims
+from ._build import bind, names, overloads, replaced, resized_dims, whole_dims
 
 aten = torch.ops.aten
 
@@ -113,19 +109,13 @@ _KIND = {MEAN: "mean", SUM: "sum"}
 _ELEMENTWISE = {MEAN: "mean", SUM: "total"}
 
 
-@rule_of(
-    aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.hinge_embedding_loss.default,
-    aten.huber_loss.default,
-    aten.kl_div.default,
-    aten.l1_loss.default,
-    aten.margin_ranking_loss.default,
-    aten.mse_loss.default,
-    aten.poisson_nll_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.soft_margin_loss.default,
-)
+LOSSES = overloads("""
+    binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div l1_loss
+    margin_ranking_loss mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
+""")
+
+
+@rule_of(*LOSSES)
 def _elementwise(call: Call) -> Factors | None:
     operands = ", ".join("..." for _ in call.operands)
     if call["reduction"] == NONE:

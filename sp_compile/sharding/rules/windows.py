@@ -1,8 +1,7 @@
 """Ops that slide a window along dims: a result reads its neighbours (kind "halo"), or the whole if they are unknown.
 
-Convolutions, pooling and interpolation: the batch passes, and what a window slides over is needed whole.
-
-Windows over one dim are followed in sliding.py.
+The batch passes. Windows over one dim are followed in `sharding/windows`; over several, all that they slide over is
+needed whole.
 """
 
 from __future__ import annotations
@@ -18,22 +17,15 @@ from sp_compile.sharding.placement import Placement, Replicate, Shard
 from sp_compile.sharding.rule import Dims, Factors, rule_of
 from sp_compile.sharding.windows import ON_SHARDS, SLIDING, slides_of
 
-from ._build import bind, names, resized_dims
+from ._build import bind, names, overloads, resized_dims
 from .exchanges import frame_of
 from .movement import pad, roll, unfold
 
-aten = torch.ops.aten
+aten, sp = torch.ops.aten, torch.ops.sp
 
 
-@rule_of(
-    aten.conv2d.default,
-    aten.conv2d.padding,
-    aten.conv3d.default,
-    aten.conv3d.padding,
-    aten.conv_transpose1d.default,
-    aten.conv_transpose2d.input,
-    aten.conv_transpose3d.input,
-)
+@rule_of(*overloads("conv2d conv2d.padding conv3d conv3d.padding"))
+@rule_of(*overloads("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"))
 def conv(call: Call) -> Factors | None:
     """Without a batch dim nothing passes."""
     weight = names(call.ndim("weight"), "w")
@@ -44,35 +36,18 @@ def conv(call: Call) -> Factors | None:
     return Factors(operands, ((*batch, *names(len(image), "o")),), kinds)
 
 
-def _spatial(ndim: int, *ops: Any) -> None:
-    """Ops on the last `ndim` dims; batch and channels pass."""
-    rule_of(*ops)(resized_dims(ndim=ndim))
-
-
-_spatial(
-    1,
-    aten.adaptive_avg_pool1d.default,
-    aten.adaptive_max_pool1d.default,
-    aten.max_pool1d_with_indices.default,
-    aten.reflection_pad1d.default,
-    aten.replication_pad1d.default,
-    aten.upsample_linear1d.vec,
-    aten.upsample_nearest1d.vec,
-)
-_spatial(
-    2,
-    aten.adaptive_avg_pool2d.default,
-    aten.adaptive_max_pool2d.default,
-    aten.avg_pool2d.default,
-    aten.max_pool2d.default,
-    aten.max_pool2d_with_indices.default,
-    aten.reflection_pad2d.default,
-    aten.replication_pad2d.default,
-    aten.upsample_bicubic2d.vec,
-    aten.upsample_bilinear2d.vec,
-    aten.upsample_nearest2d.vec,
-)
-_spatial(3, aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
+# On the last dims; batch and channels pass.
+_OVER_LINES = overloads("""
+    adaptive_avg_pool1d adaptive_max_pool1d max_pool1d_with_indices reflection_pad1d replication_pad1d
+    upsample_linear1d.vec upsample_nearest1d.vec
+""")
+_OVER_IMAGES = overloads("""
+    adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d max_pool2d max_pool2d_with_indices reflection_pad2d
+    replication_pad2d upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec
+""")
+rule_of(*_OVER_LINES)(resized_dims(ndim=1))
+rule_of(*_OVER_IMAGES)(resized_dims(ndim=2))
+rule_of(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)(resized_dims(ndim=3))
 
 
 @rule_of(aten.grid_sampler.default)
@@ -82,32 +57,20 @@ def _grid_sampler(call: Call) -> Factors | None:
     return bind(call, "n c h w, n y x xy -> n c y x", whole="h w xy")
 
 
-aten, sp = torch.ops.aten, torch.ops.sp
-
-
 def _same_dims(call: Call) -> Factors:
     dims = names(call.ndim())
     return Factors((dims,), (dims,), lazy=True)
 
 
-_pool = resized_dims(ndim=1)
 # What the ops do to dims, if windows could not be followed.
 _DIMS: dict[Any, Callable[[Call], Any]] = {
-    aten.avg_pool1d.default: _pool,
-    aten.constant_pad_nd.default: pad,
-    aten.conv1d.default: conv,
-    aten.conv1d.padding: conv,
-    aten.convolution.default: conv,
-    aten.max_pool1d.default: _pool,
-    aten.pad.default: pad,
+    **dict.fromkeys(overloads("constant_pad_nd pad"), pad),
+    **dict.fromkeys(overloads("avg_pool1d max_pool1d"), resized_dims(ndim=1)),
+    **dict.fromkeys((sp.avg_pool1d.default, sp.max_pool1d.default), resized_dims(ndim=1)),
+    **dict.fromkeys([*overloads("conv1d conv1d.padding convolution"), sp.conv1d.default], conv),
+    **dict.fromkeys((aten.unfold.default, sp.unfold.default), unfold),
+    **dict.fromkeys((sp.roll.default, sp.shift.default), _same_dims),
     aten.roll.default: roll,
-    aten.unfold.default: unfold,
-    sp.avg_pool1d.default: _pool,
-    sp.conv1d.default: conv,
-    sp.max_pool1d.default: _pool,
-    sp.roll.default: _same_dims,
-    sp.shift.default: _same_dims,
-    sp.unfold.default: unfold,
 }
 
 
