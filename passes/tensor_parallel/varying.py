@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.closure import closure
 from sp_compile.graph.record import mark, record
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes
@@ -116,18 +117,9 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: F
 
 def _before_exchanges(gm: GraphModule, facts: Facts) -> set[Node]:
     """All that the program's own exchanges depend on, those of its backward aside: no others can make a part whole."""
-    backward: set[Node] = set()
-    for node in gm.graph.nodes:
-        if node.name in facts.tangents or any(i in backward for i in node.all_input_nodes):
-            backward.add(node)
-    seen: set[Node] = set()
-    waiting = [n for n in gm.graph.nodes if _is_exchange(n) and n not in backward]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(node.all_input_nodes)
-    return seen
+    backward = closure((n for n in gm.graph.nodes if n.name in facts.tangents), lambda n: n.users)
+    exchanges = [n for n in gm.graph.nodes if _is_exchange(n) and n not in backward]
+    return closure(exchanges, lambda n: n.all_input_nodes)
 
 
 def _stays_equal(matrix: Node, facts: Facts) -> bool:
@@ -181,9 +173,14 @@ def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
 
 def contracts(rule: Factors) -> bool:
     """Is it a product that sums over a factor of two operands?"""
+    lost = lost_factors(rule)
+    return len(lost) > len(set(lost))
+
+
+def lost_factors(rule: Factors) -> list[str]:
+    """The factors of the operands, as often as they stand there, that no result has."""
     kept = {f for dims in rule.results for f in flat(dims)}
-    named = [f for dims in rule.operands for f in flat(dims) if f not in kept]
-    return len(named) > len(set(named))
+    return [f for dims in rule.operands for f in flat(dims) if f not in kept]
 
 
 def moves(node: Node) -> bool:
