@@ -18,8 +18,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.config import Ranks
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import sizes
+from sp_compile.passes.collectives.permute.tidy import placed
+from sp_compile.sharding.matchers import piece_of
 from sp_compile.sharding.rule import lookup
 
 from .varying import group_of, wait_of
@@ -58,52 +60,24 @@ def mark_own_rows(gm: GraphModule, ranks: Ranks, ask_all: AskAll) -> int:
 def _slices(gm: GraphModule, n: int) -> Iterator[RowBlock]:
     """Every piece of 1/n of a dim."""
     for node in gm.graph.nodes:
-        found = lookup(node) if node.op == "call_function" else None
-        if found is None or found[1] is None or found[1].window is None:
-            continue
-        source, dim, spans = found[0].operands[0], found[1].window, found[1].spans
-        pieces = [(node, spans[0])] if is_tensor(node) else [(u, spans[u.args[1]]) for u in node.users]
-        extent = sizes(source.meta["val"].shape)[dim]
-        for piece, (start, length) in pieces:
+        piece = piece_of(node)
+        if piece is not None and piece.keeps and piece.step == 1:
+            start, length = piece.start, piece.length
+            extent = sizes(piece.source.meta["val"].shape)[piece.dim]
             if isinstance(start, int) and isinstance(length, int) and length and length * n == extent:
-                yield RowBlock(piece, source, dim, start, length)
+                yield RowBlock(node, piece.source, piece.dim, start, length)
 
 
 def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[RowBlock]:
     """Every block among zeros that is summed over the ranks, as the gradient of a slice is."""
     for node in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
         padded = node.args[0]
-        placed = _placed(padded)
-        if group_of(node) == ranks.group and node.args[1] == "sum" and placed and len(padded.users) == 1:
-            source, dim, start = placed
-            length = sizes(source.meta["val"].shape)[dim]
-            extent = sizes(padded.meta["val"].shape)[dim]
-            if isinstance(length, int) and length * ranks.n == extent and wait_of(node) is not None:
-                yield RowBlock(node, source, dim, start, length)
-
-
-def _placed(node: Node) -> tuple[Node, int, int] | None:
-    """(block, dim, start) of a block among zeros."""
-    if node.target is aten.slice_backward.default:
-        grad, _, dim, start, _, step = Call(node).args.values()
-        return (grad, dim, start) if step == 1 and isinstance(start, int) else None
-    if node.target is aten.slice_scatter.default:
-        call = Call(node)
-        start = call["start"] or 0
-        zeros = _is_zero(call["self"]) and call["step"] == 1 and isinstance(start, int)
-        return (call["src"], call["dim"] % call.ndim(), start) if zeros else None
-    if node.target is aten.constant_pad_nd.default:
-        call = Call(node)
-        pads = list(call["pad"])
-        dims = [i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]
-        if len(dims) == 1 and not call["value"] and all(isinstance(p, int) and p >= 0 for p in pads):
-            return call.operands[0], call.ndim() - 1 - dims[0], pads[2 * dims[0]]
-    return None
-
-
-def _is_zero(node: Node) -> bool:
-    filled = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
-    return node.target in filled or (node.target is aten.full.default and node.args[1] == 0)
+        found = placed(padded)
+        ours = group_of(node) == ranks.group and node.args[1] == "sum" and wait_of(node) is not None
+        if not ours or found is None or found.length is None or len(padded.users) != 1:
+            continue
+        if found.length * ranks.n == sizes(padded.meta["val"].shape)[found.dim]:
+            yield RowBlock(node, found.piece, found.dim, found.start, found.length)
 
 
 def _mark_gathers(gm: GraphModule, ranks: Ranks) -> int:
