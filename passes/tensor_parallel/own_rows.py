@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile._compat import OpOverload
 from sp_compile.config import Ranks
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import sizes
@@ -33,7 +34,7 @@ AskAll = Callable[[list[int]], list[list[int]]]
 
 @dataclass(frozen=True)
 class RowBlock:
-    """`node` is the block of `source` from `start` on along `dim`, or puts `source` there among zeros."""
+    """`node` is the block of `source` from `start` on along `dim`, or sums what has `source` there among zeros."""
 
     node: Node
     source: Node
@@ -51,7 +52,8 @@ def mark_own_rows(gm: GraphModule, ranks: Ranks, ask_all: AskAll) -> int:
         return found  # not one program: agreement is somebody else's business
     for i, block in enumerate(blocks):
         if [starts[i] for starts in everyone] == [rank * block.length for rank in range(ranks.n)]:
-            _replace_block(gm, block, ranks)
+            target = sp.all_rows.default if block.node.target is c10d.wait_tensor.default else sp.own_rows.default
+            _replace(gm, block.node, target, block.source, block.dim, ranks)
             found += 1
     gm.recompile()
     return found
@@ -71,13 +73,12 @@ def _slices(gm: GraphModule, n: int) -> Iterator[RowBlock]:
 def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[RowBlock]:
     """Every block among zeros that is summed over the ranks, as the gradient of a slice is."""
     for node in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        padded = node.args[0]
-        found = placed(padded)
-        ours = group_of(node) == ranks.group and node.args[1] == "sum" and wait_of(node) is not None
-        if not ours or found is None or found.length is None or len(padded.users) != 1:
+        padded, wait = node.args[0], wait_of(node)
+        found = placed(padded) if group_of(node) == ranks.group and node.args[1] == "sum" else None
+        if wait is None or found is None or found.length is None or len(padded.users) != 1:
             continue
         if found.length * ranks.n == sizes(padded.meta["val"].shape)[found.dim]:
-            yield RowBlock(node, found.piece, found.dim, found.start, found.length)
+            yield RowBlock(wait, found.piece, found.dim, found.start, found.length)
 
 
 def _mark_gathers(gm: GraphModule, ranks: Ranks) -> int:
@@ -86,10 +87,7 @@ def _mark_gathers(gm: GraphModule, ranks: Ranks) -> int:
         wait = wait_of(node)
         if group_of(node) == ranks.group and wait is not None:
             joined, dim = _joined(wait, ranks.n)
-            with gm.graph.inserting_before(joined):
-                rows = gm.graph.call_function(sp.all_rows.default, (node.args[0], dim, ranks.n, ranks.group))
-            rows.meta.update(joined.meta)
-            _drop(gm, joined, rows)
+            _replace(gm, joined, sp.all_rows.default, node.args[0], dim, ranks)
             found += 1
     return found
 
@@ -110,19 +108,11 @@ def _joined(wait: Node, n: int) -> tuple[Node, int]:
     return end, Call(end)["dim"] % end.meta["val"].ndim
 
 
-def _replace_block(gm: GraphModule, block: RowBlock, ranks: Ranks) -> None:
-    node = block.node
-    target = sp.own_rows.default
-    if node.target is c10d.all_reduce.default:
-        target, node = sp.all_rows.default, wait_of(node)
+def _replace(gm: GraphModule, node: Node, target: OpOverload, source: Node, dim: int, ranks: Ranks) -> None:
+    """Rows of the source in place of the node, and of all that only the node read."""
     with gm.graph.inserting_before(node):
-        new = gm.graph.call_function(target, (block.source, block.dim, ranks.n, ranks.group))
+        new = gm.graph.call_function(target, (source, dim, ranks.n, ranks.group))
     new.meta.update(node.meta)
-    _drop(gm, node, new)
-
-
-def _drop(gm: GraphModule, node: Node, new: Node) -> None:
-    """`new` in place of the node, and of all that only the node read."""
     node.replace_all_uses_with(new)
     waiting = [node]
     while waiting:

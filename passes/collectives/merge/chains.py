@@ -42,11 +42,6 @@ class Chunks:
         """What is split."""
         return Call(self.split)["self"]
 
-    @property
-    def nodes(self) -> list[Node]:
-        """All nodes, in the graph's order."""
-        return [self.split, *self.pieces, self.cat]
-
 
 def chunks_of(cat: Node) -> Chunks | None:
     """The move that ends with this node, if it is one, and if nothing else reads the chunks."""

@@ -162,8 +162,9 @@ class MergeReductions(Pass, Editor):
         waits = [node for node in steps if node.target is c10d.wait_tensor.default]
         chain.steps[number] = [node for node in steps if node not in waits]
         if link.chunks is not None:
-            link.chunks.cat.replace_all_uses_with(link.chunks.source)
-            for node in reversed(link.chunks.nodes):
+            chunks = link.chunks
+            chunks.cat.replace_all_uses_with(chunks.source)
+            for node in (chunks.cat, *chunks.pieces, chunks.split):
                 self.graph.erase_node(node)
         for node in (*reversed(waits), link.node):
             node.replace_all_uses_with(node.all_input_nodes[0])

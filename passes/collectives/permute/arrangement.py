@@ -88,17 +88,13 @@ class IndexMap:
                 taken.append(atom)
                 need = left
             elif (rest := quotient(have, need)) is not None:
-                outer, inner = self._split(atom, need, rest)
+                outer, inner = self._parts[atom] = self.atom(need), self.atom(rest)
                 taken.append(outer)
                 waiting.append(inner)
                 need = 1
             else:
                 return None
         return tuple(taken), tuple(waiting[::-1])
-
-    def _split(self, atom: int, outer: Size, inner: Size) -> Atoms:
-        self._parts[atom] = (self.atom(outer), self.atom(inner))
-        return self._parts[atom]
 
     # What ops do. None: it cannot be said.
 
@@ -113,10 +109,6 @@ class IndexMap:
             dims.append(cut[0])
             rest = cut[1]
         return None if self.resolve(rest) else Arrangement(tuple(dims), x.fixed)
-
-    def permute(self, x: Arrangement, order: Sequence[int]) -> Arrangement:
-        """Result dim i is dim order[i]."""
-        return Arrangement(tuple(x.dims[d] for d in order), x.fixed)
 
     def pieces(self, x: Arrangement, dim: int, count: int, keep: bool) -> list[Arrangement] | None:
         """Equal pieces along a dim; unless keep, each is one position, and the dim goes."""
@@ -242,7 +234,7 @@ class Mover:
             return self.index.reshape(x, call.result_shapes()[0]) if moved else None
         if op in PERMUTES or op is aten.einsum:
             order = _order(node)
-            return self.index.permute(x, order) if order is not None else None
+            return Arrangement(tuple(x.dims[d] for d in order), x.fixed) if order is not None else None
         return self._pieces(call, op, x)
 
     def _join(self, call: Call, op: Any, parts: Sequence[Arrangement]) -> Arrangement | None:

@@ -24,10 +24,9 @@ from sp_compile.graph.mutation import is_mutation, is_pure
 from sp_compile.graph.sizes import product, same, sizes
 
 from .arrangement import IndexMap, Mover
-from .match import downstream, erase_chain, private
+from .match import PERMUTE, downstream, erase_chain, private
 
-aten, sp = torch.ops.aten, torch.ops.sp
-PERMUTE = sp.all_to_all_permute.default
+aten = torch.ops.aten
 
 
 def gather_exchanges(graph: Graph, pack: Callable[[list[Node]], None]) -> list[Node]:

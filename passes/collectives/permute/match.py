@@ -22,7 +22,8 @@ from sp_compile.graph.sizes import same, sizes
 
 from .arrangement import COPIES, Arrangement, Atoms, IndexMap, Mover, is_move, op_of, operands
 
-sp, c10d = torch.ops.sp, torch.ops._c10d_functional
+c10d = torch.ops._c10d_functional
+PERMUTE = torch.ops.sp.all_to_all_permute.default
 ALL_TO_ALLS = (c10d.all_to_all_single, torch.ops._c10d_functional_autograd.all_to_all_single)
 MOST = 64  # nodes of a chain
 
@@ -216,7 +217,7 @@ def undone(first: Node, second: Node) -> bool | None:
 def sources_of(node: Node) -> Sequence[Node]:
     """The exchanges whose results a chain of moves brings to this one's operand."""
     x = node.args[0]
-    return [n for n in [x, *_upstream(x)] if n.target is sp.all_to_all_permute.default]
+    return [n for n in [x, *_upstream(x)] if n.target is PERMUTE]
 
 
 def lies_in_input(node: Node) -> bool:
