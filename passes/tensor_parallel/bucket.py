@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import product, sizes
@@ -43,26 +44,20 @@ def bucket_reductions(local: GraphModule, plan: Plan) -> None:
                 _reduce_together(editor, bucket, end)
 
 
-def _made_of(node: Node) -> tuple[list[Node], set[Node]]:
+def _made_of(node: Node) -> tuple[set[Node], set[Node]]:
     """What only moves the value, and what reads it or that in the end: the program's results, or another bucket."""
-    made: list[Node] = []
-    ends: set[Node] = set()
-    waiting = [node]
-    while waiting:
-        for user in waiting.pop().users:
-            if user.op == "output" or user.target is aten.cat.default:
-                ends.add(user)
-            elif moves(user):
-                made.append(user)
-                waiting.append(user)
-            else:
-                return [], set()
-    return made, ends
+    made = closure([node], lambda n: [user for user in n.users if not _is_end(user) and moves(user)])
+    readers = {user for n in made for user in n.users} - made
+    return (made - {node}, readers) if all(map(_is_end, readers)) else (set(), set())
+
+
+def _is_end(user: Node) -> bool:
+    return user.op == "output" or user.target is aten.cat.default
 
 
 def _reduce_together(editor: Editor, bucket: list[Node], end: Node) -> None:
     graph, first = editor.graph, bucket[0]
-    made = {user for node in bucket for user in _made_of(node)[0]}
+    made = set().union(*(_made_of(node)[0] for node in bucket))
     with graph.inserting_before(end):
         parts = [node.args[0] for node in bucket]
         shapes = [sizes(node.meta["val"].shape) for node in bucket]
@@ -75,7 +70,7 @@ def _reduce_together(editor: Editor, bucket: list[Node], end: Node) -> None:
             piece = editor.emit(operator.getitem, (pieces, i), pieces.meta["val"][i], node)
             whole = editor.compute(aten.reshape.default, (piece, editor.sizes.list(shape)), node)
             node.replace_all_uses_with(whole)
-    for node in [n for n in graph.nodes if n in made]:  # behind what they are made of now
+    for node in sorted(made):  # behind what they are made of now
         end.prepend(node)
     for node in bucket:
         graph.erase_node(node)

@@ -10,14 +10,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call
+from sp_compile.graph.closure import closure
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, product, quotient, same, sizes, typical
 from sp_compile.sharding.axes import Atom, Axes
-from sp_compile.sharding.factors import flat
 from sp_compile.sharding.placement import Frame, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.rule import Factors, lookup, transfer_of
 
-from .varying import contracts, differing, moved_from, moves, wait_of
+from .varying import contracts, differing, lost_factors, moved_from, moves, wait_of
 
 sp = torch.ops.sp
 
@@ -80,24 +80,16 @@ def _rows(axes: Axes, node: Node) -> Iterator[Atom]:
 
 def _of_linear(node: Node) -> bool:
     """Is the value a product with a weight, perhaps with a bias, moved and converted?"""
-    waiting, seen = [node], set()
-    while waiting:
-        node = waiting.pop()
+
+    def made_of(node: Node) -> Sequence[Node]:
         found = lookup(node)
-        if node in seen or found is None or transfer_of(node.target) is not None:
-            continue
-        seen.add(node)
-        rule = found[1]
-        if rule is not None and contracts(rule):
-            return True
-        if rule is None or rule.reshapes or not _sums(rule):
-            waiting.extend(found[0].operands)
-    return False
+        if found is None or transfer_of(node.target) is not None:
+            return ()
+        call, rule = found
+        return call.operands if rule is None or rule.reshapes or not lost_factors(rule) else ()
 
-
-def _sums(rule: Factors) -> bool:
-    kept = {f for dims in rule.results for f in flat(dims)}
-    return any(f not in kept for dims in rule.operands for f in flat(dims))
+    rules = [found[1] for made in closure([node], made_of) if (found := lookup(made)) is not None]
+    return any(rule is not None and contracts(rule) for rule in rules)
 
 
 def declined(call: Call, rule: Factors | None, have: Sequence[Placement]) -> str | None:
@@ -107,22 +99,17 @@ def declined(call: Call, rule: Factors | None, have: Sequence[Placement]) -> str
     """
     if rule is None:
         return None
-    if _makes_one_number(call, rule):
+    if lost_factors(rule) and all(same(product(shape), 1) for shape in call.result_shapes()):
         return "the last layer's result is whole: what becomes one number has no rows to share"
     if not contracts(rule):
         return None
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
     read = sum(_count(call.operands[i].meta["val"]) for i in shards)
     made = sum(map(_count, call.results()))
-    kept = {f for dims in rule.results for f in flat(dims)}
-    lost = any(rule.inside(rule.operands[i], p)[0] not in kept for i, p in shards.items())
+    lost = any(rule.inside(rule.operands[i], p)[0] in lost_factors(rule) for i, p in shards.items())
     if (2 * made if lost else made) > read:
         return "its operands are less to gather than its result would be to " + ("sum" if lost else "gather")
     return None
-
-
-def _makes_one_number(call: Call, rule: Factors) -> bool:
-    return _sums(rule) and all(same(product(shape), 1) for shape in call.result_shapes())
 
 
 def _count(value: torch.Tensor) -> int:
@@ -131,15 +118,8 @@ def _count(value: torch.Tensor) -> int:
 
 def work_on_rows(plan: Plan, start: Node) -> int:
     """How many nodes compute something on the rows of a scattered value."""
-    waiting, seen, count = [start], {start}, 0
-    while waiting:
-        for user in waiting.pop().users:
-            if user in seen or not _runs_on_rows(plan, user):
-                continue
-            seen.add(user)
-            waiting.append(user)
-            count += user in plan.wants and not moves(user)
-    return count
+    reached = closure([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
+    return sum(node in plan.wants and not moves(node) for node in reached - {start})
 
 
 def _runs_on_rows(plan: Plan, node: Node) -> bool:
@@ -150,18 +130,16 @@ def _runs_on_rows(plan: Plan, node: Node) -> bool:
 
 def common_inputs(plan: Plan) -> set[str]:
     """Names of the inputs that must be equal on all ranks: what they make is combined with shards, row by row."""
-    waiting = [
+    whole = [
         operand
         for node, wants in plan.wants.items()
         if any(isinstance(w, Shard) for w in wants) and (found := lookup(node)) is not None
         for operand in found[0].operands
         if isinstance(plan.of(operand), Replicate)
     ]
-    seen: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
+
+    def made_of(node: Node) -> Sequence[Node]:
         exchanged = record(node).result is not None or transfer_of(node.target) is not None
-        if node not in seen and not exchanged:
-            seen.add(node)
-            waiting.extend(node.all_input_nodes)
-    return {n.name for n in seen if n.op in ("placeholder", "get_attr")}
+        return () if exchanged else node.all_input_nodes
+
+    return {n.name for n in closure(whole, made_of) if n.op in ("placeholder", "get_attr")}

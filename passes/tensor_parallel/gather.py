@@ -49,7 +49,7 @@ class GatherOnce(Gather):
     def _whole(self, source: Node) -> Node:
         """The value with all rows, gathered as far up as it is only moved."""
         if source not in self.wholes:
-            if _hands_on(source) and self._is_shard(Call(source).operands[0]):
+            if _hands_on(source) and isinstance(self.plan.of(Call(source).operands[0]), Shard):
                 moved = self._whole(Call(source).operands[0])
                 args, kwargs = Call(source).rebuild([moved])
                 with self.after(source):
@@ -71,9 +71,6 @@ class GatherOnce(Gather):
         with self.after(whole):
             options = {"memory_format": torch.contiguous_format}
             return self.emit(aten.clone.default, (whole,), value, source, options)
-
-    def _is_shard(self, node: Node) -> bool:
-        return isinstance(self.plan.of(node), Shard)
 
 
 def _hands_on(node: Node) -> bool:

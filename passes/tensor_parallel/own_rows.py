@@ -17,9 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile._compat import OpOverload
 from sp_compile.config import Ranks
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import sizes
+from sp_compile.passes.collectives.permute.tidy import placed
+from sp_compile.sharding.matchers import piece_of
 from sp_compile.sharding.rule import lookup
 
 from .varying import group_of, wait_of
@@ -31,7 +34,7 @@ AskAll = Callable[[list[int]], list[list[int]]]
 
 @dataclass(frozen=True)
 class RowBlock:
-    """`node` is the block of `source` from `start` on along `dim`, or puts `source` there among zeros."""
+    """`node` is the block of `source` from `start` on along `dim`, or sums what has `source` there among zeros."""
 
     node: Node
     source: Node
@@ -49,7 +52,8 @@ def mark_own_rows(gm: GraphModule, ranks: Ranks, ask_all: AskAll) -> int:
         return found  # not one program: agreement is somebody else's business
     for i, block in enumerate(blocks):
         if [starts[i] for starts in everyone] == [rank * block.length for rank in range(ranks.n)]:
-            _replace_block(gm, block, ranks)
+            target = sp.all_rows.default if block.node.target is c10d.wait_tensor.default else sp.own_rows.default
+            _replace(gm, block.node, target, block.source, block.dim, ranks)
             found += 1
     gm.recompile()
     return found
@@ -58,52 +62,23 @@ def mark_own_rows(gm: GraphModule, ranks: Ranks, ask_all: AskAll) -> int:
 def _slices(gm: GraphModule, n: int) -> Iterator[RowBlock]:
     """Every piece of 1/n of a dim."""
     for node in gm.graph.nodes:
-        found = lookup(node) if node.op == "call_function" else None
-        if found is None or found[1] is None or found[1].window is None:
-            continue
-        source, dim, spans = found[0].operands[0], found[1].window, found[1].spans
-        pieces = [(node, spans[0])] if is_tensor(node) else [(u, spans[u.args[1]]) for u in node.users]
-        extent = sizes(source.meta["val"].shape)[dim]
-        for piece, (start, length) in pieces:
+        piece = piece_of(node)
+        if piece is not None and piece.keeps and piece.step == 1:
+            start, length = piece.start, piece.length
+            extent = sizes(piece.source.meta["val"].shape)[piece.dim]
             if isinstance(start, int) and isinstance(length, int) and length and length * n == extent:
-                yield RowBlock(piece, source, dim, start, length)
+                yield RowBlock(node, piece.source, piece.dim, start, length)
 
 
 def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[RowBlock]:
     """Every block among zeros that is summed over the ranks, as the gradient of a slice is."""
     for node in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        padded = node.args[0]
-        placed = _placed(padded)
-        if group_of(node) == ranks.group and node.args[1] == "sum" and placed and len(padded.users) == 1:
-            source, dim, start = placed
-            length = sizes(source.meta["val"].shape)[dim]
-            extent = sizes(padded.meta["val"].shape)[dim]
-            if isinstance(length, int) and length * ranks.n == extent and wait_of(node) is not None:
-                yield RowBlock(node, source, dim, start, length)
-
-
-def _placed(node: Node) -> tuple[Node, int, int] | None:
-    """(block, dim, start) of a block among zeros."""
-    if node.target is aten.slice_backward.default:
-        grad, _, dim, start, _, step = Call(node).args.values()
-        return (grad, dim, start) if step == 1 and isinstance(start, int) else None
-    if node.target is aten.slice_scatter.default:
-        call = Call(node)
-        start = call["start"] or 0
-        zeros = _is_zero(call["self"]) and call["step"] == 1 and isinstance(start, int)
-        return (call["src"], call["dim"] % call.ndim(), start) if zeros else None
-    if node.target is aten.constant_pad_nd.default:
-        call = Call(node)
-        pads = list(call["pad"])
-        dims = [i for i in range(len(pads) // 2) if pads[2 * i] or pads[2 * i + 1]]
-        if len(dims) == 1 and not call["value"] and all(isinstance(p, int) and p >= 0 for p in pads):
-            return call.operands[0], call.ndim() - 1 - dims[0], pads[2 * dims[0]]
-    return None
-
-
-def _is_zero(node: Node) -> bool:
-    filled = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
-    return node.target in filled or (node.target is aten.full.default and node.args[1] == 0)
+        padded, wait = node.args[0], wait_of(node)
+        found = placed(padded) if group_of(node) == ranks.group and node.args[1] == "sum" else None
+        if wait is None or found is None or found.length is None or len(padded.users) != 1:
+            continue
+        if found.length * ranks.n == sizes(padded.meta["val"].shape)[found.dim]:
+            yield RowBlock(wait, found.piece, found.dim, found.start, found.length)
 
 
 def _mark_gathers(gm: GraphModule, ranks: Ranks) -> int:
@@ -112,10 +87,7 @@ def _mark_gathers(gm: GraphModule, ranks: Ranks) -> int:
         wait = wait_of(node)
         if group_of(node) == ranks.group and wait is not None:
             joined, dim = _joined(wait, ranks.n)
-            with gm.graph.inserting_before(joined):
-                rows = gm.graph.call_function(sp.all_rows.default, (node.args[0], dim, ranks.n, ranks.group))
-            rows.meta.update(joined.meta)
-            _drop(gm, joined, rows)
+            _replace(gm, joined, sp.all_rows.default, node.args[0], dim, ranks)
             found += 1
     return found
 
@@ -136,19 +108,11 @@ def _joined(wait: Node, n: int) -> tuple[Node, int]:
     return end, Call(end)["dim"] % end.meta["val"].ndim
 
 
-def _replace_block(gm: GraphModule, block: RowBlock, ranks: Ranks) -> None:
-    node = block.node
-    target = sp.own_rows.default
-    if node.target is c10d.all_reduce.default:
-        target, node = sp.all_rows.default, wait_of(node)
+def _replace(gm: GraphModule, node: Node, target: OpOverload, source: Node, dim: int, ranks: Ranks) -> None:
+    """Rows of the source in place of the node, and of all that only the node read."""
     with gm.graph.inserting_before(node):
-        new = gm.graph.call_function(target, (block.source, block.dim, ranks.n, ranks.group))
+        new = gm.graph.call_function(target, (source, dim, ranks.n, ranks.group))
     new.meta.update(node.meta)
-    _drop(gm, node, new)
-
-
-def _drop(gm: GraphModule, node: Node, new: Node) -> None:
-    """`new` in place of the node, and of all that only the node read."""
     node.replace_all_uses_with(new)
     waiting = [node]
     while waiting:

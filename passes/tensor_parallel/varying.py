@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.closure import closure
 from sp_compile.graph.record import mark, record
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes
@@ -105,7 +106,8 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: F
     reduced = list(summed)
     sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
     known = {sources[name] for name in facts.differ | facts.numbers if name in sources}
-    matrices = set(_matrices(gm, axes, _token_classes(axes, reduced)))
+    tokens = {axes.find(a.name) for node in reduced for dim in axes.dims[node, 0][:-1] for a in dim}
+    matrices = set(_matrices(gm, axes, tokens))
     varying = _closed(gm, axes, known | {m for m in matrices if not _stays_equal(m, facts)}, sources, facts)
     types = differing(gm, axes, varying)
     if any(r.args[0] in types for r in reduced):
@@ -116,18 +118,9 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: F
 
 def _before_exchanges(gm: GraphModule, facts: Facts) -> set[Node]:
     """All that the program's own exchanges depend on, those of its backward aside: no others can make a part whole."""
-    backward: set[Node] = set()
-    for node in gm.graph.nodes:
-        if node.name in facts.tangents or any(i in backward for i in node.all_input_nodes):
-            backward.add(node)
-    seen: set[Node] = set()
-    waiting = [n for n in gm.graph.nodes if _is_exchange(n) and n not in backward]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(node.all_input_nodes)
-    return seen
+    backward = closure((n for n in gm.graph.nodes if n.name in facts.tangents), lambda n: n.users)
+    exchanges = [n for n in gm.graph.nodes if _is_exchange(n) and n not in backward]
+    return closure(exchanges, lambda n: n.all_input_nodes)
 
 
 def _stays_equal(matrix: Node, facts: Facts) -> bool:
@@ -161,13 +154,8 @@ def differing(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Nod
     return {node for node, placements in plan.placements.items() if VARYING in placements}
 
 
-def _token_classes(axes: Axes, summed: Iterable[Node]) -> set[int]:
-    """The axes that the results of linears have beside their features."""
-    return {axes.find(a.name) for node in summed for dim in axes.dims[node, 0][:-1] for a in dim}
-
-
 def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
-    """Inputs that contractions multiply by and that have no token in any dim."""
+    """Inputs that contractions multiply by and that have no token, an axis beside the features, in any dim."""
     for node in gm.graph.nodes:
         found = lookup(node)
         if found is not None and found[1] is not None and contracts(found[1]):
@@ -181,9 +169,14 @@ def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
 
 def contracts(rule: Factors) -> bool:
     """Is it a product that sums over a factor of two operands?"""
+    lost = lost_factors(rule)
+    return len(lost) > len(set(lost))
+
+
+def lost_factors(rule: Factors) -> list[str]:
+    """The factors of the operands, as often as they stand there, that no result has."""
     kept = {f for dims in rule.results for f in flat(dims)}
-    named = [f for dims in rule.operands for f in flat(dims) if f not in kept]
-    return len(named) > len(set(named))
+    return [f for dims in rule.operands for f in flat(dims) if f not in kept]
 
 
 def moves(node: Node) -> bool:
@@ -191,12 +184,8 @@ def moves(node: Node) -> bool:
     found = lookup(node)
     if found is None or len(found[0].operands) != 1:
         return False
-    rule = found[1]
-    return rule is not None and (_is_cast(node) or (rule.lazy and not rule.spans))
-
-
-def _is_cast(node: Node) -> bool:
-    return node.target is torch.ops.prims.convert_element_type.default
+    rule, is_cast = found[1], node.target is torch.ops.prims.convert_element_type.default
+    return rule is not None and (is_cast or (rule.lazy and not rule.spans))
 
 
 def moved_from(node: Node) -> Node:

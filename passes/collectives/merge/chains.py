@@ -22,8 +22,9 @@ from sp_compile._compat import statically_known_true
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.mutation import is_mutation
+from sp_compile.sharding.matchers import keeps_order, order_of
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,6 @@ class Chunks:
     def source(self) -> Node:
         """What is split."""
         return Call(self.split)["self"]
-
-    @property
-    def nodes(self) -> list[Node]:
-        """All nodes, in the graph's order."""
-        return [self.split, *self.pieces, self.cat]
 
 
 def chunks_of(cat: Node) -> Chunks | None:
@@ -76,7 +72,6 @@ def chunks_behind(node: Node) -> Chunks | None:
     return None
 
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 autograd = torch.ops._c10d_functional_autograd
 
 KINDS = {
@@ -94,24 +89,6 @@ OTHERS = ("band", "bor", "bxor", "premul_sum")
 LONGEST = 6
 """No mesh has more axes; there are 203 ways to put so many links into blocks."""
 
-MOVES = frozenset(
-    getattr(getattr(aten, name), overload)
-    for name, overload in (
-        ("view", "default"),
-        ("_unsafe_view", "default"),
-        ("reshape", "default"),
-        ("permute", "default"),
-        ("transpose", "int"),
-        ("t", "default"),
-        ("unsqueeze", "default"),
-        ("squeeze", "default"),
-        ("squeeze", "dim"),
-        ("squeeze", "dims"),
-        ("expand", "default"),
-        ("flatten", "using_ints"),
-        ("unflatten", "int"),
-    )
-)
 SAME = frozenset(
     {c10d.wait_tensor.default, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
 )
@@ -167,21 +144,13 @@ class Chain:
     steps: list[list[Node]]
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A collective that follows another one of its kind, and cannot be made one with it."""
-
-    node: Node
-    why: str
-
-
-def chains(graph: Graph) -> tuple[list[Chain], list[Broken]]:
-    """The longest chains of two and more, and where one would go on if it were not for something.
+def chains(graph: Graph) -> tuple[list[Chain], list[tuple[Node, str]]]:
+    """The longest chains of two and more, and where one would go on if it were not for something: that is told.
 
     Raises SpError: a reduction that torch does not know.
     """
     found: list[Chain] = []
-    broken: list[Broken] = []
+    broken: list[tuple[Node, str]] = []
     taken: set[Node] = set()
     for node in reversed(graph.nodes):
         link = link_of(node)
@@ -194,7 +163,7 @@ def chains(graph: Graph) -> tuple[list[Chain], list[Broken]]:
             chain.steps.insert(0, steps)
             taken.add(upper.node)
         if isinstance(above, str):
-            broken.append(Broken(chain.links[0].node, above))
+            broken.append((chain.links[0].node, above))
         if len(chain.links) > 1:
             found.append(chain)
     return found[::-1], broken[::-1]
@@ -264,12 +233,7 @@ def _above(link: Link) -> tuple[Link, list[Node]] | str | None:
 
 
 def _writes_between(first: Node, last: Node) -> bool:
-    node = first.next
-    while node is not last:
-        if is_mutation(node):
-            return True
-        node = node.next
-    return False
+    return any(first < node < last and is_mutation(node) for node in first.graph.nodes)
 
 
 def _through(node: Node, link: Link) -> Node | None:
@@ -281,14 +245,15 @@ def _through(node: Node, link: Link) -> Node | None:
     x = node.args[0]
     if node.target in SAME:
         commutes = True
-    elif node.target in MOVES:
-        commutes = link.kind == "all_reduce"
     elif node.target in CASTS:
         commutes = _keeps(x, node, link)
     elif node.target in PRODUCTS or node.target in QUOTIENTS:
         commutes = _scales(node, link)
+    elif node.target is aten.neg.default:
+        commutes = FAMILIES.get(link.op, "linear") == "linear"
     else:
-        commutes = node.target is aten.neg.default and FAMILIES.get(link.op, "linear") == "linear"
+        moves = keeps_order(node) or order_of(node) is not None or node.target is aten.expand.default
+        commutes = moves and link.kind == "all_reduce"
     return x if commutes else None
 
 

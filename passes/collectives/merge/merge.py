@@ -39,7 +39,7 @@ from sp_compile.passes.job import Job, Note
 from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
 
-from .chains import KINDS, Chain, Chunks, Link, chains
+from .chains import KINDS, Chain, Chunks, chains
 from .ways import Chooser, LinkSet, apart, compared, value_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -73,24 +73,23 @@ class MergeReductions(Pass, Editor):
             raise SpError(f"merge_reductions={policy!r}: expected one of {', '.join(map(repr, allowed))}")
         self.groups, self.policy, self.strict = groups, policy, strict
         self.chooser = Chooser(groups, policy, cost)
-        self.gone: set[Node] = set()
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         self.edit(gm.graph)
-        self.gone = set()
+        self.gone: set[Node] = set()
         for node in gm.graph.nodes:
             if node.target in KINDS:
                 value_of(node)
         found, broken = chains(gm.graph)
         refusals = [self._refuses(chain) for chain in found]
-        for place in broken:
-            self._note(place.node, place.why, merged=False)
+        for node, why in broken:
+            self.refused(node, why)
         changes = 0
         for chain, refusal in zip(found, refusals):
             if refusal is None:
                 changes += self._treat(chain)
             else:
-                self._note(chain.links[-1].node, refusal, merged=False)
+                self.refused(chain.links[-1].node, refusal)
         return changes
 
     def _treat(self, chain: Chain) -> bool:
@@ -98,7 +97,7 @@ class MergeReductions(Pass, Editor):
         ways = self.chooser.ways(chain)
         best = self.chooser.best(ways)
         if best is apart(ways):
-            self._note(chain.links[-1].node, self.chooser.why_apart(chain, ways), merged=False)
+            self.refused(chain.links[-1].node, self.chooser.why_apart(chain, ways))
             return False
         for block, name in best.blocks.items():
             if len(block) > 1:
@@ -107,32 +106,29 @@ class MergeReductions(Pass, Editor):
                 groups = ", ".join(repr(link.group) for link in links)
                 size = self.groups.size(name)
                 why = f"over {groups}: one over {size} ranks ({name!r}), {compared(best, apart(ways))}"
-                self._note(links[-1].node, why, merged=True)
+                self.note(links[-1].node, why)
         return True
 
     def _refuses(self, chain: Chain) -> str | None:
         """Why nothing of a chain can be merged, whatever the ranks; None if something might."""
         if self.policy == "never":
             return "the policy is 'never'"
-        for link in chain.links:
-            if link.group in self.groups.members:
-                continue
+        undeclared = next((link for link in chain.links if link.group not in self.groups.members), None)
+        if undeclared is not None:
+            known = ", ".join(map(repr, sorted(self.groups.members))) or "none is"
+            why = (
+                f"group {undeclared.group!r} is not declared ({known}): call sp_compile.declare_groups(mesh) with its "
+                "mesh on every rank, before the graph is made"
+            )
             if self.strict:
-                raise SpError(f"{link.node.name} at {at(link.node)}: {self._undeclared(link)}")
-            return self._undeclared(link)
+                raise SpError(f"{undeclared.node.name} at {at(undeclared.node)}: {why}")
+            return why
         value = value_of(chain.links[-1].node)
         if any(link.op == "avg" for link in chain.links) and not (
             value.dtype.is_floating_point or value.dtype.is_complex
         ):
             return f"an average of {value.dtype} is rounded in every step"
         return None
-
-    def _undeclared(self, link: Link) -> str:
-        known = ", ".join(map(repr, sorted(self.groups.members))) or "none is"
-        return (
-            f"group {link.group!r} is not declared ({known}): call sp_compile.declare_groups(mesh) with its mesh "
-            "on every rank, before the graph is made"
-        )
 
     # The rewrite.
 
@@ -166,8 +162,9 @@ class MergeReductions(Pass, Editor):
         waits = [node for node in steps if node.target is c10d.wait_tensor.default]
         chain.steps[number] = [node for node in steps if node not in waits]
         if link.chunks is not None:
-            link.chunks.cat.replace_all_uses_with(link.chunks.source)
-            for node in reversed(link.chunks.nodes):
+            chunks = link.chunks
+            chunks.cat.replace_all_uses_with(chunks.source)
+            for node in (chunks.cat, *chunks.pieces, chunks.split):
                 self.graph.erase_node(node)
         for node in (*reversed(waits), link.node):
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -206,9 +203,6 @@ class MergeReductions(Pass, Editor):
                 x = self.compute(aten.clone.default, (node.args[0],), node, layout)
             node.replace_input_with(node.args[0], x)
             node.meta["val"] = infer(node.target, node.args, node.kwargs)
-
-    def _note(self, node: Node, why: str, merged: bool) -> None:
-        self.notes.append(Note(self.name if merged else f"not {self.name}", node.name, at(node), why))
 
 
 def merge_reductions(

@@ -46,7 +46,8 @@ class Chooser:
     def ways(self, chain: Chain) -> list[Way]:
         """Every way that is exact and has its communicators; the one that merges nothing is among them."""
         count = len(chain.links)
-        names = {block: self._communicator(chain, block) for block in _subsets(count)}
+        subsets = [block for k in range(count) for block in itertools.combinations(range(count), k + 1)]
+        names = {block: self._communicator(chain, block) for block in subsets}
         parts = self._parts(chain, tuple(range(count)))
         pairs = itertools.combinations(parts, 2)
         free = chain.links[0].kind == "all_reduce" and all(reduced(pair) is not None for pair in pairs)
@@ -163,11 +164,6 @@ def _elements(value: torch.Tensor) -> float:
         return math.prod(size if isinstance(size, int) else size_hint(size) for size in value.shape)
     except TypeError:
         return math.nan
-
-
-def _subsets(count: int) -> list[LinkSet]:
-    """Every one and more of so many links."""
-    return [block for size in range(1, count + 1) for block in itertools.combinations(range(count), size)]
 
 
 def _partitions(links: LinkSet) -> Iterator[tuple[LinkSet, ...]]:

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, product, quotient, same
+from sp_compile.sharding.matchers import order_of, piece_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -87,17 +88,13 @@ class IndexMap:
                 taken.append(atom)
                 need = left
             elif (rest := quotient(have, need)) is not None:
-                outer, inner = self._split(atom, need, rest)
+                outer, inner = self._parts[atom] = self.atom(need), self.atom(rest)
                 taken.append(outer)
                 waiting.append(inner)
                 need = 1
             else:
                 return None
         return tuple(taken), tuple(waiting[::-1])
-
-    def _split(self, atom: int, outer: Size, inner: Size) -> Atoms:
-        self._parts[atom] = (self.atom(outer), self.atom(inner))
-        return self._parts[atom]
 
     # What ops do. None: it cannot be said.
 
@@ -112,10 +109,6 @@ class IndexMap:
             dims.append(cut[0])
             rest = cut[1]
         return None if self.resolve(rest) else Arrangement(tuple(dims), x.fixed)
-
-    def permute(self, x: Arrangement, order: Sequence[int]) -> Arrangement:
-        """Result dim i is dim order[i]."""
-        return Arrangement(tuple(x.dims[d] for d in order), x.fixed)
 
     def pieces(self, x: Arrangement, dim: int, count: int, keep: bool) -> list[Arrangement] | None:
         """Equal pieces along a dim; unless keep, each is one position, and the dim goes."""
@@ -183,7 +176,7 @@ def op_of(node: Node) -> Any:
 def is_move(node: Node) -> bool:
     """Might it only move data?"""
     op = op_of(node)
-    return op in MOVES or _is_getitem(node) or (op is aten.einsum and _only_permutes(Call(node)))
+    return op in MOVES or _is_getitem(node) or (op is aten.einsum and _order(node) is not None)
 
 
 def operands(node: Node) -> list[Node]:
@@ -198,10 +191,13 @@ def _is_getitem(node: Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-def _only_permutes(einsum: Call) -> bool:
-    given, _, made = str(einsum["equation"]).replace(" ", "").partition("->")
+def _order(node: Node) -> Sequence[int] | None:
+    """The dims of the operand in the order of the result's; None of an einsum that does more than that."""
+    if op_of(node) is not aten.einsum:
+        return order_of(node)
+    given, _, made = str(Call(node)["equation"]).replace(" ", "").partition("->")
     once = given.isalpha() and len(set(given)) == len(given)
-    return once and sorted(given) == sorted(made) and len(einsum.operands) == 1
+    return [given.index(letter) for letter in made] if once and sorted(given) == sorted(made) else None
 
 
 class Mover:
@@ -237,7 +233,8 @@ class Mover:
             moved = node.meta["val"].dtype == call.operands[0].meta["val"].dtype
             return self.index.reshape(x, call.result_shapes()[0]) if moved else None
         if op in PERMUTES or op is aten.einsum:
-            return self.index.permute(x, _order(node))
+            order = _order(node)
+            return Arrangement(tuple(x.dims[d] for d in order), x.fixed) if order is not None else None
         return self._pieces(call, op, x)
 
     def _join(self, call: Call, op: Any, parts: Sequence[Arrangement]) -> Arrangement | None:
@@ -251,26 +248,16 @@ class Mover:
             return None
         dim %= len(x.dims)
         if op in ONE_PIECE:
-            return self._one_piece(call, op, x, dim)
+            return self._one_piece(call, x)
         shapes, keep = call.result_shapes(), op is not aten.unbind
         equal = not keep or len({shape[dim] for shape in shapes}) == 1
         return self.index.pieces(x, dim, len(shapes), keep) if equal else None
 
-    def _one_piece(self, call: Call, op: Any, x: Arrangement, dim: int) -> Arrangement | None:
+    def _one_piece(self, call: Call, x: Arrangement) -> Arrangement | None:
         """One of several equal pieces, as AOTAutograd writes chunk."""
-        keep = op is not aten.select
-        length = call.result_shapes()[0][dim] if keep else 1
-        start = (call["start"] or 0) if keep else call["index"]
-        count = quotient(call.shape()[dim], length)
-        at = quotient(start, length) if isinstance(start, int) else None
-        if not isinstance(count, int) or not isinstance(at, int) or call.get("step", 1) != 1:
+        piece = piece_of(call.node)
+        if piece is None or piece.step != 1 or not isinstance(piece.start, int):
             return None
-        pieces = self.index.pieces(x, dim, count, keep)
-        return pieces[at] if pieces is not None else None
-
-
-def _order(node: Node) -> list[int]:
-    """Which dim each dim of the result was: tried on a tensor whose dims all differ."""
-    probe = torch.empty(tuple(range(2, 2 + Call(node).ndim())), device="meta")
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: probe)
-    return [size - 2 for size in node.target(*args, **kwargs).shape]
+        count, at = quotient(call.shape()[piece.dim], piece.length), quotient(piece.start, piece.length)
+        pieces = self.index.pieces(x, piece.dim, count, piece.keeps) if isinstance(count, int) else None
+        return pieces[at] if pieces is not None and isinstance(at, int) else None

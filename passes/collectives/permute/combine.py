@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.mutation import is_mutation, is_pure
 from sp_compile.graph.sizes import product, same, sizes
 
 from .arrangement import IndexMap, Mover
-from .match import downstream, erase_chain, private
+from .match import PERMUTE, downstream, erase_chain, private
 
-aten, sp = torch.ops.aten, torch.ops.sp
-PERMUTE = sp.all_to_all_permute.default
+aten = torch.ops.aten
 
 
 def gather_exchanges(graph: Graph, pack: Callable[[list[Node]], None]) -> list[Node]:
@@ -59,25 +59,14 @@ def _key(node: Node) -> Any:
 
 def _of_tangents(graph: Graph) -> set[Node]:
     """The backward part of AOTAutograd's joint graph, which will be cut off: what its tangents are needed for."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if tangent or any(i in found for i in node.all_input_nodes):
-            found.add(node)
-    return found
+    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+    return closure(tangents, lambda n: n.users)
 
 
 def _dependent(members: list[Node], last: Node) -> list[Node] | None:
     """What uses the members' results and comes before the last exchange; None if that exchange is among it."""
-    found = set(members)
-    out = []
-    node = members[0].next
-    while node is not last:
-        if node not in found and any(i in found for i in node.all_input_nodes):
-            found.add(node)
-            out.append(node)
-        node = node.next
-    return None if any(i in found for i in last.all_input_nodes) else out
+    found = closure(members, lambda n: [user for user in n.users if user < last])
+    return None if any(i in found for i in last.all_input_nodes) else sorted(found - set(members))
 
 
 def _may_join(members: list[Node], node: Node) -> bool:
@@ -92,9 +81,8 @@ def _communicates(node: Node) -> bool:
 
 
 def _make_room(members: list[Node]) -> None:
-    last = members[-1]
-    behind = last
-    for node in _dependent(members[:-1], last) or ():
+    behind = members[-1]
+    for node in _dependent(members[:-1], behind) or ():
         behind.append(node)
         behind = node
 

@@ -17,11 +17,13 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.closure import closure
 from sp_compile.graph.sizes import same, sizes
 
 from .arrangement import COPIES, Arrangement, Atoms, IndexMap, Mover, is_move, op_of, operands
 
-sp, c10d = torch.ops.sp, torch.ops._c10d_functional
+c10d = torch.ops._c10d_functional
+PERMUTE = torch.ops.sp.all_to_all_permute.default
 ALL_TO_ALLS = (c10d.all_to_all_single, torch.ops._c10d_functional_autograd.all_to_all_single)
 MOST = 64  # nodes of a chain
 
@@ -114,36 +116,21 @@ def downstream(node: Node) -> list[Node]:
     return [x for x in list(found)[1:] if is_tensor(x)]
 
 
-def _chain_to(sent: Node, x: Node) -> list[Node] | None:
+def _chain_to(sent: Node, x: Node) -> set[Node] | None:
     """All nodes from x to what is sent, both included; None if a copy on the way is used elsewhere too."""
-    chain = [x]
-    waiting = [sent]
-    while waiting:
-        node = waiting.pop()
-        if node not in chain:
-            if not is_move(node):
-                return None
-            chain.append(node)
-            waiting += operands(node)
-    inside = set(chain)
-    for node in chain:
-        elsewhere = any(user not in inside and not is_all_to_all(user) for user in node.users)
-        if node is not x and elsewhere and op_of(node) in COPIES:
+    chain = closure([sent], lambda n: operands(n) if n is not x and is_move(n) else ()) | {x}
+    for node in chain - {x}:
+        elsewhere = any(user not in chain and not is_all_to_all(user) for user in node.users)
+        if not is_move(node) or (elsewhere and op_of(node) in COPIES):
             return None
     return chain
 
 
-def private(wait: Node, y: Node) -> list[Node] | None:
+def private(wait: Node, y: Node) -> set[Node] | None:
     """All nodes from the wait to y, both included; None if another than y is used elsewhere."""
-    chain, waiting = [y], [y]
-    while waiting:
-        node = waiting.pop()
-        if node is not wait:
-            fresh = [x for x in operands(node) if x not in chain]
-            chain += fresh
-            waiting += fresh
-    users = {user for node in chain if node is not y for user in node.users if not is_unused(user)}
-    return chain if users <= set(chain) else None
+    chain = closure([y], lambda n: operands(n) if n is not wait else ())
+    users = {user for node in chain - {y} for user in node.users if not is_unused(user)}
+    return chain if users <= chain else None
 
 
 def is_unused(node: Node) -> bool:
@@ -230,7 +217,7 @@ def undone(first: Node, second: Node) -> bool | None:
 def sources_of(node: Node) -> Sequence[Node]:
     """The exchanges whose results a chain of moves brings to this one's operand."""
     x = node.args[0]
-    return [n for n in [x, *_upstream(x)] if n.target is sp.all_to_all_permute.default]
+    return [n for n in [x, *_upstream(x)] if n.target is PERMUTE]
 
 
 def lies_in_input(node: Node) -> bool:

@@ -36,12 +36,11 @@ from sp_compile.passes.job import Job, Note
 
 from .arrangement import op_of
 from .combine import gather_exchanges, merge_first
-from .match import AllToAll, Match, erase_chain, is_all_to_all, lies_in_input, match, read, sources_of, undone
+from .match import PERMUTE, AllToAll, Match, erase_chain, is_all_to_all, lies_in_input, match, read, sources_of, undone
 from .restride import Restride
 from .tidy import drop_buffers, join_padded
 
 sp, aten = torch.ops.sp, torch.ops.aten
-PERMUTE = sp.all_to_all_permute.default
 
 
 def permute_all_to_all(gm: GraphModule, decomposed: bool = False, packed: bool = True) -> list[Note]:

@@ -23,12 +23,11 @@ from torch.fx import Node
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, sizes
+from sp_compile.sharding.matchers import constant_of, pad_of
 
 from .arrangement import op_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-_ZEROS = (aten.zeros, aten.zeros_like, aten.new_zeros)
-_FILLS = (aten.full, aten.full_like, aten.new_full)
 
 
 def drop_buffers(editor: Editor) -> bool:
@@ -78,7 +77,7 @@ def _pieces(node: Node) -> list[PaddedPiece] | None:
     waiting: list[Any] = list(node.args[:2])
     while waiting:
         part = waiting.pop()
-        leaf = _leaf(part) if _shape(part) == _shape(node) else None  # pieces are not broadcast
+        leaf = placed(part) if _shape(part) == _shape(node) else None  # pieces are not broadcast
         if leaf is not None:
             found.append(leaf)
         elif _is_sum(part) and len(part.users) == 1:
@@ -104,21 +103,22 @@ def _shape(node: Node) -> tuple[Size, ...]:
     return sizes(node.meta["val"].shape)
 
 
-def _leaf(node: Node) -> PaddedPiece | None:
+def placed(node: Node) -> PaddedPiece | None:
+    """The piece, if the node is one among zeros: padded, joined to them, or the gradient of a slice or a select."""
+    pad = pad_of(node)
+    if pad is not None:
+        inside = not pad.fill and all(isinstance(rows, int) and rows >= 0 for rows in (pad.before, pad.after))
+        length = _shape(pad.source)[pad.dim]
+        whole = inside and isinstance(length, int)
+        return PaddedPiece(pad.source, pad.dim, pad.before, length) if whole else None
     op = op_of(node)
-    if op not in (aten.cat, aten.select_backward, aten.slice_backward, aten.select_scatter, aten.slice_scatter):
-        return None
-    call, whole = Call(node), _shape(node)
     if op is aten.cat:
-        found = _of_cat(call)
-    elif op in (aten.select_scatter, aten.slice_scatter) and not _is_zero(call["self"]):
-        return None
+        found = _of_cat(Call(node))
+    elif op in (aten.select_backward, aten.slice_backward, aten.select_scatter, aten.slice_scatter):
+        found = _of_slice(Call(node), op in (aten.select_backward, aten.select_scatter))
     else:
-        piece = call.get("grad_output") or call["src"]
-        one = op in (aten.select_backward, aten.select_scatter)
-        start, end = (call["index"], None) if one else (call["start"] or 0, call["end"] or whole[call["dim"]])
-        found = _at(piece, call["dim"], start, end, whole) if call.get("step", 1) == 1 else None
-    return found if found is not None and _shape(found.piece) == _part(whole, found) else None
+        return None
+    return found if found is not None and _shape(found.piece) == _part(_shape(node), found) else None
 
 
 def _part(whole: Sequence[Size], leaf: PaddedPiece) -> tuple[Size, ...]:
@@ -127,18 +127,22 @@ def _part(whole: Sequence[Size], leaf: PaddedPiece) -> tuple[Size, ...]:
     return (*whole[: leaf.dim], *own, *whole[leaf.dim + 1 :])
 
 
-def _at(piece: Node, dim: int, start: Any, end: Any, whole: Sequence[Size]) -> PaddedPiece | None:
-    size = whole[dim]
-    if not all(isinstance(x, int) for x in (start, size)) or not (end is None or isinstance(end, int)):
+def _of_slice(call: Call, one: bool) -> PaddedPiece | None:
+    """Of a slice, or of `one` position: written into zeros, or their gradient."""
+    whole, dim = call.result_shapes()[0], call["dim"]
+    start, end = (call["index"], None) if one else (call["start"] or 0, call["end"] or whole[dim])
+    known = all(isinstance(x, int) for x in (start, whole[dim], end or 0))
+    if not known or call.get("step", 1) != 1 or ("self" in call.args and constant_of(call["self"]) != 0):
         return None
-    start = start + size if start < 0 else start
-    return PaddedPiece(piece, dim % len(whole), start, None if end is None else min(end, size) - start)
+    start = start + whole[dim] if start < 0 else start
+    length = None if end is None else min(end, whole[dim]) - start
+    return PaddedPiece(call.get("grad_output") or call["src"], dim % len(whole), start, length)
 
 
 def _of_cat(call: Call) -> PaddedPiece | None:
     """Of zeros and one piece."""
     parts, dim = call.operands, call["dim"]
-    live = [i for i, part in enumerate(parts) if not _is_zero(part)]
+    live = [i for i, part in enumerate(parts) if constant_of(part) != 0]
     if len({call.ndim(i) for i in range(len(parts))}) > 1:
         return None  # cat takes empty ones of one dim too
     lengths = [_shape(part)[dim] for part in parts]
@@ -146,7 +150,3 @@ def _of_cat(call: Call) -> PaddedPiece | None:
         return None
     (i,) = live
     return PaddedPiece(parts[i], call.dim(), sum(lengths[:i]), lengths[i])
-
-
-def _is_zero(node: Node) -> bool:
-    return op_of(node) in _ZEROS or (op_of(node) in _FILLS and Call(node)["fill_value"] == 0)
