@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_scans.py                      values and times of every way of the Triton row
     python benchmarks/gpu_scans.py values               some minutes of it, most of them Triton's compiler
-    python benchmarks/gpu_scans.py times --only 1-D --sizes     tiles and warps, to set `ways.Sizes` by
+    python benchmarks/gpu_scans.py times --only 1-D --sizes     tiles and warps, to set `ways.TileSizes` by
 
 values  every way against float64 by other code, exactly for integers
 times   every way beside torch and cupy, as a share of a copy_ in the same process that moves as many bytes as the scan
@@ -42,12 +42,12 @@ from measuring.tables import markdown, processor
 
 from sp_compile import linear_scan
 from sp_compile.lowering.scan import table
-from sp_compile.lowering.scan.kernels.triton.ways import WAYS, Sizes, using_way
+from sp_compile.lowering.scan.kernels.triton.ways import WAYS, TileSizes, using_way
 
 PARTS = ["values", "times"]
 RESULTS = Path(__file__).parent / "results" / "scans_gpu.md"
 BF16 = torch.bfloat16
-SIZES = [Sizes(walk) for walk in [(8192, 4), (4096, 2), (16384, 4), (16384, 8), (32768, 8)]]
+SIZES = [TileSizes(walk) for walk in [(8192, 4), (4096, 2), (16384, 4), (16384, 8), (32768, 8)]]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,9 @@ def recurrence_backward(shape: Shape, device: torch.device) -> Case:
     return Case(f"linear_scan backward {list(shape)}", shape[0] * shape[2], 20 * a.numel(), job, 0.60)
 
 
-def timed(case: Case, clock: Clock, repeats: int, sizes: list[Sizes | None], device: torch.device) -> list[list[str]]:
+def timed(
+    case: Case, clock: Clock, repeats: int, sizes: list[TileSizes | None], device: torch.device
+) -> list[list[str]]:
     """A row of cells for every way and everything beside it."""
     source = torch.zeros(case.bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -157,12 +159,12 @@ def timed(case: Case, clock: Clock, repeats: int, sizes: list[Sizes | None], dev
     return cells
 
 
-def _run(job: Job, way: str, sizes: Sizes | None) -> object:
+def _run(job: Job, way: str, sizes: TileSizes | None) -> object:
     with using_way(way, sizes):
         return job()
 
 
-def _label(way: str, sizes: Sizes | None) -> str:
+def _label(way: str, sizes: TileSizes | None) -> str:
     if sizes is None:
         return way
     held, warps = sizes.walk
@@ -223,7 +225,7 @@ def times(args: argparse.Namespace, device: torch.device, console: Console) -> N
     headers = "case", "way", "ms", "GB/s", "of copy_", "over torch", "target"
     report = Table(*headers, title="Times")
     clock = Clock(device)
-    sizes: list[Sizes | None] = [*SIZES] if args.sizes else [None]
+    sizes: list[TileSizes | None] = [*SIZES] if args.sizes else [None]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     for make in cases(device):
         case = make()

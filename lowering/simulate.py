@@ -26,7 +26,7 @@ class SimulationError(RuntimeError):
     """The simulated ranks do not make the same collective calls."""
 
 
-class _Stopped(BaseException):
+class _RankStopped(BaseException):
     """Ends a rank's thread after another rank failed; no ``except Exception`` may swallow it."""
 
 
@@ -90,7 +90,7 @@ class _World:
             if rank == self.n - 1:
                 self._check_calls()
             self._pass_on(rank)
-        except (_Stopped, SimulationError) as error:
+        except (_RankStopped, SimulationError) as error:
             self._stop(error)
         except BaseException as error:
             error.add_note(f"raised on simulated rank {rank} of {self.n}")
@@ -123,7 +123,7 @@ class _World:
         if self._error is not None:
             # Whatever this rank still tries on its way out must not wait either.
             self._turns[rank].release()
-            raise _Stopped
+            raise _RankStopped
         torch.set_rng_state(self._random_states[rank])
 
     def _stop(self, error: BaseException) -> None:

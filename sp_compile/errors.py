@@ -21,11 +21,11 @@ class SpError(ValueError):
     """The program, an option or a rule can not be handled; the message says where and what to do."""
 
 
-class Told(SpError):
+class RemoteError(SpError):
     """What failed on another rank, as that one told it."""
 
 
-class Alone(SpError, ShortenTraceback):
+class RanksDiffer(SpError, ShortenTraceback):
     """This rank and others of its group are of two minds about what to do now; all of them hear of it at once.
 
     Raised while Dynamo compiles, which lets it out as it is and tries again at the next call.

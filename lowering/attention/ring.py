@@ -95,7 +95,7 @@ def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-class _Travelling:
+class _TravellingGradients:
     """Gradients of keys that go round with the keys, one step behind, and home at the end."""
 
     def __init__(self, ring: RingKeys) -> None:
@@ -116,7 +116,7 @@ class _Travelling:
         return current().wait(self.coming)
 
 
-class _Scattered:
+class _ScatteredGradients:
     """Gradients of keys that are kept until the end and then sent home in one exchange."""
 
     coming = None
@@ -136,4 +136,7 @@ class _Scattered:
         return current().all_to_all(parts, ring.size, routes.across(ring.group, ring.stride)).sum(0)
 
 
-_WAYS_HOME: dict[str, type[_Travelling] | type[_Scattered]] = {"travel": _Travelling, "scatter": _Scattered}
+_WAYS_HOME: dict[str, type[_TravellingGradients] | type[_ScatteredGradients]] = {
+    "travel": _TravellingGradients,
+    "scatter": _ScatteredGradients,
+}

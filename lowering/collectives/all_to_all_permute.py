@@ -80,7 +80,7 @@ def forget(group: str) -> None:
     _buffers.pop(group, None)
 
 
-class Problem(NamedTuple):
+class Packing(NamedTuple):
     """One exchange of x; dims are not negative and not equal."""
 
     x: Tensor
@@ -111,7 +111,7 @@ class Problem(NamedTuple):
         return buffer if buffer is not None and buffer.fits(self.x) else None
 
 
-def _staged(problem: Problem) -> tuple[Buffer, Tensor]:
+def _staged(problem: Packing) -> tuple[Buffer, Tensor]:
     """x in symmetric memory; peers may read it after the barrier."""
     buffer, x = problem.buffer, problem.x
     assert buffer is not None
@@ -122,7 +122,7 @@ def _staged(problem: Problem) -> tuple[Buffer, Tensor]:
     return buffer, staged
 
 
-def _symmetric(problem: Problem) -> Tensor:
+def _symmetric(problem: Packing) -> Tensor:
     buffer, staged = _staged(problem)
     out = problem.x.new_empty(problem.shape)
     block = staged.narrow(problem.scatter_dim, 0, problem.shape[problem.scatter_dim])
@@ -132,7 +132,7 @@ def _symmetric(problem: Problem) -> Tensor:
     return out
 
 
-def _torchs(problem: Problem) -> Tensor:
+def _torchs(problem: Packing) -> Tensor:
     buffer, staged = _staged(problem)
     out = problem.x.new_empty(problem.shape)
     run = symmetric_all_to_all()
@@ -142,7 +142,7 @@ def _torchs(problem: Problem) -> Tensor:
     return out
 
 
-def _packed(problem: Problem) -> Tensor:
+def _packed(problem: Packing) -> Tensor:
     x, scatter, gather, n, group = problem
     if not all(known(size == 1) for size in x.shape[:scatter]):
         return exchange([x], equal_route(*problem[1:]))[0]
@@ -156,20 +156,21 @@ def _packed(problem: Problem) -> Tensor:
     return out
 
 
-class Row(NamedTuple):
-    fits: Callable[[Problem], bool]
-    run: Callable[[Problem], Tensor]
+class PackingRow(NamedTuple):
+    fits: Callable[[Packing], bool]
+    run: Callable[[Packing], Tensor]
 
 
-TABLE: Table[Row] = Table("all_to_all_permute")
+TABLE: Table[PackingRow] = Table("all_to_all_permute")
 TABLE.register(
     "symmetric",
-    Row(lambda p: triton.reads_peers(p.x) and p.words <= triton.MOST_DIMS and p.buffer is not None, _symmetric),
+    PackingRow(lambda p: triton.reads_peers(p.x) and p.words <= triton.MOST_DIMS and p.buffer is not None, _symmetric),
 )
 TABLE.register(
-    "torch", Row(lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None, _torchs)
+    "torch",
+    PackingRow(lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None, _torchs),
 )
-TABLE.register("packed", Row(lambda p: True, _packed))
+TABLE.register("packed", PackingRow(lambda p: True, _packed))
 choose, using = TABLE.choose, TABLE.using
 
 
@@ -178,7 +179,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
-        problem = Problem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
+        problem = Packing(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
         result = TABLE[choose(problem)].run(problem)
         # As a view of what arrived it could not be changed in place.
         return result.data if triton.is_plain(result) else result

@@ -34,7 +34,7 @@ from .monoids import MONOIDS, Combine, Pair, compose, segmented, selecting
 sp = torch.ops.sp
 
 
-class Way(NamedTuple):
+class ExchangeWay(NamedTuple):
     """Which way a scan runs, and over whose rows.
 
     dim: that of the chunks; their rows are dim + 1. folds: chunks a rank. exchange: "gather" or "steps".
@@ -56,7 +56,7 @@ class Way(NamedTuple):
         return self.n == 1
 
     @property
-    def back(self) -> Way:
+    def back(self) -> ExchangeWay:
         return self._replace(reverse=not self.reverse)
 
     @property
@@ -77,7 +77,7 @@ class Way(NamedTuple):
 
 
 def carry_of_scan(
-    total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, way: Way
+    total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, way: ExchangeWay
 ) -> tuple[Tensor, Tensor | None]:
     """What a scan carries into this rank's chunks, and whether a segment begins there.
 
@@ -100,7 +100,7 @@ def carry_of_scan(
     return _shifted(sums, MONOIDS[op].identity(same), places), cut
 
 
-def carry_of_extremes(value: Tensor, index: Tensor, op: str, way: Way) -> Pair:
+def carry_of_extremes(value: Tensor, index: Tensor, op: str, way: ExchangeWay) -> Pair:
     """The extreme before this rank's chunks and its index, like value and index, which are those of its chunks."""
     identity = MONOIDS[op].identity(value.dtype)
     if way.exchange == "steps":
@@ -114,7 +114,7 @@ def carry_of_extremes(value: Tensor, index: Tensor, op: str, way: Way) -> Pair:
 
 
 def carry_of_recurrence(
-    factor: Tensor, state: Tensor, initial: Tensor | None, way: Way
+    factor: Tensor, state: Tensor, initial: Tensor | None, way: ExchangeWay
 ) -> tuple[Tensor, Tensor | None]:
     """What a recurrence carries into this rank's chunks, and what comes out of the last chunk of all.
 
@@ -132,7 +132,7 @@ def carry_of_recurrence(
     return before.index_select(0, way.places(state.device)), states[-1]
 
 
-def neighbours(ends: Tensor, first: Tensor, way: Way) -> Tensor:
+def neighbours(ends: Tensor, first: Tensor, way: ExchangeWay) -> Tensor:
     """The ends (folds, ...) of the chunks before this rank's, `first` (...) before them all. Differentiable."""
     (first,) = sp.reduce_grad([first], "reduce", way.n, way.group)
     rows = sp.all_gather(ends, 0, way.frame, way.n, way.group)
@@ -140,13 +140,13 @@ def neighbours(ends: Tensor, first: Tensor, way: Way) -> Tensor:
     return torch.cat([first[None], rows[:-1]]).index_select(0, way.places(ends.device))
 
 
-def last_of(ends: Tensor, way: Way) -> Tensor:
+def last_of(ends: Tensor, way: ExchangeWay) -> Tensor:
     """The end (...) of the last chunk of all, invariant, of ends (folds, ...). Differentiable."""
     rows = sp.unshard(ends, 0, way.frame, way.n, way.group)
     return rows[0] if way.reverse else rows[-1]
 
 
-def _gathered(parts: list[Tensor], way: Way) -> list[Tensor]:
+def _gathered(parts: list[Tensor], way: ExchangeWay) -> list[Tensor]:
     """All chunks' parts, (n * folds, ...) each, in scan order."""
     sent = parts[0] if len(parts) == 1 else sp.to_bytes(parts)
     rows = in_order(current().all_gather(sent, way.n, way.group), way.frame, way.n)
@@ -161,7 +161,7 @@ def _shifted(inclusive: Tensor, identity: float, places: Tensor) -> Tensor:
 
 
 def _steps_of_scan(
-    total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, way: Way
+    total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, way: ExchangeWay
 ) -> tuple[Tensor, Tensor | None]:
     combine: Combine = MONOIDS[op].combine
     empty = torch.full_like(total, MONOIDS[op].identity(total.dtype))
@@ -179,7 +179,7 @@ def _steps_of_scan(
     return carry, (last != ends[0]) | (way.places(total.device) == 0).view([-1] + [1] * (last.ndim - 1))
 
 
-def _exclusive(state: Any, empty: Any, combine: Combine, way: Way) -> Any:
+def _exclusive(state: Any, empty: Any, combine: Combine, way: ExchangeWay) -> Any:
     """The combination of all earlier ranks' states, `empty` on the first: each step doubles how many are seen."""
     place = way.places(pytree.tree_leaves(state)[0].device)
     carry, step = empty, 1
@@ -199,7 +199,7 @@ def _where(known: Tensor, new: Any, old: Any) -> Any:
     return pytree.tree_map(pick, new, old)
 
 
-def _from_behind(state: Any, step: int, way: Way) -> Any:
+def _from_behind(state: Any, step: int, way: ExchangeWay) -> Any:
     """The state of the rank `step` before this one in scan order, in one shift; the first ones get the last ones'."""
     leaves, tree = pytree.tree_flatten(state)
     sent = leaves[0] if len(leaves) == 1 else sp.to_bytes(leaves)

@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .across import Way, last_of, neighbours
-from .chunks import Job, Recurrence, before, end, met, recurred, row, scanned, selected, starts
+from .across import ExchangeWay, last_of, neighbours
+from .chunks import Recurrence, ScanJob, before, end, met, recurred, row, scanned, selected, starts
 from .monoids import MONOIDS, Pair, accumulate_dtype
 
 
-def scan(x: Tensor, cuts: Tensor | None, ends: Pair | None, job: Job) -> Tensor:
+def scan(x: Tensor, cuts: Tensor | None, ends: Pair | None, job: ScanJob) -> Tensor:
     """The scan of x, in job.dtype. Differentiable in x as often as wanted."""
     first, last = ends or (None, None)
     return _Scan.apply(x, cuts, first, last, job)[0]
 
 
-def extremes(x: Tensor, op: str, way: Way, first: int) -> Pair:
+def extremes(x: Tensor, op: str, way: ExchangeWay, first: int) -> Pair:
     """The running extreme, differentiable, and its position less `first`, int64."""
     best, index, _ = _Extremes.apply(x, op, way, first)
     return best, index
@@ -55,7 +55,7 @@ class _Scan(Function):
 
     @staticmethod
     def forward(
-        x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: Job
+        x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ends = None if first is None or last is None else (first, last)
         return scanned(x, cuts, ends, job)
@@ -87,7 +87,7 @@ class _Extremes(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, op: str, way: Way, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(x: Tensor, op: str, way: ExchangeWay, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
         return selected(x, op, way, first)
 
     @staticmethod
@@ -95,7 +95,7 @@ class _Extremes(Function):
         (x, op, way, _), (y, index, carry) = inputs, output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(kept for kept in (index, carry) if kept is not None))
-        ctx.job = Job(op, False, way, x.dtype, x.dtype)
+        ctx.job = ScanJob(op, False, way, x.dtype, x.dtype)
         ctx.save_for_backward(x, y, carry)
 
     @staticmethod
@@ -143,7 +143,7 @@ class _Recurrence(Function):
         return None if da is None else da.to(a.dtype), w.to(ctx.b_dtype), dinitial, None
 
 
-def _pulled_back(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: Job) -> Tensor:
+def _pulled_back(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: ScanJob) -> Tensor:
     """The cotangent of x, from that of y."""
     way, neutral = job.way, MONOIDS[job.op].identity(y.dtype)
     begins = None if cuts is None else starts(cuts, way)
@@ -164,7 +164,7 @@ def _pulled_back(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts:
     return (w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w).to(x.dtype)
 
 
-def _carried(y: Tensor, carry: Tensor | None, first: Tensor | None, way: Way) -> Tensor:
+def _carried(y: Tensor, carry: Tensor | None, first: Tensor | None, way: ExchangeWay) -> Tensor:
     """What stands before each chunk's first row, (..., chunks, 1, ...): the end of the chunk before.
 
     first (...): before the first of all, zeros if None. carry: the same as it came in the forward, in which it was not
@@ -177,7 +177,7 @@ def _carried(y: Tensor, carry: Tensor | None, first: Tensor | None, way: Way) ->
     return row(first[None] if way.alone else neighbours(ends, first, way), way)
 
 
-def _comes_out(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, way: Way) -> Tensor:
+def _comes_out(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, way: ExchangeWay) -> Tensor:
     """What comes out of the last chunk of all."""
     if final is not None and not (torch.is_grad_enabled() and w.requires_grad):
         return final

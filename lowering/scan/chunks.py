@@ -17,18 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .across import Way, carry_of_extremes, carry_of_recurrence, carry_of_scan
+from .across import ExchangeWay, carry_of_extremes, carry_of_recurrence, carry_of_scan
 from .monoids import MONOIDS, Pair, selecting
 
 sp = torch.ops.sp
 
 
-class Job(NamedTuple):
+class ScanJob(NamedTuple):
     """What a scan is asked for. dtype: of the result."""
 
     op: str
     exclusive: bool
-    way: Way
+    way: ExchangeWay
     dtype: torch.dtype
     accumulate: torch.dtype
 
@@ -37,43 +37,45 @@ class Recurrence(NamedTuple):
     """What a recurrence is asked for; see ``sp::local_linear_scan``."""
 
     lagged: bool
-    way: Way
+    way: ExchangeWay
     dtype: torch.dtype
     accumulate: torch.dtype
 
 
-def starts(cuts: Tensor, way: Way) -> Tensor:
+def starts(cuts: Tensor, way: ExchangeWay) -> Tensor:
     """Does a segment begin at the row, in scan order? cuts without the row behind the last one."""
     return cuts.narrow(way.rows, int(way.reverse), cuts.shape[way.rows] - 1)
 
 
-def first_row(x: Tensor, way: Way) -> Tensor:
+def first_row(x: Tensor, way: ExchangeWay) -> Tensor:
     """Each chunk's first row in scan order, (..., chunks, 1, ...)."""
     return x.narrow(way.rows, x.shape[way.rows] - 1 if way.reverse else 0, 1)
 
 
-def before(x: Tensor, carry: Tensor, way: Way) -> Tensor:
+def before(x: Tensor, carry: Tensor, way: ExchangeWay) -> Tensor:
     """At each row what stands at the row before, in scan order: `carry` (..., chunks, 1, ...) at a chunk's first."""
     others = x.narrow(way.rows, int(way.reverse), x.shape[way.rows] - 1)
     return torch.cat([others, carry] if way.reverse else [carry, others], way.rows)
 
 
-def summary(x: Tensor, way: Way) -> Tensor:
+def summary(x: Tensor, way: ExchangeWay) -> Tensor:
     """(..., chunks, ...) without the dim of rows -> (chunks, ...)."""
     return x.movedim(way.dim, 0)
 
 
-def row(x: Tensor, way: Way) -> Tensor:
+def row(x: Tensor, way: ExchangeWay) -> Tensor:
     """Undo `summary`, as one row of every chunk: (chunks, ...) -> (..., chunks, 1, ...)."""
     return x.movedim(0, way.dim).unsqueeze(way.rows)
 
 
-def end(x: Tensor, way: Way) -> Tensor:
+def end(x: Tensor, way: ExchangeWay) -> Tensor:
     """Each chunk's last row in scan order as a summary, (chunks, ...)."""
     return summary(first_row(x, way.back).squeeze(way.rows), way)
 
 
-def scanned(x: Tensor, cuts: Tensor | None, ends: Pair | None, job: Job) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def scanned(
+    x: Tensor, cuts: Tensor | None, ends: Pair | None, job: ScanJob
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The scan in job.dtype; what is carried into the chunks; where segments begin in them (cut).
 
     The carry is None on one rank, the cut unless ends were compared. Both are rows, (..., chunks, 1, ...).
@@ -99,19 +101,19 @@ def scanned(x: Tensor, cuts: Tensor | None, ends: Pair | None, job: Job) -> tupl
     return both.to(dtype), carry, cut
 
 
-def met(cuts: Tensor, cut: Tensor, way: Way) -> Tensor:
+def met(cuts: Tensor, cut: Tensor, way: ExchangeWay) -> Tensor:
     """cuts once the first row of each chunk, in scan order, has been compared with the row before."""
     index, last = _index(cuts, way), cuts.shape[way.rows] - 1
     return cuts | (cut & (index == (last if way.reverse else 0)))
 
 
-def _index(x: Tensor, way: Way) -> Tensor:
+def _index(x: Tensor, way: ExchangeWay) -> Tensor:
     """Of the rows, int64, broadcasts to x."""
     index = torch.arange(x.shape[way.rows], device=x.device)
     return index.view([-1 if dim == way.rows else 1 for dim in range(x.ndim)])
 
 
-def _unbroken(begins: Tensor, cut: Tensor | None, way: Way) -> Tensor:
+def _unbroken(begins: Tensor, cut: Tensor | None, way: ExchangeWay) -> Tensor:
     """The rows that the chunk before reaches: does no segment begin between its end and the row?"""
     index, size = _index(begins, way), begins.shape[way.rows]
     if way.reverse:
@@ -121,7 +123,7 @@ def _unbroken(begins: Tensor, cut: Tensor | None, way: Way) -> Tensor:
     return reached if cut is None else reached & ~cut
 
 
-def selected(x: Tensor, op: str, way: Way, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def selected(x: Tensor, op: str, way: ExchangeWay, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """The running extreme, its position in the sequence less `first`, and the extreme carried into the chunks.
 
     The latter is None on one rank.

@@ -17,8 +17,8 @@ from sp_compile.lowering.frames import Frame, folds_of, is_padded, known
 from sp_compile.lowering.library import composite
 
 from . import autograd
-from .across import Way
-from .chunks import Job, Recurrence
+from .across import ExchangeWay
+from .chunks import Recurrence, ScanJob
 from .monoids import MONOIDS, Pair, accumulate_dtype, result_dtype
 
 sp = torch.ops.sp
@@ -65,7 +65,7 @@ def scan(
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     padded = frame is not None and is_padded(frame, n)
     x = sp.mask(x, way.dim, frame, MONOIDS[op].identity(x.dtype), n, group) if padded else x
-    job = Job(op, exclusive, way, _kept(x, op, dtype, accumulate), accumulate)
+    job = ScanJob(op, exclusive, way, _kept(x, op, dtype, accumulate), accumulate)
     out = autograd.scan(_chunked(x, way), *_cuts(segments, x, way), job)
     out = out.flatten(way.dim, way.rows).to(dtype)
     return sp.window(out, way.dim, frame, n, group) if padded else out
@@ -102,7 +102,7 @@ def extremes(
     return sp.window(best, way.dim, frame, n, group), sp.mask(index, way.dim, frame, 0, n, group)
 
 
-def _whole(results: Pair, way: Way) -> Pair:
+def _whole(results: Pair, way: ExchangeWay) -> Pair:
     best, index = (x.flatten(way.dim, way.rows) for x in results)
     return best, index
 
@@ -149,16 +149,16 @@ def linear_scan(
     return sp.window(h, way.dim, frame, n, group) if padded else h
 
 
-def _way(x: Tensor, dim: int, reverse: bool, frame: Frame | None, exchange: str, n: int, group: str) -> Way:
+def _way(x: Tensor, dim: int, reverse: bool, frame: Frame | None, exchange: str, n: int, group: str) -> ExchangeWay:
     if exchange not in ("gather", "steps"):
         raise ValueError(f"sp scan: exchange must be 'gather' or 'steps', got {exchange!r}")
     folds = 1 if frame is None or n == 1 else folds_of(frame)
     if exchange == "steps" and folds > 1:
         raise ValueError("sp scan: exchange='steps' needs a contiguous frame; pass 'gather'")
-    return Way(dim % x.ndim, reverse, n if frame is not None else 1, folds, exchange, group)
+    return ExchangeWay(dim % x.ndim, reverse, n if frame is not None else 1, folds, exchange, group)
 
 
-def _chunked(x: Tensor, way: Way) -> Tensor:
+def _chunked(x: Tensor, way: ExchangeWay) -> Tensor:
     """(..., S, ...) -> (..., chunks, rows, ...), a view."""
     return x.unflatten(way.dim, (way.folds, x.shape[way.dim] // way.folds))
 
@@ -171,7 +171,7 @@ def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
     return segments.expand([x.shape[d] if d == dim else segments.shape[d] for d in range(x.ndim)])
 
 
-def _cuts(segments: Tensor | None, x: Tensor, way: Way) -> tuple[Tensor | None, Pair | None]:
+def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> tuple[Tensor | None, Pair | None]:
     """cuts and ends of the ids; see ``chunks.py``."""
     if segments is None:
         return None, None

@@ -38,14 +38,14 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 
 @dataclass(frozen=True)
-class Combining:
+class CombineFunction:
     """A leaf of the result: scan `op` of a leaf, or the "linear" recurrence of two, the factors first."""
 
     op: str
     leaves: tuple[int, ...]
 
 
-def combining(function: GraphModule, leaves: int) -> list[Combining] | None:
+def combining(function: GraphModule, leaves: int) -> list[CombineFunction] | None:
     """One entry a leaf; None if some leaf is no known scan.
 
     function: of the leaves on the left, those on the right, and what else it reads.
@@ -114,17 +114,17 @@ def _read(value: Any, env: dict[Node, sympy.Expr]) -> sympy.Expr:
     raise _Unknown
 
 
-def _scan(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> Combining | None:
+def _scan(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> CombineFunction | None:
     a, b = left[i], right[i]
     known = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
-    return Combining(known[e], (i,)) if e in known else None
+    return CombineFunction(known[e], (i,)) if e in known else None
 
 
-def _recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> Combining | None:
+def _recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineFunction | None:
     """b' + a' * b, beside a leaf a * a'."""
     for j, e in enumerate(results):
         if e == left[j] * right[j] and results[i] == sympy.expand(right[j] * left[i] + right[i]):
-            return Combining("linear", (j, i))
+            return CombineFunction("linear", (j, i))
     return None
 
 
@@ -163,21 +163,21 @@ class AssociativeScans(Spelling):
                 mark(node, no_rule=UNKNOWN)
         return changes
 
-    def _fits(self, node: Node, one: Combining) -> bool:
+    def _fits(self, node: Node, one: CombineFunction) -> bool:
         """A sum of bools is their disjunction, which sp.scan would count; a recurrence is of floats of one dtype."""
         dtypes = [node.args[1][i].meta["val"].dtype for i in one.leaves]
         if one.op == "linear":
             return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point
         return dtypes[0] != torch.bool and scannable(dtypes[0])
 
-    def _rewrite(self, node: Node, found: list[Combining]) -> None:
+    def _rewrite(self, node: Node, found: list[CombineFunction]) -> None:
         given = _operands(list(node.args[1]))
         read = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
             fresh = {i: self._moved_back(self._scan(found[i], given, node), given, node) for i in read}
         self.replace_results(node, fresh)
 
-    def _scan(self, one: Combining, given: _Operands, node: Node) -> Node:
+    def _scan(self, one: CombineFunction, given: _Operands, node: Node) -> Node:
         rows = [given.leaves[i] for i in one.leaves]
         value = rows[-1].meta["val"]
         if one.op == "linear":

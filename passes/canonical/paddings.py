@@ -24,7 +24,7 @@ from sp_compile.graph.sizes import Size, same, size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import CATS, Pad, constant_of, origin, pad_of, readers, slice_of
-from sp_compile.sharding.windows import Slides, Sliding, plain, slides_of
+from sp_compile.sharding.windows import Sliding, WindowCall, plain, slides_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -84,7 +84,7 @@ class Paddings(Spelling):
                 return True
         return False
 
-    def _slide(self, nodes: list[Node], x: Node, dim: int, slides: Slides, before: Node | None = None) -> None:
+    def _slide(self, nodes: list[Node], x: Node, dim: int, slides: WindowCall, before: Node | None = None) -> None:
         """One call in the place of nodes that are all the same."""
         with self.graph.inserting_before(before or nodes[0]):
             args = (x, *slides.args(rows_of(x, dim)))
@@ -97,13 +97,13 @@ def rows_of(x: Node, dim: int) -> Size:
     return size(x.meta["val"].shape[dim])
 
 
-def _shift(padded: Pad, start: Size, length: Size) -> Slides:
+def _shift(padded: Pad, start: Size, length: Size) -> WindowCall:
     """So many rows of a padded value, from `start` on."""
     sliding = Sliding(length, plain(padded.before - start))
-    return Slides(sliding, sp.shift.default, (padded.dim,), (padded.fill,))
+    return WindowCall(sliding, sp.shift.default, (padded.dim,), (padded.fill,))
 
 
-def _spelt(slides: Slides, rows: Size) -> bool:
+def _spelt(slides: WindowCall, rows: Size) -> bool:
     """Are all its numbers known?"""
     return isinstance(slides.sliding.before, int) and isinstance(slides.sliding.after(rows), int)
 
@@ -167,7 +167,7 @@ def _span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
     return (piece.start, piece.length) if piece is not None and of else None
 
 
-def _reading(user: Node, node: Node, padded: Pad) -> Slides | None:
+def _reading(user: Node, node: Node, padded: Pad) -> WindowCall | None:
     """What reads a padding, as a window that slides over what is padded; its own constants must be the same."""
     span = _span(user, node, padded.dim)
     if span is not None:

@@ -63,7 +63,7 @@ def shifted(node: Node) -> Pad | None:
 
 
 @dataclass(frozen=True)
-class Spelt:
+class ScanForm:
     """One scan of the graph, whichever op it is."""
 
     node: Node
@@ -74,7 +74,7 @@ class Spelt:
     reverse: bool = False
 
 
-def spelt(node: object) -> Spelt | None:
+def spelt(node: object) -> ScanForm | None:
     """The scan that the value is, if it is one without segments, shards or options of its own."""
     node = origin(node)
     if not isinstance(node, Node) or node.op != "call_function":
@@ -82,13 +82,13 @@ def spelt(node: object) -> Spelt | None:
     if node.target in CUMULATIVE:
         call = Call(node)
         known = call.ndim() > 0 and has_scan(call)
-        return Spelt(node, call.operands[0], call.dim(), CUMULATIVE[node.target]) if known else None
+        return ScanForm(node, call.operands[0], call.dim(), CUMULATIVE[node.target]) if known else None
     if node.target is not torch.ops.sp.scan.default:
         return None
     call = Call(node)
     if any(call[name] is not None for name in ("segments", "accumulate", "frame")) or call.ndim() == 0:
         return None
-    return Spelt(node, call.operands[0], call.dim(), call["op"], call["exclusive"], call["reverse"])
+    return ScanForm(node, call.operands[0], call.dim(), call["op"], call["exclusive"], call["reverse"])
 
 
 @register
@@ -112,7 +112,7 @@ class ScanIdioms(Spelling):
             changes += meant is not None or self._turn(node) or self._differ(node)
         return changes
 
-    def _rewrite(self, node: Node, meant: Spelt) -> None:
+    def _rewrite(self, node: Node, meant: ScanForm) -> None:
         with self.graph.inserting_before(node):
             options = (meant.exclusive, meant.reverse)
             fresh = scan(self, meant.x, meant.dim, meant.op, node.meta["val"], node, *options)
@@ -153,7 +153,7 @@ class ScanIdioms(Spelling):
         return True
 
 
-def _meant(node: Node) -> Spelt | None:
+def _meant(node: Node) -> ScanForm | None:
     """The scan that this value is, if it is spelt in another way."""
     for idiom in IDIOMS:
         meant = idiom(node)
@@ -162,26 +162,26 @@ def _meant(node: Node) -> Spelt | None:
     return None
 
 
-def _alike(meant: Spelt, node: Node) -> bool:
+def _alike(meant: ScanForm, node: Node) -> bool:
     """Has the value the shape and dtype that the scan has?"""
     mine, value = node.meta["val"], meant.node.meta["val"]
     return mine.dtype == value.dtype and all_same(sizes(mine.shape), sizes(value.shape))
 
 
-def _shifted_scan(node: Node) -> Spelt | None:
+def _shifted_scan(node: Node) -> ScanForm | None:
     """The last row left out, and the identity before the first."""
     inner = _excluding(node)
     return replace(inner, exclusive=True) if inner is not None and dies_with(inner.node, node) else None
 
 
-def _excluding(node: Node) -> Spelt | None:
+def _excluding(node: Node) -> ScanForm | None:
     """The inclusive scan whose rows, moved by one, the value is."""
     move = shifted(node)
     inner = spelt(move.source) if move is not None else None
     return inner if move is not None and inner is not None and _excludes(inner, move) else None
 
 
-def _scan_of_shifted(node: Node) -> Spelt | None:
+def _scan_of_shifted(node: Node) -> ScanForm | None:
     outer = spelt(node)
     move = shifted(origin(outer.x)) if outer is not None else None
     if outer is None or move is None or not _excludes(outer, move):
@@ -189,14 +189,14 @@ def _scan_of_shifted(node: Node) -> Spelt | None:
     return replace(outer, x=move.source, exclusive=True)
 
 
-def _excludes(inner: Spelt, move: Pad) -> bool:
+def _excludes(inner: ScanForm, move: Pad) -> bool:
     """Does an inclusive scan that is shifted so leave out the element itself?"""
     identity = MONOIDS[inner.op].identity(move.source.meta["val"].dtype)
     onwards = move.before == (-1 if inner.reverse else 1)
     return not inner.exclusive and onwards and move.dim == inner.dim and move.fill == identity
 
 
-def _flipped(node: Node) -> Spelt | None:
+def _flipped(node: Node) -> ScanForm | None:
     inner = spelt(node.args[0]) if _flips(node) else None
     source = origin(inner.x) if inner is not None else None
     if inner is None or source is None or not dies_with(inner.node, node):
@@ -214,7 +214,7 @@ def _flips_along(node: Node, dim: int) -> bool:
     return _flips(node) and [int(d) % node.meta["val"].ndim for d in node.args[1]] == [dim]
 
 
-def _combined(node: Node) -> Spelt | None:
+def _combined(node: Node) -> ScanForm | None:
     """A sum of a scan, what it scans and its total, with signs."""
     if node.target not in ADDS:
         return None
@@ -270,14 +270,14 @@ def _part(terms: Counter[Node], wanted: Callable[[Node], bool]) -> tuple[int, li
     return sum(terms[t] for t in found), found
 
 
-def _is_cast_of(term: Node, scan: Spelt) -> bool:
+def _is_cast_of(term: Node, scan: ScanForm) -> bool:
     """Is it what is scanned, or a copy of it in a wider dtype?"""
     x, wide = origin(scan.x), term.meta["val"].dtype
     exact = torch.promote_types(x.meta["val"].dtype, wide) == wide
     return origin(term) is x or (exact and is_cast(term) and origin(source_of(term)) is x) or same_call(term, x)
 
 
-def _is_total_of(term: Node, scan: Spelt) -> bool:
+def _is_total_of(term: Node, scan: ScanForm) -> bool:
     """Is it the sum of all that is scanned, kept as a dim of size 1?"""
     shape, held = sizes(scan.node.meta["val"].shape), sizes(term.meta["val"].shape)
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])

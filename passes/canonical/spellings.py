@@ -31,7 +31,7 @@ from sp_compile.passes.job import Job
 
 aten = torch.ops.aten
 REMOVED = object()
-Spelt = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
+CallForm = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 
 @register
@@ -57,7 +57,7 @@ class Explicit(Spelling):
 
 
 def _made_like(target: Any, fill: bool = False) -> Any:
-    def spell(node: Node) -> Spelt:
+    def spell(node: Node) -> CallForm:
         value, call = node.meta["val"], Call(node)
         args = (call["size"], call["fill_value"]) if fill else (call["size"],)
         return target, args, {"dtype": value.dtype, "device": value.device}
@@ -65,14 +65,14 @@ def _made_like(target: Any, fill: bool = False) -> Any:
     return spell
 
 
-def _cast(node: Node) -> Spelt | None:
+def _cast(node: Node) -> CallForm | None:
     value, source = node.meta["val"], Call(node).operands[0]
     if value.device != source.meta["val"].device:
         return None
     return aten.to.dtype, (source, value.dtype), {}
 
 
-def _squeeze(node: Node) -> Spelt:
+def _squeeze(node: Node) -> CallForm:
     source = Call(node).operands[0]
     ones = [d for d, s in enumerate(sizes(source.meta["val"].shape)) if s == 1]
     return aten.squeeze.dims, (source, ones), {}

@@ -19,7 +19,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import same
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Partial, Placement, Replicate, Shard
-from sp_compile.sharding.windows import Slides, Sliding, place, shifts_of, slides_of
+from sp_compile.sharding.windows import Sliding, WindowCall, place, shifts_of, slides_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -61,7 +61,9 @@ class Halo(Rewrite):
             new = self._on_shards(slides, x, have, result, node.meta["val"], node)
         self.replace(node, new)
 
-    def _on_shards(self, slides: Slides, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node) -> Node:
+    def _on_shards(
+        self, slides: WindowCall, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node
+    ) -> Node:
         ranks, frames = self.job.ranks, [self.frame(have), self.frame(result)]
         if slides.sliding.rolls is not None:
             frames = frames[:1]
@@ -99,7 +101,7 @@ class Halo(Rewrite):
         found, call = self._joined(node), Call(node)
         assert found is not None
         i, have, result = found
-        slides = Slides(self._one_more(call, i), sp.shift.default, (have.dim,), (0,))
+        slides = WindowCall(self._one_more(call, i), sp.shift.default, (have.dim,), (0,))
         length = call.result_shapes()[0][have.dim]
         with self.graph.inserting_before(node):
             shifted = self._on_shards(slides, call.operands[i], have, result, node.meta["val"], node)
@@ -130,7 +132,7 @@ class Halo(Rewrite):
             return
         have, want = found
         x = call.operands[demand.operand]
-        slides = Slides(Sliding(have.frame.length), sp.shift.default, (have.dim,), (0,))
+        slides = WindowCall(Sliding(have.frame.length), sp.shift.default, (have.dim,), (0,))
         with self.graph.inserting_before(node):
             moved = self._on_shards(slides, x, have, want, x.meta["val"], node)
         operands = list(call.operands)

@@ -106,7 +106,7 @@ def reductions(
 
 
 @dataclass(frozen=True)
-class Job:
+class Measurement:
     """What is timed. key: what its line is kept under. device: where it runs.
 
     sizes: those that are timed. call: what to time of a size; None on a rank that takes no part. point: what a size and
@@ -120,7 +120,7 @@ class Job:
     point: Callable[[int, float], tuple[float, float]]
 
 
-def _collective(kind: str, named: Named, where: torch.device) -> Job:
+def _collective(kind: str, named: Named, where: torch.device) -> Measurement:
     """A collective over one group behind the other, of so many bytes on each rank (all_gather: in all)."""
     names, parts = zip(*named)
     n = max(map(len, parts[0]))
@@ -140,10 +140,10 @@ def _collective(kind: str, named: Named, where: torch.device) -> Job:
         return sum(bytes_of(kind, nbytes, max(map(len, groups))) for groups in parts), seconds
 
     sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES
-    return Job((kind, where.type, parts), where, sizes, call, point)
+    return Measurement((kind, where.type, parts), where, sizes, call, point)
 
 
-def _attention(device: torch.device) -> Job:
+def _attention(device: torch.device) -> Measurement:
     """Of one rank: seconds per FLOP are (1 + block_keys / keys) / flops."""
     cpu = device.type == "cpu"
     heads, dim, dtype = (4, 64, torch.float32) if cpu else (16, 128, torch.bfloat16)
@@ -155,10 +155,12 @@ def _attention(device: torch.device) -> Job:
     def point(length: int, seconds: float) -> tuple[float, float]:
         return 1 / length, seconds / (4 * heads * dim * length**2)
 
-    return Job(("attention", device.type), device, (256, 1024) if cpu else (1024, 8192), call, point)
+    return Measurement(("attention", device.type), device, (256, 1024) if cpu else (1024, 8192), call, point)
 
 
-def measured(jobs: Sequence[Job], group: Any, device: torch.device, where: torch.device, repeats: int) -> list[Line]:
+def measured(
+    jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int
+) -> list[Line]:
     """The lines of the jobs, equal on all ranks of the group, which have to ask together.
 
     Of what this process has not measured yet, what rank 0 finds on its disk counts; the rest all measure, and the
@@ -179,7 +181,7 @@ def measured(jobs: Sequence[Job], group: Any, device: torch.device, where: torch
     return [known[job.key] for job in jobs]
 
 
-def _fit(jobs: Sequence[Job], group: Any, where: torch.device, repeats: int) -> list[Line]:
+def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: int) -> list[Line]:
     """The slowest rank of a round counts: that is what the next collective waits for.
 
     The jobs take turns, so that what disturbs one disturbs all; the sizes do not: a small message behind a large one

@@ -108,7 +108,7 @@ def _at_most(a: Size, b: Size) -> bool:
 
 
 @dataclass(frozen=True)
-class Slides:
+class WindowCall:
     """A call that slides along one dim as `op(x, *head, before, after, *tail)`; a roll has no before and after.
 
     first: an op and its arguments behind x, which does beforehand what the call does along other dims.
@@ -127,7 +127,7 @@ class Slides:
         return (*self.head, self.sliding.before, self.sliding.after(rows), *self.tail)
 
 
-def slides_of(call: Call) -> Mapping[int, Slides]:
+def slides_of(call: Call) -> Mapping[int, WindowCall]:
     """By dim of the first operand: how the call slides along it. Empty where it does not, or not in known steps."""
     function = SLIDING.get(call.node.target)
     found = function(call) if function is not None else {}
@@ -141,7 +141,7 @@ def _known(sliding: Sliding, rows: Size) -> bool:
     return all(isinstance(s, int) for s in numbers) and not same(sliding.length, 0)
 
 
-Along = Mapping[int, Slides]
+Along = Mapping[int, WindowCall]
 
 
 def _number(value: Any, default: Any = None) -> Any:
@@ -166,7 +166,7 @@ def _conv(call: Call) -> Along:
         before = _number(padding, 0)
     sliding = Sliding(_last_length(call), before, width, stride)
     head = (call["weight"], call["bias"])
-    return {call.ndim() - 1: Slides(sliding, sp.conv1d.default, head, (stride, dilation, call["groups"]))}
+    return {call.ndim() - 1: WindowCall(sliding, sp.conv1d.default, head, (stride, dilation, call["groups"]))}
 
 
 def _avg_pool(call: Call) -> Along:
@@ -177,7 +177,7 @@ def _avg_pool(call: Call) -> Along:
     after = sliding.after(call.shape()[-1])
     if not (isinstance(after, int) and after <= before) or not (before == 0 or call["count_include_pad"]):
         return {}
-    return {call.ndim() - 1: Slides(sliding, sp.avg_pool1d.default, (), (width, stride))}
+    return {call.ndim() - 1: WindowCall(sliding, sp.avg_pool1d.default, (), (width, stride))}
 
 
 def _max_pool(call: Call) -> Along:
@@ -186,7 +186,7 @@ def _max_pool(call: Call) -> Along:
     if not call.results()[0].is_floating_point():
         return {}
     sliding = Sliding(_last_length(call), before, width, stride)
-    return {call.ndim() - 1: Slides(sliding, sp.max_pool1d.default, (), (-math.inf, width, stride, dilation))}
+    return {call.ndim() - 1: WindowCall(sliding, sp.max_pool1d.default, (), (-math.inf, width, stride, dilation))}
 
 
 def _unfold(call: Call) -> Along:
@@ -194,7 +194,7 @@ def _unfold(call: Call) -> Along:
     if call.ndim() == 0 or not isinstance(stride, int):
         return {}
     sliding = Sliding(call.result_shapes()[0][at], 0, width, stride)
-    return {at: Slides(sliding, sp.unfold.default, (at,), (0, width, stride))}
+    return {at: WindowCall(sliding, sp.unfold.default, (at,), (0, width, stride))}
 
 
 def _pad(call: Call) -> Along:
@@ -210,7 +210,7 @@ def _pad(call: Call) -> Along:
         if not all(same(w, 0) for w in pair):
             first = (aten.constant_pad_nd.default, (others, fill)) if any(others) else None
             sliding = Sliding(call.result_shapes()[0][at], pair[0])
-            out[at] = Slides(sliding, sp.shift.default, (at,), (fill,), first)
+            out[at] = WindowCall(sliding, sp.shift.default, (at,), (fill,), first)
     return out
 
 
@@ -224,7 +224,7 @@ def _roll(call: Call) -> Along:
         others = [d for d in by_dim if d != at]
         first = (aten.roll.default, ([by_dim[d] for d in others], others)) if others else None
         by = _short_way(shift, shape[at])
-        out[at] = Slides(Sliding(shape[at], rolls=by), sp.roll.default, (at, by), first=first)
+        out[at] = WindowCall(Sliding(shape[at], rolls=by), sp.roll.default, (at, by), first=first)
     return out
 
 
@@ -242,14 +242,14 @@ def _ours(call: Call) -> Along:
     at = call.dim() if "dim" in call.args else call.ndim() - 1
     if op is sp.roll.default:
         by = call["shift"]
-        return {at: Slides(Sliding(call.shape()[at], rolls=by), op, (at, by))}
+        return {at: WindowCall(Sliding(call.shape()[at], rolls=by), op, (at, by))}
     width = call.get("width", 1)
     if op is sp.conv1d.default:
         width = call["dilation"] * (int(call.shape("weight")[-1]) - 1) + 1
     sliding = Sliding(call.result_shapes()[0][at], call["before"], width, call.get("stride", 1))
     head = tuple(call[name] for name in arguments[1 : arguments.index("before")])
     tail = tuple(call[name] for name in arguments[arguments.index("after") + 1 : arguments.index("frame")])
-    return {at: Slides(sliding, op, head, tail)}
+    return {at: WindowCall(sliding, op, head, tail)}
 
 
 _OPS = (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sp_compile._compat import real_tensors
 from sp_compile.config import Ranks
-from sp_compile.errors import Alone, Told
+from sp_compile.errors import RanksDiffer, RemoteError
 
 from .check_call import gathered
 from .check_run import COMPILES, exchange_words, failures, of_two_minds, stop
@@ -39,7 +39,7 @@ class Lockstep:
         Raises SpError on every rank of a group that is of two minds, and of the groups that they are in.
         """
         groups = dict.fromkeys([*(ranks for ranks, _ in self.left), *also])
-        error: Alone | None = None
+        error: RanksDiffer | None = None
         with real_tensors():
             for ranks in filter(lambda r: r.exchanges, groups):
                 if error is not None:
@@ -47,7 +47,7 @@ class Lockstep:
                     continue
                 everyone = exchange_words(ranks, [COMPILES, 0, 0, 0, 0])
                 if any(words[0] != COMPILES for words in everyone):
-                    error = Alone(of_two_minds(everyone))
+                    error = RanksDiffer(of_two_minds(everyone))
         if error is not None:
             self.left = []
             raise error
@@ -71,7 +71,7 @@ class Lockstep:
         numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)
         failed = failures([error for _, error in everyone], numbers)
         if failed:
-            raise Told(failed)
+            raise RemoteError(failed)
         return [answer for answer, _ in everyone]
 
     def finish(self, error: Exception | None = None) -> None:

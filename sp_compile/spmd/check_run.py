@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from sp_compile.config import Ranks
-from sp_compile.errors import SpError, Told, trace_of
+from sp_compile.errors import RemoteError, SpError, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
 from .check_call import gathered, hashed
-from .fingerprint import Line, Program, names_group
+from .fingerprint import Program, TextLine, names_group
 
 SMALL = 64  # values of a constant that are compared
 SHOWN = 8  # inputs that differ between the ranks, in an error message
@@ -40,7 +40,7 @@ def fingerprint(gm: GraphModule) -> Program:
             text = f"{text}\n{_attribute(gm, str(node.target))}"
         texts.append(text)
         if node.op != "placeholder":  # of inputs that differ the ranks tell more
-            lines.append(Line(text, text.partition(" ")[2], trace_of(node)))
+            lines.append(TextLine(text, text.partition(" ")[2], trace_of(node)))
     return Program(hashed("\n".join(texts)), tuple(lines))
 
 
@@ -109,7 +109,7 @@ def of_two_minds(everyone: Sequence[Sequence[int]]) -> str:
 
 
 @dataclass(eq=False)
-class Agreed:
+class CheckedProgram:
     """Calls `run` once all ranks have shown the same fingerprint and the same input sizes.
 
     run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the same.
@@ -156,7 +156,7 @@ class Agreed:
         else:
             return
         inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
-        while isinstance(inner, Agreed):
+        while isinstance(inner, CheckedProgram):
             stop(inner.ranks)
             inner = inner.run
         raise error from self.error
@@ -164,7 +164,7 @@ class Agreed:
     def _disagreement(self, everyone: list[list[int]], given: Mapping[str, str]) -> str:
         """Every rank is here, so more exchanges, of words this time, are safe."""
         told: list[tuple[str, dict[str, str]]] = gathered((_words(self.error), given), self.ranks.process_group)
-        if isinstance(self.error, Told) and not any(error for error, _ in told):
+        if isinstance(self.error, RemoteError) and not any(error for error, _ in told):
             return str(self.error)
         failed = failures([error for error, _ in told], range(self.ranks.n))
         if failed:
@@ -225,7 +225,7 @@ def failures(errors: Sequence[str | None], ranks: Sequence[int]) -> str:
 
 
 def _words(error: Exception | None) -> str:
-    if isinstance(error, Told):
+    if isinstance(error, RemoteError):
         return ""  # the rank that failed says it
     if error is None or isinstance(error, SpError):
         return str(error or "")

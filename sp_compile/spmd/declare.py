@@ -53,7 +53,7 @@ def declare_groups(
     """
     if not dist.is_initialized():
         raise SpError("declare_groups: there is no process group: call torch.distributed.init_process_group()")
-    every: list[_Told] = gathered(_told(mesh, unions, measure), dist.group.WORLD)
+    every: list[_Declaration] = gathered(_declaration(mesh, unions, measure), dist.group.WORLD)
     axes = _agreed(every)
     names, turns = _communicators(axes, every)
     near = _reached(dist.get_rank(), [groups for _, groups in names])
@@ -79,7 +79,7 @@ class _Axis:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Declaration:
     """What a rank tells the others."""
 
     host: str
@@ -91,7 +91,7 @@ class _Told:
     error: str = ""
 
 
-def _told(mesh: Any, unions: Any, measure: Any) -> _Told:
+def _declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
     """This rank's part. What is wrong with it travels too: a rank that raised here would leave the others waiting."""
     host = platform.node()
     try:
@@ -101,9 +101,9 @@ def _told(mesh: Any, unions: Any, measure: Any) -> _Told:
             label: by_name[group.group_name] if isinstance(group, dist.ProcessGroup) else None
             for label, group in _groups_of(mesh).items()
         }
-        return _Told(host, _device_type(mesh), axes, existing, _wanted(unions), bool(measure))
+        return _Declaration(host, _device_type(mesh), axes, existing, _wanted(unions), bool(measure))
     except Exception as error:
-        return _Told(host, error=str(error) if isinstance(error, SpError) else repr(error))
+        return _Declaration(host, error=str(error) if isinstance(error, SpError) else repr(error))
 
 
 def _wanted(unions: Any) -> tuple[tuple[str, ...], ...] | None:
@@ -133,7 +133,7 @@ def _groups_of(mesh: Any) -> dict[str, dist.ProcessGroup | None]:
     return {str(i): group if isinstance(group, dist.ProcessGroup) else None for i, group in enumerate(mesh)}
 
 
-def _agreed(every: Sequence[_Told]) -> dict[str, Partition]:
+def _agreed(every: Sequence[_Declaration]) -> dict[str, Partition]:
     """axis -> the groups of all ranks."""
     errors = {rank: told.error for rank, told in enumerate(every) if told.error}
     if errors:
@@ -148,7 +148,7 @@ def _agreed(every: Sequence[_Told]) -> dict[str, Partition]:
     return {label: _partition(label, [told.axes[label] for told in every]) for label in every[0].axes}
 
 
-def _arguments(told: _Told) -> str:
+def _arguments(told: _Declaration) -> str:
     return f"axes {tuple(told.axes)}, unions {told.unions} and measure={told.measure}"
 
 
@@ -171,7 +171,7 @@ def _partition(label: str, mine: Sequence[_Axis | None]) -> Partition:
 
 
 def _communicators(
-    axes: Mapping[str, Partition], every: Sequence[_Told]
+    axes: Mapping[str, Partition], every: Sequence[_Declaration]
 ) -> tuple[list[tuple[str | None, Partition]], list[list[int]]]:
     """What this rank calls its groups of each axis, then of each union; the axes of each union, by number."""
     mine = every[dist.get_rank()].axes
@@ -206,7 +206,7 @@ def _unions(
     return found
 
 
-def _communicator(groups: Partition, like: str, every: Sequence[_Told]) -> str | None:
+def _communicator(groups: Partition, like: str, every: Sequence[_Declaration]) -> str | None:
     """The name of this rank's communicator among `groups`: the one that all members have, or a new one."""
     mine = None
     usual = next(e.backend for e in every[0].existing if len(e.ranks) == len(every))
@@ -238,7 +238,7 @@ def _reached(rank: int, parts: Sequence[Partition]) -> set[int]:
     return near
 
 
-def _where(every: Sequence[_Told]) -> str | None:
+def _where(every: Sequence[_Declaration]) -> str | None:
     """The device whose tensors all these groups take; None if there is no such, as with nccl beside gloo's on CPU."""
     world = next(e for e in every[0].existing if len(e.ranks) == len(every))
     used = [axis for told in every for axis in told.axes.values() if axis is not None]

@@ -27,7 +27,7 @@ from .named_groups import every_node, is_collective
 WIDTH = 160  # characters of a line in an error message
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """One operation. text: all that is compared of it; name and stack trace: what a person is told."""
 
     text: str
@@ -40,7 +40,7 @@ class Program:
     """digest: equal for programs that ranks may run together. lines: its operations, in order."""
 
     digest: int = 0
-    lines: tuple[Line, ...] = ()
+    lines: tuple[TextLine, ...] = ()
 
     def first_difference(self, ranks: Ranks) -> list[str]:
         """What each rank has where their lines first differ; every rank of the group has to come here.
@@ -92,7 +92,7 @@ def program_of(gm: GraphModule) -> Program:
     return Program(text.exchanges if _exchanges(gm) else text.shape, tuple(_lines(gm)))
 
 
-def _lines(gm: GraphModule) -> Iterator[Line]:
+def _lines(gm: GraphModule) -> Iterator[TextLine]:
     """Each op and which of the ops before it it follows on, whatever the inputs are; bodies of regions included."""
     order: dict[Node, int] = {}
     for node in every_node(gm):
@@ -100,7 +100,7 @@ def _lines(gm: GraphModule) -> Iterator[Line]:
             leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
             edges = [order.get(leaf, "input") for leaf in leaves if isinstance(leaf, Node)]
             order[node] = len(order)
-            yield Line(f"{_call(node)} {edges} {spec}", _call(node) or node.name, trace_of(node))
+            yield TextLine(f"{_call(node)} {edges} {spec}", _call(node) or node.name, trace_of(node))
 
 
 def _exchanges(gm: GraphModule) -> list[str]:

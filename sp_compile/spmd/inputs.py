@@ -57,18 +57,18 @@ class Facts:
         return replace(self, gradients=gradients, tangents=tangents)
 
 
-def known(gm: GraphModule, inputs: Sequence[Any], options: str) -> Known:
+def known(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
     """What this rank can say of a Dynamo graph, its inputs and options; nothing is exchanged."""
     tensors = local_tensors(inputs)
     values = {label: digest(_local(x)) for label, x in zip(_labels(inputs), inputs) if label}
     with real_tensors():
         blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and is_one_number(x)]
     shapes = str([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors] + [torch.is_grad_enabled()])
-    return Known(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs), options)
+    return InputDigests(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs), options)
 
 
 @dataclass(frozen=True)
-class Known:
+class InputDigests:
     """What one rank says: digests of values by name, tensors of one number throughout, shapes, the program's text."""
 
     values: dict[str, str]
@@ -79,14 +79,14 @@ class Known:
     options: str
 
 
-def facts_of(mine: Known, everyone: Sequence[Known | None]) -> Facts:
+def facts_of(mine: InputDigests, everyone: Sequence[InputDigests | None]) -> Facts:
     """What the ranks know together of the inputs: tensors are called input_0, input_1, ..., symbols size_0, ..."""
     others = [one.values if one is not None else {} for one in everyone]
     differ = frozenset(name for name in mine.values if len({one.get(name) for one in others}) > 1)
     return Facts(differ=differ, equal=frozenset(mine.values) - differ, blank=mine.blank - differ)
 
 
-def check_options(everyone: Sequence[Known | None]) -> None:
+def check_options(everyone: Sequence[InputDigests | None]) -> None:
     """Raise SpError, on every rank that asked, if their options differ: they would not exchange the same."""
     options = [one.options for one in everyone if one is not None]
     if len(set(options)) > 1:
@@ -94,7 +94,7 @@ def check_options(everyone: Sequence[Known | None]) -> None:
         raise SpError(f"the ranks of this group were given different options; every rank passes the same\n{each}")
 
 
-def are_apart(everyone: Sequence[Known | None]) -> bool:
+def are_apart(everyone: Sequence[InputDigests | None]) -> bool:
     """May the ranks' graphs differ, below autograd too? DTensors are cut there, by rank."""
     first = everyone[0]
     return any(

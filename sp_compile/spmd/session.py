@@ -21,7 +21,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
 
 from .check_compile import Lockstep, connected, rounds
-from .check_run import Agreed, fingerprint, input_names
+from .check_run import CheckedProgram, fingerprint, input_names
 from .fingerprint import Program, program_of, text_of, unlike
 from .grid import grids
 from .inputs import Facts, are_apart, check_options, equal_arguments, equal_inputs, facts_of, known, sized_inputs
@@ -209,16 +209,16 @@ class Session:
             done = run is not None and local is not None
             program = fingerprint(local) if done else Program()
             equal = equal_inputs(gm, example_inputs, inputs) if done else frozenset()
-            run = Agreed(run, self.ranks, program, input_names(gm), error, equal)
+            run = CheckedProgram(run, self.ranks, program, input_names(gm), error, equal)
             error = None
         elif error is not None and not self.groups:
-            return Agreed(None, ALONE, Program(), [], error)
+            return CheckedProgram(None, ALONE, Program(), [], error)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())
             compares = run is not None and ranks.group in scattered
             always = equal_arguments(gm, example_inputs, facts) if compares else frozenset()
             names = sized_inputs(gm, example_inputs, facts)
-            run = Agreed(run, ranks, program_of(gm), names, error, always=always)
+            run = CheckedProgram(run, ranks, program_of(gm), names, error, always=always)
         assert run is not None
         return run
 

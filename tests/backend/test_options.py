@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import sp_compile
 from sp_compile import SPConfig, SpError, backend, pipeline
 from sp_compile.spmd import declare
-from sp_compile.spmd.check_run import Agreed
+from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.groups import Groups, axis_of
 
 WIDTH, WORLD = 16, (2, 4)
@@ -88,7 +88,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
         return run
 
     compiler = "aot_eager" if isinstance(model, TensorParallel) else keep
-    with mock.patch.object(backend, "compile_local", watched), mock.patch.object(Agreed, "_agree"):
+    with mock.patch.object(backend, "compile_local", watched), mock.patch.object(CheckedProgram, "_agree"):
         torch.compile(model, backend="sp", options={"compiler": compiler, **options})(x)
     return str(seen)
 

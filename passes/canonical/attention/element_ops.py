@@ -16,7 +16,7 @@ from sp_compile._compat import schema_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.sizes import Size, same, sizes
 
-from .elements import Coords, Opaque, Positions, Value, cases, choose, combine, handles, number, truth
+from .elements import Coords, NotSymbolic, Positions, Value, cases, choose, combine, handles, number, truth
 
 # Made from nothing.
 
@@ -66,7 +66,7 @@ def _from_front(p: Positions, index: Any, extent: Size) -> sympy.Expr:
     if p.box.nonnegative(-at - 1):
         at = at + extent
     if not p.box.nonnegative(at) or not p.box.nonnegative(extent - at):  # torch would clamp it
-        raise Opaque
+        raise NotSymbolic
     return at
 
 
@@ -98,7 +98,7 @@ def _pieces(p: Positions, parts: list[Any], at: Coords, dim: int) -> Value:
             found.append((before_end, p.at(part, (*at[:dim], offset, *at[dim + 1 :]))))
         start = start + extent
     if not found:
-        raise Opaque
+        raise NotSymbolic
     value = found[-1][1]
     for before_end, piece in reversed(found[:-1]):
         value = choose(before_end, piece, value)
@@ -112,7 +112,7 @@ def _index(p: Positions, call: Call, at: Coords) -> Value:
     given = [d for d, i in enumerate(indices) if i is not None]
     depth = len(at) - (len(indices) - len(given))
     if any(not is_tensor(i) or i.meta["val"].dtype == torch.bool for i in indices if i is not None):
-        raise Opaque
+        raise NotSymbolic
     together = given == list(range(given[0], given[-1] + 1))
     first = given[0] if together else 0
     chosen, kept = at[first : first + depth], iter((*at[:first], *at[first + depth :]))
@@ -120,7 +120,7 @@ def _index(p: Positions, call: Call, at: Coords) -> Value:
     for index, extent in zip(indices, call.shape("self")):
         coords.append(next(kept) if index is None else p.integer(p.operand(index, chosen)))
         if index is not None and not p.box.within(coords[-1], extent):
-            raise Opaque
+            raise NotSymbolic
     return p.at(call["self"], coords)
 
 
@@ -135,7 +135,7 @@ def _triangle(p: Positions, call: Call, at: Coords) -> Value:
 def _diff(p: Positions, call: Call, at: Coords) -> Value:
     dim = call.dim()
     if call["n"] != 1 or (call["append"] is not None and call["prepend"] is None):
-        raise Opaque
+        raise NotSymbolic
     parts = [x for x in (call["prepend"], call["self"], call["append"]) if x is not None]
     here, there = ((*at[:dim], at[dim] + i, *at[dim + 1 :]) for i in (0, 1))
     return combine(lambda a, b: b - a, _pieces(p, parts, here, dim), _pieces(p, parts, there, dim))
@@ -147,7 +147,7 @@ def _cumsum(p: Positions, call: Call, at: Coords) -> Value:
     dim = call.dim()
     each = cases(p.at(call.operands[0], at))
     if len(each) != 1 or not each[0][1].is_number:
-        raise Opaque
+        raise NotSymbolic
     return ((sympy.true, sympy.expand(each[0][1] * (at[dim] + 1))),)
 
 
@@ -188,9 +188,9 @@ def _divide(p: Positions, call: Call, at: Coords) -> Value:
     name = schema_of(call.node.target).name
     rounds = call.get("rounding_mode") == "floor" or "div" not in name or "floor" in name
     if call.node.meta["val"].dtype.is_floating_point or not _positive(b):
-        raise Opaque
+        raise NotSymbolic
     if not rounds and not (call.get("rounding_mode") == "trunc" and _nonnegative(p, a)):
-        raise Opaque
+        raise NotSymbolic
     return combine(lambda x, y: sympy.Mod(x, y) if "rem" in name else sympy.floor(x / y), a, b)
 
 
@@ -226,7 +226,7 @@ def _logical(function: Callable[..., Any], *names: str) -> None:
     def handler(p: Positions, call: Call, at: Coords) -> Value:
         bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
         if bitwise and call.node.meta["val"].dtype != torch.bool:
-            raise Opaque
+            raise NotSymbolic
         return function(*(truth(p.operand(call[n], at)) for n in ("self", "other") if n in call.args))
 
     handles(*names)(handler)
@@ -241,7 +241,7 @@ _logical(Not, "bitwise_not", "logical_not")
 @handles("where")
 def _where(p: Positions, call: Call, at: Coords) -> Value:
     if "self" not in call.args:
-        raise Opaque
+        raise NotSymbolic
     yes, no = (p.operand(call[name], at) for name in ("self", "other"))
     return choose(truth(p.operand(call["condition"], at)), yes, no)
 

@@ -37,7 +37,7 @@ LEAVES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 WIDE = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every position; half types do not
 
 
-class Opaque(Exception):
+class NotSymbolic(Exception):
     """No expression describes the element; the message says of which value, and why, where that is final."""
 
 
@@ -60,52 +60,52 @@ class Positions:
         self.known: dict[tuple[Node, Coords], Value] = {}
 
     def at(self, node: Node, coords: Sequence[Any]) -> Value:
-        """The element of a tensor at the coordinates. Raises Opaque."""
+        """The element of a tensor at the coordinates. Raises NotSymbolic."""
         key = (origin(node), tuple(sympy.sympify(c) for c in coords))
         if key not in self.known:
             self.known[key] = self._element(*key)
         return self.known[key]
 
     def _element(self, node: Node, coords: Coords) -> Value:
-        inner: Opaque | None = None
+        inner: NotSymbolic | None = None
         if _name(node):
             handler = HANDLERS.get(_name(node), _moved)
             try:
                 return cast(handler(self, Call(node), coords), node.meta["val"].dtype)
-            except Opaque as error:
+            except NotSymbolic as error:
                 inner = error  # one value to look up may still stand for all that was not understood
         held = constant_of(node)
         if held is not None:
             return cast(number(held), node.meta["val"].dtype)
         try:
             return self._leaf(node, coords)
-        except Opaque as error:
+        except NotSymbolic as error:
             raise inner if inner is not None and inner.args else error from None
 
     def _leaf(self, node: Node, coords: Coords) -> Value:
         value = node.meta["val"]
         if value.dtype not in LEAVES:
-            raise Opaque(f"{node.name} ({node.target}) holds {value.dtype} that no position gives")
+            raise NotSymbolic(f"{node.name} ({node.target}) holds {value.dtype} that no position gives")
         which = [self._index(c, s) for c, s in zip(coords, sizes(value.shape))]
         used = [index for index in which if index is not None]
         if len(set(used)) < len(used) or {QUERY, KEY} <= set(used):
-            raise Opaque(f"{node.name} ({node.target}) belongs to a query and a key at once")
+            raise NotSymbolic(f"{node.name} ({node.target}) belongs to a query and a key at once")
         function = sympy.Function(f"leaf_{node.name}", integer=True)
         self.leaves[f"leaf_{node.name}"] = node
         element = function(*coords)
         return Ne(element, 0) if value.dtype == torch.bool else ((sympy.true, element),)
 
     def _index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
-        """The index whose window the coordinate runs over; None for a fixed one. Raises Opaque for others."""
+        """The index whose window the coordinate runs over; None for a fixed one. Raises NotSymbolic for others."""
         for index in (QUERY, KEY):
             if coord.has(index):
                 if (coord - index).has(*INDICES, AppliedUndef) or not self.box.within(coord, extent):
-                    raise Opaque
+                    raise NotSymbolic
                 return index
         if coord == BATCH and same(self.sizes[BATCH], extent):
             return BATCH
         if coord.has(*INDICES, AppliedUndef) or not self.box.nonnegative(extent - 1 - coord):
-            raise Opaque
+            raise NotSymbolic
         return None
 
     def operand(self, x: Any, coords: Coords) -> Value:
@@ -117,10 +117,10 @@ class Positions:
         return self.at(x, tuple(0 if s == 1 else c for s, c in zip(shape, own)))
 
     def integer(self, value: Value) -> sympy.Expr:
-        """The value where it is one integer expression. Raises Opaque."""
+        """The value where it is one integer expression. Raises NotSymbolic."""
         found = cases(value)
         if len(found) != 1 or not found[0][1].is_integer:
-            raise Opaque
+            raise NotSymbolic
         return found[0][1]
 
 
@@ -131,25 +131,25 @@ def _name(node: Node) -> str:
 
 
 def _moved(p: Positions, call: Call, at: Coords) -> Value:
-    """By the op's rule, for all that only moves or casts: the element of its operand. Raises Opaque for others."""
+    """By the op's rule, for all that only moves or casts: the element of its operand. Raises NotSymbolic for others."""
     found = element_of(call.node, at)
     if found is None:
-        raise Opaque
+        raise NotSymbolic
     return p.at(*found)
 
 
 def number(x: Any) -> Value:
-    """A Python number, or the node or symbol of a size, as a value. Raises Opaque for NaN."""
+    """A Python number, or the node or symbol of a size, as a value. Raises NotSymbolic for NaN."""
     if isinstance(x, bool):
         return sympy.true if x else sympy.false
     if isinstance(x, float):
         if x != x:
-            raise Opaque
+            raise NotSymbolic
         return ((sympy.true, sympy.Rational(x) if abs(x) != float("inf") else sympy.oo * (1 if x > 0 else -1)),)
     if isinstance(x, Node):
         x = x.meta["val"]
     if not isinstance(x, (int, torch.SymInt, sympy.Expr)):
-        raise Opaque
+        raise NotSymbolic
     return ((sympy.true, sympy.sympify(size(x))),)
 
 
@@ -169,7 +169,7 @@ def truth(value: Value) -> Boolean:
 
 
 def cast(value: Value, dtype: torch.dtype) -> Value:
-    """The value in another dtype. Raises Opaque where that might round or wrap."""
+    """The value in another dtype. Raises NotSymbolic where that might round or wrap."""
     if dtype == torch.bool:
         return truth(value)
     found = cases(value)
@@ -177,12 +177,12 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
         constant = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
         position = v.is_integer and dtype in WIDE and not (dtype == torch.float32 and v.has(AppliedUndef))
         if not constant and not position:
-            raise Opaque
+            raise NotSymbolic
     return found
 
 
 def combine(function: Callable[..., Any], *values: Value) -> Cases:
-    """function of every combination of cases, equal results together. Raises Opaque for too many, and for NaN."""
+    """function of every combination of cases, equal results together. Raises NotSymbolic for too many, and for NaN."""
     out: dict[sympy.Expr, Boolean] = {}
     for chosen in itertools.product(*map(cases, values)):
         condition = And(*(c for c, _ in chosen))
@@ -190,10 +190,10 @@ def combine(function: Callable[..., Any], *values: Value) -> Cases:
             continue
         result = sympy.expand(function(*(v for _, v in chosen))).subs(_pinned(condition))
         if result is sympy.nan:
-            raise Opaque
+            raise NotSymbolic
         out[result] = Or(out.get(result, sympy.false), condition)
     if len(out) > MOST_CASES:
-        raise Opaque
+        raise NotSymbolic
     return ((sympy.true, next(iter(out))),) if len(out) == 1 else tuple((c, v) for v, c in out.items())
 
 

@@ -26,7 +26,7 @@ from sp_compile.passes import base
 from sp_compile.passes.job import Job
 
 from . import element_ops  # noqa: F401  (registers how ops get their elements)
-from .elements import Opaque, Positions, Value
+from .elements import NotSymbolic, Positions, Value
 from .proofs import BATCH, HEAD, INDICES, KEY, QUERY, Boolean, Box
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -48,15 +48,15 @@ def recognise(node: Node, shape: tuple[Size, ...]) -> Mask | None:
     """The mask that broadcasts to scores of `shape`, (B, H, Q, K) or (B, Q, K); None where it is not understood."""
     try:
         return understood(node, shape)
-    except Opaque:
+    except NotSymbolic:
         return None
 
 
 def understood(node: Node, shape: tuple[Size, ...]) -> Mask:
-    """As `recognise`. Raises Opaque, which says why the mask stays data."""
+    """As `recognise`. Raises NotSymbolic, which says why the mask stays data."""
     own = sizes(node.meta["val"].shape)
     if len(shape) not in (3, 4) or len(own) > len(shape):
-        raise Opaque(f"scores of {len(shape)} dims, a mask of {len(own)}")
+        raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(own)}")
     indices = [i for i in INDICES if i != HEAD or len(shape) == 4]
     extent: dict[sympy.Symbol, Size] = {**dict.fromkeys(INDICES, 1), **dict(zip(indices, shape))}
     box = Box(extent)
@@ -66,11 +66,11 @@ def understood(node: Node, shape: tuple[Size, ...]) -> Mask:
     allowed = box.tidy(sympy.to_nnf(allowed, simplify=False))
     mask = Mask(allowed, box, positions.leaves, extent)
     if allowed == sympy.false:
-        raise Opaque("no query attends to any key")
+        raise NotSymbolic("no query attends to any key")
     if _without_leaves(allowed).free_symbols & {BATCH, HEAD}:
-        raise Opaque("it differs between heads or batches")
+        raise NotSymbolic("it differs between heads or batches")
     if finite and not always_attends(mask):
-        raise Opaque("its fills are finite, and no query provably attends to some key")
+        raise NotSymbolic("its fills are finite, and no query provably attends to some key")
     return mask
 
 
@@ -79,7 +79,7 @@ def _allowed(value: Value) -> tuple[Boolean, bool]:
     if not isinstance(value, tuple):
         return value, False
     if not all(v == 0 or (v.is_number and v <= FINITE) for _, v in value):
-        raise Opaque(f"a bias of other numbers than 0 and fills from {FINITE:g} down")
+        raise NotSymbolic(f"a bias of other numbers than 0 and fills from {FINITE:g} down")
     zero = [c for c, v in value if v == 0]
     return (zero[0] if zero else sympy.false), any(v.is_finite for _, v in value if v != 0)
 
@@ -97,7 +97,7 @@ def _without_leaves(p: Any) -> Any:
 
 
 @dataclass
-class Spelling:
+class MaskForm:
     """A predicate's text, with the vectors and sizes that its symbols stand for."""
 
     rows: list[AppliedUndef] = field(default_factory=list)
@@ -165,13 +165,13 @@ class Masks(base.Spelling):
         """The mask; of one that is computed here and stays data, the report says why."""
         try:
             return understood(node, shape)
-        except Opaque as why:
+        except NotSymbolic as why:
             if node.op == "call_function":
                 self.refused(node, f"the mask stays data: {why}" if why.args else "the mask stays data")
             return None
 
     def _predicate(self, node: Node, call: Call, mask: Mask) -> bool:
-        spelling = Spelling()
+        spelling = MaskForm()
         predicate = spelling.spell(mask.allowed)
         if predicate.free_symbols & {BATCH, HEAD}:  # a condition on the head and on data
             return False

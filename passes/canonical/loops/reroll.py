@@ -30,7 +30,7 @@ from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 
 from .recurrence import Affine, Scans
-from .steps import Column, Loop, NotALoop, Operand, Read, Ref, Seeded, reading
+from .steps import Column, Loop, NotALoop, Operand, Read, Ref, SeededList, reading
 from .vectorize import Steps, Value
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ class Roll:
         """Is it the same at every step?"""
         if isinstance(x, Ref):
             return isinstance(self.values.get(x.column), Node)
-        return not isinstance(x, Read | Seeded)
+        return not isinstance(x, Read | SeededList)
 
     def shared(self) -> set[Node]:
         """What has to be computed before any step."""
@@ -117,11 +117,11 @@ class Roll:
 
     def _leaf(self, x: Operand, column: Column) -> Any:
         """A value, an Affine, or WAITS."""
-        rest = x.rest if isinstance(x, Seeded) else x
+        rest = x.rest if isinstance(x, SeededList) else x
         if not isinstance(rest, Ref) or rest.column in self.values:
             return self.value(x, column.first, column.end)
         source = rest.column
-        if isinstance(x, Seeded):
+        if isinstance(x, SeededList):
             before = self.seeds.setdefault(source, x.seed)
             starts = rest.lag == 1 and source.first == column.first and _is(before, x.seed)
             return Affine(source, 1, 0) if starts else WAITS
@@ -131,14 +131,14 @@ class Roll:
     def value(self, x: Operand, first: int, end: int) -> Value:
         """An operand of steps first, ..., end - 1."""
         key = (x, first, end)
-        if isinstance(x, Read | Ref | Seeded) and key not in self.known:
+        if isinstance(x, Read | Ref | SeededList) and key not in self.known:
             self.known[key] = self._made(x, first, end)
-        return self.known[key] if isinstance(x, Read | Ref | Seeded) else x
+        return self.known[key] if isinstance(x, Read | Ref | SeededList) else x
 
     def _made(self, x: Operand, first: int, end: int) -> Value:
         if isinstance(x, Read):
             return self._reading(x, first, end)
-        if isinstance(x, Seeded):
+        if isinstance(x, SeededList):
             rest = self.value(x.rest, first + 1, end)
             if not isinstance(rest, Steps):
                 raise NotALoop("a first step alone")

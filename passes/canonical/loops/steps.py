@@ -4,7 +4,7 @@ A `Column` holds one node of every step. What a step reads is one of
 
     Read      piece t of a tensor            select(x, dim, t), x[:, t * n : (t + 1) * n], unbind, split
     Ref       a column's node of the same step, or of the step before (lag 1)
-    Seeded    as the rest, but for the first step: a state before anything happened
+    SeededList    as the rest, but for the first step: a state before anything happened
     a node or a constant that all steps share
 
 Reading makes no nodes, and takes time linear in the nodes of the loop.
@@ -72,14 +72,14 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Seeded:
+class SeededList:
     """The seed at the first step, the rest from the second on."""
 
     seed: Any
     rest: Read | Ref
 
 
-Operand: TypeAlias = Any  # Read | Ref | Seeded | Node | a constant
+Operand: TypeAlias = Any  # Read | Ref | SeededList | Node | a constant
 
 
 class Loop:
@@ -110,7 +110,7 @@ class Loop:
     def operands(self) -> Iterator[Operand]:
         """Of the root and of all columns, what is seeded as its parts."""
         for operand in (self.root, *(x for c in self.columns for x in c.operands)):
-            yield from (operand.seed, operand.rest) if isinstance(operand, Seeded) else (operand,)
+            yield from (operand.seed, operand.rest) if isinstance(operand, SeededList) else (operand,)
 
     def _read_arguments(self, column: Column) -> None:
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
@@ -133,7 +133,7 @@ class Loop:
                 found = Ref(self._column(rest, first + 1), 0)
             if found is None or _is_symbolic(head):
                 raise NotALoop("steps that differ")
-            return Seeded(head, found)
+            return SeededList(head, found)
         return found or Ref(self._column(values, first), 0)
 
     def _known(self, values: Sequence[Any], first: int) -> Ref | None:

@@ -28,7 +28,7 @@ LinkSet = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Way:
+class MergeWay:
     """How a chain may be done: blocks of links, each with its communicator; and the seconds that this takes."""
 
     blocks: dict[LinkSet, str]
@@ -43,7 +43,7 @@ class Chooser:
     policy: str
     cost: Mapping[str, Any] | None = None
 
-    def ways(self, chain: Chain) -> list[Way]:
+    def ways(self, chain: Chain) -> list[MergeWay]:
         """Every way that is exact and has its communicators; the one that merges nothing is among them."""
         count = len(chain.links)
         subsets = [block for k in range(count) for block in itertools.combinations(range(count), k + 1)]
@@ -56,7 +56,7 @@ class Chooser:
             if free or all(block[-1] - block[0] == len(block) - 1 for block in blocks):
                 named = {block: name for block in blocks if (name := names[block]) is not None}
                 if len(named) == len(blocks):
-                    found.append(Way(named, self._in_all(chain, named)))
+                    found.append(MergeWay(named, self._in_all(chain, named)))
         return found
 
     def _in_all(self, chain: Chain, named: dict[LinkSet, str]) -> float:
@@ -67,7 +67,7 @@ class Chooser:
             return self._seconds(chain, line, values.pop(), named.values())
         return sum(self._time(chain, block, name) for block, name in named.items())
 
-    def best(self, ways: list[Way]) -> Way:
+    def best(self, ways: list[MergeWay]) -> MergeWay:
         """The one that the policy takes."""
         if self.policy == "auto":
             fastest = min(way.time for way in ways)
@@ -76,7 +76,7 @@ class Chooser:
             ways = [way for way in ways if self._stays_inside(way)]
         return min(ways, key=lambda way: (len(way.blocks), way.time))
 
-    def why_apart(self, chain: Chain, ways: list[Way]) -> str:
+    def why_apart(self, chain: Chain, ways: list[MergeWay]) -> str:
         """Why the chain stays as it is."""
         merged = [way for way in ways if way is not apart(ways)]
         if merged and self.policy == "intra_node":
@@ -114,7 +114,7 @@ class Chooser:
         rows = value_of(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
         return bool(statically_known_true(rows % ranks == 0))
 
-    def _stays_inside(self, way: Way) -> bool:
+    def _stays_inside(self, way: MergeWay) -> bool:
         return all(len(block) == 1 or self.groups.in_one_node(name) for block, name in way.blocks.items())
 
     def _time(self, chain: Chain, block: LinkSet, name: str) -> float:
@@ -138,12 +138,12 @@ class Chooser:
         return _elements(whole) * last.dtype.itemsize
 
 
-def apart(ways: list[Way]) -> Way:
+def apart(ways: list[MergeWay]) -> MergeWay:
     """The way that merges nothing."""
     return max(ways, key=lambda way: len(way.blocks))
 
 
-def compared(merged: Way, other: Way) -> str:
+def compared(merged: MergeWay, other: MergeWay) -> str:
     """Both predictions."""
     return f"{merged.time * 1e3:.3g} ms instead of {other.time * 1e3:.3g} ms"
 

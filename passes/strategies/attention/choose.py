@@ -37,7 +37,7 @@ ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided(Decision):
+class NodeDecision(Decision):
     """The decision for one node."""
 
     node: Node
@@ -59,7 +59,7 @@ class ChooseAttention(Pass):
         return 0
 
 
-def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> tuple[int, list[Decided]]:
+def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> tuple[int, list[NodeDecision]]:
     """Annotate every attention that runs on shards: the folds of the program's layout, and what is for the report.
 
     Raises SpError: what the user asked for fits no attention here.
@@ -77,14 +77,14 @@ def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> tuple[int, l
     return folds, best
 
 
-def _decisions(shapes: dict[Node, Shape], folds: int, plan: Plan, job: Settings) -> list[Decided]:
+def _decisions(shapes: dict[Node, Shape], folds: int, plan: Plan, job: Settings) -> list[NodeDecision]:
     """The best way for every attention if the program keeps its sequence in this order."""
     out = []
     for node, shape in shapes.items():
         found = _found(replace(shape, zigzag=folds == 2), _machine(job, node))
         choice = _choice(found, node, plan, job)
         if choice is not None:
-            out.append(Decided(shape, found, choice, node=node))
+            out.append(NodeDecision(shape, found, choice, node=node))
     return out
 
 

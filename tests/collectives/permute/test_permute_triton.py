@@ -59,7 +59,7 @@ def test_rows_without_a_gpu() -> None:
         "declared", all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
     )
     try:
-        assert lowering.choose(lowering.Problem(x, 1, 0, 2, "declared")) == "packed"
+        assert lowering.choose(lowering.Packing(x, 1, 0, 2, "declared")) == "packed"
     finally:
         all_to_all_permute.forget("declared")
     assert all_to_all_permute.buffer_of("declared") is None
@@ -75,7 +75,7 @@ def test_what_decides_for_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> N
     x, many = torch.zeros(2, 4), torch.zeros((2,) * MOST_DIMS)
     try:
         ways = [
-            lowering.choose(lowering.Problem(x, 1, 0, 2, "declared"))
+            lowering.choose(lowering.Packing(x, 1, 0, 2, "declared"))
             for x in (x, torch.nn.Parameter(x), many, many[0].to(torch.complex64), many.to(torch.complex64))
         ]
     finally:

@@ -21,7 +21,7 @@ from .walk import in_one, in_parts
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TileSizes:
     """walk: bytes of states that a program holds at once, and its warps.
 
     programs: for each multiprocessor when a length is divided. enough: for each to leave it whole.
@@ -32,30 +32,30 @@ class Sizes:
     enough: int = 4
 
 
-INTERPRETED = Sizes((128, 1), programs=2, enough=2)
+INTERPRETED = TileSizes((128, 1), programs=2, enough=2)
 """In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class ScanShape:
     """Of a sweep: its tiles of a walk across the lines and along them, and the device's multiprocessors."""
 
     across: int
     along: int
     multiprocessors: int
-    sizes: Sizes
+    sizes: TileSizes
 
 
-WAYS: dict[str, Callable[[Shape], bool]] = {
+WAYS: dict[str, Callable[[ScanShape], bool]] = {
     "one": lambda s: s.across >= s.sizes.enough * s.multiprocessors or s.along <= 2,
     "parts": lambda s: True,
 }
 """The first that fits is taken."""
 
-_forced: Forced[tuple[str, Sizes | None]] = Forced()
+_forced: Forced[tuple[str, TileSizes | None]] = Forced()
 
 
-def using_way(name: str, sizes: Sizes | None = None) -> AbstractContextManager[None]:
+def using_way(name: str, sizes: TileSizes | None = None) -> AbstractContextManager[None]:
     """Every scan inside, on any thread, goes this way."""
     if name not in WAYS:
         raise SpError(f"scan: there is no way {name!r}, but {', '.join(WAYS)}")
@@ -65,7 +65,7 @@ def using_way(name: str, sizes: Sizes | None = None) -> AbstractContextManager[N
 def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
     """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
     way, sizes = _forced.value or ("", None)
-    sizes = sizes or (INTERPRETED if triton.knobs.runtime.interpret else Sizes())
+    sizes = sizes or (INTERPRETED if triton.knobs.runtime.interpret else TileSizes())
     tile = _tile(sweep, sizes.walk)
     shape = _shape(sweep, tile, sizes)
     way = way or next(name for name, fits in WAYS.items() if fits(shape))
@@ -81,9 +81,9 @@ def _tile(sweep: Sweep, size: tuple[int, int]) -> Tile:
     return sweep.tile(1 << (held // sweep.state_bytes).bit_length() - 1, warps)
 
 
-def _shape(sweep: Sweep, tile: Tile, sizes: Sizes) -> Shape:
+def _shape(sweep: Sweep, tile: Tile, sizes: TileSizes) -> ScanShape:
     across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
-    return Shape(across, along, _multiprocessors(sweep.x.device), sizes)
+    return ScanShape(across, along, _multiprocessors(sweep.x.device), sizes)
 
 
 @cache
