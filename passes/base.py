@@ -19,9 +19,12 @@ come before all that require it. "captured" is what every pipeline begins with.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any, ClassVar, TypeVar
 
 from torch.fx import GraphModule, Node
@@ -132,29 +135,42 @@ class Spelling(Pass):
     provides = frozenset({"canonical"})
 
 
-S = TypeVar("S", bound=type[Spelling])
-_SPELLINGS: list[type[Spelling]] = []
+class CollectivePass(Pass):
+    """A pass over the collectives of a joint graph, called where all ranks would rewrite alike."""
 
-
-def register(spelling: S) -> S:
-    """Make a spelling a part of canonicalize, at the place that what it requires and provides gives it."""
-    if any(one.name == spelling.name for one in _SPELLINGS):
-        raise ValueError(f"a spelling called {spelling.name!r} is registered already")
-    _SPELLINGS.append(spelling)
-    return spelling
-
-
-def unregister(spelling: type[Spelling]) -> None:
-    """Take a spelling out again."""
-    _SPELLINGS.remove(spelling)
-
-
-def spellings() -> list[type[Spelling]]:
-    """All registered spellings, in an order that their words allow; where these leave a choice, by name."""
-    return ordered(_SPELLINGS)
+    @classmethod
+    def of(cls, joint: Any) -> Pass | None:
+        """The pass for one program (a `passes.joint.joint.JointPasses`); None where there is nothing for it."""
+        return cls()
 
 
 P = TypeVar("P", bound=Pass)
+_REGISTERED: list[type[Pass]] = []
+
+
+def register(one: type[P]) -> type[P]:
+    """Let a Spelling or a CollectivePass run, at the place that what it requires and provides gives it."""
+    if any(other.name == one.name for other in _REGISTERED):
+        raise ValueError(f"a pass called {one.name!r} is registered already")
+    _REGISTERED.append(one)
+    return one
+
+
+def unregister(one: type[Pass]) -> None:
+    """Take a pass out again."""
+    _REGISTERED.remove(one)
+
+
+def registered(kind: type[P]) -> list[type[P]]:
+    """All registered passes of a kind, in an order that their words allow; where these leave a choice, by name."""
+    return ordered(one for one in _REGISTERED if issubclass(one, kind))
+
+
+def import_rooms(package: str, folder: Iterable[str]) -> None:
+    """Import every module below a folder, so that what is in them registers itself."""
+    for module in walk_packages(folder, f"{package}."):
+        if module.name not in sys.modules:
+            import_module(module.name)
 
 
 def ordered(passes: Iterable[type[P]]) -> list[type[P]]:

@@ -20,16 +20,11 @@ orders them, and a new file here is found without another word. Bytes moved: non
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import walk_packages
-
-from sp_compile.passes.base import Passes, Spelling, spellings
+from sp_compile.passes.base import Passes, Spelling, import_rooms, registered
 
 from . import __path__ as folder
 
-for module in walk_packages(folder, f"{__package__}."):
-    if module.name != __name__:
-        import_module(module.name)
+import_rooms(str(__package__), folder)
 
 
 class Canonicalize(Passes):
@@ -40,4 +35,4 @@ class Canonicalize(Passes):
 
     @classmethod
     def parts(cls) -> list[type[Spelling]]:
-        return spellings()
+        return registered(Spelling)

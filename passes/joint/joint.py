@@ -21,10 +21,10 @@ from sp_compile.graph.edit import copied
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.record import erase
 from sp_compile.lowering.library import digest
+from sp_compile.passes import collectives
+from sp_compile.passes.base import CollectivePass, Pass, import_rooms, registered
 from sp_compile.passes.collectives.merge.chains import check_reductions
-from sp_compile.passes.collectives.merge.merge import merge_reductions
-from sp_compile.passes.collectives.permute.permute import permute_all_to_all
-from sp_compile.passes.job import Note
+from sp_compile.passes.job import Job, Note
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.own_rows import mark_own_rows
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
@@ -32,6 +32,8 @@ from sp_compile.spmd.declare import declared
 from sp_compile.spmd.session import Session
 
 from .facts import compare_gradients, joint_facts
+
+import_rooms("sp_compile.passes.collectives", collectives.__path__)
 
 
 @dataclass
@@ -96,8 +98,8 @@ class JointPasses:
         made = {} if facts is None else {name: _sources(nodes) for name, nodes in facts.tangents.items()}
         if facts is not None and numbers is not None and not why:
             one = SequenceParallelLinear(ranks, replace(facts, numbers=numbers))
-            result = one(local)
-            local = result.graph_module if result.modified else gm
+            scattered = self._run(one, local)
+            local = scattered if one.changes else gm
         assumed = one.assumed if one is not None else []
         tangents = {name: made.get(name) or "of this program" for name in assumed if name.startswith("tangents")}
         if not self.session.same_exchanges(local, ranks, list(tangents)):
@@ -121,15 +123,23 @@ class JointPasses:
 
         What a rank's neighbour over one group sees, its neighbours over others have to know as well.
         """
+        kinds = registered(CollectivePass)
         if not self.session.all_alike():
+            names = ", ".join(kind.name for kind in kinds)
             why = "the ranks' programs differ, so they might not all rewrite the same exchanges"
-            self.report.add([Note("not permute_all_to_all, merge_reductions", "graph", "the whole graph", why)])
+            self.report.add([Note(f"not {names}", "graph", "the whole graph", why)])
             return
-        if self.session.groups:
-            self.report.add(permute_all_to_all(gm, decomposed=True))
-        if self.merge != "never" and declared().members:
-            self.report.add(merge_reductions(gm, self.merge, cost=self.cost))
+        for one in filter(None, (kind.of(self) for kind in kinds)):
+            self._run(one, gm)
+            self.report.add(one.notes)
         gm.recompile()
+
+    def _run(self, one: Pass, gm: GraphModule) -> GraphModule:
+        """The graph that the pass makes; its lap is in the report."""
+        job = Job.begin(one.given)
+        one.run(gm, job)
+        self.report.passes += job.laps
+        return one.gm
 
 
 NEVER = "the option sequence_parallel_linear is 'never'"

@@ -17,8 +17,8 @@ import sp_compile
 from sp_compile import passes
 from sp_compile.graph.edit import copied
 from sp_compile.graph.record import erase, mark, record
-from sp_compile.passes import Job, Pass, check_order, flat, register, settings, spellings, unregister
-from sp_compile.passes.base import ordered
+from sp_compile.passes import Job, Pass, check_order, flat, register, settings, unregister
+from sp_compile.passes.base import CollectivePass, Spelling, ordered, registered
 from sp_compile.pipeline import Pipeline, strategies
 
 
@@ -70,7 +70,7 @@ def test_a_swapped_order_is_refused(first: str, second: str) -> None:
 
 
 def test_spellings_are_ordered_by_their_words_alone() -> None:
-    assert [one.name for one in spellings()] == [one.name for one in ordered(reversed(spellings()))]
+    assert [one.name for one in registered(Spelling)] == [one.name for one in ordered(reversed(registered(Spelling)))]
 
 
 def test_passes_that_require_each_other_are_refused() -> None:
@@ -106,7 +106,7 @@ def test_a_spelling_registers_itself() -> None:
     verified = sp_compile.verify(Sums(), x, seq_dims={"x": 1})
     assert "doubled" in [note.done for note in verified.notes]
     assert verified.worst < 1e-6
-    names = [one.name for one in spellings()]
+    names = [one.name for one in registered(Spelling)]
     assert names.index("explicit") < names.index("doubled") < names.index("masks")
     with pytest.raises(ValueError, match="registered already"):
         register(Doubled)
@@ -144,7 +144,11 @@ def test_by_hand_twice() -> None:
 
 
 def test_every_name_is_there() -> None:
-    for name in passes.__all__:
+    every = {one.__name__ for kind in (Spelling, CollectivePass) for one in registered(kind)}
+    in_order = [one for one in (*flat(Pipeline), *strategies()) if one.__module__ != Pipeline.__module__]
+    every |= {one.__name__ for one in in_order}
+    assert every <= set(dir(passes))
+    for name in every:
         assert getattr(passes, name).__name__ == name
     assert passes.gather.Gather is passes.Gather
     assert passes.scan.Scan is passes.Scan

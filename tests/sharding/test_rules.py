@@ -60,7 +60,7 @@ def samples_of(op: Any) -> list[samples.Sample]:
 @pytest.mark.parametrize("op", RULES, ids=str)
 def test_parts_make_the_whole(op: Any) -> None:
     outcomes = [o for args, kwargs in samples_of(op) for o in brute.outcomes(op, args, kwargs)]
-    assert outcomes or op in NOTHING_TO_SHARD, "no sample in samples.py shards this op"
+    assert outcomes or op in NOTHING_TO_SHARD, "no sample in tests/support/samples shards this op"
     wrong = [o for o in outcomes if o.kind in RUNS and o.error]
     assert not wrong
     refused = [o for o in outcomes if o.kind not in RUNS]

@@ -33,8 +33,8 @@ from torch.fx import GraphModule, Node
 from sp_compile.config import CHOICES
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor, infer
-from sp_compile.passes.base import Pass
+from sp_compile.graph.edit import infer
+from sp_compile.passes.base import CollectivePass, Pass, register
 from sp_compile.passes.job import Job, Note
 from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
@@ -45,7 +45,8 @@ from .ways import Chooser, LinkSet, apart, compared, value_of
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
-class MergeReductions(Pass, Editor):
+@register
+class MergeReductions(CollectivePass):
     """MergeReductions(groups)(graph_module): in place; `notes` tells what was merged, and what was not and why.
 
     groups: what declare_groups returned, or Groups.of(mesh_shape, names) without processes.
@@ -62,7 +63,13 @@ class MergeReductions(Pass, Editor):
     """
 
     name = "merge_reductions"
+    requires = frozenset({"captured", "exchanges are joined"})
     provides = frozenset({"reductions are merged"})
+
+    @classmethod
+    def of(cls, joint: Any) -> Pass | None:
+        known = declared()
+        return cls(known, joint.merge, joint.cost, strict=False) if joint.merge != "never" and known.members else None
 
     def __init__(
         self, groups: Groups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True

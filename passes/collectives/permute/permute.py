@@ -22,16 +22,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.capture.form import require_functional, require_ops
 from sp_compile.graph.call import is_written
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.sizes import quotient, same, size, sizes
-from sp_compile.passes.base import Pass
+from sp_compile.passes.base import CollectivePass, Pass, register
 from sp_compile.passes.job import Job, Note
 
 from .arrangement import op_of
@@ -53,7 +53,8 @@ def permute_all_to_all(gm: GraphModule, decomposed: bool = False, packed: bool =
     return rewrite.notes
 
 
-class PermuteAllToAll(Pass, Editor):
+@register
+class PermuteAllToAll(CollectivePass):
     """By hand: `PermuteAllToAll()(graph_module)`; `.notes` says what was done.
 
     decomposed: leave ATen and functional collectives, as after AOTAutograd, instead of sp:: ops.
@@ -62,6 +63,10 @@ class PermuteAllToAll(Pass, Editor):
 
     name = "permute_all_to_all"
     provides = frozenset({"exchanges are joined"})
+
+    @classmethod
+    def of(cls, joint: Any) -> Pass | None:
+        return cls(decomposed=True) if joint.session.groups else None
 
     def __init__(self, decomposed: bool = False, packed: bool = True) -> None:
         super().__init__()
