@@ -165,7 +165,7 @@ class Strategy:
     rewrite: the pass, an `AttentionPass` of the same name; its `op` is what it puts in the place of attention.
     candidates(shape, machine, layout): the ways to run an attention so, with the sequence in that layout inside; one
         that cannot be is returned with the reason, or not at all.
-    sends(call, n): the bytes that one of n ranks sends in a call of the op, forward and backward.
+    sends(call, n): the bytes that one of n ranks sends in a call of the op, forward and backward. Needed with an op.
     declare(call, ranks): makes the routes of the op's exchanges known (`sp_compile.lowering.routes`), if it has any.
     """
 
@@ -173,8 +173,12 @@ class Strategy:
     preference: int
     rewrite: Any
     candidates: Callable[[Shape, Machine, str], Iterable[Candidate]]
-    sends: Callable[[Call, int], tuple[Size, Size]] = lambda call, n: (0, 0)
+    sends: Callable[[Call, int], tuple[Size, Size]] | None = None
     declare: Callable[[Call, Ranks], None] = lambda call, ranks: None
+
+    def __post_init__(self) -> None:
+        if self.op is not None and self.sends is None:
+            raise SpError(f"attention strategy {self.name!r}: sends= has to say what a rank sends in {self.op}")
 
     @property
     def op(self) -> Any:

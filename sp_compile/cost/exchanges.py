@@ -56,7 +56,8 @@ def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
         if node.op != "call_function" or getattr(node.target, "namespace", "") != "sp":
             continue
         name = node.target.__name__.split(".")[0]
-        if strategy := strategy_of(node.target):
+        strategy = strategy_of(node.target)
+        if strategy is not None and strategy.sends is not None:
             call = Call(node)
             out.append(_exchange(node, name, call.operands[:3], *strategy.sends(call, n)))
         elif node.target in SCANS:

@@ -16,6 +16,7 @@ from support.golden import captured
 from torch import Tensor
 
 from sp_compile._compat import associative_scan_op
+from sp_compile.graph.record import mark
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -199,7 +200,7 @@ def canonical_ops(spelling: Callable[..., Tensor], between: Between) -> list[str
     else:
         gm = captured(lambda x: spelling(x, between), *xs)
     for node in gm.graph.find_nodes(op="placeholder"):
-        node.meta["sp_grad"] = False  # or a detach would mean something
+        mark(node, requires_grad=False)  # or a detach would mean something
     Canonicalize()(gm)
     (found, *_), wanted = gm(*xs) if isinstance(gm(*xs), tuple) else (gm(*xs),), spelling(*xs, plain)
     torch.testing.assert_close(found, wanted)

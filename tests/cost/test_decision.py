@@ -7,7 +7,8 @@ from cost.test_cost import candidate, shape
 from support.attention import toy_strategy
 
 from sp_compile import SPConfig, SpError
-from sp_compile.cost.attention import candidates, choose
+from sp_compile.config import STRATEGIES
+from sp_compile.cost.attention import Strategy, candidates, choose
 from sp_compile.cost.decision import Decision, described, merged, table
 from sp_compile.cost.machine import GPU
 from sp_compile.passes.report import Report
@@ -58,3 +59,9 @@ def test_a_strategy_that_is_registered_for_a_block_is_gone_behind_it() -> None:
     assert "toy" not in {c.kind for c in candidates(shape(4), GPU)}
     with pytest.raises(SpError, match="attention='toy': expected one of"):
         SPConfig(attention="toy")
+
+
+def test_a_strategy_with_an_op_says_what_it_sends() -> None:
+    ring = STRATEGIES["ring"]
+    with pytest.raises(SpError, match="'silent': sends="):
+        Strategy(name="silent", preference=9, rewrite=ring.rewrite, candidates=ring.candidates)
