@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from sp_compile._compat import associative_scan_op, detect_fake_mode, enable_python_dispatcher, make_fx
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import Editor, drop_dead
+from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.record import mark
 from sp_compile.lowering.scan.kernels import tree
 from sp_compile.lowering.scan.monoids import scannable
@@ -229,7 +229,7 @@ class AssociativeScan(Passes):
         return AssociativeScans, Trees
 
 
-class Trees(Pass, Editor):
+class Trees(Pass):
     """Writes out what is left, level by level: functional torch ops, in linear memory. Lengths become constants."""
 
     name = "trees"
@@ -237,7 +237,6 @@ class Trees(Pass, Editor):
     provides = frozenset({"ops"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        self.edit(gm.graph)
         found = _calls(self.gm)
         for node in found:
             self._inline(node, self.gm.get_submodule(node.args[0].target))

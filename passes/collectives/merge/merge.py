@@ -82,7 +82,6 @@ class MergeReductions(CollectivePass):
         self.chooser = Chooser(groups, policy, cost)
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        self.edit(gm.graph)
         self.gone: set[Node] = set()
         for node in gm.graph.nodes:
             if node.target in KINDS:

@@ -78,7 +78,6 @@ class PermuteAllToAll(CollectivePass):
         if not any(map(_exchanges, graph.nodes)):
             return 0
         require_functional(gm, self.name)
-        self.edit(graph)
         restride = Restride(graph)
         changed = [drop_buffers(self), join_padded(self)]
         changed += [self._rewritten(node) for node in list(graph.nodes)]
