@@ -62,9 +62,16 @@ class ShardCall(RankCall):
         """The shards, if ranks can stop for what other ranks say."""
         return None if self.compared is None else self.shards
 
-    def arguments(self, rows: int, columns: int, element: int, device: torch.device) -> tuple[Any, ...]:
-        """What the sp operators need to know of the shards. element: bytes that a rank tells of a column."""
-        return () if self.shards is None else self.shards.arguments(rows, columns * element, device)
+    def rows(self, x: Tensor) -> int:
+        """Of x, along the dim; a number is one row."""
+        return x.shape[self.dim] if x.ndim else 1
+
+    def arguments(self, x: Tensor, element: int) -> tuple[Any, ...]:
+        """What the sp operators need to know of the shards of x. element: bytes that a rank tells of a column."""
+        if self.shards is None:
+            return ()
+        rows = self.rows(x)
+        return self.shards.arguments(rows, x.numel() // max(rows, 1) * element, x.device)
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class ScanCall(ShardCall):
     @property
     def length(self) -> int:
         """Of the scanned dim of x."""
-        return self.x.shape[self.dim] if self.x.ndim else 1
+        return self.rows(self.x)
 
     def run(self) -> Tensor:
         """The scan. Raises SpError for a call that does not fit, or an integer that overflows."""
@@ -104,7 +111,7 @@ class ScanCall(ShardCall):
         self.require()
         x = self.x.to(self.result)
         extremes = ops.extremes if transformed(x) else sp.extremes
-        return extremes(x, self.dim, self.op, self.reverse, *self._shards(x.element_size() + INDEX))
+        return extremes(x, self.dim, self.op, self.reverse, *self.arguments(x, x.element_size() + INDEX))
 
     def require(self) -> None:
         super().require()
@@ -124,10 +131,6 @@ class ScanCall(ShardCall):
             f"gradient: {needs_gradient(x)}, {self.shards}"
         )
 
-    def _shards(self, element: int) -> tuple[Any, ...]:
-        columns = self.x.numel() // max(self.length, 1)
-        return self.arguments(self.length, columns, element, self.x.device)
-
     def _scan(self, x: Tensor, dtype: torch.dtype | None, accumulate: torch.dtype | None) -> Tensor:
         if self._is_torchs(x, accumulate):
             return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
@@ -135,7 +138,7 @@ class ScanCall(ShardCall):
         inner = usual if accumulate is None or MONOIDS[self.op].selects else accumulate
         how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
         scan = ops.scan if transformed(x) else sp.scan
-        return scan(x, self.segments, *how, *self._shards(inner.itemsize))
+        return scan(x, self.segments, *how, *self.arguments(self.x, inner.itemsize))
 
     def _is_torchs(self, x: Tensor, accumulate: torch.dtype | None) -> bool:
         """Would torch's scan run in the end? Then it may as well run at once: of a few contiguous rows."""
@@ -269,8 +272,8 @@ class LinearCall(ShardCall):
         if initial is not None:
             initial = initial.to(dtype).expand(self._shape_of_initial(b.shape))
         linear_scan = ops.linear_scan if transformed(a, b, initial) else sp.linear_scan
-        inner, rows = self.accumulate or accumulate_dtype("sum", dtype, b.device), b.shape[self.dim]
-        shards = self.arguments(rows, b.numel() // max(rows, 1), 2 * inner.itemsize, b.device)
+        inner = self.accumulate or accumulate_dtype("sum", dtype, b.device)
+        shards = self.arguments(b, 2 * inner.itemsize)
         return linear_scan(a, b, initial, self.dim, self.reverse, self.accumulate, *shards)
 
     def description(self) -> str:
