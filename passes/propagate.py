@@ -16,7 +16,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.buckets import packed_in
-from sp_compile.graph.call import Call, is_tensor, is_written, result_number
+from sp_compile.graph.call import Call, is_tensor, result_number
+from sp_compile.graph.mutation import is_written
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, product, same, typical

@@ -91,6 +91,9 @@ def _each_graph(
             if session.splits:
                 total.n = _look(session, options, sp, simulate=compare is not None)
             lowered = lower(gm, example_inputs, vars(options), session)
+            if lowered.joint is None and "compiler" in config:
+                named = f"compiler={config['compiler']!r}"
+                raise SpError(f"{named}: {entry} compiles nothing of a program without exchanges: leave it out")
             _joint_report(lowered, example_inputs)
         except SpError as error:
             failure.append(error)

@@ -22,7 +22,7 @@ from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.record import erase
 from sp_compile.lowering.library import digest
 from sp_compile.passes import collectives
-from sp_compile.passes.base import CollectivePass, Pass, import_rooms, registered
+from sp_compile.passes.base import CollectivePass, Pass, check_order, import_rooms, registered
 from sp_compile.passes.collectives.merge.chains import check_reductions
 from sp_compile.passes.job import Job, Note
 from sp_compile.passes.report import Report
@@ -124,6 +124,7 @@ class JointPasses:
         What a rank's neighbour over one group sees, its neighbours over others have to know as well.
         """
         kinds = registered(CollectivePass)
+        check_order(kinds)
         if not self.session.all_alike():
             names = ", ".join(kind.name for kind in kinds)
             why = "the ranks' programs differ, so they might not all rewrite the same exchanges"

@@ -20,8 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile._compat import keep_calling_convention
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
-from sp_compile.graph.call import Call, is_tensor, is_written
+from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.mutation import is_written
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, Sizes, size
 from sp_compile.passes.base import Pass

@@ -11,21 +11,12 @@ from torch.fx import Node
 
 from sp_compile._compat import pytree, schema_of
 
-from .mutation import is_mutation
 from .sizes import Size, sizes
 
 
 def is_tensor(node: Any) -> bool:
     """Is it a node whose value is a single tensor?"""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def is_written(node: Node) -> bool:
-    """Does a user change the node's value in place (a custom op)? Then nothing may be put between the two.
-
-    Inputs do not count: they are written back once, at the end of the program.
-    """
-    return node.op == "call_function" and any(is_mutation(user) for user in node.users)
 
 
 def result_number(getitem: Node) -> int:

@@ -38,10 +38,24 @@ def is_view_change(node: Node) -> bool:
     return is_mutation(node) and torch.Tag.inplace_view in node.target.tags
 
 
+def is_written(node: Node) -> bool:
+    """Does a user change the node's value in place (a custom op)? Then nothing may be put between the two.
+
+    What the node computes is then not what its other users read. Inputs do not count: they are written back once, at
+    the end of the program.
+    """
+    return node.op == "call_function" and any(is_mutation(user) for user in node.users)
+
+
 def is_pure(node: Node) -> bool:
-    """A node that may be dropped when nothing reads it: no mutation, no random draw, no state change."""
+    """Is the value what the call says, whenever it is made: no mutation, no random draw, no state change?
+
+    Such a node may be dropped when nothing reads it, and stand for another one with the same call.
+    """
     if node.op == "get_attr":
         return True
+    if is_written(node):
+        return False
     target = node.target
     if not isinstance(target, OpOverload):
         return target is operator.getitem

@@ -26,7 +26,7 @@ from torch.fx import Node
 from sp_compile._compat import FakeTensor
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
-from sp_compile.graph.mutation import is_pure
+from sp_compile.graph.mutation import is_pure, is_written
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, all_same, product, same, size, sizes
 
@@ -54,7 +54,7 @@ NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do n
 
 def _movement(node: Any) -> tuple[Node, Factors] | None:
     """The operand whose elements are all that the result has, and the rule that says where they go."""
-    found = lookup(node) if is_tensor(node) else None
+    found = lookup(node) if is_tensor(node) and not is_written(node) else None
     if found is None or node.target.namespace != "aten" or NO_MOVES.match(str(node.target)[5:]):
         return None
     call, rule = found
@@ -332,7 +332,7 @@ def pad_of(node: Node) -> Pad | None:
 
 def constant_of(node: Any) -> Number | None:
     """The number that every element of a tensor holds, where the graph itself says it; None if it is not known."""
-    if not is_tensor(node):
+    if not is_tensor(node) or is_written(node):
         return None
     if node.op == "get_attr":
         return _held(node) if not node.meta["val"].ndim else None
@@ -340,7 +340,8 @@ def constant_of(node: Any) -> Number | None:
         return FILLED.get(node.target)
     if node.target in FILLS or node.target is aten.scalar_tensor.default:
         fill = Call(node)["fill_value" if node.target in FILLS else "s"]
-        return fill if isinstance(fill, Number) else constant_of(fill)
+        held = fill if isinstance(fill, Number) else constant_of(fill)
+        return None if held is None else _in_dtype(held, node.meta["val"].dtype)
     if node.target is aten.sqrt.default:
         root = constant_of(node.args[0])
         return math.sqrt(root) if root is not None and root >= 0 else None
@@ -351,10 +352,16 @@ def constant_of(node: Any) -> Number | None:
 
 def _cast(held: Number, dtype: torch.dtype) -> Number | None:
     """The same number in the dtype, if that holds it exactly."""
-    if not math.isfinite(held):
-        return held if dtype.is_floating_point else None
-    found = torch.tensor(held, dtype=dtype, device="cpu").item()
+    found = _in_dtype(held, dtype)
     return found if found == held else None
+
+
+def _in_dtype(held: Number, dtype: torch.dtype) -> Number | None:
+    """What a tensor of the dtype holds that is filled with the number; None if it cannot hold it."""
+    try:
+        return torch.tensor(held, dtype=dtype, device="cpu").item()
+    except (RuntimeError, OverflowError, ValueError):
+        return None
 
 
 def _held(x: Node) -> Number | None:

@@ -32,6 +32,7 @@ def spread(table: dict[str, Attend]) -> list[object]:
     return [pytest.param(attend, *size, id=name) for (name, attend), size in pairs]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("attend", EXCHANGED.values(), ids=EXCHANGED)
 def test_one_exchange_there_and_one_back(attend: Attend) -> None:
     report = run(attend, 2, 17, heads=4, kv_heads=2, attention="ulysses")
@@ -41,11 +42,13 @@ def test_one_exchange_there_and_one_back(attend: Attend) -> None:
     assert not report.fallbacks
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("attend", "ranks", "length"), spread(OTHERS))
 def test_other_attention(attend: Attend, ranks: int, length: int) -> None:
     run(attend, ranks, length)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), HEADS)
 @pytest.mark.parametrize("name", ["repeat_kv", "alibi (1, H, S, S)"])
 def test_any_number_of_heads(name: str, heads: int, kv_heads: int, ranks: int) -> None:

@@ -37,6 +37,7 @@ def fused(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=left_padding(q))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("attention", WAYS)
 def test_rows_of_nothing_but_fills(attention: str, ranks: int) -> None:
@@ -95,6 +96,7 @@ HEADS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("attention", ["ring", "gather", "auto"])
 def test_heads_that_broadcast(attention: str, heads: str) -> None:
@@ -146,6 +148,7 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("attention", WAYS)
 def test_masks_that_differ_between_heads_stay_data(attention: str, mask: str) -> None:
@@ -161,6 +164,7 @@ def test_masks_that_differ_between_heads_stay_data(attention: str, mask: str) ->
     check(seeded(lambda: Model(attend)), tokens(LENGTH), sp=4, attention=attention)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 @pytest.mark.parametrize("attention", WAYS)
 def test_scales_that_are_not_positive(attention: str, scale: float) -> None:

@@ -33,6 +33,7 @@ def on_two_axes(attention: str, seq: int) -> tuple[Outcome, str]:
     return against_eager(build(layers=1), *text(seq), **how), chosen[0]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("attention", "seq"), [("auto", 16), ("hybrid", 13)])
 def test_a_mesh_of_two_axes_selects_the_hybrid(ranks: Ranks, attention: str, seq: int) -> None:
     results = ranks.run(4, on_two_axes, attention, seq)
@@ -87,6 +88,7 @@ class AttentionDropout(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("attention", ["ring", "gather", "hybrid", "ulysses"])
 def test_dropout_follows_the_seed(ranks: Ranks, attention: str) -> None:
     results = ranks.run(4, dropped, attention)
@@ -140,6 +142,7 @@ class Translator(nn.Module):
         return self.decoder(x, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather", "auto"])
 @pytest.mark.parametrize(("length", "source"), [(8, 20), (13, 7)])
 def test_encoder_and_decoder(attention: str, length: int, source: int) -> None:

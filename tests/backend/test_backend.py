@@ -32,7 +32,8 @@ def one_step(seq: int, dynamic: bool | None = None, compiler: str = "aot_eager",
     return against_eager(build(**model), *text(seq), mesh=worker.mesh(), dynamic=dynamic, compiler=compiler)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("n", [3, 2, 4])
 def test_decoder(ranks: Ranks, n: int) -> None:
     check(ranks.run(n, one_step, 13))
 
@@ -260,12 +261,13 @@ def shards(seq: int) -> tuple[list[Outcome], str]:
         mine = slice(mesh.get_rank() * ids.shape[1] // mesh.size(), (mesh.get_rank() + 1) * ids.shape[1] // mesh.size())
         for m in (model, alone):
             m.zero_grad()
-        loss, hidden = run(ids[:, mine], targets[:, mine])
+        loss, hidden = run(ids[:, mine].clone(), targets[:, mine].clone())
         right, whole = alone(ids, targets)
         assert difference(hidden, whole[:, mine]) < 1e-9
         loss.backward()
         right.backward()
         outcomes.append(outcome(loss, gradients(model), right, gradients(alone)))
+    model.zero_grad()  # as on the first call, or Dynamo compiles anew
     return outcomes, error_text(lambda: run(*text(9 - mesh.get_rank())))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -162,6 +163,19 @@ def test_an_option_is_honoured_or_refused(mesh: DeviceMesh, entry: Callable[...,
     plain = outcome(entry, model, others, option)
     found = outcome(entry, model, {**without, option: value}, option)
     if found.startswith("refused"):
-        assert option in found
+        assert re.search(rf"\b{option}\b", found), found
     else:
         assert found != plain
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_compiler_of_a_program_with_a_sequence(mesh: DeviceMesh, entry: Callable[..., str]) -> None:
+    """It gets the local graph, or there is no use for it."""
+    called: list[int] = []
+
+    def compiler(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        called.append(1)
+        return gm.forward
+
+    found = outcome(entry, Model(), {"mesh": mesh, "compiler": compiler}, "compiler")
+    assert called if entry is of_backend else re.search(r"refused: compiler=", found), found

@@ -71,6 +71,7 @@ def with_fsdp(per_block: bool, seq: int) -> Outcome:
     return outcome(*step(run, model, mesh, seq), *expected(alone, seq))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("per_block", [False, True], ids=["root", "per block"])
 def test_fsdp2(ranks: Ranks, per_block: bool) -> None:
     check(ranks.run(4, with_fsdp, per_block, 11))
@@ -107,5 +108,6 @@ def with_a_break() -> Outcome:
     return outcome(*step(run, model, mesh, 9), *expected(alone, 9))
 
 
+@pytest.mark.slow
 def test_partial_gradients_across_a_graph_break(ranks: Ranks) -> None:
     check(ranks.run(4, with_a_break))

@@ -30,6 +30,7 @@ def test_equal_to_the_loop(name: str) -> None:
     torch.testing.assert_close(values_and_gradients(rolled(fn, args), args), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_no_node_of_a_single_step_remains(name: str) -> None:
     """The graph is as large for any number of steps."""
@@ -37,6 +38,7 @@ def test_no_node_of_a_single_step_remains(name: str) -> None:
     assert few == many
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_on_ranks(name: str) -> None:
     """What crosses ranks is scans, shifts by a row, and single rows."""

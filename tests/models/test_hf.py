@@ -51,7 +51,7 @@ def one_step(make: Any, seq: int, padded: bool) -> Outcome:
     return against_eager(model, ids, kwargs=kwargs, mesh=worker.mesh())
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("n", "padded"), [(2, True), (3, False)], ids=["padded", "not divisible"])
 @pytest.mark.parametrize("model", [llama, gpt2, bert])
 def test_training_step(ranks: Ranks, model: Any, n: int, padded: bool) -> None:

@@ -153,7 +153,7 @@ def spread() -> list[Any]:
     return out
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("name", "n", "seq"), spread())
 def test_training_step(ranks: Ranks, name: str, n: int, seq: int) -> None:
     check(ranks.run(n, one_step, name, seq), tolerance(name))
@@ -184,7 +184,7 @@ def test_experts_of_each_token_stay_where_the_token_is(name: str) -> None:
     assert not report.fallbacks, report
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in RECURRENT and "batched" not in name])
 def test_the_rest(name: str) -> None:
     assert verified(name, 14, sp=4).exchanges

@@ -64,6 +64,7 @@ def test_segments_that_differ_between_columns(layout: str, op: str) -> None:
         close(simulated(case, 4), expected(case))
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", WINDOWS)
@@ -93,6 +94,7 @@ def test_exchange_in_steps(op: str, n: int) -> None:
 RECURRENCES = [("contiguous", "gather"), ("zigzag", "gather"), ("contiguous", "steps")]
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize(("layout", "exchange"), RECURRENCES)
 def test_recurrences(layout: str, exchange: str, n: int) -> None:
@@ -118,6 +120,7 @@ def _extremes(case: Case, rank: int, n: int) -> list[Tensor]:
     return [y.detach(), index, torch.autograd.grad(y, x, grad)[0]]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [1, 2, 4, 16])
 @pytest.mark.parametrize(("layout", "exchange"), RECURRENCES)
 @pytest.mark.parametrize("op", ["max", "min"])

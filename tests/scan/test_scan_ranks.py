@@ -149,7 +149,7 @@ def _any_length(case: Case, backend: str) -> list[float]:
         return _compiled([replace(case, size=size) for size in (24, 36, 48)], backend=backend, dynamic=True)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph_of_any_length(ranks, name: str) -> None:
     for worst in ranks.run(3, _any_length, CASES[name], "aot_eager"):
@@ -187,6 +187,7 @@ def _recorded(case: Case) -> tuple[list[str], list[str], list[str], int]:
     return forward, backward, recorder.text(), kept
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_compiler_sees_one_collective_each_way(ranks, name: str) -> None:
     """And keeps shards, not what was gathered; the graphs are the same on all ranks."""

@@ -78,6 +78,7 @@ def marked(made, n):
     return [mark_own_rows(g, Ranks(n, GROUP), lambda mine: starts) for g in made]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("options", [{}, {"dim": 1}, {"flat": True}], ids=["batch", "sequence", "flat"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_blocks_are_what_ranks_hold(n, options):

@@ -95,6 +95,7 @@ def explained() -> tuple[str, list[tuple[Any, ...]], int, str]:
     return str(report), layers, report.count("all_to_all"), error
 
 
+@pytest.mark.slow
 def test_explain_shows_the_sequence_and_the_layers(ranks: Ranks) -> None:
     for report, layers, exchanges, error in ranks.run(4, explained):
         assert report.startswith("2 ranks; the sequence is ids dim 1; tensor-parallel groups of 2 ranks")

@@ -53,6 +53,7 @@ def over_two(kind: type[Model], shape: tuple[int, int], names: str, size: tuple[
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TwoAxes, pytest.param(Mixture, marks=pytest.mark.slow)])
 def test_over_two_axes(ranks: Ranks, kind: type[Model]) -> None:
     """Rows that one axis has cut cross the exchanges of the other, and are whole again only behind their waits."""

@@ -50,6 +50,7 @@ def a_decoder(name: str, batch: int, length: int) -> Trained:
 QUICK = ("dropout", "tied and cut", "checkpoint")
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS])
 def test_decoders(ranks: Ranks, name: str) -> None:
     check(ranks.run(2, a_decoder, name, 2, 7), SCATTERED[name])
@@ -78,7 +79,7 @@ def a_variant(name: str) -> Trained:
     return trained(VARIANTS[name][0], split(), ids(2, 7), against_one=name not in NOT_OF_ONE)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(ranks: Ranks, name: str) -> None:
     check(ranks.run(2, a_variant, name), VARIANTS[name][1])
@@ -103,11 +104,13 @@ def longer_each_time() -> Trained:
     return trained(lambda tp: build(tp, layers=1), split(), ids(2, 6, longer=1), dynamic=True, against_one=False)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", [with_frozen_matrices, in_place])
 def test_other_spellings(ranks: Ranks, how: Callable[[], Trained]) -> None:
     check(ranks.run(2, how), "s" * 8)
 
 
+@pytest.mark.slow
 def test_dynamic_lengths(ranks: Ranks) -> None:
     check(ranks.run(2, longer_each_time), "s" * 4)
 
@@ -153,6 +156,7 @@ def in_bfloat16(how: str) -> tuple[float, str]:
     return found.eager, *found.modes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["autocast", "bfloat16"])
 def test_half_precision(ranks: Ranks, how: str) -> None:
     for error, modes in ranks.run(2, in_bfloat16, how):

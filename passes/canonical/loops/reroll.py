@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
 from sp_compile.graph.call import Call
+from sp_compile.graph.mutation import is_written
 from sp_compile.graph.sizes import sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
@@ -298,6 +299,8 @@ def _anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
     """The last of what is shared; behind it all steps can be computed at once, and before anything reads one."""
     if not shared:
         raise NotALoop("nothing is read")
+    if any(is_written(node) for node in shared):
+        raise NotALoop("what is shared is written in place")
     anchor, tainted = max(shared), set(owned)
     if any(reader < anchor for reader in readers):
         raise NotALoop("read too early")

@@ -28,8 +28,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.capture.form import require_functional, require_ops
-from sp_compile.graph.call import is_written
 from sp_compile.graph.inline import lower_exchanges
+from sp_compile.graph.mutation import is_written
 from sp_compile.graph.sizes import quotient, same, size, sizes
 from sp_compile.passes.base import CollectivePass, Pass, register
 from sp_compile.passes.job import Job, Note

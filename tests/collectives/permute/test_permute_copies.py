@@ -107,6 +107,7 @@ def test_q_and_k_are_packed_by_rope(group: Any, batch: int) -> None:
     assert len(copies(backward)) == (1 if batch == 1 else 4)
 
 
+@pytest.mark.slow
 def test_flat_heads_are_copied_once(group: Any) -> None:
     """v and the result, of two sequences, each way: a projection reads what arrives, transposed."""
     forward, backward = generated(attention(*by_function(), rotate=True, flat=True), 2)

@@ -84,6 +84,7 @@ def _inductor() -> None:
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_inductor(ranks: Ranks) -> None:
     ranks.run(2, _inductor)
 

@@ -49,6 +49,7 @@ def operands(dtype: torch.dtype, op: str = "sum") -> Iterator[tuple[Tensor, int]
 @pytest.mark.sampled(every=3)
 @rows
 @cases
+@pytest.mark.sampled(every=6)
 def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
     """Every way, at lengths around a power of two; integers exactly, others as exactly as torch."""
     ran = 0
@@ -63,6 +64,7 @@ def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
 
 
 @rows
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_is_as_exact_as_torch_over_a_thousand(row: str, op: str, dtype: torch.dtype) -> None:
