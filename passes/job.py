@@ -40,7 +40,7 @@ class Settings:
         """What the user's options say to passes: the one place where they become settings.
 
         found: what graph and ranks say. seq_dims: those of the options by the names of the graph. machine: as it was
-        measured on a device of this kind, which constants of the options replace.
+        measured on these ranks; of no use where the option `cost` names constants, which replace the device's defaults.
         """
         if config.cost is not None:
             found["machine"] = Machine.of(device.type, config.cost)

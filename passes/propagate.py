@@ -3,7 +3,7 @@
 One forward sweep. A node with a sharded operand runs on shards if its rule lets the factor pass; otherwise it states a
 demand. A node whose operands are all replicated stays replicated, unless it is the place where a sequence of floats
 begins (an embedding, the first pointwise op on an input): there its operands are wanted sharded, which is a free slice.
-Propagation never inserts a collective; see the design's section 4, and Shardy's factor propagation for the idea.
+Propagation never inserts a collective; the idea is Shardy's factor propagation.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class SPConfig:
     layout: the order of the sequence over the ranks. "zigzag" balances causal rings and gathers: rank r of n holds
         chunks r and 2n - 1 - r of 2n; "auto" takes it where that pays and nothing else depends on the order.
     cost: constants of the cost model, such as {"flops": 6e14}: the device's defaults with these replaced, instead of
-        what was measured on these ranks; see sp_compile.cost.attention.machine.
+        what was measured on these ranks; see sp_compile.cost.machine.Machine.
     inputs: "global": every rank passes the whole sequence; "local": each passes its own equal, contiguous shard of the
         inputs named in seq_dims (or found), which needs a dynamic sequence length.
     outputs: "gather": every rank returns whole results; "local": results that are sharded stay so.

@@ -49,7 +49,7 @@ def scan(
     from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: what is added
     in, ``monoids.accumulate_dtype`` if None; of no use to max and min. Bytes: (n - 1) * C * bytes(accumulate), with
     segments those of two ids and a flag more; backward: of sum as many (and only the flag more), else twice as many.
-    Backward: a scan or a recurrence the other way, see ``differentiable.py``; differentiable again.
+    Backward: a scan or a recurrence the other way, see ``autograd.py``; differentiable again.
     """
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]

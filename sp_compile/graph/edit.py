@@ -77,11 +77,15 @@ class Editor:
         self.drop(*inputs)
 
     def drop(self, *nodes: Any) -> None:
-        """Erase the nodes, and what only they needed, as far as nothing else uses them."""
+        """Erase the nodes, and what only they needed, as far as nothing else uses them.
+
+        Arithmetic on sizes stays for `Sizes`, which gives it to whoever asks next; `drop_dead` takes it in the end.
+        """
         waiting, gone = [n for n in nodes if isinstance(n, Node)], set()
         while waiting:
             node = waiting.pop()
-            if node not in gone and not node.users and is_pure(node):
+            size = isinstance(node.meta.get("val"), torch.SymInt)
+            if node not in gone and not node.users and is_pure(node) and not size:
                 waiting.extend(node.all_input_nodes)
                 self.graph.erase_node(node)
                 gone.add(node)

@@ -38,6 +38,7 @@ def doubled() -> Iterator[None]:
 
 def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     check_order(flat(Pipeline))
+    check_order(registered(CollectivePass))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,17 @@ def test_places_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
 
+def test_files_that_the_code_names_exist() -> None:
+    files = [path for room in ("sp_compile", "passes", "lowering") for path in (ROOT / room).rglob("*.py")]
+    names = {path.name for path in [*files, *(ROOT / "benchmarks").glob("*.py")]} | {
+        "file.py"
+    }  # as in file.py:12, in an error
+    for path in files:
+        if "_compat" not in path.parts:  # which names torch's
+            unknown = set(re.findall(r"\w+[.]py\b", path.read_text())) - names
+            assert not unknown, f"{path} names {unknown}"
+
+
 def test_thirty_words() -> None:
     words = PAGE.read_text().partition("## Words")[2]
     assert 25 <= len(re.findall(r"^\| \*\*", words, re.MULTILINE)) <= 35
