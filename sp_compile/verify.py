@@ -33,8 +33,8 @@ def explain(
     Needs no processes; the model runs once, on one device. A program that is tensor-parallel already needs its groups:
     of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers.
     sp: how many ranks share the sequence; 2, or as many as a `mesh` has along the axis for it. passes: show every pass
-    that ran, with its order's words, rewrites, nodes and seconds. config: the fields of SPConfig, and `kwargs`, a dict of keyword
-    arguments of the model. Raises SpError as the backend would, and for an option that has no effect on a report.
+    that ran, with its order's words, rewrites, nodes and seconds. config: the fields of SPConfig, and `kwargs`, a dict
+    of keyword arguments of the model. Raises SpError as the backend would, and for an option that has no effect on a report.
     """
     report = _each_graph("explain", IN_A_LOOK, model, args, sp, config, None)
     report.show_passes = passes
