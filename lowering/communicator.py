@@ -109,14 +109,24 @@ class FunctionalCommunicator(Communicator):
         return _moved(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
 
 
+def on_the_wire(x: Tensor) -> Tensor:
+    """x as it is sent, for bool collectives give wrong values under Inductor, and few backends know complex numbers."""
+    if x.dtype == torch.bool:
+        return x.to(torch.uint8)
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def off_the_wire(x: Tensor, like: Tensor) -> Tensor:
+    """What has arrived, in the dtype of what was sent."""
+    if like.dtype == torch.bool:
+        return x.to(torch.bool)
+    return torch.view_as_complex(x) if like.is_complex() else x
+
+
 def _sent(x: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
     """Run one collective on ``x`` and wait for it."""
-    # Bool collectives give wrong values under Inductor, and not every backend knows complex numbers.
-    if x.dtype == torch.bool:
-        return _sent(x.to(torch.uint8), collective).to(torch.bool)
-    if x.is_complex():
-        return torch.view_as_complex(_sent(torch.view_as_real(x.resolve_conj()), collective))
-    return torch.ops._c10d_functional.wait_tensor(collective(x.contiguous()))
+    arrived = torch.ops._c10d_functional.wait_tensor(collective(on_the_wire(x).contiguous()))
+    return off_the_wire(arrived, x)
 
 
 def _moved(x: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:

@@ -47,11 +47,6 @@ def starts(cuts: Tensor, way: ExchangeWay) -> Tensor:
     return cuts.narrow(way.rows, int(way.reverse), cuts.shape[way.rows] - 1)
 
 
-def first_row(x: Tensor, way: ExchangeWay) -> Tensor:
-    """Each chunk's first row in scan order, (..., chunks, 1, ...)."""
-    return x.narrow(way.rows, x.shape[way.rows] - 1 if way.reverse else 0, 1)
-
-
 def before(x: Tensor, carry: Tensor, way: ExchangeWay) -> Tensor:
     """At each row what stands at the row before, in scan order: `carry` (..., chunks, 1, ...) at a chunk's first."""
     others = x.narrow(way.rows, int(way.reverse), x.shape[way.rows] - 1)
@@ -70,7 +65,7 @@ def row(x: Tensor, way: ExchangeWay) -> Tensor:
 
 def end(x: Tensor, way: ExchangeWay) -> Tensor:
     """Each chunk's last row in scan order as a summary, (chunks, ...)."""
-    return summary(first_row(x, way.back).squeeze(way.rows), way)
+    return summary(x.select(way.rows, 0 if way.reverse else -1), way)
 
 
 def scanned(
@@ -123,17 +118,16 @@ def _unbroken(begins: Tensor, cut: Tensor | None, way: ExchangeWay) -> Tensor:
     return reached if cut is None else reached & ~cut
 
 
-def selected(x: Tensor, op: str, way: ExchangeWay, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The running extreme, its position in the sequence less `first`, and the extreme carried into the chunks.
+def selected(x: Tensor, op: str, way: ExchangeWay) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The running extreme, its position, and the extreme carried into the chunks.
 
     The latter is None on one rank.
     """
     best, index = sp.local_extremes(x, None, way.rows, op, way.reverse)
     if way.alone:
         return best, index, None
-    size = x.shape[way.rows]
-    starts_at = way.own(x.device) * size - first
-    index = index + starts_at.view([-1 if dim == way.dim else 1 for dim in range(x.ndim)])
+    first = way.own(x.device) * x.shape[way.rows]
+    index = index + first.view([-1 if dim == way.dim else 1 for dim in range(x.ndim)])
     carry = carry_of_extremes(end(best, way), end(index, way), op, way)
     value, position = (row(x, way) for x in carry)
     best, index = selecting(op)((value, position), (best, index))

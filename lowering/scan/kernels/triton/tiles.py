@@ -8,8 +8,6 @@ Scans run forward over places; place i is time length - 1 - i if REVERSE. An exc
 is the inclusive one of what comes a place earlier: SHIFT.
 
 FLAT: outer == 1. EVEN: LINES divides the lines. SHARED: all lines have the same starts. LEAF: see `_leaf`.
-
-One scan as the kernels take it, and the size of their tiles. Importing this needs triton.
 """
 
 from __future__ import annotations
@@ -292,13 +290,6 @@ class Sweep:
 
     def sizes(self) -> tuple[int, int, int]:
         return self.lines, self.length, self.x.shape[2]
-
-    def strides(self) -> tuple[int, int, int]:
-        """Of starts: per row of lines, place and column; 0 where they are the same for all."""
-        if self.starts is None:
-            return 0, 0, 0
-        outer, length, inner = self.starts.shape
-        return (length * inner if outer > 1 else 0), inner, int(inner > 1)
 
     def options(self, tile: Tile) -> dict[str, Any]:
         """What the kernels are compiled for."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
+from sp_compile.lowering.scan.table import strides_of
 from sp_compile.lowering.triton.device import on_device
 
 from .operators import combine_where, scan_segments, scan_states
@@ -82,7 +83,7 @@ def _run(sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | 
         _walk[(triton.cdiv(sweep.lines, tile.lines), parts)](
             *sweep.tensors(),
             *sweep.pointers(into.value, into.second, to.value, to.second, sums.value, sums.second, sums.flag),
-            *sweep.sizes(), part, *sweep.strides(), **sweep.options(tile),
+            *sweep.sizes(), part, *strides_of(sweep.starts), **sweep.options(tile),
             CARRY=carry is not None, STORE=out is not None, TOTAL=total,
         )  # fmt: skip
     return totals
