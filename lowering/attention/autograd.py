@@ -12,7 +12,6 @@ from .args import LocalArgs
 from .gathered import GatheredKeys
 from .ring import RingKeys
 
-
 Keys = GatheredKeys | RingKeys
 """Where keys lie, and how they come to the queries.
 

@@ -109,11 +109,14 @@ def _staged(problem: Packing) -> tuple[Buffer, Tensor]:
 
 
 def _symmetric(problem: Packing) -> Tensor:
+    from sp_compile.lowering.triton.move import from_peers
+
     buffer, staged = _staged(problem)
     out = problem.x.new_empty(problem.shape)
     block = staged.narrow(problem.scatter_dim, 0, problem.shape[problem.scatter_dim])
     offset = buffer.rank * block.shape[problem.scatter_dim] * block.stride(problem.scatter_dim)
-    triton.from_peers(out, buffer.peers, offset, block.stride(), problem.gather_dim, buffer.rank)
+    done = from_peers(out, buffer.peers, offset, block.stride(), problem.gather_dim, buffer.rank)
+    assert done, f"{out.ndim} dims are more than {triton.MOST_DIMS}"
     buffer.barrier()
     return out
 

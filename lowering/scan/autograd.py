@@ -30,9 +30,8 @@ from .chunks import Recurrence, ScanJob, before, end, met, recurred, row, scanne
 from .monoids import MONOIDS, Pair, accumulate_dtype, wins
 
 
-def scan(x: Tensor, cuts: Tensor | None, ends: Pair | None, job: ScanJob) -> Tensor:
+def scan(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob) -> Tensor:
     """The scan of x, in job.dtype. Differentiable in x as often as wanted."""
-    first, last = ends or (None, None)
     return _Scan.apply(x, cuts, first, last, job)[0]
 
 
@@ -52,12 +51,7 @@ def recurrence(
 class _Scan(Function):
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(
-        x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        ends = None if first is None or last is None else (first, last)
-        return scanned(x, cuts, ends, job)
+    forward = staticmethod(scanned)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -76,7 +70,7 @@ class _Scan(Function):
         if cut is not None:
             cuts = met(cuts, cut, job.way)
         if job.op == "sum":
-            dx = scan(grad, cuts, None, job._replace(way=job.way.back, dtype=grad.dtype)).to(ctx.x_dtype)
+            dx = scan(grad, cuts, None, None, job._replace(way=job.way.back, dtype=grad.dtype)).to(ctx.x_dtype)
         else:
             dx = _pulled_back(grad, x, y, carry, cuts, job)
         return dx, None, None, None, None

@@ -5,7 +5,7 @@ Tensors are chunked: dim `way.dim` counts the chunks (one, or two in a zigzag fr
     cuts    bool, like x but with a row more: True between two rows, in index order, where a segment ends and another
             begins. Either end of a chunk counts; an end that nobody has compared with the next chunk yet is False.
             Other dims may be 1.
-    ends    the first and the last segment id of each chunk in index order, (..., chunks, 1, ...), if that is so
+    first, last     the segment ids at the ends of each chunk in index order, (..., chunks, 1, ...), if that is so
 
 The carry is added as ordinary pointwise operations, which a compiler fuses into whatever reads the result.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .across import ExchangeWay, carry_of_extremes, carry_of_recurrence, carry_of_scan
-from .monoids import MONOIDS, Pair, selecting
+from .monoids import MONOIDS, selecting
 
 sp = torch.ops.sp
 
@@ -69,11 +69,11 @@ def end(x: Tensor, way: ExchangeWay) -> Tensor:
 
 
 def scanned(
-    x: Tensor, cuts: Tensor | None, ends: Pair | None, job: ScanJob
+    x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The scan in job.dtype; what is carried into the chunks; where segments begin in them (cut).
 
-    The carry is None on one rank, the cut unless ends were compared. Both are rows, (..., chunks, 1, ...).
+    The carry is None on one rank, the cut unless first and last were compared. Both are rows, (..., chunks, 1, ...).
     """
     op, exclusive, way, dtype, accumulate = job
     begins, options = None if cuts is None else starts(cuts, way), (op, exclusive, way.reverse)
@@ -86,9 +86,9 @@ def scanned(
         leaving = end(cuts, way)
         total = total.masked_fill(leaving, MONOIDS[op].identity(accumulate))
         stops = summary(begins.any(way.rows), way) | leaving
-    ends = ends if ends is None or not way.reverse else ends[::-1]
-    given = None if ends is None else (end(ends[0], way), end(ends[1], way))
-    carry, cut = carry_of_scan(total, stops, given, op, way)
+    first, last = (last, first) if way.reverse else (first, last)
+    ends = None if first is None or last is None else (end(first, way), end(last, way))
+    carry, cut = carry_of_scan(total, stops, ends, op, way)
     carry, cut = row(carry, way), None if cut is None else row(cut, way)
     both = MONOIDS[op].combine(carry, out)
     if begins is not None:

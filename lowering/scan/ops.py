@@ -27,7 +27,7 @@ sp = torch.ops.sp
 _ACROSS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
 
 
-class Shards(NamedTuple):
+class ScanShards(NamedTuple):
     """How ranks share operands and results: the last arguments of every operator here (``_ACROSS``)."""
 
     frame: Frame | None = None
@@ -80,7 +80,7 @@ def scan(
     """
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
-    shards = Shards(*across)
+    shards = ScanShards(*across)
     way = shards.way(x, dim, reverse)
     dtype = result_dtype(op, x.dtype) if dtype is None else dtype
     if known(x.shape[way.dim] == 0):
@@ -108,7 +108,7 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
     if x.ndim == 0:
         best, index = sp.extremes(x[None], 0, op, reverse)
         return best[0], index[0]
-    shards = Shards(*across)
+    shards = ScanShards(*across)
     way = shards.way(x, dim, reverse)
     if known(x.shape[way.dim] == 0):
         return x.clone(), torch.empty_like(x, dtype=torch.int64)
@@ -143,7 +143,7 @@ def linear_scan(
     if a.ndim == 0:
         first = None if initial is None else initial.reshape(())
         return sp.linear_scan(a[None], b[None], first, 0, reverse, accumulate)[0]
-    shards = Shards(*across)
+    shards = ScanShards(*across)
     way = shards.way(a, dim, reverse)
     if initial is not None:
         initial = initial.to(dtype).expand([size for d, size in enumerate(a.shape) if d != way.dim])
@@ -170,17 +170,17 @@ def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
     return segments.expand([x.shape[d] if d == dim else segments.shape[d] for d in range(x.ndim)])
 
 
-def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> tuple[Tensor | None, Pair | None]:
-    """cuts and ends of the ids; see ``chunks.py``."""
+def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> tuple[Tensor | None, ...]:
+    """cuts, and the two ends of the ids; see ``chunks.py``."""
     if segments is None:
-        return None, None
+        return None, None, None
     ids = _chunked(_aligned(segments, x, way.dim), way)
     rows = ids.shape[way.rows]
     ends = ids.narrow(way.rows, 0, 1), ids.narrow(way.rows, rows - 1, 1)
     # The ids are extended, not what comes of comparing them: Inductor's C++ has no comparison within padding.
     ids = torch.cat([ends[0], ids, ends[1]], way.rows)
     cuts = ids.narrow(way.rows, 1, rows + 1) != ids.narrow(way.rows, 0, rows + 1)
-    return cuts, None if way.alone else ends
+    return cuts, *((None, None) if way.alone else ends)
 
 
 def _may_need_gradient(x: Tensor) -> bool:

@@ -81,9 +81,9 @@ def _run(sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | 
     into, to, sums = carry or unused, out or unused, totals or unused
     with on_device(sweep.x):
         _walk[(triton.cdiv(sweep.lines, tile.lines), parts)](
-            *sweep.tensors(),
+            *sweep.pointers(sweep.x, sweep.second, sweep.starts),
             *sweep.pointers(into.value, into.second, to.value, to.second, sums.value, sums.second, sums.flag),
-            *sweep.sizes(), part, *strides_of(sweep.starts), **sweep.options(tile),
+            sweep.lines, sweep.length, sweep.x.shape[2], part, *strides_of(sweep.starts), **sweep.options(tile),
             CARRY=carry is not None, STORE=out is not None, TOTAL=total,
         )  # fmt: skip
     return totals
