@@ -50,7 +50,6 @@ def recurrence(
 
 class _Scan(Function):
     generate_vmap_rule = True
-
     forward = staticmethod(scanned)
 
     @staticmethod
@@ -78,7 +77,6 @@ class _Scan(Function):
 
 class _Extremes(Function):
     generate_vmap_rule = True
-
     forward = staticmethod(selected)
 
     @staticmethod
@@ -99,7 +97,6 @@ class _Extremes(Function):
 
 class _Recurrence(Function):
     generate_vmap_rule = True
-
     forward = staticmethod(recurred)
 
     @staticmethod
