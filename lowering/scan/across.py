@@ -17,7 +17,6 @@ Opaque, because what a compiler makes of reading bytes as numbers depends on the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from sp_compile._compat import pytree
 from sp_compile.lowering import routes
-from sp_compile.lowering.communicator import current
+from sp_compile.lowering.communicator import current, off_the_wire, on_the_wire
 from sp_compile.lowering.frames import in_order
 from sp_compile.lowering.library import opaque
 
@@ -203,8 +202,8 @@ def _from_behind(state: Any, step: int, way: ExchangeWay) -> Any:
     """The state of the rank `step` before this one in scan order, in one shift; the first ones get the last ones'."""
     leaves, tree = pytree.tree_flatten(state)
     sent = leaves[0] if len(leaves) == 1 else sp.to_bytes(leaves)
-    shift: Callable[[Tensor, str], Tensor] = current().start_shift
-    came = current().wait(shift(sent, routes.shift(way.group, -step if way.reverse else step)))
+    route = routes.shift(way.group, -step if way.reverse else step)
+    came = off_the_wire(current().wait(current().start_shift(on_the_wire(sent), route)), sent)
     return pytree.tree_unflatten([came] if len(leaves) == 1 else sp.from_bytes(came, leaves), tree)
 
 
