@@ -25,12 +25,12 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     (B | 1, Sk) have all batch dims as one. A query that attends to nothing gives 0. Bytes: none. Backward: all of
     q, k and v. SpError for text that is no predicate.
     """
-    *lookups, dropout_p, scale, enable_gqa = rest
+    rows, cols, sizes, predicate, dropout_p, scale, enable_gqa = rest
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     seed = None
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    args = LocalArgs(None, *lookups, seed, dropout_p, scale, whole(q.shape[-2]), [], 1, "")
+    args = LocalArgs(None, rows, cols, sizes, predicate, seed, dropout_p, scale, whole(q.shape[-2]), [], 1, "")
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))

@@ -25,6 +25,7 @@ from .monoids import MONOIDS, Pair, accumulate_dtype, result_dtype
 
 sp = torch.ops.sp
 _ACROSS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
+Cuts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class ScanShards(NamedTuple):
@@ -170,7 +171,7 @@ def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
     return segments.expand([x.shape[d] if d == dim else segments.shape[d] for d in range(x.ndim)])
 
 
-def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> tuple[Tensor | None, ...]:
+def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> Cuts:
     """cuts, and the two ends of the ids; see ``chunks.py``."""
     if segments is None:
         return None, None, None
@@ -180,7 +181,7 @@ def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> tuple[Tensor 
     # The ids are extended, not what comes of comparing them: Inductor's C++ has no comparison within padding.
     ids = torch.cat([ends[0], ids, ends[1]], way.rows)
     cuts = ids.narrow(way.rows, 1, rows + 1) != ids.narrow(way.rows, 0, rows + 1)
-    return cuts, *((None, None) if way.alone else ends)
+    return (cuts, None, None) if way.alone else (cuts, *ends)
 
 
 def _may_need_gradient(x: Tensor) -> bool:
