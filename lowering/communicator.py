@@ -86,15 +86,15 @@ class FunctionalCommunicator(Communicator):
         return dist.get_rank(process_group(group))
 
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
-        return _sent(x, lambda y: torch.ops._c10d_functional.all_reduce(y, "sum", group))
+        return _sent(x, lambda y: torch.ops._c10d_functional.all_reduce(y, "sum", group), summed=True)
 
     def _all_gather(self, x: Tensor, n: int, group: str) -> Tensor:
-        return _moved(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
+        return _sent(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
 
     def _reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool) -> Tensor:
         if x.device.type == "cpu" and not plain:  # Gloo's own takes half as long again
             return self._all_to_all(x.unflatten(0, (n, x.shape[0] // n)), n, group).sum(0, dtype=x.dtype)
-        return _sent(x, lambda y: torch.ops._c10d_functional.reduce_scatter_tensor(y, "sum", n, group))
+        return _sent(x, lambda y: torch.ops._c10d_functional.reduce_scatter_tensor(y, "sum", n, group), summed=True)
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
         rows = [x.shape[0]]
@@ -106,25 +106,32 @@ class FunctionalCommunicator(Communicator):
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
         ones = [1] * n
         routes.ensure(group)
-        return _moved(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
+        return _sent(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
 
 
-def _sent(x: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run one collective on ``x`` and wait for it."""
+def on_the_wire(x: Tensor, summed: bool = False) -> Tensor:
+    """x as it is sent. What is only moved goes as bytes if its dtype is not everywhere."""
     # Bool collectives give wrong values under Inductor, and not every backend knows complex numbers.
     if x.dtype == torch.bool:
-        return _sent(x.to(torch.uint8), collective).to(torch.bool)
+        return x.to(torch.uint8)
     if x.is_complex():
-        return torch.view_as_complex(_sent(torch.view_as_real(x.resolve_conj()), collective))
-    return torch.ops._c10d_functional.wait_tensor(collective(x.contiguous()))
+        return torch.view_as_real(x.resolve_conj())
+    return x if summed or x.dtype in _EVERYWHERE else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _moved(x: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
-    """As `_sent`, for a collective that only moves what it is given: of a dtype that is not everywhere, the bytes."""
-    if x.dtype in _EVERYWHERE or x.is_complex():
-        return _sent(x, collective)
-    moved = _sent(x.contiguous().unsqueeze(-1).view(torch.uint8), collective)
-    return moved.view(x.dtype).squeeze(-1)
+def off_the_wire(x: Tensor, like: Tensor) -> Tensor:
+    """What has arrived, in the dtype of what was sent."""
+    if like.dtype == torch.bool:
+        return x.to(torch.bool)
+    if like.is_complex():
+        return torch.view_as_complex(x)
+    return x if x.dtype == like.dtype else x.view(like.dtype).squeeze(-1)
+
+
+def _sent(x: Tensor, collective: Callable[[Tensor], Tensor], summed: bool = False) -> Tensor:
+    """Run one collective on ``x`` and wait for it."""
+    arrived = torch.ops._c10d_functional.wait_tensor(collective(on_the_wire(x, summed).contiguous()))
+    return off_the_wire(arrived, x)
 
 
 _FUNCTIONAL = FunctionalCommunicator()

@@ -23,19 +23,15 @@ def known(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
-def shard_length(size: int, n: int, folds: int = 1) -> int:
-    """Positions that each of ``n`` ranks holds, in ``folds`` equal chunks: ceil(size / n) in one."""
-    return folds * ((size + folds * n - 1) // (folds * n))
-
-
 def folds_of(frame: Frame) -> int:
     """Chunks that a rank holds: 1, or 2 in a zigzag frame."""
     return frame[4] if len(frame) == 5 else 1
 
 
 def rows_held(frame: Frame, n: int) -> int:
-    """Positions of the frame that each of ``n`` ranks holds, padding included."""
-    return shard_length(frame[1], n, folds_of(frame))
+    """Positions of the frame that each of ``n`` ranks holds, padding included: ceil(size / n) in one chunk."""
+    chunks = folds_of(frame) * n
+    return folds_of(frame) * ((frame[1] + chunks - 1) // chunks)
 
 
 def rows_within(extent: int, rows: int) -> int:

@@ -53,7 +53,6 @@ def run_ranks(n: int, fn: Callable[[int], T]) -> list[T]:
     threads = [threading.Thread(target=world.run, args=(rank, live), daemon=True) for rank in range(n)]
     for thread in threads:
         thread.start()
-    world.begin()
     for thread in threads:
         thread.join()
     world.end()
@@ -65,15 +64,11 @@ class _World:
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self._turns = [threading.Semaphore(0) for _ in range(n)]
+        self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(n)]  # rank 0's is the first
         self._random_states = [torch.get_rng_state()] * n
         self._calls: list[tuple[str, Tensor] | None] = [None] * n
         self._answers: list[Tensor] = []
         self._error: BaseException | None = None
-
-    def begin(self) -> None:
-        """Give rank 0 the first turn."""
-        self._turns[0].release()
 
     def end(self) -> None:
         """Raise what a rank raised. The caller's random state moves on as rank 0's did."""

@@ -34,23 +34,22 @@ class Forced(Generic[Value]):
 
 
 class Table(dict[str, Row]):
-    """Rows by name, in the order in which they were registered.
+    """Rows by name, in the order in which they were registered. title: what errors call it."""
 
-    title: what errors call it. rank: of rows with `fits(problem)`, those of low rank are tried before those of high
-    rank; without it, in the order of the table.
-    """
-
-    def __init__(self, title: str, rank: Callable[[Row, Any], int] = lambda row, problem: 0) -> None:
+    def __init__(self, title: str) -> None:
         super().__init__()
         self.title = title
-        self.rank = rank
+        self._ranks: dict[str, Callable[[Any], int]] = {}
         self._forced: Forced[str] = Forced()
 
-    def register(self, name: str, row: Row) -> ExitStack:
-        """Add a row: for good, or `with table.register(...):` for a block. Raises SpError: the name is taken."""
+    def register(self, name: str, row: Row, rank: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
+        """Add a row: for good, or `with table.register(...):` for a block. Raises SpError: the name is taken.
+
+        rank: of rows with `fits(problem)`, those of low rank are tried first, and equal ones in the table's order.
+        """
         if name in self:
             raise SpError(f"{self.title}: {name!r} is registered already")
-        self[name] = row
+        self[name], self._ranks[name] = row, rank
         added = ExitStack()
         added.callback(self.pop, name)
         return added
@@ -66,7 +65,7 @@ class Table(dict[str, Row]):
         rows: Mapping[str, Any] = self
         name = self._forced.value
         if name is None:
-            return next(n for n in sorted(rows, key=lambda n: self.rank(rows[n], problem)) if rows[n].fits(problem))
+            return next(n for n in sorted(rows, key=lambda n: self._ranks[n](problem)) if rows[n].fits(problem))
         if not rows[name].fits(problem):
             raise SpError(f"{self.title}: the {name!r} row does not fit {problem}")
         return name

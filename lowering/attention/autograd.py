@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .args import LocalArgs
+from .gathered import GatheredKeys
+from .ring import RingKeys
 
+Keys = GatheredKeys | RingKeys
+"""Where keys lie, and how they come to the queries.
 
-class Keys(Protocol):
-    """Where keys lie, and how they come to the queries."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
-        """out and lse over all keys."""
-
-    def backward(
-        self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv, and dmask if it is wanted. given: the cotangent, out and lse."""
+`forward` gives out and lse over all keys; `backward`, of the cotangent, out and lse, gives dq, dk, dv, and dmask if it
+is wanted.
+"""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys) -> Tensor:

@@ -18,10 +18,9 @@ from torch import Tensor
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import Frame, by_rank, in_order, pad, trim
 
-from .args import LocalArgs
+from .args import SEQUENCE, LocalArgs
 from .blocks import whole
 
-SEQUENCE = -2
 Cat = Callable[[list[Tensor], int], Tensor]
 
 
@@ -48,7 +47,7 @@ class GatheredKeys(NamedTuple):
         if frame is None:
             return k, v
         if n == 1:
-            return trim(k, 2, frame, 1, 1), trim(v, 2, frame, 1, 1)
+            return trim(k, SEQUENCE, frame, 1, 1), trim(v, SEQUENCE, frame, 1, 1)
         rows = in_order(current().all_gather(_side_by_side(k, v, cat), n, self.group), frame, n)
         return _apart(trim(rows, 0, frame, n, 1), k, v)
 
@@ -57,7 +56,7 @@ class GatheredKeys(NamedTuple):
         if frame is None:
             return dk, dv
         if n == 1:
-            return pad(dk, 2, frame, 1, edge=False), pad(dv, 2, frame, 1, edge=False)
+            return pad(dk, SEQUENCE, frame, 1, edge=False), pad(dv, SEQUENCE, frame, 1, edge=False)
         rows = pad(_side_by_side(dk, dv, torch.cat), 0, frame, n, edge=False)
         return _apart(current().reduce_scatter(by_rank(rows, frame, n), n, self.group), dk, dv)
 

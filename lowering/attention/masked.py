@@ -1,5 +1,7 @@
 """Attention of whole sequences whose mask is a predicate: one node in a rewritten graph."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,18 +17,7 @@ from .gathered import GatheredKeys
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, "
     "float dropout_p, float? scale, bool enable_gqa) -> Tensor"
 )
-def masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: list[Tensor],
-    cols: list[Tensor],
-    sizes: list[int],
-    predicate: str,
-    dropout_p: float,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``predicate``.
 
     Shapes: q (..., Sq, D), k (..., Sk, D), v (..., Sk, E) -> (..., Sq, E) in q's dtype. The dims in front, batches
@@ -34,6 +25,7 @@ def masked_attention(
     (B | 1, Sk) have all batch dims as one. A query that attends to nothing gives 0. Bytes: none. Backward: all of
     q, k and v. SpError for text that is no predicate.
     """
+    rows, cols, sizes, predicate, dropout_p, scale, enable_gqa = rest
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     seed = None
     if dropout_p > 0:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sp_compile.lowering import triton
+from sp_compile.lowering.triton import usable
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -14,8 +14,10 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     are safe, however large. One pass over the accumulators: Inductor fuses the expression, eager CUDA
     tensors take the kernel in ``triton/merge.py``.
     """
-    if triton.usable(out_a):
-        return triton.merge(out_a, lse_a, out_b, lse_b)
+    if usable(out_a):
+        from sp_compile.lowering.triton.merge import launch
+
+        return launch(out_a, lse_a, out_b, lse_b)
     return merge_pointwise(out_a, lse_a, out_b, lse_b)
 
 

@@ -14,7 +14,7 @@ from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.library import Pair
 
-SEQUENCE = 2
+from .args import SEQUENCE
 
 
 def folded(xs: list[Tensor], n: int, group: str, back: bool = False) -> list[Tensor]:

@@ -62,22 +62,8 @@ class Buffer:
         return same and x.numel() * x.element_size() <= self.memory.numel()
 
 
-_buffers: dict[str, Buffer] = {}
-
-
-def keep(group: str, buffer: Buffer) -> None:
-    """From now on the group's exchanges may use the buffer: on all of its ranks, or on none."""
-    _buffers[group] = buffer
-
-
-def buffer_of(group: str) -> Buffer | None:
-    """What was declared for the group."""
-    return _buffers.get(group)
-
-
-def forget(group: str) -> None:
-    """Give the group's buffer up, on all of its ranks."""
-    _buffers.pop(group, None)
+BUFFERS: dict[str, Buffer] = {}
+"""What was declared, by group, on all of its ranks or on none: their exchanges may use it."""
 
 
 class Packing(NamedTuple):
@@ -107,7 +93,7 @@ class Packing(NamedTuple):
         """Symmetric memory that this exchange may use: the same answer on every rank."""
         eager = triton.is_plain(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
         real = isinstance(current(), FunctionalCommunicator)
-        buffer = buffer_of(self.group) if eager and real else None
+        buffer = BUFFERS.get(self.group) if eager and real else None
         return buffer if buffer is not None and buffer.fits(self.x) else None
 
 
@@ -123,11 +109,14 @@ def _staged(problem: Packing) -> tuple[Buffer, Tensor]:
 
 
 def _symmetric(problem: Packing) -> Tensor:
+    from sp_compile.lowering.triton.move import from_peers
+
     buffer, staged = _staged(problem)
     out = problem.x.new_empty(problem.shape)
     block = staged.narrow(problem.scatter_dim, 0, problem.shape[problem.scatter_dim])
     offset = buffer.rank * block.shape[problem.scatter_dim] * block.stride(problem.scatter_dim)
-    triton.from_peers(out, buffer.peers, offset, block.stride(), problem.gather_dim, buffer.rank)
+    done = from_peers(out, buffer.peers, offset, block.stride(), problem.gather_dim, buffer.rank)
+    assert done, f"{out.ndim} dims are more than {triton.MOST_DIMS}"
     buffer.barrier()
     return out
 

@@ -85,11 +85,9 @@ def _same(x: Tensor, *where: Any) -> Tensor:
 # The operators.
 
 
-def _fake_rank(group: str, device: torch.device) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=device)
-
-
-@opaque("rank(str group, Device device) -> Tensor", _fake_rank)
+@opaque(
+    "rank(str group, Device device) -> Tensor", lambda group, device: torch.empty((), dtype=torch.int64, device=device)
+)
 def rank(group: str, device: torch.device) -> Tensor:
     """() -> varying: this rank's index in the group, read when the program runs.
 
@@ -188,11 +186,9 @@ def mask(x: Tensor, dim: int, frame: Frame, value: float, n: int, group: str) ->
 
 
 def _inside(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
-    start, length = frame[2:4]
-    positions = own_positions(frame, n, group, x.device)
-    kept = (positions >= start) & (positions < start + length)
+    kept = ~outside_window(x, dim, frame, n, group).flatten()
     kept_row = kept.to(torch.uint8).argmax()
-    rows = x.index_select(dim, torch.where(kept, torch.arange(positions.shape[0], device=x.device), kept_row))
+    rows = x.index_select(dim, torch.where(kept, torch.arange(x.shape[dim], device=x.device), kept_row))
     return rows.masked_fill(~kept.any(), 1)
 
 

@@ -69,11 +69,11 @@ def all_rows(x: Tensor, dim: int, n: int, group: str) -> Tensor:
     return current().all_gather(x.movedim(dim, 0), n, group).movedim(0, dim)
 
 
-def _copies(xs: list[Tensor], names: list[str], n: int, group: str) -> list[Tensor]:
-    return [torch.empty_like(x) for x in xs]
-
-
-@opaque("shared(Tensor[] xs, str[] names, int n, str group) -> Tensor[]", _copies, waits=True)
+@opaque(
+    "shared(Tensor[] xs, str[] names, int n, str group) -> Tensor[]",
+    lambda xs, *_: [torch.empty_like(x) for x in xs],
+    waits=True,
+)
 def shared(xs: list[Tensor], names: list[str], n: int, group: str) -> list[Tensor]:
     """Copies of gradients of shared results, once the ranks have found theirs equal. names: of the results.
 

@@ -1,5 +1,3 @@
 """Prefix scans: one table of implementations, and the ``sp::`` operators over it."""
 
-from . import local, ops
-
-__all__ = ["local", "ops"]
+from . import local, ops  # noqa: F401  (registers the operators)

@@ -17,7 +17,6 @@ Opaque, because what a compiler makes of reading bytes as numbers depends on the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from sp_compile._compat import pytree
 from sp_compile.lowering import routes
-from sp_compile.lowering.communicator import current
+from sp_compile.lowering.communicator import current, off_the_wire, on_the_wire
 from sp_compile.lowering.frames import in_order
 from sp_compile.lowering.library import opaque
 
@@ -203,8 +202,8 @@ def _from_behind(state: Any, step: int, way: ExchangeWay) -> Any:
     """The state of the rank `step` before this one in scan order, in one shift; the first ones get the last ones'."""
     leaves, tree = pytree.tree_flatten(state)
     sent = leaves[0] if len(leaves) == 1 else sp.to_bytes(leaves)
-    shift: Callable[[Tensor, str], Tensor] = current().start_shift
-    came = current().wait(shift(sent, routes.shift(way.group, -step if way.reverse else step)))
+    route = routes.shift(way.group, -step if way.reverse else step)
+    came = off_the_wire(current().wait(current().start_shift(on_the_wire(sent), route)), sent)
     return pytree.tree_unflatten([came] if len(leaves) == 1 else sp.from_bytes(came, leaves), tree)
 
 
@@ -212,23 +211,21 @@ def _width(part: Tensor) -> int:
     return math.prod(part.shape[1:]) * part.element_size()  # Size.numel would make symbolic sizes constants
 
 
-def _fake_to_bytes(parts: list[Tensor]) -> Tensor:
-    width = sum(_width(part) for part in parts)
-    return parts[0].new_empty((parts[0].shape[0], width), dtype=torch.uint8)
-
-
-@opaque("to_bytes(Tensor[] parts) -> Tensor", _fake_to_bytes)
+@opaque(
+    "to_bytes(Tensor[] parts) -> Tensor",
+    lambda parts: parts[0].new_empty((parts[0].shape[0], sum(map(_width, parts))), dtype=torch.uint8),
+)
 def to_bytes(parts: list[Tensor]) -> Tensor:
     """Rows of several tensors side by side: (k, ...) of any dtypes -> (k, bytes) uint8. Source: views and one copy."""
     rows = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
-    return torch.cat([_aligned(row).view(torch.uint8) for row in rows if row.numel()] or [_none(parts[0])], 1)
+    none = parts[0].new_empty((parts[0].shape[0], 0), dtype=torch.uint8)
+    return torch.cat([none, *(_aligned(row).view(torch.uint8) for row in rows if row.numel())], 1)
 
 
-def _fake_from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    return [part.new_empty((message.shape[0], *part.shape[1:])) for part in parts]
-
-
-@opaque("from_bytes(Tensor message, Tensor[] parts) -> Tensor[]", _fake_from_bytes)
+@opaque(
+    "from_bytes(Tensor message, Tensor[] parts) -> Tensor[]",
+    lambda message, parts: [part.new_empty((message.shape[0], *part.shape[1:])) for part in parts],
+)
 def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
     """Undo `to_bytes`: (m, bytes) -> tensors (m, ...) with the further sizes and the dtypes of `parts`."""
     rows = message.split([_width(part) for part in parts], 1)
@@ -237,11 +234,6 @@ def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
         _aligned(row).view(p.dtype).view(shape) if row.numel() else p.new_empty(shape)
         for row, p, shape in zip(rows, parts, shapes, strict=True)
     ]
-
-
-def _none(part: Tensor) -> Tensor:
-    """As many rows of no bytes."""
-    return part.new_empty((part.shape[0], 0), dtype=torch.uint8)
 
 
 def _aligned(rows: Tensor) -> Tensor:

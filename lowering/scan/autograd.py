@@ -19,7 +19,6 @@ Tensors are chunked, see `chunks.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,18 +27,17 @@ from torch.autograd import Function
 
 from .across import ExchangeWay, last_of, neighbours
 from .chunks import Recurrence, ScanJob, before, end, met, recurred, row, scanned, selected, starts
-from .monoids import MONOIDS, Pair, accumulate_dtype
+from .monoids import MONOIDS, Pair, accumulate_dtype, wins
 
 
-def scan(x: Tensor, cuts: Tensor | None, ends: Pair | None, job: ScanJob) -> Tensor:
+def scan(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob) -> Tensor:
     """The scan of x, in job.dtype. Differentiable in x as often as wanted."""
-    first, last = ends or (None, None)
     return _Scan.apply(x, cuts, first, last, job)[0]
 
 
-def extremes(x: Tensor, op: str, way: ExchangeWay, first: int) -> Pair:
-    """The running extreme, differentiable, and its position less `first`, int64."""
-    best, index, _ = _Extremes.apply(x, op, way, first)
+def extremes(x: Tensor, op: str, way: ExchangeWay) -> Pair:
+    """The running extreme, differentiable, and its position, int64."""
+    best, index, _ = _Extremes.apply(x, op, way)
     return best, index
 
 
@@ -52,13 +50,7 @@ def recurrence(
 
 class _Scan(Function):
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        ends = None if first is None or last is None else (first, last)
-        return scanned(x, cuts, ends, job)
+    forward = staticmethod(scanned)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -77,7 +69,7 @@ class _Scan(Function):
         if cut is not None:
             cuts = met(cuts, cut, job.way)
         if job.op == "sum":
-            dx = scan(grad, cuts, None, job._replace(way=job.way.back, dtype=grad.dtype)).to(ctx.x_dtype)
+            dx = scan(grad, cuts, None, None, job._replace(way=job.way.back, dtype=grad.dtype)).to(ctx.x_dtype)
         else:
             dx = _pulled_back(grad, x, y, carry, cuts, job)
         return dx, None, None, None, None
@@ -85,14 +77,11 @@ class _Scan(Function):
 
 class _Extremes(Function):
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, op: str, way: ExchangeWay, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        return selected(x, op, way, first)
+    forward = staticmethod(selected)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        (x, op, way, _), (y, index, carry) = inputs, output
+        (x, op, way), (y, index, carry) = inputs, output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(kept for kept in (index, carry) if kept is not None))
         ctx.job = ScanJob(op, False, way, x.dtype, x.dtype)
@@ -101,19 +90,14 @@ class _Extremes(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None, None, None
+            return None, None, None
         x, y, carry = ctx.saved_tensors
-        return _pulled_back(grad, x, y, carry, None, ctx.job), None, None, None
+        return _pulled_back(grad, x, y, carry, None, ctx.job), None, None
 
 
 class _Recurrence(Function):
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        a: Tensor, b: Tensor, initial: Tensor | None, job: Recurrence
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return recurred(a, b, initial, job)
+    forward = staticmethod(recurred)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -152,7 +136,7 @@ def _pulled_back(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts:
         first = y.new_full(end(y, way).shape[1:], neutral)
         prior = before(y, _carried(y, carry, first, way), way)
         prior = prior if begins is None else prior.masked_fill(begins, neutral)
-    a, c = _LINEARISED[job.op](x.to(y.dtype), prior, None if job.exclusive else y)
+    a, c = _linearised(job.op, x.to(y.dtype), prior, None if job.exclusive else y)
     if begins is not None:
         a = a.masked_fill(begins, 0)
         grad = grad.masked_fill(begins, 0) if job.exclusive else grad
@@ -185,30 +169,14 @@ def _comes_out(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, way: Ex
     return ends[0] if way.alone else last_of(ends, way)
 
 
-def _of_prod(x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
-    return x, prior
-
-
-def _of_logsumexp(x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
+def _linearised(op: str, x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
+    """a and c of the table above; prior: P."""
+    if op == "prod":
+        return x, prior
+    if op in ("max", "min"):
+        won = wins(op, x, prior)
+        return (~won).to(x.dtype), won
     y = torch.logaddexp(prior, x) if y is None else y
     same = (prior == y) & (y == torch.inf)  # where the difference would be NaN, and what came before is all there is
     y = y.masked_fill(y == -torch.inf, 0)
     return (prior - y).exp().masked_fill(same, 1), (x - y).exp()
-
-
-def _of_max(x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
-    won = (x >= prior) | x.isnan()
-    return (~won).to(x.dtype), won
-
-
-def _of_min(x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
-    won = (x <= prior) | x.isnan()
-    return (~won).to(x.dtype), won
-
-
-_LINEARISED: dict[str, Callable[[Tensor, Tensor, Tensor | None], Pair]] = {
-    "prod": _of_prod,
-    "logsumexp": _of_logsumexp,
-    "max": _of_max,
-    "min": _of_min,
-}

@@ -5,7 +5,7 @@ Tensors are chunked: dim `way.dim` counts the chunks (one, or two in a zigzag fr
     cuts    bool, like x but with a row more: True between two rows, in index order, where a segment ends and another
             begins. Either end of a chunk counts; an end that nobody has compared with the next chunk yet is False.
             Other dims may be 1.
-    ends    the first and the last segment id of each chunk in index order, (..., chunks, 1, ...), if that is so
+    first, last     the segment ids at the ends of each chunk in index order, (..., chunks, 1, ...), if that is so
 
 The carry is added as ordinary pointwise operations, which a compiler fuses into whatever reads the result.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .across import ExchangeWay, carry_of_extremes, carry_of_recurrence, carry_of_scan
-from .monoids import MONOIDS, Pair, selecting
+from .monoids import MONOIDS, selecting
 
 sp = torch.ops.sp
 
@@ -47,11 +47,6 @@ def starts(cuts: Tensor, way: ExchangeWay) -> Tensor:
     return cuts.narrow(way.rows, int(way.reverse), cuts.shape[way.rows] - 1)
 
 
-def first_row(x: Tensor, way: ExchangeWay) -> Tensor:
-    """Each chunk's first row in scan order, (..., chunks, 1, ...)."""
-    return x.narrow(way.rows, x.shape[way.rows] - 1 if way.reverse else 0, 1)
-
-
 def before(x: Tensor, carry: Tensor, way: ExchangeWay) -> Tensor:
     """At each row what stands at the row before, in scan order: `carry` (..., chunks, 1, ...) at a chunk's first."""
     others = x.narrow(way.rows, int(way.reverse), x.shape[way.rows] - 1)
@@ -70,15 +65,15 @@ def row(x: Tensor, way: ExchangeWay) -> Tensor:
 
 def end(x: Tensor, way: ExchangeWay) -> Tensor:
     """Each chunk's last row in scan order as a summary, (chunks, ...)."""
-    return summary(first_row(x, way.back).squeeze(way.rows), way)
+    return summary(x.select(way.rows, 0 if way.reverse else -1), way)
 
 
 def scanned(
-    x: Tensor, cuts: Tensor | None, ends: Pair | None, job: ScanJob
+    x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The scan in job.dtype; what is carried into the chunks; where segments begin in them (cut).
 
-    The carry is None on one rank, the cut unless ends were compared. Both are rows, (..., chunks, 1, ...).
+    The carry is None on one rank, the cut unless first and last were compared. Both are rows, (..., chunks, 1, ...).
     """
     op, exclusive, way, dtype, accumulate = job
     begins, options = None if cuts is None else starts(cuts, way), (op, exclusive, way.reverse)
@@ -91,9 +86,9 @@ def scanned(
         leaving = end(cuts, way)
         total = total.masked_fill(leaving, MONOIDS[op].identity(accumulate))
         stops = summary(begins.any(way.rows), way) | leaving
-    ends = ends if ends is None or not way.reverse else ends[::-1]
-    given = None if ends is None else (end(ends[0], way), end(ends[1], way))
-    carry, cut = carry_of_scan(total, stops, given, op, way)
+    first, last = (last, first) if way.reverse else (first, last)
+    ends = None if first is None or last is None else (end(first, way), end(last, way))
+    carry, cut = carry_of_scan(total, stops, ends, op, way)
     carry, cut = row(carry, way), None if cut is None else row(cut, way)
     both = MONOIDS[op].combine(carry, out)
     if begins is not None:
@@ -123,17 +118,16 @@ def _unbroken(begins: Tensor, cut: Tensor | None, way: ExchangeWay) -> Tensor:
     return reached if cut is None else reached & ~cut
 
 
-def selected(x: Tensor, op: str, way: ExchangeWay, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The running extreme, its position in the sequence less `first`, and the extreme carried into the chunks.
+def selected(x: Tensor, op: str, way: ExchangeWay) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The running extreme, its position, and the extreme carried into the chunks.
 
     The latter is None on one rank.
     """
     best, index = sp.local_extremes(x, None, way.rows, op, way.reverse)
     if way.alone:
         return best, index, None
-    size = x.shape[way.rows]
-    starts_at = way.own(x.device) * size - first
-    index = index + starts_at.view([-1 if dim == way.dim else 1 for dim in range(x.ndim)])
+    first = way.own(x.device) * x.shape[way.rows]
+    index = index + first.view([-1 if dim == way.dim else 1 for dim in range(x.ndim)])
     carry = carry_of_extremes(end(best, way), end(index, way), op, way)
     value, position = (row(x, way) for x in carry)
     best, index = selecting(op)((value, position), (best, index))

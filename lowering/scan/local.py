@@ -18,24 +18,13 @@ from .monoids import Pair
 from .table import Problem, kernel
 
 
-def _fake_scan(
-    x: Tensor,
-    starts: Tensor | None,
-    dim: int,
-    op: str,
-    exclusive: bool,
-    reverse: bool,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
-    total: bool = True,
-) -> Pair:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(_total_shape(x, dim, total), dtype=accumulate)
-
-
 @opaque(
     "local_scan(Tensor x, Tensor? starts, int dim, str op, bool exclusive, bool reverse, ScalarType dtype, "
     "ScalarType accumulate, bool total=True) -> (Tensor, Tensor)",
-    _fake_scan,
+    lambda x, starts, dim, op, exclusive, reverse, dtype, accumulate, total=True: (
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(_total_shape(x, dim) if total else [0], dtype=accumulate),
+    ),
 )
 def local_scan(
     x: Tensor,
@@ -63,11 +52,10 @@ def local_scan(
     return out.view(x.shape), last.clone().view(_total_shape(x, dim)) if total else last.new_empty(0)
 
 
-def _fake_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse: bool) -> Pair:
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
-
-
-@opaque("local_extremes(Tensor x, Tensor? starts, int dim, str op, bool reverse) -> (Tensor, Tensor)", _fake_extremes)
+@opaque(
+    "local_extremes(Tensor x, Tensor? starts, int dim, str op, bool reverse) -> (Tensor, Tensor)",
+    lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)),
+)
 def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse: bool) -> Pair:
     """The running max or min of x along dim, and its index.
 
@@ -81,23 +69,10 @@ def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse:
     return values.view(x.shape), indices.view(x.shape)
 
 
-def _fake_linear_scan(
-    a: Tensor,
-    b: Tensor,
-    initial: Tensor | None,
-    dim: int,
-    reverse: bool,
-    lagged: bool,
-    dtype: torch.dtype,
-    accumulate: torch.dtype,
-) -> Tensor:
-    return b.new_empty(b.shape, dtype=dtype)
-
-
 @opaque(
     "local_linear_scan(Tensor a, Tensor b, Tensor? initial, int dim, bool reverse, bool lagged, ScalarType dtype, "
     "ScalarType accumulate) -> Tensor",
-    _fake_linear_scan,
+    lambda a, b, initial, dim, reverse, lagged, dtype, accumulate: b.new_empty(b.shape, dtype=dtype),
 )
 def local_linear_scan(
     a: Tensor,
@@ -170,9 +145,7 @@ def _common(sizes: Sequence[int], wanted: Sequence[int]) -> Sequence[int]:
     return sizes if math.prod(sizes) == 1 else wanted
 
 
-def _total_shape(x: Tensor, dim: int, total: bool = True) -> list[int]:
-    if not total:
-        return [0]
+def _total_shape(x: Tensor, dim: int) -> list[int]:
     shape = list(x.shape)
     if shape:
         del shape[dim]

@@ -15,7 +15,6 @@ from torch import Tensor
 from sp_compile._compat import pytree
 
 Combine = Callable[[Any, Any], Any]
-Number = int | float | bool
 Pair = tuple[Tensor, Tensor]
 
 
@@ -38,12 +37,12 @@ class Monoid:
         """Is the result one of the operands, so that it has an index?"""
         return self.name in ("max", "min")
 
-    def identity(self, dtype: torch.dtype) -> Number:
+    def identity(self, dtype: torch.dtype) -> float:
         """e with combine(e, x) == x for every x of the dtype."""
         if dtype.is_floating_point or abs(self.neutral) != torch.inf:
             return self.neutral
         if dtype is torch.bool:
-            return self.neutral > 0
+            return int(self.neutral > 0)
         bounds = torch.iinfo(dtype)
         return bounds.max if self.neutral > 0 else bounds.min
 
@@ -72,14 +71,17 @@ def segmented(combine: Combine) -> Combine:
     return join
 
 
+def wins(op: str, later: Tensor, earlier: Tensor) -> Tensor:
+    """Under max or min, bool: the later of equal values wins, NaN over all, as in torch.cummax."""
+    won = later >= earlier if op == "max" else later <= earlier
+    return won | later.isnan() if later.is_floating_point() else won
+
+
 def selecting(op: str) -> Combine:
-    """States (value, index) under max or min: the later of equal values wins, NaN over all, as in torch.cummax."""
-    beats = torch.ge if op == "max" else torch.le
+    """States (value, index) under max or min."""
 
     def select(left: Pair, right: Pair) -> Pair:
-        later = beats(right[0], left[0])
-        if right[0].is_floating_point():
-            later = later | right[0].isnan()
+        later = wins(op, right[0], left[0])
         return torch.where(later, right[0], left[0]), torch.where(later, right[1], left[1])
 
     return select

@@ -9,6 +9,8 @@ Raise ValueError for another exchange, or one that does not suit the frame.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,35 @@ from .monoids import MONOIDS, Pair, accumulate_dtype, result_dtype
 
 sp = torch.ops.sp
 _ACROSS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
+Cuts = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class ScanShards(NamedTuple):
+    """How ranks share operands and results: the last arguments of every operator here (``_ACROSS``)."""
+
+    frame: Frame | None = None
+    exchange: str = "gather"
+    n: int = 1
+    group: str = ""
+
+    def way(self, x: Tensor, dim: int, reverse: bool) -> ExchangeWay:
+        """Which way a scan of x runs."""
+        if self.exchange not in ("gather", "steps"):
+            raise ValueError(f"sp scan: exchange must be 'gather' or 'steps', got {self.exchange!r}")
+        n = 1 if self.frame is None else self.n
+        folds = 1 if self.frame is None or n == 1 else folds_of(self.frame)
+        if self.exchange == "steps" and folds > 1:
+            raise ValueError("sp scan: exchange='steps' needs a contiguous frame; pass 'gather'")
+        return ExchangeWay(dim % x.ndim, reverse, n, folds, self.exchange, self.group)
+
+    def masked(self, x: Tensor, dim: int, fill: float) -> Tensor:
+        """``fill`` in padding."""
+        return x if self.frame is None else sp.mask(x, dim, self.frame, fill, self.n, self.group)
+
+    def window(self, y: Tensor, dim: int) -> Tensor:
+        """A result whose padding repeats valid rows, and has zeros as cotangents."""
+        padded = self.frame is not None and is_padded(self.frame, self.n)
+        return sp.window(y, dim, self.frame, self.n, self.group) if padded else y
 
 
 @composite(
@@ -38,10 +69,7 @@ def scan(
     reverse: bool = False,
     dtype: torch.dtype | None = None,
     accumulate: torch.dtype | None = None,
-    frame: Frame | None = None,
-    exchange: str = "gather",
-    n: int = 1,
-    group: str = "",
+    *across: Any,
 ) -> Tensor:
     """Shard(dim) -> Shard(dim): sum, prod, max, min or logsumexp of all elements up to each, or before it.
 
@@ -53,35 +81,25 @@ def scan(
     """
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
-    way = _way(x, dim, reverse, frame, exchange, n, group)
+    shards = ScanShards(*across)
+    way = shards.way(x, dim, reverse)
     dtype = result_dtype(op, x.dtype) if dtype is None else dtype
     if known(x.shape[way.dim] == 0):
         return x.to(dtype, copy=True)
     if accumulate is None or MONOIDS[op].selects:
         accumulate = accumulate_dtype(op, dtype, x.device)
-    if frame is None and segments is None and not _may_need_gradient(x):
+    if shards.frame is None and segments is None and not _may_need_gradient(x):
         # What follows would do the same, with a share of the time that short scans notice.
         return sp.local_scan(x, None, way.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
-    padded = frame is not None and is_padded(frame, n)
-    x = sp.mask(x, way.dim, frame, MONOIDS[op].identity(x.dtype), n, group) if padded else x
+    x = shards.masked(x, way.dim, MONOIDS[op].identity(x.dtype))
     job = ScanJob(op, exclusive, way, _kept(x, op, dtype, accumulate), accumulate)
     out = autograd.scan(_chunked(x, way), *_cuts(segments, x, way), job)
-    out = out.flatten(way.dim, way.rows).to(dtype)
-    return sp.window(out, way.dim, frame, n, group) if padded else out
+    return shards.window(out.flatten(way.dim, way.rows).to(dtype), way.dim)
 
 
 @composite(f"extremes(Tensor x, int dim, str op, bool reverse=False, {_ACROSS}) -> (Tensor, Tensor)")
-def extremes(
-    x: Tensor,
-    dim: int,
-    op: str,
-    reverse: bool = False,
-    frame: Frame | None = None,
-    exchange: str = "gather",
-    n: int = 1,
-    group: str = "",
-) -> Pair:
+def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) -> Pair:
     """Shard(dim) -> Shard(dim), Shard(dim): the running max or min, and its position in the window, int64.
 
     Shapes: x (..., S, ...) -> twice the same. Of equal elements the last in scan order wins, and NaN over all, as in
@@ -91,20 +109,15 @@ def extremes(
     if x.ndim == 0:
         best, index = sp.extremes(x[None], 0, op, reverse)
         return best[0], index[0]
-    way = _way(x, dim, reverse, frame, exchange, n, group)
+    shards = ScanShards(*across)
+    way = shards.way(x, dim, reverse)
     if known(x.shape[way.dim] == 0):
         return x.clone(), torch.empty_like(x, dtype=torch.int64)
-    if frame is None or not is_padded(frame, n):
-        return _whole(autograd.extremes(_chunked(x, way), op, way, 0), way)
-    x = sp.mask(x, way.dim, frame, MONOIDS[op].identity(x.dtype), n, group)
-    best, index = _whole(autograd.extremes(_chunked(x, way), op, way, frame[2] if n > 1 else 0), way)
-    index = index - frame[2] if n == 1 else index
-    return sp.window(best, way.dim, frame, n, group), sp.mask(index, way.dim, frame, 0, n, group)
-
-
-def _whole(results: Pair, way: ExchangeWay) -> Pair:
-    best, index = (x.flatten(way.dim, way.rows) for x in results)
-    return best, index
+    x = shards.masked(x, way.dim, MONOIDS[op].identity(x.dtype))
+    best, index = (y.flatten(way.dim, way.rows) for y in autograd.extremes(_chunked(x, way), op, way))
+    if shards.frame is not None and not known(shards.frame[2] == 0):
+        index = index - shards.frame[2]
+    return shards.window(best, way.dim), shards.masked(index, way.dim, 0)
 
 
 @composite(
@@ -118,10 +131,7 @@ def linear_scan(
     dim: int,
     reverse: bool = False,
     accumulate: torch.dtype | None = None,
-    frame: Frame | None = None,
-    exchange: str = "gather",
-    n: int = 1,
-    group: str = "",
+    *across: Any,
 ) -> Tensor:
     """Shard(dim), Shard(dim), invariant -> Shard(dim): h_i = a_i * h_(i-1) + b_i from h_(-1) = initial, or zeros.
 
@@ -134,28 +144,18 @@ def linear_scan(
     if a.ndim == 0:
         first = None if initial is None else initial.reshape(())
         return sp.linear_scan(a[None], b[None], first, 0, reverse, accumulate)[0]
-    way = _way(a, dim, reverse, frame, exchange, n, group)
+    shards = ScanShards(*across)
+    way = shards.way(a, dim, reverse)
     if initial is not None:
         initial = initial.to(dtype).expand([size for d, size in enumerate(a.shape) if d != way.dim])
     accumulate = accumulate_dtype("sum", dtype, a.device) if accumulate is None else accumulate
     a, b = a.to(dtype), b.to(dtype)
     if known(a.shape[way.dim] == 0):
         return a * b
-    padded = frame is not None and is_padded(frame, n)
-    if padded:
-        a, b = (sp.mask(x, way.dim, frame, fill, n, group) for x, fill in ((a, 1), (b, 0)))
+    a, b = shards.masked(a, way.dim, 1), shards.masked(b, way.dim, 0)
     job = Recurrence(False, way, dtype, accumulate)
-    h = autograd.recurrence(_chunked(a, way), _chunked(b, way), initial, job)[0].flatten(way.dim, way.rows)
-    return sp.window(h, way.dim, frame, n, group) if padded else h
-
-
-def _way(x: Tensor, dim: int, reverse: bool, frame: Frame | None, exchange: str, n: int, group: str) -> ExchangeWay:
-    if exchange not in ("gather", "steps"):
-        raise ValueError(f"sp scan: exchange must be 'gather' or 'steps', got {exchange!r}")
-    folds = 1 if frame is None or n == 1 else folds_of(frame)
-    if exchange == "steps" and folds > 1:
-        raise ValueError("sp scan: exchange='steps' needs a contiguous frame; pass 'gather'")
-    return ExchangeWay(dim % x.ndim, reverse, n if frame is not None else 1, folds, exchange, group)
+    h = autograd.recurrence(_chunked(a, way), _chunked(b, way), initial, job)[0]
+    return shards.window(h.flatten(way.dim, way.rows), way.dim)
 
 
 def _chunked(x: Tensor, way: ExchangeWay) -> Tensor:
@@ -171,17 +171,17 @@ def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
     return segments.expand([x.shape[d] if d == dim else segments.shape[d] for d in range(x.ndim)])
 
 
-def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> tuple[Tensor | None, Pair | None]:
-    """cuts and ends of the ids; see ``chunks.py``."""
+def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> Cuts:
+    """cuts, and the two ends of the ids; see ``chunks.py``."""
     if segments is None:
-        return None, None
+        return None, None, None
     ids = _chunked(_aligned(segments, x, way.dim), way)
     rows = ids.shape[way.rows]
     ends = ids.narrow(way.rows, 0, 1), ids.narrow(way.rows, rows - 1, 1)
     # The ids are extended, not what comes of comparing them: Inductor's C++ has no comparison within padding.
     ids = torch.cat([ends[0], ids, ends[1]], way.rows)
     cuts = ids.narrow(way.rows, 1, rows + 1) != ids.narrow(way.rows, 0, rows + 1)
-    return cuts, None if way.alone else ends
+    return (cuts, None, None) if way.alone else (cuts, *ends)
 
 
 def _may_need_gradient(x: Tensor) -> bool:

@@ -1,15 +1,15 @@
 """The lowering table: which implementation runs a scan.
 
 A way registers itself, under a name and with a rank; the one of lowest rank that fits a problem runs it. It is a module
-with `fits(problem) -> bool` and the functions scan, extremes, linear and linear_total of a problem and its tensors, as
-`kernels.generic.Kernels` describes them; it needs only those for which it fits. The ways here are the modules of
-`kernels`, which imports them.
+(or an object) with `fits(problem) -> bool` and the functions scan, extremes, linear and linear_total of a problem and
+its tensors, as `kernels.generic.Kernels` describes them; it needs only those for which it fits. The ways here are the
+modules of `kernels`, which imports them. They have rank 0 (torch, of what is small), 10 (C++), 20 (Triton), 30 (torch),
+40 (in blocks of torch operations) and 50 (a tree of them, which always fits).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -49,30 +49,18 @@ class Problem(NamedTuple):
 SMALL = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
 
 
-class Way(NamedTuple):
-    """A row: the module, or any object with such functions, and when its turn comes."""
-
-    kernels: Any
-    rank: Callable[[Problem], int]
-
-    def fits(self, problem: Problem) -> bool:
-        """Can it run the problem?"""
-        return bool(self.kernels.fits(problem))
-
-
-WAYS: Table[Way] = Table("scan: the lowering table", rank=lambda way, problem: way.rank(problem))
-choose, using = WAYS.choose, WAYS.using
-
-
-def register(name: str, kernels: Any, rank: Callable[[Problem], int]) -> ExitStack:
-    """Add a way: for good, or `with register(...):` for a block.
-
-    rank: its turn, low first. The ways here have 0 (torch, of what is small), 10 (C++), 20 (Triton), 30 (torch), 40
-    (in blocks of torch operations) and 50 (a tree of them, which always fits).
-    """
-    return WAYS.register(name, Way(kernels, rank))
+WAYS: Table[Any] = Table("scan: the lowering table")
+register, choose, using = WAYS.register, WAYS.choose, WAYS.using
 
 
 def kernel(problem: Problem) -> Callable[..., Any]:
     """The function that solves a problem."""
-    return getattr(WAYS[choose(problem)].kernels, problem.kind)
+    return getattr(WAYS[choose(problem)], problem.kind)
+
+
+def strides_of(starts: Tensor | None) -> tuple[int, int, int]:
+    """From one outer, row and inner of (outer|1, length, inner|1) to the next: 0 where all share them."""
+    if starts is None:
+        return 0, 0, 0
+    outer, length, inner = starts.shape
+    return length * inner if outer > 1 else 0, inner, int(inner > 1)

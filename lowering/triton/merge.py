@@ -29,12 +29,10 @@ def _merge(  # type: ignore[no-untyped-def]
     # The larger of the two is 1, so that only the empty sum of 0 is below it.
     divisor = tl.maximum(total, 1.0)
 
-    x = tl.load(out_a + batch * batch_a + head * head_a + place * row_a + column, mask=inside, other=0.0).to(
-        total.dtype
-    )
-    y = tl.load(out_b + batch * batch_b + head * head_b + place * row_b + column, mask=inside, other=0.0).to(
-        total.dtype
-    )
+    at_a = batch * batch_a + head * head_a + place * row_a + column
+    at_b = batch * batch_b + head * head_b + place * row_b + column
+    x = tl.load(out_a + at_a, mask=inside, other=0.0).to(total.dtype)
+    y = tl.load(out_b + at_b, mask=inside, other=0.0).to(total.dtype)
     tl.store(out + row * width + column, x * (a / divisor) + y * (b / divisor), mask=inside)
     tl.store(lse + row, finite + tl.log(total), mask=here)
 

@@ -87,7 +87,7 @@ def tiling(
     others = [dim for dim in dims if not dim.read == dim.written == 1]
     distances = [run, *(d for dim in others for d in (dim.read, dim.written))]
     unit = math.gcd(WIDEST, aligned, *(d * itemsize for d in distances))
-    run, others = run * itemsize // unit, [_in_units(dim, itemsize, unit) for dim in others]
+    run, others = run * itemsize // unit, [Dim(size, *(d * itemsize // unit for d in far)) for size, *far in others]
     rows = min(others, key=lambda dim: dim.written, default=NONE)
     others = [dim for dim in others if dim is not rows]
     columns = NONE
@@ -112,25 +112,13 @@ def _merged(dims: list[Dim]) -> list[Dim]:
     return out
 
 
-def _in_units(dim: Dim, itemsize: int, unit: int) -> Dim:
-    return Dim(dim.size, dim.read * itemsize // unit, dim.written * itemsize // unit)
-
-
 def _tile(run: int, rows: int, columns: int, unit: int) -> tuple[int, int, int]:
     word = min(unit, 8)
-    run = min(_power(run * (unit // word)), TILE // word)
+    run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
+    run = min(run, TILE // word)
     left = TILE // word // run
-    wide = 1
-    while wide * wide < left:
-        wide *= 2
-    columns = min(_power(columns), wide)
-    rows = min(_power(rows), left // columns)
-    return rows, columns, run
-
-
-def _power(n: int) -> int:
-    """The next power of two."""
-    return 1 << max(n - 1, 0).bit_length()
+    columns = min(columns, 1 << left.bit_length() // 2)  # no less than the root of what is left
+    return min(rows, left // columns), columns, run
 
 
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}

@@ -1,5 +1,3 @@
 """Convolutions, shifts and pools over shards: rows of the neighbours, and what runs on them."""
 
-from . import ops
-
-__all__ = ["ops"]
+from . import ops  # noqa: F401  (registers the operators)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import routes
-from sp_compile.lowering.communicator import current
+from sp_compile.lowering.communicator import current, off_the_wire, on_the_wire
 from sp_compile.lowering.frames import Frame, known, rows_held
 from sp_compile.lowering.library import Pair
 
@@ -132,29 +132,16 @@ def _return(grad: Tensor, dim: int, s: int, parts: tuple[Part, ...], n: int, gro
 def _shifted(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) -> list[Tensor]:
     """Each x sent to the rank `hop` further on, all on their way before the first is waited for."""
     coming = [
-        current().start_shift(_on_the_wire(x.movedim(dim, 0)), routes.shift(group, _nearer(hop, n)))
+        current().start_shift(on_the_wire(x.movedim(dim, 0)), routes.shift(group, _nearer(hop, n)))
         for x, hop in zip(xs, hops, strict=True)
     ]
-    return [_off_the_wire(current().wait(y), x).movedim(0, dim) for x, y in zip(xs, coming, strict=True)]
+    return [off_the_wire(current().wait(y), x).movedim(0, dim) for x, y in zip(xs, coming, strict=True)]
 
 
 def _nearer(hop: int, n: int) -> int:
     """The same rank of the ring, counted the short way round."""
     hop %= n
     return hop if 2 * hop <= n else hop - n
-
-
-def _on_the_wire(x: Tensor) -> Tensor:
-    """Bool collectives give wrong values under Inductor, and not every backend knows complex numbers."""
-    if x.dtype == torch.bool:
-        return x.to(torch.uint8)
-    return torch.view_as_real(x.contiguous()) if x.is_complex() else x
-
-
-def _off_the_wire(x: Tensor, like: Tensor) -> Tensor:
-    if like.dtype == torch.bool:
-        return x.to(torch.bool)
-    return torch.view_as_complex(x) if like.is_complex() else x
 
 
 def shifts_of(low: int, high: int, s: int, n: int, wraps: bool = False) -> list[tuple[int, Any]]:

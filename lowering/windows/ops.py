@@ -153,31 +153,26 @@ def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int
 
 
 class Turn(NamedTuple):
-    """Rows that come round the end in a roll: to result positions [first, last) from `delta` positions further on."""
+    """Rows that come round the end in a roll: to result positions [first, last) from `delta` positions further on.
+
+    low, high: local rows [low, high) of the result hold some of them on some rank.
+    """
 
     first: int
     last: int
     delta: int
+    low: int
+    high: int
 
 
-def turn_of(shift: int, frame: Frame) -> Turn:
-    """Of a roll by 0 < abs(shift) < length along the window."""
+def turn_of(shift: int, frame: Frame, s: int) -> Turn:
+    """Of a roll by 0 < abs(shift) < length along the window, s rows a rank."""
     _, _, start, length = frame[:4]
-    if shift > 0:
-        return Turn(start, start + shift, length - shift)
-    return Turn(start + length + shift, start + length, -(length + shift))
-
-
-def turned_rows(turn: Turn, s: int) -> tuple[int, int]:
-    """Local rows [first, last) of the result that hold turned ones on some rank."""
-    first = turn.first % s
-    rows = turn.last - turn.first
-    return (first, first + rows) if first + rows <= s else (0, s)
-
-
-def is_ring(frame: Frame, n: int) -> bool:
-    """Does the first rank's first row follow the last rank's last? False unless proved."""
-    return not is_padded(frame, n)
+    first = start if shift > 0 else start + length + shift
+    delta = length - shift if shift > 0 else -(length + shift)
+    low, last = first % s, first + abs(shift)
+    high = low + abs(shift)
+    return Turn(first, last, delta, low, high) if high <= s else Turn(first, last, delta, 0, s)
 
 
 def roll_shifts(shift: int, frame: Frame, n: int) -> list[tuple[int, int]]:
@@ -185,11 +180,10 @@ def roll_shifts(shift: int, frame: Frame, n: int) -> list[tuple[int, int]]:
     s = rows_held(frame, n)
     if shift == 0:
         return []
-    if is_ring(frame, n):
+    if not is_padded(frame, n):  # the first row follows the last one
         return shifts_of(-shift, s - shift, s, n, wraps=True)
-    turn = turn_of(shift, frame)
-    first, last = turned_rows(turn, s)
-    return shifts_of(-shift, s - shift, s, n) + shifts_of(first + turn.delta, last + turn.delta, s, n)
+    turn = turn_of(shift, frame, s)
+    return shifts_of(-shift, s - shift, s, n) + shifts_of(turn.low + turn.delta, turn.high + turn.delta, s, n)
 
 
 @composite("roll(Tensor x, int dim, int shift, SymInt[]? frame=None, int n=1, str group='') -> Tensor")
@@ -206,13 +200,12 @@ def roll(x: Tensor, dim: int, shift: int, frame: Frame | None = None, n: int = 1
     s = rows_held(frame, n)
     if shift == 0:
         return x
-    if is_ring(frame, n):
+    if not is_padded(frame, n):  # the first row follows the last one
         return around_ring(x, dim, -shift, s - shift, s, n, group)
-    turn = turn_of(shift, frame)
-    first, last = turned_rows(turn, s)
+    turn = turn_of(shift, frame, s)
     rows = around(x, dim, -shift, s - shift, frame, 0, n, group)
-    turned = around(x, dim, first + turn.delta, last + turn.delta, frame, 0, n, group)
-    turned = _padded(turned, dim, first, s - last, 0)
+    turned = around(x, dim, turn.low + turn.delta, turn.high + turn.delta, frame, 0, n, group)
+    turned = _padded(turned, dim, turn.low, s - turn.high, 0)
     positions = own_positions(frame, n, group, x.device)
     here = (positions >= turn.first) & (positions < turn.last)
     here = here.view([-1 if d == dim else 1 for d in range(x.ndim)])

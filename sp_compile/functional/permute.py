@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from sp_compile import _compat
 from sp_compile._compat import FakeTensor
 from sp_compile.config import Mesh, Ranks, ranks_of
-from sp_compile.lowering.collectives.all_to_all_permute import Buffer, Packing, choose, keep
+from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, Buffer, Packing, choose
 from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
 from sp_compile.spmd.check_call import numbers
 
@@ -177,7 +177,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     buffer = _buffer(size, ranks, device) if ranks.n > 1 and device.type == "cuda" else None
     able = ranks.n > 1 and all(flag for (flag,) in numbers([buffer is not None], ranks))
     if buffer is not None and able:
-        keep(ranks.group, buffer)
+        BUFFERS[ranks.group] = buffer
     return able
 
 

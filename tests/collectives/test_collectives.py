@@ -10,7 +10,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from sp_compile.lowering.frames import shard_length
+from sp_compile.lowering.frames import rows_held
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
@@ -31,7 +31,7 @@ def whole(frame: Sequence[int], seed: int = 0) -> Tensor:
 def shard_of(x: Tensor, dim: int, frame: Sequence[int], n: int, rank: int, edge: bool = True) -> Tensor:
     """What ``rank`` holds of the whole ``x``, position by position."""
     outer, size, start, length, *folds = frame
-    s = shard_length(size, n, *folds)
+    s = rows_held((1, size, 0, size, *folds), n)
     factors = x.unflatten(dim, (outer, length, -1))
     rows = []
     positions = list(range(rank * s, (rank + 1) * s))

@@ -7,17 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scans.local_scans import check, scan
+from support.scans.local_scans import check, has_native, scan
 from support.scans.scanning import DTYPES, FLOATS, OPS, sample, starts_like
 from torch import Tensor
 
 from sp_compile.lowering.scan import table
-from sp_compile.lowering.scan.kernels import native
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import using
 
 sp = torch.ops.sp
-ROWS = [row for row in table.WAYS if row != "triton" and (row != "native" or native.available())]
+ROWS = [row for row in table.WAYS if row != "triton" and (row != "native" or has_native())]
 rows_of_all = pytest.mark.parametrize("row", [row for row in ROWS if row != "aten"])
 
 

@@ -21,15 +21,12 @@ def fits(problem: Problem) -> bool:
     return problem.kind == "extremes" or (problem.kind == "scan" and _exact(problem))
 
 
-def is_small(problem: Problem) -> bool:
-    """Does it take longer to launch a kernel from Python than to let torch scan?"""
-    return problem.outer * problem.length * problem.inner <= SMALL
-
-
-def has_short_lines(problem: Problem) -> bool:
-    """Are there many lines on a CPU, of few rows each, which torch need not compute much for?"""
+def _rank(problem: Problem) -> int:
+    """First of what takes longer to launch from Python, and of many short lines on a CPU that need little computing."""
+    small = problem.outer * problem.length * problem.inner <= SMALL
     simple = problem.kind == "scan" and problem.op != "logsumexp" and not problem.reverse
-    return problem.device == "cpu" and problem.inner == 1 and problem.length < SHORT and simple
+    short = problem.device == "cpu" and problem.inner == 1 and problem.length < SHORT and simple
+    return 0 if small or short else 30
 
 
 def _exact(problem: Problem) -> bool:
@@ -77,4 +74,4 @@ def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
     return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)
 
 
-register("aten", sys.modules[__name__], rank=lambda problem: 0 if is_small(problem) or has_short_lines(problem) else 30)
+register("aten", sys.modules[__name__], _rank)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -142,11 +141,10 @@ def joined(first: Any, second: Any, dim: int) -> Any:
 
 def interleaved(lefts: Any, rights: Any, dim: int) -> Any:
     """left, right, left, right ...; there may be one left more."""
+
+    def woven(left: Tensor, right: Tensor) -> Tensor:
+        at = dim % left.ndim
+        return torch.stack((left, right), at + 1).flatten(at, at + 1)
+
     pairs = length(rights, dim)
-    woven = pytree.tree_map(partial(_woven, dim=dim), rows(lefts, dim, pairs), rights)
-    return joined(woven, rows(lefts, dim, pairs, None), dim)
-
-
-def _woven(left: Tensor, right: Tensor, dim: int) -> Tensor:
-    dim %= left.ndim
-    return torch.stack((left, right), dim + 1).flatten(dim, dim + 1)
+    return joined(pytree.tree_map(woven, rows(lefts, dim, pairs), rights), rows(lefts, dim, pairs, None), dim)

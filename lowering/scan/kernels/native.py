@@ -22,22 +22,14 @@ from torch import Tensor
 
 from sp_compile._compat import compile_cpp, has_cpp_compiler
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
-from sp_compile.lowering.scan.table import Problem, register
+from sp_compile.lowering.scan.table import Problem, register, strides_of
 
 SOURCES = ("vectors", "steps", "walks", "tensors", "grid", "lines", "passes")
 FLAGS = ("-ffp-contract=fast", "-g0")
-ELEMENTS = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int8: 4,
-    torch.int16: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.uint8: 8,
-    torch.bool: 8,
-}
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+ELEMENTS = {dtype: number for number, dtype in enumerate((*_FLOATS, *_INTEGERS))}  # as in native_tensors.cpp
+ELEMENTS[torch.bool] = ELEMENTS[torch.uint8]
 COMPUTED = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t"}
 COMBINING = {"sum": "Add", "prod": "Multiply", "max": "Larger", "min": "Smaller"}
 
@@ -56,12 +48,6 @@ def fits(problem: Problem) -> bool:
     if problem.device != "cpu" or problem.dtype not in ELEMENTS or problem.result not in ELEMENTS:
         return False
     return _kernel(problem) is not None
-
-
-def available() -> bool:
-    """Is there a compiler, and does it compile one of the kernels?"""
-    double = torch.float64
-    return fits(Problem("scan", "cpu", 0, 0, 0, double, double, double, "sum"))
 
 
 def _computed(problem: Problem) -> torch.dtype | None:
@@ -171,15 +157,7 @@ def _run(problem: Problem, x: Tensor, **others: Tensor | None) -> None:
     out = others.get("out")
     elements = ELEMENTS[x.dtype], ELEMENTS[x.dtype if out is None else out.dtype]
     options = problem.exclusive or problem.lagged, problem.reverse, torch.get_num_threads() if x.numel() >= GRAIN else 1
-    kernel(_PROBLEM.pack(*pointers, *x.shape, *_strides_of(others.get("starts")), *empties, *elements, *options))
-
-
-def _strides_of(starts: Tensor | None) -> tuple[int, int, int]:
-    """From one outer, row and inner to the next: 0 where all share them."""
-    if starts is None:
-        return 0, 0, 0
-    outer, length, inner = starts.shape
-    return length * inner if outer > 1 else 0, inner, int(inner > 1)
+    kernel(_PROBLEM.pack(*pointers, *x.shape, *strides_of(others.get("starts")), *empties, *elements, *options))
 
 
 register("native", sys.modules[__name__], rank=lambda problem: 10)

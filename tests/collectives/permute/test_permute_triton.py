@@ -53,34 +53,25 @@ def test_too_many_dims() -> None:
     assert cut(shape, read) is None
 
 
-def test_rows_without_a_gpu() -> None:
+def test_rows_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but packing fits, whatever is declared."""
     x = torch.zeros(2, 4)
-    all_to_all_permute.keep(
-        "declared", all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
-    )
-    try:
-        assert lowering.choose(lowering.Packing(x, 1, 0, 2, "declared")) == "packed"
-    finally:
-        all_to_all_permute.forget("declared")
-    assert all_to_all_permute.buffer_of("declared") is None
+    buffer = all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
+    monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
+    assert lowering.choose(lowering.Packing(x, 1, 0, 2, "declared")) == "packed"
     assert not usable(x)
 
 
 def test_what_decides_for_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are memory as well, on whichever ranks; complex numbers have one dim more."""
     monkeypatch.setattr(lowering.triton, "reads_peers", lambda x: True)
-    all_to_all_permute.keep(
-        "declared", all_to_all_permute.Buffer(torch.zeros(4096, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
-    )
+    buffer = all_to_all_permute.Buffer(torch.zeros(4096, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
+    monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
     x, many = torch.zeros(2, 4), torch.zeros((2,) * MOST_DIMS)
-    try:
-        ways = [
-            lowering.choose(lowering.Packing(x, 1, 0, 2, "declared"))
-            for x in (x, torch.nn.Parameter(x), many, many[0].to(torch.complex64), many.to(torch.complex64))
-        ]
-    finally:
-        all_to_all_permute.forget("declared")
+    ways = [
+        lowering.choose(lowering.Packing(x, 1, 0, 2, "declared"))
+        for x in (x, torch.nn.Parameter(x), many, many[0].to(torch.complex64), many.to(torch.complex64))
+    ]
     assert ways == ["symmetric"] * 4 + ["packed"]
 
 
@@ -97,12 +88,9 @@ def test_torchs_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
         out.fill_(7)
 
     monkeypatch.setattr(lowering, "symmetric_all_to_all", lambda: nd)
-    all_to_all_permute.keep("declared", buffer)
-    try:
-        x = torch.arange(8.0).view(2, 4)
-        out = torch.ops.sp.all_to_all_permute(x, 1, 0, 2, "declared")
-    finally:
-        all_to_all_permute.forget("declared")
+    monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
+    x = torch.arange(8.0).view(2, 4)
+    out = torch.ops.sp.all_to_all_permute(x, 1, 0, 2, "declared")
     assert torch.equal(given[0], x)
     assert given[1:] == [1, 0, "declared"]
     assert torch.equal(out, torch.full((4, 2), 7.0))

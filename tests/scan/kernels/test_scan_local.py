@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.scans.local_scans import check, exact, scan
+from support.scans.local_scans import check, exact, has_native, scan
 from support.scans.scanning import (
     DTYPES,
     FLOATS,
@@ -22,12 +22,11 @@ from support.scans.scanning import (
 from torch import Tensor
 
 from sp_compile.lowering.scan import table
-from sp_compile.lowering.scan.kernels import native
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import using
 
 sp = torch.ops.sp
-ROWS = [row for row in table.WAYS if row != "triton" and (row != "native" or native.available())]
+ROWS = [row for row in table.WAYS if row != "triton" and (row != "native" or has_native())]
 rows = pytest.mark.parametrize("row", ROWS)
 rows_of_all = pytest.mark.parametrize("row", [row for row in ROWS if row != "aten"])
 cases = pytest.mark.parametrize(

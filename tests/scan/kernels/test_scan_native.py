@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.scans.local_scans import has_native
 from support.scans.scanning import FLOATS, OPS, as_exact_as, by_hand, linear_by_hand, sample
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from measuring.scan_direct import Direct
 
-needs_compiler = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not has_native(), reason="no C++ compiler")
 
 DIRECT = Direct(native)
 INF, NAN = math.inf, math.nan

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.scans.local_scans import has_native
 
 from sp_compile.lowering.scan.kernels import native
 from sp_compile.lowering.scan.table import Problem
 
-needs_compiler = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not has_native(), reason="no C++ compiler")
 
 
 @pytest.mark.slow
@@ -54,7 +55,7 @@ def test_without_a_compiler_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(native, "has_cpp_compiler", lambda: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not native.available()
+        assert not has_native()
         assert not native.fits(PROBLEM)
 
 
@@ -71,7 +72,7 @@ def test_a_compiler_that_fails_is_told_of_once(monkeypatch: pytest.MonkeyPatch) 
         warnings.simplefilter("error")
         assert not native.fits(PROBLEM)
         assert not native.fits(Problem("linear", "cpu", 1, 8, 8, *[torch.float64] * 3))
-        assert not native.available()
+        assert not has_native()
 
 
 @pytest.mark.parametrize(

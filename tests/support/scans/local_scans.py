@@ -4,9 +4,17 @@ import torch
 from support.scans.scanning import as_exact_as, by_hand
 from torch import Tensor
 
+from sp_compile.lowering.scan.kernels import native
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
+from sp_compile.lowering.scan.table import Problem
 
 sp = torch.ops.sp
+
+
+def has_native() -> bool:
+    """Is there a compiler, and does it compile one of the kernels?"""
+    double = torch.float64
+    return native.fits(Problem("scan", "cpu", 0, 0, 0, double, double, double, "sum"))
 
 
 def scan(

@@ -1,5 +1,3 @@
 """Scans on a GPU."""
 
-from . import scan
-
-__all__ = ["scan"]
+from . import scan  # noqa: F401  (registers itself)

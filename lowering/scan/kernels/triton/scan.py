@@ -12,24 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.scan.monoids import MONOIDS, Pair
+from sp_compile.lowering.scan.monoids import MONOIDS, Pair, scannable
 from sp_compile.lowering.scan.table import Problem, register
 from sp_compile.lowering.triton import AVAILABLE
 
 if TYPE_CHECKING:
     from .tiles import Sweep
 
-READABLE = frozenset(
-    (
-        torch.float64, torch.float32, torch.bfloat16, torch.float16,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-)  # fmt: skip
-
 
 def fits(problem: Problem) -> bool:
     """Whether the kernels can run this."""
-    if {problem.dtype, problem.result, problem.accumulate} - READABLE:
+    if not all(map(scannable, (problem.dtype, problem.result, problem.accumulate))):
         return False
     return AVAILABLE and (problem.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -44,7 +37,7 @@ def scan(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
     if not x.numel():
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
     options = problem.exclusive, problem.reverse
-    sweep = Sweep(x, problem.op, _number(neutral), compute, torch.int32, None, starts, *options)
+    sweep = Sweep(x, problem.op, neutral, compute, torch.int32, None, starts, *options)
     total = run(sweep, None, State(out), True)
     assert total is not None
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
@@ -56,9 +49,9 @@ def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
 
     out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
     if x.numel():
-        neutral = _number(MONOIDS[problem.op].identity(x.dtype))
-        compute = _compute_dtype(x.dtype)
-        sweep = Sweep(x, f"arg{problem.op}", neutral, compute, _index_dtype(x), None, starts, False, problem.reverse)
+        neutral = MONOIDS[problem.op].identity(x.dtype)
+        compute, index = _compute_dtype(x.dtype), torch.int32 if x.shape[1] < 2**31 else torch.int64
+        sweep = Sweep(x, f"arg{problem.op}", neutral, compute, index, None, starts, False, problem.reverse)
         run(sweep, None, State(out, indices), False)
     return out, indices
 
@@ -99,14 +92,6 @@ def _compute_dtype(accumulate: torch.dtype) -> torch.dtype:
     if accumulate.itemsize == 8:
         return accumulate
     return torch.float32 if accumulate.is_floating_point else torch.int32
-
-
-def _number(neutral: float) -> float:
-    return int(neutral) if isinstance(neutral, bool) else neutral
-
-
-def _index_dtype(x: Tensor) -> torch.dtype:
-    return torch.int32 if x.shape[1] < 2**31 else torch.int64
 
 
 register("triton", sys.modules[__name__], rank=lambda problem: 20)

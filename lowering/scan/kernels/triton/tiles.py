@@ -8,8 +8,6 @@ Scans run forward over places; place i is time length - 1 - i if REVERSE. An exc
 is the inclusive one of what comes a place earlier: SHIFT.
 
 FLAT: outer == 1. EVEN: LINES divides the lines. SHARED: all lines have the same starts. LEAF: see `_leaf`.
-
-One scan as the kernels take it, and the size of their tiles. Importing this needs triton.
 """
 
 from __future__ import annotations
@@ -48,11 +46,7 @@ def lines_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _time_of(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
-    if REVERSE:
-        time = length - 1 - place
-    else:
-        time = place
-    return time
+    return length - 1 - place if REVERSE else place
 
 
 @triton.jit
@@ -282,23 +276,10 @@ class Sweep:
         lines = max(lines, min(triton.next_power_of_2(self.lines), elements // steps))
         return Tile(steps, lines, warps)
 
-    def tensors(self) -> list[Tensor]:
-        return self.pointers(self.x, self.second, self.starts)
-
     def pointers(self, *tensors: Tensor | None) -> list[Tensor]:
         """For a kernel: bools as the bytes they are, and x in the place of those that there are not."""
         given = (self.x if x is None else x for x in tensors)
         return [x.view(torch.uint8) if x.dtype is torch.bool else x for x in given]
-
-    def sizes(self) -> tuple[int, int, int]:
-        return self.lines, self.length, self.x.shape[2]
-
-    def strides(self) -> tuple[int, int, int]:
-        """Of starts: per row of lines, place and column; 0 where they are the same for all."""
-        if self.starts is None:
-            return 0, 0, 0
-        outer, length, inner = self.starts.shape
-        return (length * inner if outer > 1 else 0), inner, int(inner > 1)
 
     def options(self, tile: Tile) -> dict[str, Any]:
         """What the kernels are compiled for."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
+from sp_compile.lowering.scan.table import strides_of
 from sp_compile.lowering.triton.device import on_device
 
 from .operators import combine_where, scan_segments, scan_states
@@ -80,9 +81,9 @@ def _run(sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | 
     into, to, sums = carry or unused, out or unused, totals or unused
     with on_device(sweep.x):
         _walk[(triton.cdiv(sweep.lines, tile.lines), parts)](
-            *sweep.tensors(),
+            *sweep.pointers(sweep.x, sweep.second, sweep.starts),
             *sweep.pointers(into.value, into.second, to.value, to.second, sums.value, sums.second, sums.flag),
-            *sweep.sizes(), part, *sweep.strides(), **sweep.options(tile),
+            sweep.lines, sweep.length, sweep.x.shape[2], part, *strides_of(sweep.starts), **sweep.options(tile),
             CARRY=carry is not None, STORE=out is not None, TOTAL=total,
         )  # fmt: skip
     return totals

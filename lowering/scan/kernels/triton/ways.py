@@ -16,7 +16,7 @@ import triton
 from sp_compile.errors import SpError
 from sp_compile.lowering.table import Forced
 
-from .tiles import State, Sweep, Tile
+from .tiles import State, Sweep
 from .walk import in_one, in_parts
 
 
@@ -66,24 +66,16 @@ def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> 
     """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
     way, sizes = _forced.value or ("", None)
     sizes = sizes or (INTERPRETED if triton.knobs.runtime.interpret else TileSizes())
-    tile = _tile(sweep, sizes.walk)
-    shape = _shape(sweep, tile, sizes)
+    held, warps = sizes.walk
+    tile = sweep.tile(1 << (held // sweep.state_bytes).bit_length() - 1, warps)
+    across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
+    shape = ScanShape(across, along, _multiprocessors(sweep.x.device), sizes)
     way = way or next(name for name, fits in WAYS.items() if fits(shape))
     if way == "one":
         return in_one(sweep, tile, initial, out, total)
-    wanted = triton.cdiv(sizes.programs * shape.multiprocessors, shape.across)
-    part = tile.steps * triton.cdiv(shape.along, min(wanted, shape.along))
+    wanted = triton.cdiv(sizes.programs * shape.multiprocessors, across)
+    part = tile.steps * triton.cdiv(along, min(wanted, along))
     return in_parts(sweep, tile, part, initial, out)
-
-
-def _tile(sweep: Sweep, size: tuple[int, int]) -> Tile:
-    held, warps = size
-    return sweep.tile(1 << (held // sweep.state_bytes).bit_length() - 1, warps)
-
-
-def _shape(sweep: Sweep, tile: Tile, sizes: TileSizes) -> ScanShape:
-    across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
-    return ScanShape(across, along, _multiprocessors(sweep.x.device), sizes)
 
 
 @cache
