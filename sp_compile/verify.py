@@ -104,10 +104,10 @@ def _each_graph(
 
         return call
 
-    _compat.forget_compiled()
+    torch.compiler.reset()
     with _restored_buffers(model):
         torch.compile(model, backend=backend)(*args, **kwargs)
-    _compat.forget_compiled()
+    torch.compiler.reset()
     if failure:
         raise failure[0]
     return total

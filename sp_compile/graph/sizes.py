@@ -117,6 +117,11 @@ def mostly(part: Size, whole: Size) -> bool:
     return 2 * typical(part) >= typical(whole)
 
 
+def from_front(position: Size, extent: Size) -> Size:
+    """A position in a dim, which a negative number counts from the end."""
+    return extent + position if isinstance(position, int) and position < 0 else position
+
+
 def typical(a: Size) -> int:
     """The size for long sequences (every symbol is 2**20): to weigh costs, never to prove anything."""
     if isinstance(a, int):
