@@ -212,8 +212,7 @@ def _default_group(mesh_dim: str | None) -> Ranks:
         raise SpError(f"mesh_dim={mesh_dim!r} names an axis of a mesh, and no mesh is given: pass mesh=...")
     if not dist.is_available() or not dist.is_initialized():
         return Ranks(1, "")
-    group = dist.group.WORLD
-    return Ranks(dist.get_world_size(group), group.group_name)
+    return ranks_of(dist.group.WORLD)
 
 
 def _axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:

@@ -58,9 +58,8 @@ class Aliases:
             flows = bool(node.meta.get("requires_grad"))
         else:
             floats = any(t.is_floating_point() or t.is_complex() for t in _tensors(node))
-            flows = (
-                self.grad and node.target not in _STOPS_GRADIENT and floats and any(map(self.differentiable, inputs))
-            )
+            flows = self.grad and floats and node.target not in _STOPS_GRADIENT
+            flows = flows and any(map(self.differentiable, inputs))
         if flows:
             self._wants_grad.add(node)
         storages = _storages(node)

@@ -39,11 +39,7 @@ class Editor:
         return self.emit(target, args, infer(target, args, kwargs, like), like, kwargs)
 
     def after(self, source: Node) -> Any:
-        """Insertion point right behind a node (behind the sizes, if it is an input)."""
-        return self.graph.inserting_after(self.sizes.last if source.op == "placeholder" else source)
-
-    def behind(self, source: Node) -> Any:
-        """As `after`, for several nodes: each follows the one before."""
+        """Insertion point right behind a node (behind the sizes, if it is an input), for one node after the other."""
         anchor = self.sizes.last if source.op == "placeholder" else source
         assert anchor is not None
         return self.graph.inserting_before(anchor.next)

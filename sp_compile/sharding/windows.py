@@ -52,10 +52,7 @@ class Sliding:
 
 def plain(a: Size) -> Size:
     """The size with its terms collected: an int where the symbols cancel."""
-    if isinstance(a, int):
-        return a
-    a = sympy.expand(a)
-    return int(a) if a.is_Integer else a
+    return a if isinstance(a, int) else size(sympy.expand(a))
 
 
 def place(sliding: Sliding, shard: Shard, n: int) -> Shard | str:
