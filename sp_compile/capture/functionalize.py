@@ -250,7 +250,7 @@ class _Renaming:
 
     def application(self, view: Node) -> view_inverses.View:
         base, *rest = positional(view.target, *self.now_in(view))
-        return view_inverses.View(view, view.target, base, tuple(rest))
+        return view_inverses.View(view, base, tuple(rest))
 
     def write_back(self) -> None:
         for root, value in self.current.items():

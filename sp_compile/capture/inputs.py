@@ -88,7 +88,7 @@ def _enlarge(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode:
         return fake * n if size(fake) in symbols else fake
     if dim is None or not isinstance(fake, torch.Tensor):
         return fake
-    shape = [s * n if d == dim % fake.ndim else s for d, s in enumerate(fake.shape)]
+    shape = [s * n if d == dim else s for d, s in enumerate(fake.shape)]
     with mode:
         return torch.empty(shape, dtype=fake.dtype, device=fake.device).requires_grad_(fake.requires_grad)
 

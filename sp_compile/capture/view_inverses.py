@@ -23,18 +23,17 @@ Emit = Callable[..., Node]
 
 @dataclass(frozen=True)
 class View:
-    """One application of a view op, `node`: `target(base, *args)` with all arguments by position and current."""
+    """One application of a view op, `node`: to a base, with all arguments by position and current."""
 
     node: Node
-    target: Any
     base: Node
     args: tuple[Any, ...]
 
 
 def invert(view: View, new: Node, emit: Emit) -> Node | None:
     """Nodes for the base of `view` after the view has become `new`; None where the op has no inverse."""
-    if view.target in _INVERSES:
-        return _INVERSES[view.target](view, new, emit)
+    if view.node.target in _INVERSES:
+        return _INVERSES[view.node.target](view, new, emit)
     order = order_of(view.node)
     if order is not None:
         return _permuted(view, new, order, emit)
@@ -69,7 +68,7 @@ def _permuted(view: View, new: Node, order: tuple[int, ...], emit: Emit) -> Node
     back = tuple(order.index(d) for d in range(len(order)))
     if back == tuple(range(len(order))):
         return new
-    return emit(view.target, new, *view.args) if back == order else emit(aten.permute.default, new, list(back))
+    return emit(view.node.target, new, *view.args) if back == order else emit(aten.permute.default, new, list(back))
 
 
 def _expand(view: View, new: Node, emit: Emit) -> Node | None:
@@ -81,7 +80,7 @@ def joined(split: View, taken: Node, new: Node, emit: Emit) -> Node | None:
     found = piece_of(taken)
     if found is None:
         return None
-    pieces = emit(split.target, split.base, *split.args)
+    pieces = emit(split.node.target, split.base, *split.args)
     n = len(pieces.meta["val"])
     parts = [new if i == taken.args[1] % n else emit(operator.getitem, pieces, i) for i in range(n)]
     return emit(aten.cat.default if found.keeps else aten.stack.default, parts, found.dim)

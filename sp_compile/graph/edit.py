@@ -44,13 +44,13 @@ class Editor:
         assert anchor is not None
         return self.graph.inserting_before(anchor.next)
 
-    def replace(self, node: Node, fresh: Node) -> None:
-        """Every use of the node becomes a use of the fresh one; what only the node needed goes with it."""
-        node.replace_all_uses_with(fresh)
-        self.erase([node])
+    def replace(self, node: Node, fresh: Any) -> None:
+        """Every use of the node becomes a use of the fresh one; what only the node needed goes with it.
 
-    def replace_results(self, node: Node, fresh: Any) -> None:
-        """As `replace`, for an op whose results are read one by one; fresh: what to read instead, by their numbers."""
+        fresh: for an op whose results are read one by one, what to read instead, by their numbers.
+        """
+        if isinstance(fresh, Node):
+            node.replace_all_uses_with(fresh)
         for user in list(node.users):
             user.replace_all_uses_with(fresh[user.args[1]])
             self.graph.erase_node(user)

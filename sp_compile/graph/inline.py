@@ -42,5 +42,5 @@ def _inline(editor: Editor, node: Node, decompositions: Mapping[Any, Callable[..
     traced.graph.eliminate_dead_code()
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with editor.graph.inserting_before(node):
-        results: Any = editor.graph.graph_copy(traced.graph, inputs)
-    editor.replace(node, results) if isinstance(results, Node) else editor.replace_results(node, results)
+        results = editor.graph.graph_copy(traced.graph, inputs)
+    editor.replace(node, results)

@@ -111,11 +111,9 @@ def _dim_scatter(call: Call) -> Factors:
 @rule_of(aten.index_select.default)
 def _index_select(call: Call) -> Factors:
     dims, at = names(call.ndim()), call.dim()
-    index = tuple("index" for _ in range(call.ndim("index")))
-    if not dims:
-        return Factors(((), index), ((),), dict.fromkeys(index, "whole"))
-    result = (*dims[:at], "index", *dims[at + 1 :]) if index else replaced(dims, [at], "")
-    return Factors((dims, index), (result,), {dims[at]: "whole"})
+    index = ("index",) * call.ndim("index")
+    result = (*dims[:at], *(index or ("",)), *dims[at + 1 :]) if dims else ()
+    return Factors((dims, index), (result,), dict.fromkeys(dims[at : at + 1] or index, "whole"))
 
 
 @rule_of(aten.index_add.default, aten.index_copy.default)
