@@ -19,7 +19,7 @@ import sympy
 import torch
 from torch.fx import map_arg
 
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, overloads
 from sp_compile.graph.sizes import Size, divides, mostly, quotient, same, size, typical
 from sp_compile.lowering.windows import ops
 
@@ -249,18 +249,14 @@ def _ours(call: Call) -> Along:
     return {at: WindowCall(sliding, op, head, tail)}
 
 
-_OPS = (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold)
-ON_SHARDS = tuple(op.default for op in _OPS)
+ON_SHARDS = tuple(op.default for op in (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold))
 """The ops that take shards, if their frame says where these lie."""
 
 SLIDING: Mapping[Any, Callable[[Call], Along]] = {
+    **dict.fromkeys(overloads("conv1d conv1d.padding convolution"), _conv),
+    **dict.fromkeys(overloads("constant_pad_nd pad"), _pad),
     aten.avg_pool1d.default: _avg_pool,
-    aten.constant_pad_nd.default: _pad,
-    aten.conv1d.default: _conv,
-    aten.conv1d.padding: _conv,
-    aten.convolution.default: _conv,
     aten.max_pool1d.default: _max_pool,
-    aten.pad.default: _pad,
     aten.roll.default: _roll,
     aten.unfold.default: _unfold,
     **dict.fromkeys(ON_SHARDS, _ours),
