@@ -72,13 +72,11 @@ class Product:
 def product_of(node: Node) -> Product | None:
     """The node as a product; None if it is none, or its operands broadcast or have fewer than three dims."""
     found = lookup(node) if node.target in PRODUCTS else None
-    if found is None or found[1] is None:
+    call, rule = found if found is not None else (None, None)
+    if call is None or rule is None or len(rule.operands) != (3 if "beta" in call.args else 2):
         return None
-    call, rule = found
     scale = call.get("alpha", 1.0)
     if call.get("beta", 0) != 0 or not isinstance(scale, (int, float)):
-        return None
-    if len(rule.operands) != (3 if "beta" in call.args else 2):
         return None
     (a, b), (out,) = rule.operands[-2:], rule.results
     batch = [x for x in out if x in a and x in b]
