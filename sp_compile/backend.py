@@ -40,6 +40,7 @@ WHOLE_DTENSORS = (
     "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
     "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
 )
+NO_PLACE = "compiler={!r} has no place for passes on collectives: they stay"
 AS_WRITTEN = Note(
     "replicated",
     "graph",
@@ -161,7 +162,7 @@ def compile_local(lowered: Lowered, example_inputs: Sequence[Any]) -> Callable[.
     """Hand the local graph to Inductor (or the compiler that the config names)."""
     config, joint, local = lowered.config, lowered.joint, lowered.graph
     compiler = _compat.compiler(config.compiler)
-    if joint is not None and has_place(config):
+    if joint is not None and config.has_place:
         compiler = _compat.joint_compiler(config.compiler, joint, joint.key())
     elif joint is not None:
         log.warning("%s", NO_PLACE.format(config.compiler))
@@ -171,11 +172,3 @@ def compile_local(lowered: Lowered, example_inputs: Sequence[Any]) -> Callable[.
     if joint is not None:
         log.info("%s", joint.report)
     return decorrelated(run, lowered.ranks) if lowered.ranks.n > 1 and draws(local) else run
-
-
-NO_PLACE = "compiler={!r} has no place for passes on collectives: they stay"
-
-
-def has_place(config: SPConfig) -> bool:
-    """Has the compiler a place for passes on collectives?"""
-    return config.compiler in _compat.JOINT_COMPILERS

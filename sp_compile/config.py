@@ -94,7 +94,7 @@ class SPConfig:
             if self.compiler not in known:
                 close = did_you_mean(self.compiler, known)
                 raise SpError(f"compiler={self.compiler!r}: no torch.compile backend{close}")
-        if self.merge_reductions in ("always", "intra_node") and self.compiler not in JOINT_COMPILERS:
+        if self.merge_reductions in ("always", "intra_node") and not self.has_place:
             raise SpError(
                 f"merge_reductions={self.merge_reductions!r}: compiler={self.compiler!r} has no place for passes on "
                 f"collectives; use one of {', '.join(map(repr, JOINT_COMPILERS))}"
@@ -102,6 +102,11 @@ class SPConfig:
         budget = self.activation_memory_budget
         if budget is not None and not 0 <= budget <= 1:
             raise SpError(f"activation_memory_budget={budget}: expected a number from 0 to 1")
+
+    @property
+    def has_place(self) -> bool:
+        """Has the compiler a place for passes on collectives?"""
+        return self.compiler in JOINT_COMPILERS
 
     def refuse(self, entry: str, **reasons: str) -> None:
         """Raise SpError if an option that `entry` can not honour is not left at its default. reasons: what to do."""
@@ -212,8 +217,7 @@ def _default_group(mesh_dim: str | None) -> Ranks:
         raise SpError(f"mesh_dim={mesh_dim!r} names an axis of a mesh, and no mesh is given: pass mesh=...")
     if not dist.is_available() or not dist.is_initialized():
         return Ranks(1, "")
-    group = dist.group.WORLD
-    return Ranks(dist.get_world_size(group), group.group_name)
+    return ranks_of(dist.group.WORLD)
 
 
 def _axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:

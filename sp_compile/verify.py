@@ -18,7 +18,7 @@ from sp_compile.passes.report import Report
 from sp_compile.spmd.session import Session
 
 from . import _compat
-from .backend import NO_PLACE, Lowered, compile_local, has_place, lower
+from .backend import NO_PLACE, Lowered, compile_local, lower
 from .config import Ranks, SPConfig
 from .errors import SpError
 
@@ -80,7 +80,7 @@ def _each_graph(
     kwargs = config.pop("kwargs", {})
     options = SPConfig.of(config)
     options.refuse(entry, **refused)
-    if has_place(options):
+    if options.has_place:
         options = replace(options, compiler="aot_eager")
     total = Report(2 if sp is None else sp)
     failure: list[SpError] = []
@@ -107,10 +107,10 @@ def _each_graph(
 
         return call
 
-    _compat.forget_compiled()
+    torch.compiler.reset()
     with _restored_buffers(model):
         torch.compile(model, backend=backend)(*args, **kwargs)
-    _compat.forget_compiled()
+    torch.compiler.reset()
     if failure:
         raise failure[0]
     return total
@@ -132,7 +132,7 @@ def _joint_report(lowered: Lowered, example_inputs: Sequence[Any]) -> None:
     """Add to the report what becomes of a tensor-parallel program's layers and collectives: compiled and not run."""
     if lowered.joint is None:
         return
-    if has_place(lowered.config):
+    if lowered.config.has_place:
         compile_local(lowered, example_inputs)
         lowered.report.merge(lowered.joint.report)
     else:

@@ -175,7 +175,7 @@ class AssociativeScans(Spelling):
         read = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
             fresh = {i: self._moved_back(self._scan(found[i], given, node), given, node) for i in read}
-        self.replace_results(node, fresh)
+        self.replace(node, fresh)
 
     def _scan(self, one: CombineFunction, given: _Operands, node: Node) -> Node:
         rows = [given.leaves[i] for i in one.leaves]
@@ -247,7 +247,7 @@ class Trees(Pass):
         values = torch.fx.map_arg(given, lambda n: n.meta["val"])
         traced = _traced(combine, values, len(node.args[1]))
         with self.graph.inserting_before(node):
-            self.replace_results(node, self.inline(traced, given, node))
+            self.replace(node, self.inline(traced, given, node))
 
 
 def _traced(combine: GraphModule, values: list[Any], leaves: int) -> GraphModule:

@@ -48,7 +48,7 @@ class ReducePairs(Spelling):
             return False
         with self.graph.inserting_before(node):
             new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][0], node)
-        self.replace_results(node, [new])
+        self.replace(node, [new])
         return True
 
 

@@ -13,11 +13,6 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 
 
-def forget_compiled() -> None:
-    """Drop what torch.compile has compiled so far in this process."""
-    torch._dynamo.reset()
-
-
 def keep_source(new: Node, old: Node) -> None:
     """Give a copied placeholder Dynamo's account of where its value comes from."""
     if hasattr(old, "_dynamo_source"):

@@ -8,27 +8,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from sp_compile._compat import is_functorch_tensor, set_grad_enabled, storage_of
+from sp_compile._compat import is_functorch_tensor, pytree, set_grad_enabled, storage_of
+from sp_compile.graph.call import overloads
 
 aten = torch.ops.aten
 
-# A result that shares its argument's storage in the trace, but is a new value each time the program runs.
-_FRESH = {aten.lift_fresh.default}
-
 # Float results through which no gradient passes.
-_STOPS_GRADIENT = {
-    aten.detach.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty.default,
-}
+_STOPS_GRADIENT = overloads("""
+    detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
+""")
 
 
 class Aliases:
@@ -69,8 +57,9 @@ class Aliases:
         if node.op == "placeholder" or node.op == "get_attr":
             flows = bool(node.meta.get("requires_grad"))
         else:
-            flows = self.grad and node.target not in _STOPS_GRADIENT and _any_float(node.meta.get("val"))
-            flows = flows and any(self.differentiable(i) for i in inputs)
+            floats = any(t.is_floating_point() or t.is_complex() for t in _tensors(node))
+            flows = self.grad and floats and node.target not in _STOPS_GRADIENT
+            flows = flows and any(map(self.differentiable, inputs))
         if flows:
             self._wants_grad.add(node)
         storages = _storages(node)
@@ -78,7 +67,8 @@ class Aliases:
             return False
         base = next((i for i in inputs if _storages(i) == storages), None)
         element = node.target is operator.getitem and base not in self.parent
-        if base is None or node.target in _FRESH or element:
+        # What lift_fresh gives shares its argument's storage in the trace, but is new each time the program runs.
+        if base is None or node.target is aten.lift_fresh.default or element:
             self._owner.setdefault(next(iter(storages)), node)
             return False
         self.parent[node] = base
@@ -115,19 +105,9 @@ def nodes_in(args: Any) -> list[Node]:
     return list(found)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, tuple | list) else []
-
-
-def _any_float(value: Any) -> bool:
-    return any(t.is_floating_point() or t.is_complex() for t in _tensors(value))
+def _tensors(node: Node) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
 def _storages(node: Node) -> set[int]:
-    return {
-        storage_of(t)
-        for t in _tensors(node.meta.get("val"))
-        if t.layout is torch.strided and not is_functorch_tensor(t)
-    }
+    return {storage_of(t) for t in _tensors(node) if t.layout is torch.strided and not is_functorch_tensor(t)}

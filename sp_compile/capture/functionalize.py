@@ -196,7 +196,7 @@ class _Renaming:
         if value.meta["val"].dtype != expected.dtype:
             value = emit(aten.to.dtype, value, expected.dtype)
         if value.meta["val"].shape != expected.shape:
-            value = emit(aten.expand.default, value, view_inverses.sizes(args[0], emit))
+            value = emit(aten.expand.default, value, view_inverses.shape_of(args[0], emit))
         # A later view may need the strides of what was written to.
         if expected.is_contiguous() and not value.meta["val"].is_contiguous():
             value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
@@ -237,8 +237,8 @@ class _Renaming:
     def base_after(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
         """The value of the tensor that `view` was taken from, once `view` is `new`."""
         if view.target is operator.getitem:
-            split, index = self.aliases.calls[view][0]
-            whole = view_inverses.piece(self.application(split), index, new, emit)
+            split = self.aliases.calls[view][0][0]
+            whole = view_inverses.joined(self.application(split), view, new, emit)
         else:
             whole = view_inverses.invert(self.application(view), new, emit)
         if whole is None:
@@ -250,7 +250,7 @@ class _Renaming:
 
     def application(self, view: Node) -> view_inverses.View:
         base, *rest = positional(view.target, *self.now_in(view))
-        return view_inverses.View(view, view.target, base, tuple(rest))
+        return view_inverses.View(view, base, tuple(rest))
 
     def write_back(self) -> None:
         for root, value in self.current.items():

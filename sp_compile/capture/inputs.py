@@ -52,20 +52,13 @@ def capture_shards(
 
 
 def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[str, int]:
-    if seq_dims is not None:
-        ndims = {n.name: n.meta["val"].ndim for n in graph.graph.find_nodes(op="placeholder") if n.name in seq_dims}
-        for name, dim in seq_dims.items():
-            if not -ndims[name] <= dim < ndims[name]:
-                raise SpError(f"seq_dims: {name!r} has {ndims[name]} dims, so it has no dim {dim}")
-        return {name: dim % ndims[name] for name, dim in seq_dims.items()}
-    axes = name_axes(graph)
-    find_sequences(graph, axes)
-    found = {}
-    for node in graph.graph.find_nodes(op="placeholder"):
-        dims = axes.sequence_dims(node)
-        if dims and not record(node).parameter:
-            found[node.name] = dims[0]
-    return found
+    axes, inputs = name_axes(graph), graph.graph.find_nodes(op="placeholder")
+    named = None if seq_dims is None else {n: seq_dims[n.name] for n in inputs if n.name in seq_dims}
+    find_sequences(graph, axes, named)
+    if named is not None:
+        return {node.name: dim % node.meta["val"].ndim for node, dim in named.items()}
+    found = {node.name: axes.sequence_dims(node) for node in inputs if not record(node).parameter}
+    return {name: dims[0] for name, dims in found.items() if dims}
 
 
 def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
@@ -95,7 +88,7 @@ def _enlarge(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode:
         return fake * n if size(fake) in symbols else fake
     if dim is None or not isinstance(fake, torch.Tensor):
         return fake
-    shape = [s * n if d == dim % fake.ndim else s for d, s in enumerate(fake.shape)]
+    shape = [s * n if d == dim else s for d, s in enumerate(fake.shape)]
     with mode:
         return torch.empty(shape, dtype=fake.dtype, device=fake.device).requires_grad_(fake.requires_grad)
 

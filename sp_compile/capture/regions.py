@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +50,6 @@ _BODY_AT = {
     wrap_with_autocast: 4,
 }
 _CHECKPOINTS = (tag_activation_checkpoint, wrap_activation_checkpoint)
-_MISSING = object()
 
 
 def inline_regions(gm: GraphModule) -> GraphModule:
@@ -82,8 +82,8 @@ class _Copy:
                 continue
             if node.op == "call_function" and node.target in _BODY_AT:
                 env[node] = self.region(gm, path, node, bound, tags)
-            elif (value := self.element(node, env)) is not _MISSING:
-                env[node] = value
+            elif node.target is operator.getitem and isinstance(env.get(node.args[0]), tuple | list):
+                env[node] = env[node.args[0]][node.args[1]]  # a result of a region
             else:
                 env[node] = self.copy(node, path, env, tags)
         raise AssertionError("a graph without an output node")
@@ -99,14 +99,6 @@ class _Copy:
         if tags and node.op in ("call_function", "call_method"):
             new.meta.update(tags)
         return new
-
-    def element(self, node: Node, env: dict[Node, Any]) -> Any:
-        """What `node` reads out of an inlined region's tuple of results, if that is what it does."""
-        if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-            source, index = node.args
-            if isinstance(source, Node) and isinstance(env[source], tuple | list):
-                return env[source][index]
-        return _MISSING
 
     def region(self, gm: GraphModule, path: str, node: Node, bound: Callable[[Any], Any], tags: dict[str, Any]) -> Any:
         index = _BODY_AT[node.target]

@@ -46,7 +46,7 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
     flat = inline_regions(gm)
     grad = torch.is_grad_enabled()
     try:
-        with fake_mode, enable_python_dispatcher():
+        with fake_mode, enable_python_dispatcher(), preserve_node_meta():
             traced = make_fx(_Lower(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
     except BaseException:
         reset_functorch()
@@ -69,10 +69,6 @@ class _Lower(Interpreter):
         self.functorch = _functorch_regions(gm.graph)
         self.done: set[Node] = set()
         self.state_nodes: dict[Any, Node] = {}
-
-    def run(self, *args: Any) -> Any:
-        with preserve_node_meta():
-            return super().run(*args)
 
     def run_node(self, n: Node) -> Any:
         if n in self.done:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.sharding.matchers import keeps_order, order_of
+from sp_compile.sharding.matchers import keeps_order, order_of, piece_of
 
 aten = torch.ops.aten
 
@@ -23,25 +23,24 @@ Emit = Callable[..., Node]
 
 @dataclass(frozen=True)
 class View:
-    """One application of a view op, `node`: `target(base, *args)` with all arguments by position and current."""
+    """One application of a view op, `node`: to a base, with all arguments by position and current."""
 
     node: Node
-    target: Any
     base: Node
     args: tuple[Any, ...]
 
 
 def invert(view: View, new: Node, emit: Emit) -> Node | None:
     """Nodes for the base of `view` after the view has become `new`; None where the op has no inverse."""
-    if view.target in _INVERSES:
-        return _INVERSES[view.target](view, new, emit)
+    if view.node.target in _INVERSES:
+        return _INVERSES[view.node.target](view, new, emit)
     order = order_of(view.node)
     if order is not None:
         return _permuted(view, new, order, emit)
     return _reshape(view, new, emit) if keeps_order(view.node) else None
 
 
-def sizes(node: Node, emit: Emit) -> list[Any]:
+def shape_of(node: Node, emit: Emit) -> list[Any]:
     """`node`'s shape as numbers, or as sym_size nodes where it is symbolic."""
     return [
         int(s) if isinstance(s, int) or s.node.expr.is_number else emit(aten.sym_size.int, node, d)
@@ -50,7 +49,7 @@ def sizes(node: Node, emit: Emit) -> list[Any]:
 
 
 def _reshape(view: View, new: Node, emit: Emit) -> Node:
-    return emit(aten.reshape.default, new, sizes(view.base, emit))
+    return emit(aten.reshape.default, new, shape_of(view.base, emit))
 
 
 def _scatter(op: Any) -> Callable[[View, Node, Emit], Node]:
@@ -69,34 +68,23 @@ def _permuted(view: View, new: Node, order: tuple[int, ...], emit: Emit) -> Node
     back = tuple(order.index(d) for d in range(len(order)))
     if back == tuple(range(len(order))):
         return new
-    return emit(view.target, new, *view.args) if back == order else emit(aten.permute.default, new, list(back))
+    return emit(view.node.target, new, *view.args) if back == order else emit(aten.permute.default, new, list(back))
 
 
 def _expand(view: View, new: Node, emit: Emit) -> Node | None:
     return new if new.meta["val"].shape == view.base.meta["val"].shape else None
 
 
-def piece(split: View, index: int, new: Node, emit: Emit) -> Node | None:
-    """The base of a split after its piece number `index` has become `new`."""
-    join = _JOINS.get(split.target)
-    if join is None:
+def joined(split: View, taken: Node, new: Node, emit: Emit) -> Node | None:
+    """The base of a split after `taken`, one of its pieces, has become `new`."""
+    found = piece_of(taken)
+    if found is None:
         return None
-    pieces = emit(split.target, split.base, *split.args)
-    index %= len(pieces.meta["val"])
-    parts = [new if i == index else emit(operator.getitem, pieces, i) for i in range(len(pieces.meta["val"]))]
-    at = 0 if split.target is aten.unbind.int else 1  # of its argument `dim`
-    return emit(join, parts, split.args[at] if len(split.args) > at else 0)
+    pieces = emit(split.node.target, split.base, *split.args)
+    n = len(pieces.meta["val"])
+    parts = [new if i == taken.args[1] % n else emit(operator.getitem, pieces, i) for i in range(n)]
+    return emit(aten.cat.default if found.keeps else aten.stack.default, parts, found.dim)
 
-
-_JOINS = {
-    aten.unbind.int: aten.stack.default,
-    aten.split.Tensor: aten.cat.default,
-    aten.split.sizes: aten.cat.default,
-    aten.split_with_sizes.default: aten.cat.default,
-    aten.chunk.default: aten.cat.default,
-    aten.tensor_split.sections: aten.cat.default,
-    aten.tensor_split.indices: aten.cat.default,
-}
 
 _INVERSES: dict[Any, Callable[[View, Node, Emit], Node | None]] = {
     aten.detach.default: lambda view, new, emit: emit(aten.detach.default, new),

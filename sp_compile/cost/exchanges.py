@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import pytree
+from sp_compile._compat import namespace_of
 from sp_compile.config import Ranks
 from sp_compile.errors import at
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, size, sizes
 from sp_compile.lowering import routes
@@ -25,15 +26,16 @@ from .line import bytes_of
 from .scan import SCANS, message_bytes, rounds_of, sent
 
 HEADS = 1
+sp = torch.ops.sp
 FORWARD_AND_BACKWARD = {  # op -> its collective each way
-    "all_to_all": ("all_to_all", "all_to_all"),
-    "all_gather": ("all_gather", "reduce_scatter"),
-    "unshard": ("all_gather", ""),
-    "shard": ("", "all_gather"),
-    "all_reduce": ("all_reduce", ""),
-    "reduce_grad": ("", "all_reduce"),
-    "broadcast": ("broadcast", ""),
-    "broadcast_grad": ("", "broadcast"),
+    sp.all_to_all.default: ("all_to_all", "all_to_all"),
+    sp.all_gather.default: ("all_gather", "reduce_scatter"),
+    sp.unshard.default: ("all_gather", ""),
+    sp.shard.default: ("", "all_gather"),
+    sp.all_reduce.default: ("all_reduce", ""),
+    sp.reduce_grad.default: ("", "all_reduce"),
+    sp.broadcast.default: ("broadcast", ""),
+    sp.broadcast_grad.default: ("", "broadcast"),
 }
 
 
@@ -51,53 +53,41 @@ class Exchange:
 
 def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
     """Every collective of a validated local graph, in order."""
-    out = []
-    for node in local.graph.nodes:
-        if node.op != "call_function" or getattr(node.target, "namespace", "") != "sp":
-            continue
-        name = node.target.__name__.split(".")[0]
-        strategy = strategy_of(node.target)
-        if strategy is not None and strategy.sends is not None:
-            call = Call(node)
-            out.append(_exchange(node, name, call.operands[:3], *strategy.sends(call, n)))
-        elif node.target in SCANS:
-            out += [_exchange(node, name, Call(node).operands[:1], *sent) for sent in _scan(Call(node), n)]
-        elif node.target in ON_SHARDS:
-            call = Call(node)
-            out += [_exchange(node, name, call.operands[:1], sent, sent) for sent in _halo(call, n)]
-        elif name in FORWARD_AND_BACKWARD:
-            operands = [node] if name == "shard" else [v for v in pytree.tree_leaves(node.args) if is_tensor(v)]
-            nbytes, kinds = _bytes(operands), FORWARD_AND_BACKWARD[name]
-            there, back = (bytes_of(kind, nbytes, n) if kind else 0 for kind in kinds)
-            out.append(_exchange(node, name, operands, there, back))
-    return out
+    calls = [Call(c) for c in local.graph.nodes if c.op == "call_function" and namespace_of(c.target) == "sp"]
+    return [_exchange(call, *found) for call in calls if (found := _sent(call, n)) is not None]
 
 
-def _scan(call: Call, n: int) -> list[tuple[Size, Size]]:
-    """Forward and backward of a scan over ranks; nothing of one that is not."""
-    if call["frame"] is None:
-        return []
-    folds = call["frame"][4] if len(call["frame"]) == 5 else 1
-    there, back = (sent(call["exchange"], nbytes, n) for nbytes in message_bytes(call, folds))
-    return [(there, back)]
+def _sent(call: Call, n: int) -> tuple[list[Node], Size, Size] | None:
+    """What an op exchanges, and its bytes forward and backward; None of one that does not talk to other ranks."""
+    op = call.node.target
+    strategy = strategy_of(op)
+    if strategy is not None and strategy.sends is not None:
+        return call.operands[:3], *strategy.sends(call, n)
+    if op in SCANS and call["frame"] is not None:
+        folds = call["frame"][4] if len(call["frame"]) == 5 else 1
+        there, back = (sent(call["exchange"], nbytes, n) for nbytes in message_bytes(call, folds))
+        return call.operands[:1], there, back
+    if shifts := shifts_of(call, n):
+        at = call.dim() if "dim" in call.args else call.ndim() - 1
+        others = product(s for d, s in enumerate(call.shape()) if d != at)
+        row = others * call.operands[0].meta["val"].element_size()
+        nbytes = bytes_of("shift", sum((size(rows) for _, rows in shifts), 0) * row, n)
+        return call.operands[:1], nbytes, nbytes
+    if op not in FORWARD_AND_BACKWARD:
+        return None
+    operands = [call.node] if op is sp.shard.default else call.operands
+    there, back = (bytes_of(kind, _bytes(operands), n) if kind else 0 for kind in FORWARD_AND_BACKWARD[op])
+    return operands, there, back
 
 
-def _halo(call: Call, n: int) -> list[Size]:
-    """The bytes of the rows that a window's neighbours are sent; nothing if it needs none."""
-    rows = [size(rows) for _, rows in shifts_of(call, n)]
-    at = call.dim() if "dim" in call.args else call.ndim() - 1
-    others = product(s for d, s in enumerate(call.shape()) if d != at)
-    total = sum(rows, 0) * others * call.operands[0].meta["val"].element_size()
-    return [bytes_of("shift", total, n)] if rows else []
-
-
-def _exchange(node: Node, name: str, operands: list[Node], there: Size, back: Size) -> Exchange:
-    values = [v.meta["val"] for v in operands]
+def _exchange(call: Call, operands: list[Node], there: Size, back: Size) -> Exchange:
+    node, values = call.node, [v.meta["val"] for v in operands]
     partial = "partial" in node.args  # of sp::reduce_grad: whoever averages the gradients sends them
     if partial or not all(v.is_floating_point() for v in values) or record(node).requires_grad is False:
         back = 0
     shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
+    name = node.target.__name__.split(".")[0]
     return Exchange(name, node.name, _where(node), shown, there, back)
 
 

@@ -21,6 +21,7 @@ from sp_compile.cost.scan import choose_exchange, rounds_of
 from sp_compile.errors import SpError
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
+from sp_compile.lowering.frames import in_order
 from sp_compile.lowering.library import tag_programs
 from sp_compile.spmd.check_call import numbers
 
@@ -129,20 +130,16 @@ class Shards:
         """Does an id come again, on whichever rank, after another one? Gathers ids that are not in order."""
         n, group = self.ranks.n, self.ranks.group
         ids = ids.movedim(dim, 0)
+        lies = frame(ids.shape[0], n, self.length, self.layout)
         rows = ids.unflatten(0, (self.folds, ids.shape[0] // self.folds))
-        ends = self._in_order(current().all_gather(rows[:, [0, -1]], n, group)).flatten(0, 1)
+        ends = in_order(current().all_gather(rows[:, [0, -1]], n, group), lies, n).flatten(0, 1)
         ascends, descends = (bool(beats(rows[:, 1:], rows[:, :-1]).all()) for beats in (torch.ge, torch.le))
         local = numbers([ascends, descends], self.ranks)
         for sorted_, beats in zip(zip(*local), (torch.ge, torch.le)):
             if all(sorted_) and bool(beats(ends[1:], ends[:-1]).all()):
                 return False
-        return ungrouped(self._in_order(current().all_gather(rows, n, group)).flatten(0, 1)[: self.length], 0)
-
-    def _in_order(self, chunks: Tensor) -> Tensor:
-        """All ranks' chunks, (n * folds, ...) -> in the sequence's order."""
-        if self.folds == 1:
-            return chunks
-        return torch.cat([chunks[::2], chunks[1::2].flip(0)])
+        whole = in_order(current().all_gather(rows, n, group), lies, n).flatten(0, 1)
+        return ungrouped(whole[: self.length], 0)
 
 
 def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Shards | None:

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from .call import is_tensor
 from .record import record
-from .sizes import Size, product, same, sizes
+from .sizes import all_same, sizes
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SPLITS = (aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
@@ -29,11 +29,7 @@ def packed_in(node: Node) -> Node | None:
     if source.target is not aten.cat.default or len(source.args) > 1 or source.kwargs:
         return None
     parts, lengths = source.args[0], split.args[1]
-    fits = len(parts) == len(lengths) and all(is_tensor(p) and p.meta["val"].ndim == 1 for p in parts)
-    if not fits or not all(same(_length(p.meta["val"]), _length(v)) for p, v in zip(parts, split.meta["val"])):
+    if len(parts) != len(lengths) or not all(is_tensor(p) and p.meta["val"].ndim == 1 for p in parts):
         return None
-    return parts[index]
-
-
-def _length(value: torch.Tensor) -> Size:
-    return product(sizes(value.shape))
+    pairs = zip(parts, split.meta["val"])
+    return parts[index] if all(all_same(sizes(p.meta["val"].shape), sizes(v.shape)) for p, v in pairs) else None

@@ -26,6 +26,12 @@ def result_number(getitem: Node) -> int:
     return sum(isinstance(v, torch.Tensor) for v in list(values)[:index]) if index >= 0 else index
 
 
+def overloads(text: str) -> list[Any]:
+    """The ops of aten that the text lists: "sum.dim_IntList", or "sum" for the overload that is called default."""
+    found = (name.partition(".") for name in text.split())
+    return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found]
+
+
 @cache
 def _signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
     return tuple(

@@ -39,22 +39,18 @@ class Editor:
         return self.emit(target, args, infer(target, args, kwargs, like), like, kwargs)
 
     def after(self, source: Node) -> Any:
-        """Insertion point right behind a node (behind the sizes, if it is an input)."""
-        return self.graph.inserting_after(self.sizes.last if source.op == "placeholder" else source)
-
-    def behind(self, source: Node) -> Any:
-        """As `after`, for several nodes: each follows the one before."""
+        """Insertion point right behind a node (behind the sizes, if it is an input), for one node after the other."""
         anchor = self.sizes.last if source.op == "placeholder" else source
         assert anchor is not None
         return self.graph.inserting_before(anchor.next)
 
-    def replace(self, node: Node, fresh: Node) -> None:
-        """Every use of the node becomes a use of the fresh one; what only the node needed goes with it."""
-        node.replace_all_uses_with(fresh)
-        self.erase([node])
+    def replace(self, node: Node, fresh: Any) -> None:
+        """Every use of the node becomes a use of the fresh one; what only the node needed goes with it.
 
-    def replace_results(self, node: Node, fresh: Any) -> None:
-        """As `replace`, for an op whose results are read one by one; fresh: what to read instead, by their numbers."""
+        fresh: for an op whose results are read one by one, what to read instead, by their numbers.
+        """
+        if isinstance(fresh, Node):
+            node.replace_all_uses_with(fresh)
         for user in list(node.users):
             user.replace_all_uses_with(fresh[user.args[1]])
             self.graph.erase_node(user)

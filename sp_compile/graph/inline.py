@@ -14,17 +14,21 @@ from torch.fx import GraphModule, Node, map_arg
 from sp_compile._compat import detect_fake_mode, enable_python_dispatcher, make_fx
 from sp_compile.lowering.library import COMPOSITES
 
+from .edit import Editor
+
 
 def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> None:
     """Put every composite sp:: op's body in its place. decompositions: of the ATen ops in it, as make_fx takes them."""
+    editor = Editor()
+    editor.edit(gm.graph)
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in COMPOSITES:
-            _inline(gm, node, decompositions or {})
+            _inline(editor, node, decompositions or {})
     gm.graph.lint()
     gm.recompile()
 
 
-def _inline(gm: GraphModule, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+def _inline(editor: Editor, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
     operands = node.all_input_nodes
     values = [operand.meta["val"] for operand in operands]
 
@@ -37,17 +41,6 @@ def _inline(gm: GraphModule, node: Node, decompositions: Mapping[Any, Callable[.
         traced = make_fx(body, decomposition_table=dict(decompositions), tracing_mode="real")(*values)
     traced.graph.eliminate_dead_code()
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
-    with gm.graph.inserting_before(node):
-        results = gm.graph.graph_copy(traced.graph, inputs)
-    _replace(node, results)
-
-
-def _replace(node: Node, results: Any) -> None:
-    """Give the users the new results; a list of them is read through getitem."""
-    if isinstance(results, Node):
-        node.replace_all_uses_with(results)
-    else:
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            node.graph.erase_node(user)
-    node.graph.erase_node(node)
+    with editor.graph.inserting_before(node):
+        results = editor.graph.graph_copy(traced.graph, inputs)
+    editor.replace(node, results)

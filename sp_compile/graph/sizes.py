@@ -117,6 +117,11 @@ def mostly(part: Size, whole: Size) -> bool:
     return 2 * typical(part) >= typical(whole)
 
 
+def from_front(position: Size, extent: Size) -> Size:
+    """A position in a dim, which a negative number counts from the end."""
+    return extent + position if isinstance(position, int) and position < 0 else position
+
+
 def typical(a: Size) -> int:
     """The size for long sequences (every symbol is 2**20): to weigh costs, never to prove anything."""
     if isinstance(a, int):
@@ -130,23 +135,16 @@ class Sizes:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.known: dict[Size, Node] = {}
-        self.sources: dict[sympy.Symbol, tuple[Node, int | None]] = {}
+        self.sources: dict[sympy.Symbol, tuple[Node, int]] = {}
         self.last: Node | None = None
         for node in graph.find_nodes(op="placeholder"):
-            self.last = node
-            self._learn(node)
-
-    def _learn(self, node: Node) -> None:
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt):
-            expr = size(value)
-            if isinstance(expr, sympy.Expr):
-                self.known.setdefault(expr, node)
-        elif isinstance(value, torch.Tensor):
-            for d, extent in enumerate(value.shape):
-                expr = size(extent)
-                if isinstance(expr, sympy.Symbol):
-                    self.sources.setdefault(expr, (node, d))
+            self.last, value = node, node.meta.get("val")
+            if isinstance(value, torch.SymInt) and isinstance(size(value), sympy.Expr):
+                self.known.setdefault(size(value), node)
+            elif isinstance(value, torch.Tensor):
+                for d, extent in enumerate(sizes(value.shape)):
+                    if isinstance(extent, sympy.Symbol):
+                        self.sources.setdefault(extent, (node, d))
 
     def __call__(self, value: Size) -> int | Node:
         """The int, or the node that computes the expression at run time."""

@@ -67,18 +67,16 @@ def filling_nodes(gm: GraphModule) -> set[Node]:
             grad = record(node).requires_grad
             if _floats(node) and not (node.op == "get_attr" if grad is None else grad):
                 found.add(node)
-        elif node.op == "call_function" and (any(a in found for a in node.all_input_nodes) or _fills(node)):
-            found.add(node)
+        elif node.op == "call_function":
+            leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
+            if any(a in found for a in node.all_input_nodes) or any(map(_large, leaves)):
+                found.add(node)
     return found
 
 
 def _floats(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _fills(node: Node) -> bool:
-    return any(_large(leaf) for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))))
 
 
 def _large(leaf: Any) -> bool:

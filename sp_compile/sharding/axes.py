@@ -7,6 +7,7 @@ hidden size. Slices keep the class with another size, because a window of a sequ
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,17 +68,17 @@ class Axes:
         """Is the atom of a class that `find_sequences` found to be a sequence?"""
         return self.find(atom.name) in self.sequences
 
-    def sequence_dims(self, node: Node, result: int = 0) -> list[int]:
+    def sequence_dims(self, node: Node) -> list[int]:
         """The dims of a value that contain a sequence."""
-        dims = self.dims.get((node, result), ())
+        dims = self.dims.get((node, 0), ())
         return [d for d, dim in enumerate(dims) if any(self.is_sequence(a) for a in dim)]
 
-    def shard(self, node: Node, result: int = 0) -> Shard | None:
+    def shard(self, node: Node) -> Shard | None:
         """How the value would be sharded: on its only sequence factor; None if it has none or several."""
-        found = self.sequence_dims(node, result)
+        found = self.sequence_dims(node)
         if len(found) != 1:
             return None
-        dim = self.dims[node, result][found[0]]
+        dim = self.dims[node, 0][found[0]]
         at = [i for i, a in enumerate(dim) if self.is_sequence(a)]
         if len(at) != 1 or same(dim[at[0]].size, 1):
             return None
@@ -94,7 +95,7 @@ def name_axes(gm: GraphModule) -> Axes:
             axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(found[0].operands)})
         elif found is not None and found[1] is not None:
             _name_results(axes, found[0], found[1])
-        elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+        elif node.target is operator.getitem:
             source, index = node.args
             if is_tensor(node) and isinstance(index, int) and (source, result_number(node)) in axes.dims:
                 axes.dims[node, 0] = axes.dims[source, result_number(node)]

@@ -24,11 +24,11 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import FakeTensor
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, overloads
 from sp_compile.graph.closure import closure
 from sp_compile.graph.mutation import is_pure, is_written
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, all_same, product, same, size, sizes
+from sp_compile.graph.sizes import Size, all_same, from_front, product, same, size, sizes
 
 from .factors import Factors, flat
 from .rule import lookup
@@ -37,18 +37,12 @@ from .windows import slides_of
 aten = torch.ops.aten
 Number = int | float
 FILLED: dict[Any, Number] = {
-    aten.zeros.default: 0,
-    aten.zeros_like.default: 0,
-    aten.new_zeros.default: 0,
-    aten.ones.default: 1,
-    aten.ones_like.default: 1,
-    aten.new_ones.default: 1,
+    **dict.fromkeys(overloads("zeros zeros_like new_zeros"), 0),
+    **dict.fromkeys(overloads("ones ones_like new_ones"), 1),
 }
-FILLS = (aten.full.default, aten.full_like.default, aten.new_full.default)
-CATS = (aten.cat.default, aten.concat.default, aten.concatenate.default)
-PADS = (aten.constant_pad_nd.default, aten.pad.default)
-
-
+FILLS = overloads("full full_like new_full")
+CATS = overloads("cat concat concatenate")
+PADS = overloads("constant_pad_nd pad")
 NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
 
 
@@ -243,15 +237,8 @@ def same_call(a: Node, b: Node) -> bool:
 
 def dies_with(value: Node, node: Node) -> bool:
     """Does all that reads the value, at any distance, lead to the node and nowhere else?"""
-    waiting, seen = [value], {value}
-    while waiting:
-        users = set(waiting.pop().users)
-        if not users or any(node < user for user in users):
-            return False
-        fresh = users - seen - {node}
-        seen |= fresh
-        waiting.extend(fresh)
-    return True
+    reached = closure([value], lambda n: n.users if n < node else ())
+    return all(n is node or (n.users and n < node) for n in reached)
 
 
 @dataclass(frozen=True)
@@ -272,15 +259,16 @@ def piece_of(node: Any) -> Piece | None:
         return None
     of, which = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
     found = lookup(of)
-    if found is None or not isinstance(which, int) or which < 0:
+    if found is None or not isinstance(which, int):
         return None
     call, rule = found
     if rule is not None and rule.window is not None:
         return Piece(call.operands[0], rule.window, *rule.spans[which])
     if of.target in (aten.select.int, aten.unbind.int):
         at = size(call["index"]) if of.target is aten.select.int else which
-        start = _from_front(at, call.shape()[call.dim()])
-        return Piece(call.operands[0], call.dim(), start, 1, keeps=False) if start is not None else None
+        if not isinstance(at, int):  # of a sign that is not known
+            return None
+        return Piece(call.operands[0], call.dim(), from_front(at, call.shape()[call.dim()]), 1, keeps=False)
     return _strided(call) if of.target is aten.slice.Tensor else None
 
 
@@ -290,16 +278,7 @@ def _strided(call: Call) -> Piece | None:
     extent, length = call.shape()[dim], _shape(call.node)[dim]
     if step == 1 or not all(isinstance(n, int) for n in (start, step, extent)):
         return None
-    return Piece(call.operands[0], dim, min(max(start + extent if start < 0 else start, 0), extent), length, step)
-
-
-def _from_front(index: Size, extent: Size) -> Size | None:
-    """A position counted from the front; None where the sign is not known."""
-    if not isinstance(index, int):
-        return None
-    if index >= 0:
-        return index
-    return max(index + extent, 0) if isinstance(extent, int) else extent + index
+    return Piece(call.operands[0], dim, min(max(from_front(start, extent), 0), extent), length, step)
 
 
 def slice_of(node: Any) -> Piece | None:

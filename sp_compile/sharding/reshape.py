@@ -36,12 +36,8 @@ def reshaping(before: tuple[Size, ...], after: tuple[Size, ...]) -> Factors:
     operand, result = _dims(old, cuts[0], "old", extents), _dims(new, cuts[1], "new", extents)
     across = dict.fromkeys([*extents][shared:], "whole")
     grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in parts(dim)}
-    sizes = {f: _plain(s) for f, s in extents.items() if f in grouped}
+    sizes = {f: size(sympy.sympify(s).subs(_EMPTY, 0)) for f, s in extents.items() if f in grouped}
     return Factors((operand,), (result,), across, lazy=True, reshapes=True, extents=sizes)
-
-
-def _plain(extent: Size) -> Size:
-    return size(extent.subs(_EMPTY, 0)) if isinstance(extent, sympy.Expr) else extent
 
 
 def _strides(shape: Sequence[Size]) -> list[Size]:

@@ -66,8 +66,7 @@ def rule_of(*ops: Any) -> Callable[[RuleFunctionT], RuleFunctionT]:
     """Decorator: the rule of these op overloads depends on their arguments."""
 
     def register(function: RuleFunctionT) -> RuleFunctionT:
-        for op in ops:
-            _REGISTRY[op] = function
+        _REGISTRY.update(dict.fromkeys(ops, function))
         return function
 
     return register
@@ -82,8 +81,7 @@ def transfer(*ops: Any) -> Callable[[TransferFunction], TransferFunction]:
     """Decorator: where the results of an op lie that changes placements and nothing else (the sp:: exchanges)."""
 
     def register(function: TransferFunction) -> TransferFunction:
-        for op in ops:
-            _TRANSFERS[op] = function
+        _TRANSFERS.update(dict.fromkeys(ops, function))
         return function
 
     return register
@@ -108,5 +106,4 @@ def rule(op: Any, *texts: str, **options: Any) -> None:
         pattern = by_count.get(len(call.operands))
         return pattern.at(call) if pattern is not None else None
 
-    for one in op if isinstance(op, (list, tuple)) else [op]:
-        _REGISTRY[one] = instantiate
+    rule_of(*op if isinstance(op, (list, tuple)) else [op])(instantiate)

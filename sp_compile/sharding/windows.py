@@ -17,9 +17,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import map_arg
 
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, overloads
 from sp_compile.graph.sizes import Size, divides, mostly, quotient, same, size, typical
 from sp_compile.lowering.windows import ops
 
@@ -52,10 +52,7 @@ class Sliding:
 
 def plain(a: Size) -> Size:
     """The size with its terms collected: an int where the symbols cancel."""
-    if isinstance(a, int):
-        return a
-    a = sympy.expand(a)
-    return int(a) if a.is_Integer else a
+    return a if isinstance(a, int) else size(sympy.expand(a))
 
 
 def place(sliding: Sliding, shard: Shard, n: int) -> Shard | str:
@@ -150,8 +147,9 @@ def _number(value: Any, default: Any = None) -> Any:
     return size(listed[0]) if listed else default
 
 
-def _last_length(call: Call) -> Size:
-    return call.result_shapes()[0][call.ndim() - 1]
+def _last(call: Call, before: Size, width: Size, stride: int) -> Sliding:
+    """Along the last dim."""
+    return Sliding(call.result_shapes()[0][call.ndim() - 1], before, width, stride)
 
 
 def _conv(call: Call) -> Along:
@@ -164,16 +162,15 @@ def _conv(call: Call) -> Along:
         before = (width - 1) // 2 if padding == "same" else 0
     else:
         before = _number(padding, 0)
-    sliding = Sliding(_last_length(call), before, width, stride)
-    head = (call["weight"], call["bias"])
-    return {call.ndim() - 1: WindowCall(sliding, sp.conv1d.default, head, (stride, dilation, call["groups"]))}
+    head, tail = (call["weight"], call["bias"]), (stride, dilation, call["groups"])
+    return {call.ndim() - 1: WindowCall(_last(call, before, width, stride), sp.conv1d.default, head, tail)}
 
 
 def _avg_pool(call: Call) -> Along:
     """Windows that end beyond the padding, or do not count it, divide by fewer rows."""
     width, before = _number(call["kernel_size"]), _number(call["padding"], 0)
     stride = _number(call["stride"], width)
-    sliding = Sliding(_last_length(call), before, width, stride)
+    sliding = _last(call, before, width, stride)
     after = sliding.after(call.shape()[-1])
     if not (isinstance(after, int) and after <= before) or not (before == 0 or call["count_include_pad"]):
         return {}
@@ -185,8 +182,8 @@ def _max_pool(call: Call) -> Along:
     stride, width = _number(call["stride"], rows), dilation * (rows - 1) + 1
     if not call.results()[0].is_floating_point():
         return {}
-    sliding = Sliding(_last_length(call), before, width, stride)
-    return {call.ndim() - 1: WindowCall(sliding, sp.max_pool1d.default, (), (-math.inf, width, stride, dilation))}
+    tail = (-math.inf, width, stride, dilation)
+    return {call.ndim() - 1: WindowCall(_last(call, before, width, stride), sp.max_pool1d.default, (), tail)}
 
 
 def _unfold(call: Call) -> Along:
@@ -252,18 +249,14 @@ def _ours(call: Call) -> Along:
     return {at: WindowCall(sliding, op, head, tail)}
 
 
-_OPS = (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold)
-ON_SHARDS = tuple(op.default for op in _OPS)
+ON_SHARDS = tuple(op.default for op in (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold))
 """The ops that take shards, if their frame says where these lie."""
 
 SLIDING: Mapping[Any, Callable[[Call], Along]] = {
+    **dict.fromkeys(overloads("conv1d conv1d.padding convolution"), _conv),
+    **dict.fromkeys(overloads("constant_pad_nd pad"), _pad),
     aten.avg_pool1d.default: _avg_pool,
-    aten.constant_pad_nd.default: _pad,
-    aten.conv1d.default: _conv,
-    aten.conv1d.padding: _conv,
-    aten.convolution.default: _conv,
     aten.max_pool1d.default: _max_pool,
-    aten.pad.default: _pad,
     aten.roll.default: _roll,
     aten.unfold.default: _unfold,
     **dict.fromkeys(ON_SHARDS, _ours),
@@ -275,12 +268,9 @@ def shifts_of(call: Call, n: int) -> list[tuple[int, Any]]:
     if call.node.target not in ON_SHARDS or call["frame"] is None or n == 1:
         return []
     ((_, slides),) = _ours(call).items()
-    frame, result = (_values(call.get(name) or call["frame"]) for name in ("frame", "result"))
+    lies = (call["frame"], call.get("result") or call["frame"])
+    frame, result = map_arg(lies, lambda node: node.meta["val"])
     sliding = slides.sliding
     if sliding.rolls is not None:
         return ops.roll_shifts(sliding.rolls, frame, n)
     return ops.window_shifts(sliding.before, sliding.width, sliding.stride, frame, result, n)
-
-
-def _values(frame: Sequence[Any]) -> list[Any]:
-    return [a.meta["val"] if isinstance(a, Node) else a for a in frame]

@@ -194,7 +194,7 @@ class Masks(base.Spelling):
         key = (leaf, index, length)
         if key not in self.vectors:
             source = mask.leaves[leaf.func.__name__]
-            with self.behind(source):
+            with self.after(source):
                 self.vectors[key] = self._cut(source, leaf.args, index, length, like)
         return self.vectors[key]
 

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
 from sp_compile.sharding.rule import Dims, Factors, Pattern, RuleFunction
-
-
-def overloads(text: str) -> list[Any]:
-    """The ops of aten that the text lists: "sum.dim_IntList", or "sum" for the overload that is called default."""
-    found = (name.partition(".") for name in text.split())
-    return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found]
 
 
 def bind(call: Call, text: str, **options: Any) -> Factors | None:
@@ -52,28 +44,28 @@ def broadcast(shape: Sequence[Size], full: Sequence[Size], dims: Dims) -> Dims:
     return tuple("" if s == 1 and f != 1 else name for s, f, name in zip(shape, full[skip:], dims[skip:], strict=True))
 
 
-def whole_dims(*dims_arguments: str, ndim: int = 0) -> Callable[[Call], Factors]:
-    """The result has the operand's shape; the dims that the arguments name (or the last `ndim`) are needed whole."""
+def along(
+    call: Call, at: Iterable[int], result: Dims | None = None, kind: str = "whole", lazy: bool = False
+) -> Factors:
+    """Dims of the only operand are of a kind; the results have the operand's dims unless given."""
+    dims = names(call.ndim())
+    results = tuple(dims if result is None else result for _ in call.results())
+    return Factors((dims,), results, {dims[d]: kind for d in at if dims}, lazy=lazy)
 
-    def instantiate(call: Call) -> Factors:
-        dims = names(call.ndim())
-        at = {d for a in dims_arguments for d in dims_of(call[a], len(dims))} | set(
-            range(max(len(dims) - ndim, 0), len(dims))
-        )
-        return Factors((dims,), tuple(dims for _ in call.results()), {dims[d]: "whole" for d in at if dims})
 
-    return instantiate
+def whole_dims(argument: str) -> Callable[[Call], Factors]:
+    """The result has the operand's shape; the dims that the argument names are needed whole."""
+    return lambda call: along(call, dims_of(call[argument], call.ndim()))
 
 
 def resized_dims(argument: str = "", ndim: int = 0) -> RuleFunction:
     """The result's dim named by the argument (or its last `ndim`) is computed from the whole of the operand's."""
 
     def instantiate(call: Call) -> Factors | None:
-        dims = names(call.ndim())
-        if any(len(s) != len(dims) for s in call.result_shapes()):
+        rank = call.ndim()
+        if any(len(s) != rank for s in call.result_shapes()):
             return None
-        at = dims_of(call[argument], len(dims)) if argument else range(len(dims) - ndim, len(dims))
-        result = replaced(dims, at, "new")
-        return Factors((dims,), tuple(result for _ in call.results()), {dims[d]: "whole" for d in at if dims})
+        at = dims_of(call[argument], rank) if argument else range(rank - ndim, rank)
+        return along(call, at, replaced(names(rank), at, "new"))
 
     return instantiate

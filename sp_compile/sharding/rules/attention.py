@@ -8,6 +8,7 @@ from sp_compile.sharding.attention import ATTENTION, reads_position
 from sp_compile.sharding.placement import REPLICATE, Placement, Replicate, Shard
 from sp_compile.sharding.rule import Dims, Factors, rule_of
 
+from ._build import broadcast
 from .exchanges import frame_of
 
 
@@ -24,7 +25,7 @@ def _attention(call: Call) -> Factors:
     others = range(len(call.operands) - 3)
     masks = [(*batch, f"vector{i}") if "predicate" in call.args else (*leading, "q", "k") for i in others]
     dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *masks)
-    operands = tuple(_named(call.shape(i), names, extent) for i, names in enumerate(dims))
+    operands = tuple(broadcast(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims))
     whole = {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
     kinds = {"k": "attend", "d": "whole"} | ({"q": "attend"} if reads_position(call) else {}) | whole
     return Factors(operands, ((*leading, "q", "e"),), kinds, masks=tuple(range(3, max(4, len(operands)))))
@@ -36,12 +37,6 @@ def _leading(call: Call) -> tuple[Dims, dict[str, Size]]:
     depth = len(results) - 2
     leading: Dims = tuple("h" if i == depth - 1 else f"b{depth - 2 - i}" for i in range(depth))
     return leading, {**dict(zip(leading, results)), "q": call.shape(0)[-2], "k": call.shape(1)[-2]}
-
-
-def _named(shape: tuple[Size, ...], names: Dims, extent: dict[str, Size]) -> Dims:
-    """The last names, one a dim; a dim of size 1 that broadcasts has none."""
-    own = names[len(names) - len(shape) :]
-    return tuple("" if s == 1 and extent.get(f, 1) != 1 else f for s, f in zip(shape, own))
 
 
 SEQUENCE = 2

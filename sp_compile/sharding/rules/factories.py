@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from sp_compile.graph.call import Call
-from sp_compile.sharding.rule import Factors, rule_of
+from sp_compile.graph.call import Call, overloads
+from sp_compile.sharding.rule import Factors, rule, rule_of
 
-from ._build import bind, names, overloads
+from ._build import names
 from .pointwise import pointwise_rule
 
 aten = torch.ops.aten
@@ -30,16 +30,7 @@ def _made_like(call: Call) -> Factors:
     return Factors((operand,), (made,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)
 
 
-@rule_of(aten.scalar_tensor.default)
-def _scalar(call: Call) -> Factors:
-    return Factors((), ((),), lazy=True)
-
-
+rule(aten.scalar_tensor.default, "->", lazy=True)
 rule_of(*overloads("bernoulli bernoulli.p bernoulli.Tensor binomial poisson uniform"))(pointwise_rule)
 rule_of(*overloads("normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor"))(pointwise_rule)
-
-
-@rule_of(aten.multinomial.default)
-def _multinomial(call: Call) -> Factors | None:
-    """Each row is drawn from all of its own weights."""
-    return bind(call, "... w -> ... draws", whole="w")
+rule(aten.multinomial.default, "... w -> ... draws", whole="w")  # each row of all of its own weights

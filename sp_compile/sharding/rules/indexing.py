@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, overloads
 from sp_compile.graph.sizes import Size, same
 from sp_compile.sharding.rule import Dims, Factors, rule, rule_of
 
-from ._build import bind, broadcast, dims_of, names, overloads, replaced, wrap
+from ._build import bind, broadcast, dims_of, names, replaced, wrap
 
 aten = torch.ops.aten
 
@@ -111,11 +111,9 @@ def _dim_scatter(call: Call) -> Factors:
 @rule_of(aten.index_select.default)
 def _index_select(call: Call) -> Factors:
     dims, at = names(call.ndim()), call.dim()
-    index = tuple("index" for _ in range(call.ndim("index")))
-    if not dims:
-        return Factors(((), index), ((),), dict.fromkeys(index, "whole"))
-    result = (*dims[:at], "index", *dims[at + 1 :]) if index else replaced(dims, [at], "")
-    return Factors((dims, index), (result,), {dims[at]: "whole"})
+    index = ("index",) * call.ndim("index")
+    result = (*dims[:at], *(index or ("",)), *dims[at + 1 :]) if dims else ()
+    return Factors((dims, index), (result,), dict.fromkeys(dims[at : at + 1] or index, "whole"))
 
 
 @rule_of(aten.index_add.default, aten.index_copy.default)
@@ -170,8 +168,7 @@ def _take_along_dim(call: Call) -> Factors | None:
         return None
     dims = names(len(result))
     at = wrap(call["dim"], len(dims))
-    x = broadcast(call.shape("self"), [s if d != at else 0 for d, s in enumerate(result)], replaced(dims, [at], "x"))
-    x = (*x[:at], f"x{at}", *x[at + 1 :])
+    x = broadcast(call.shape("self"), [s if d != at else 1 for d, s in enumerate(result)], replaced(dims, [at], "x"))
     return Factors((x, broadcast(call.shape("indices"), result, dims)), (dims,), {f"x{at}": "whole"})
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, overloads
 from sp_compile.sharding.rule import Factors, RuleFunction, rule, rule_of
 
-from ._build import bind, dims_of, names, overloads, replaced, resized_dims, whole_dims
+from ._build import along, bind, dims_of, names, replaced, resized_dims, whole_dims
 
 aten = torch.ops.aten
 
@@ -19,6 +19,11 @@ rule([aten.dot.default, aten.inner.default, aten.vdot.default], "i, i -> ", sum=
 rule([aten.ger.default, aten.outer.default], "n, m -> n m")
 rule(aten.mm.default, "n i, i m -> n m", sum="i")
 rule(aten.mv.default, "n i, i -> n", sum="i")
+rule(
+    aten.bilinear.default,
+    "... i, ... j, o i j -> ... o; sum=i j",
+    "... i, ... j, o i j, o -> ... o; whole=i j",  # the bias would be added once per rank
+)
 
 
 def _added(text: str, whole: str) -> RuleFunction:
@@ -36,13 +41,6 @@ rule_of(aten.addbmm.default)(_added("b n i, b i m -> n m", whole="b i"))
 rule_of(aten.addmm.default)(_added("n i, i m -> n m", whole="i"))
 rule_of(aten.addmv.default)(_added("n i, i -> n", whole="i"))
 rule_of(aten.baddbmm.default)(_added("b n i, b i m -> b n m", whole="i"))
-
-
-@rule_of(aten.bilinear.default)
-def _bilinear(call: Call) -> Factors | None:
-    if len(call.operands) == 4:
-        return bind(call, "... i, ... j, o i j, o -> ... o", whole="i j")
-    return bind(call, "... i, ... j, o i j -> ... o", sum="i j")
 
 
 @rule_of(aten.linear.default)
@@ -101,7 +99,7 @@ def _reduce(kind: str) -> RuleFunction:
         result = kept if call.get("keepdim") else tuple(f for f in kept if f)
         if len(result) != call.results()[0].ndim:  # all.dims takes [] for no dims, the others for all
             return None
-        return Factors((dims,), tuple(result for _ in call.results()), {dims[d]: kind for d in at})
+        return along(call, at, result, kind)
 
     return instantiate
 

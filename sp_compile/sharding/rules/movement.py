@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import Size, same, size
+from sp_compile.graph.call import Call, overloads
+from sp_compile.graph.sizes import Size, from_front, same, size
 from sp_compile.sharding.reshape import reshaping
 from sp_compile.sharding.rule import Dims, Factors, RuleFunction, rule, rule_of
 
-from ._build import bind, broadcast, dims_of, names, overloads, replaced, wrap
+from ._build import along, bind, broadcast, dims_of, names, replaced, wrap
 
 aten = torch.ops.aten
+
+_whole_at = partial(along, lazy=True)  # data moves within these dims
 
 
 def _moved(result: Any) -> RuleFunction:
@@ -123,9 +126,7 @@ def _repeat_interleave(call: Call) -> Factors | None:
     """A head repeated in place: ranks that hold whole heads repeat their own, but the sizes differ, so it is whole."""
     if call["dim"] is None:
         return None
-    dims = names(call.ndim())
-    at = call.dim()
-    return Factors((dims,), (replaced(dims, [at], "new"),), {dims[at]: "whole"}, lazy=True)
+    return _whole_at(call, [call.dim()], replaced(names(call.ndim()), [call.dim()], "new"))
 
 
 @rule_of(aten.cat.default, aten.concat.default, aten.concatenate.default)
@@ -139,17 +140,15 @@ def _cat(call: Call) -> Factors:
     shapes = [call.shape(i) for i in range(len(call.operands))]
     skipped = [len(shape) == 1 and same(shape[0], 0) and ndim > 1 for shape in shapes]
     parts = [i for i, shape in enumerate(shapes) if not skipped[i] and not same(shape[at], 0)]
-    if len(parts) == 1:
-        rows = ["" if i not in parts else dims[at] for i in range(len(shapes))]
-        return Factors(_joined(dims, at, skipped, rows), (dims,), lazy=True)
-    rows = [f"part{i}" for i in range(len(shapes))]
-    kinds = {rows[i]: "whole" for i in range(len(shapes)) if not skipped[i]}
-    return Factors(_joined(dims, at, skipped, rows), ((*dims[:at], "all", *dims[at + 1 :]),), kinds, lazy=True)
-
-
-def _joined(dims: Dims, at: int, skipped: Sequence[bool], rows: Sequence[str]) -> tuple[Dims, ...]:
-    pairs = zip(skipped, rows, strict=True)
-    return tuple(("",) if skip else (*dims[:at], row, *dims[at + 1 :]) for skip, row in pairs)
+    alone = len(parts) == 1
+    rows = [(dims[at] if i in parts else "") if alone else f"part{i}" for i in range(len(shapes))]
+    operands = tuple(
+        ("",) if skip else (*dims[:at], row, *dims[at + 1 :]) for skip, row in zip(skipped, rows, strict=True)
+    )
+    if alone:
+        return Factors(operands, (dims,), lazy=True)
+    kinds = {row: "whole" for skip, row in zip(skipped, rows, strict=True) if not skip}
+    return Factors(operands, ((*dims[:at], "all", *dims[at + 1 :]),), kinds, lazy=True)
 
 
 @rule_of(aten.stack.default)
@@ -168,13 +167,6 @@ def _meshgrid(call: Call) -> Factors | None:
     dims = names(len(call.operands))
     result = (*dims[1::-1], *dims[2:]) if call.get("indexing") == "xy" else dims
     return Factors(tuple((f,) for f in dims), tuple(result for _ in dims), lazy=True)
-
-
-def _whole_at(call: Call, at: Sequence[int], result: Dims | None = None) -> Factors:
-    """Data moves within the dims at `at`; the result has the operand's dims unless given."""
-    dims = names(call.ndim())
-    results = tuple(dims if result is None else result for _ in call.results())
-    return Factors((dims,), results, {dims[d]: "whole" for d in at if dims}, lazy=True)
 
 
 def _cut(call: Call, at: int, spans: Sequence[tuple[Size, Size]]) -> Factors:
@@ -250,12 +242,10 @@ def _slice(call: Call) -> Factors:
 
 def _start_of(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
     """Where a slice that is shorter than its dim begins; None where clamping can not be ruled out."""
-    start = 0 if start is None else size(start)
+    start = 0 if start is None else from_front(size(start), extent)
     if isinstance(start, int) and isinstance(extent, int):
-        return min(max(start + extent if start < 0 else start, 0), extent)
-    start = extent + start if isinstance(start, int) and start < 0 else start
-    end = extent if end is None else size(end)
-    end = extent + end if isinstance(end, int) and end < 0 else end
+        return min(max(start, 0), extent)
+    end = extent if end is None else from_front(size(end), extent)
     # A length of exactly end - start, or one that reaches the end, means that the start was not clamped.
     unclamped = same(start, 0) or same(length, end - start) or same(length, extent - start)
     return start if unclamped else None
@@ -263,10 +253,8 @@ def _start_of(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
 
 @rule_of(aten.narrow.default)
 def _narrow(call: Call) -> Factors:
-    dim, start, length = call.dim(), size(call["start"]), size(call["length"])
-    if isinstance(start, int) and start < 0:
-        start = call.shape()[dim] + start
-    return _cut(call, dim, [(start, length)])
+    dim = call.dim()
+    return _cut(call, dim, [(from_front(size(call["start"]), call.shape()[dim]), size(call["length"]))])
 
 
 SPLITS = overloads("""

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, overloads
 from sp_compile.graph.sizes import same
 from sp_compile.sharding.rule import Factors, rule_of
 
-from ._build import bind, names, overloads, replaced, resized_dims, whole_dims
+from ._build import bind, names, replaced, resized_dims, whole_dims
 
 aten = torch.ops.aten
 
@@ -55,11 +55,9 @@ def _layer_norm(call: Call) -> Factors | None:
 
 @rule_of(aten.cosine_similarity.default)
 def _cosine_similarity(call: Call) -> Factors | None:
-    ndim = max(call.ndim(0), call.ndim(1))
-    if call.ndim(0) != call.ndim(1) or not ndim:
+    if call.ndim(0) != call.ndim(1) or not call.ndim():
         return None
-    dims = names(ndim)
-    at = call["dim"] % ndim
+    dims, at = names(call.ndim()), call.dim()
     text = " ".join(dims)
     return bind(call, f"{text}, {text} -> {' '.join(dims[:at] + dims[at + 1 :])}", whole=dims[at])
 

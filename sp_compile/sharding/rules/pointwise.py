@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, overloads
 from sp_compile.sharding.rule import POINTWISE, Factors, rule, rule_of
 
-from ._build import bind, names, overloads
+from ._build import along, bind, names
 
 aten = torch.ops.aten
 
@@ -64,10 +64,10 @@ def _like_other(call: Call) -> Factors | None:
 @rule_of(aten.view.dtype)
 def _view_dtype(call: Call) -> Factors:
     """Another item size changes the last dim."""
-    dims = names(call.ndim())
     if call.results()[0].element_size() == call.operands[0].meta["val"].element_size():
-        return Factors((dims,), (dims,), lazy=True)
-    return Factors((dims,), ((*dims[:-1], "new"),), {dims[-1]: "whole"}, lazy=True)
+        return along(call, (), lazy=True)
+    last = call.ndim() - 1
+    return along(call, [last], (*names(last), "new"), lazy=True)
 
 
 SMOOTH = overloads("""

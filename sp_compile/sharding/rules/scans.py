@@ -14,7 +14,7 @@ from sp_compile.graph.sizes import Size
 from sp_compile.sharding.placement import Placement, Replicate, Shard
 from sp_compile.sharding.rule import Dims, Factors, rule_of
 
-from ._build import broadcast, names
+from ._build import along, broadcast, names
 from .exchanges import frame_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -22,9 +22,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @rule_of(aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.cumsum.default, aten.logcumsumexp.default)
 def _cumulative(call: Call) -> Factors:
-    dims = names(call.ndim())
-    at = dims[call.dim() :][:1]  # none of a number
-    return Factors((dims,), tuple(dims for _ in call.results()), dict.fromkeys(at, "scan"))
+    return along(call, [call.dim()], kind="scan")
 
 
 @rule_of(sp.scan.default, sp.extremes.default)

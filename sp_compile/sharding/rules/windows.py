@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, overloads
 from sp_compile.sharding.placement import Placement, Replicate, Shard
-from sp_compile.sharding.rule import Dims, Factors, rule_of
+from sp_compile.sharding.rule import Dims, Factors, rule, rule_of
 from sp_compile.sharding.windows import ON_SHARDS, SLIDING, slides_of
 
-from ._build import bind, names, overloads, resized_dims
+from ._build import along, names, resized_dims
 from .exchanges import frame_of
 from .movement import pad, roll, unfold
 
@@ -48,19 +49,7 @@ _OVER_IMAGES = overloads("""
 rule_of(*_OVER_LINES)(resized_dims(ndim=1))
 rule_of(*_OVER_IMAGES)(resized_dims(ndim=2))
 rule_of(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)(resized_dims(ndim=3))
-
-
-@rule_of(aten.grid_sampler.default)
-def _grid_sampler(call: Call) -> Factors | None:
-    if call.ndim() != 4:
-        return None
-    return bind(call, "n c h w, n y x xy -> n c y x", whole="h w xy")
-
-
-def _same_dims(call: Call) -> Factors:
-    dims = names(call.ndim())
-    return Factors((dims,), (dims,), lazy=True)
-
+rule(aten.grid_sampler.default, "n c h w, n y x xy -> n c y x", whole="h w xy")
 
 # What the ops do to dims, if windows could not be followed.
 _DIMS: dict[Any, Callable[[Call], Any]] = {
@@ -69,7 +58,7 @@ _DIMS: dict[Any, Callable[[Call], Any]] = {
     **dict.fromkeys((sp.avg_pool1d.default, sp.max_pool1d.default), resized_dims(ndim=1)),
     **dict.fromkeys([*overloads("conv1d conv1d.padding convolution"), sp.conv1d.default], conv),
     **dict.fromkeys((aten.unfold.default, sp.unfold.default), unfold),
-    **dict.fromkeys((sp.roll.default, sp.shift.default), _same_dims),
+    **dict.fromkeys((sp.roll.default, sp.shift.default), partial(along, at=(), lazy=True)),
     aten.roll.default: roll,
 }
 
