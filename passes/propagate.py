@@ -307,10 +307,14 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, decline
     return Step(step.wants, step.results, tuple(demands))
 
 
+def drawn(node: Node) -> list[Node]:
+    """The results of a random op."""
+    return [node] if is_tensor(node) else [u for u in node.users if u.target is operator.getitem and is_tensor(u)]
+
+
 def _agreed(node: Node) -> bool:
     """Is every result of a random op already taken from one rank?"""
-    results = [node] if is_tensor(node) else [u for u in node.users if is_tensor(u)]
-    return all(u.target is torch.ops.sp.broadcast.default for r in results for u in r.users)
+    return all(u.target is torch.ops.sp.broadcast.default for r in drawn(node) for u in r.users)
 
 
 def _step(

@@ -52,7 +52,7 @@ class GatherOnce(Gather):
             if _hands_on(source) and isinstance(self.plan.of(Call(source).operands[0]), Shard):
                 moved = self._whole(Call(source).operands[0])
                 args, kwargs = Call(source).rebuild([moved])
-                with self.after(source):
+                with self.behind(source):
                     whole = self.emit(source.target, args, source.meta["val"], source, kwargs)
             else:
                 whole = self._gathered(source)
@@ -62,13 +62,13 @@ class GatherOnce(Gather):
     def _gathered(self, source: Node) -> Node:
         have = self.plan.of(source)
         assert isinstance(have, Shard)
-        args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
+        args = (source, have.dim, self.sizes.list(have.spelt()), self.job.ranks.n, self.job.ranks.group)
         value = source.meta["val"]
-        with self.after(source):
+        with self.behind(source):
             whole = self.emit(sp.all_gather.default, args, value, source)
         if have.outer != 1 or same(product(sizes(value.shape)[: have.dim]), 1):
             return whole  # rows travel in front, so they arrive in order
-        with self.after(whole):
+        with self.behind(whole):
             options = {"memory_format": torch.contiguous_format}
             return self.emit(aten.clone.default, (whole,), value, source, options)
 

@@ -46,8 +46,7 @@ def _draw(editor: Editor, node: Node) -> None:
     with editor.graph.inserting_before(node):
         kwargs = {"dtype": value.dtype, "device": value.device}
         shape = editor.sizes.list(sizes(value.shape))
-        new = editor.emit(LIKE[node.target], (shape,), value, node, kwargs)
-    editor.replace(node, new)
+        editor.replace(node, editor.emit(LIKE[node.target], (shape,), value, node, kwargs))
 
 
 def _drop(editor: Editor, node: Node) -> None:
@@ -63,14 +62,9 @@ def _drop(editor: Editor, node: Node) -> None:
         if is_tensor(node):
             editor.replace(node, editor.emit(aten.mul.Tensor, (x, drawn), value, node))
             return
-        factor = editor.graph.call_function(operator.getitem, (drawn, 0))
-        factor.meta["val"] = value
+        factor, mask = (editor.emit(operator.getitem, (drawn, i), v, node) for i, v in enumerate(node.meta["val"]))
         scaled = editor.emit(aten.mul.Tensor, (x, factor), value, node)
-    for user in list(node.users):
-        if user.args[1] == 0:
-            editor.replace(user, scaled)
-    node.replace_all_uses_with(drawn)
-    editor.graph.erase_node(node)
+    editor.replace_results(node, (scaled, mask))
 
 
 def drop_overwrites(gm: GraphModule) -> dict[Node, Node]:

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import OpOverload, pytree, schema_of
+from sp_compile._compat import pytree
 from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import Size, all_same, product, quotient, same, sizes
 from sp_compile.passes.base import Spelling, register
@@ -128,11 +129,7 @@ def same_value(a: Any, b: Any) -> bool:
     """Are two nodes one value, because the same pure ops make both from the same inputs?"""
     if a is b:
         return True
-    if not (is_tensor(a) and is_tensor(b)) or a.op != "call_function" or a.target is not b.target:
-        return False
-    target = a.target
-    pure = isinstance(target, OpOverload) and not schema_of(target).is_mutable
-    if not pure or torch.Tag.nondeterministic_seeded in target.tags:
+    if not (is_tensor(a) and is_tensor(b)) or a.op != "call_function" or a.target is not b.target or not is_pure(a):
         return False
     mine, other = (pytree.tree_flatten((n.args, n.kwargs)) for n in (a, b))
     return mine[1] == other[1] and all(

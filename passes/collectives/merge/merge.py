@@ -35,7 +35,7 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import infer
 from sp_compile.passes.base import CollectivePass, Pass, register
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job
 from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
 
@@ -209,12 +209,3 @@ class MergeReductions(CollectivePass):
                 x = self.compute(aten.clone.default, (node.args[0],), node, layout)
             node.replace_input_with(node.args[0], x)
             node.meta["val"] = infer(node.target, node.args, node.kwargs)
-
-
-def merge_reductions(
-    gm: GraphModule, policy: str = "auto", groups: Groups | None = None, cost: Mapping[str, Any] | None = None
-) -> list[Note]:
-    """Merge in place over the declared groups, or those given, not strict, as the backend does. Returns the notes."""
-    rewrite = MergeReductions(declared() if groups is None else groups, policy, cost, strict=False)
-    rewrite(gm)
-    return rewrite.notes

@@ -32,7 +32,7 @@ from sp_compile.graph.call import is_written
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.sizes import quotient, same, size, sizes
 from sp_compile.passes.base import CollectivePass, Pass, register
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job
 
 from .arrangement import op_of
 from .combine import gather_exchanges, merge_first
@@ -41,16 +41,6 @@ from .restride import Restride
 from .tidy import drop_buffers, join_padded
 
 sp, aten = torch.ops.sp, torch.ops.aten
-
-
-def permute_all_to_all(gm: GraphModule, decomposed: bool = False, packed: bool = True) -> list[Note]:
-    """Rewrite the graph in place; what was done to which exchange, and why not to others.
-
-    Raises SpError for a graph that is not captured.
-    """
-    rewrite = PermuteAllToAll(decomposed, packed)
-    rewrite(gm)
-    return rewrite.notes
 
 
 @register

@@ -81,7 +81,7 @@ def _decisions(shapes: dict[Node, Shape], folds: int, plan: Plan, job: Settings)
     """The best way for every attention if the program keeps its sequence in this order."""
     out = []
     for node, shape in shapes.items():
-        found = _found(replace(shape, zigzag=folds == 2), _machine(job, node))
+        found = _found(replace(shape, zigzag=folds == 2), job.machine_of(node))
         choice = _choice(found, node, plan, job)
         if choice is not None:
             out.append(NodeDecision(shape, found, choice, node=node))
@@ -108,10 +108,6 @@ def _permutable(plan: Plan, job: Settings) -> bool:
     """May the whole program keep its sequence in another order?"""
     given = job.gather_outputs and not job.inputs
     return given and not any(d.kind in ORDERED and d.node.op != "output" for d in plan.demands)
-
-
-def _machine(job: Settings, node: Node) -> Machine:
-    return job.machine or Machine.of(node.meta["val"].device.type)
 
 
 def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -> Candidate | None:
