@@ -74,13 +74,9 @@ def as_spelt(call: Call, rule: Factors, have: Sequence[Placement]) -> Step:
     demands = tuple(
         Demand(call.node, i, "", "align", p, why="the op was written for another placement of it")
         for i, (p, want) in enumerate(zip(have, rule.wants))
-        if isinstance(p, Shard) and not _lies(p, want)
+        if isinstance(p, Shard) and not (isinstance(want, Shard) and p.dim == want.dim and p.matches(want))
     )
     return Step(tuple(rule.wants), (rule.gives,) * len(rule.results), demands)
-
-
-def _lies(have: Shard, want: Placement) -> bool:
-    return isinstance(want, Shard) and have.dim == want.dim and have.matches(want)
 
 
 def each_its_own(node: Node, have: Sequence[Placement], result: Placement, results: int) -> Step:

@@ -74,10 +74,10 @@ class GatherOnce(Gather):
 
 
 def _hands_on(node: Node) -> bool:
-    """Is it as well to gather the operand? Not of a wait: what another group's exchange brings is not there before."""
-    return moves(node) and node.target is not c10d.wait_tensor.default and not _narrows(node)
+    """Is it as well to gather the operand? Not of a wait: what another group's exchange brings is not there before.
 
-
-def _narrows(cast: Node) -> bool:
-    """Are its results fewer bytes to send than its operand?"""
-    return cast.meta["val"].element_size() < Call(cast).operands[0].meta["val"].element_size()
+    And not of a cast whose results are fewer bytes to send.
+    """
+    if not moves(node) or node.target is c10d.wait_tensor.default:
+        return False
+    return node.meta["val"].element_size() >= Call(node).operands[0].meta["val"].element_size()

@@ -231,13 +231,9 @@ def _above(link: Link) -> tuple[Link, list[Node]] | str | None:
         return f"{upper.op!r} over {upper.group!r}, then {link.op!r} over {link.group!r}: the order counts"
     if shared:
         return f"{shared} is used elsewhere too"
-    if _writes_between(upper.node, link.node):
+    if any(upper.node < n < link.node and is_mutation(n) for n in node.graph.nodes):
         return f"something is written in place between {upper.node.name} and {link.node.name}"
     return upper, steps[::-1]
-
-
-def _writes_between(first: Node, last: Node) -> bool:
-    return any(first < node < last and is_mutation(node) for node in first.graph.nodes)
 
 
 def _through(node: Node, link: Link) -> Node | None:
