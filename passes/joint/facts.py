@@ -54,8 +54,7 @@ def compare_gradients(gm: GraphModule, ranks: Ranks, tangents: Mapping[str, str]
     found = [node for node in gm.graph.find_nodes(op="placeholder") if node.name in tangents and node.users]
     if not found:
         return
-    editor = Editor()
-    editor.edit(gm.graph)
+    editor = Editor().edit(gm.graph)
     with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
         args = (found, [tangents[node.name] for node in found], ranks.n, ranks.group)
         both = editor.compute(torch.ops.sp.shared.default, args, found[0])

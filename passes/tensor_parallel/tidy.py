@@ -31,8 +31,7 @@ DROPOUT = (aten.dropout.default, aten.native_dropout.default)
 
 def draw_whole(gm: GraphModule, varying: Collection[Node]) -> None:
     """Rewrite the draws that are alike on every rank, in place."""
-    editor = Editor()
-    editor.edit(gm.graph)
+    editor = Editor().edit(gm.graph)
     for node in list(gm.graph.nodes):
         if is_random(node) and node not in varying:
             if node.target in LIKE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -24,9 +24,10 @@ class Editor:
     graph: Graph
     sizes: Sizes
 
-    def edit(self, graph: Graph) -> None:
+    def edit(self, graph: Graph) -> Self:
         """Bind to a graph."""
         self.graph, self.sizes = graph, Sizes(graph)
+        return self
 
     def emit(self, target: Any, args: tuple[Any, ...], value: Any, like: Node, kwargs: Any = None) -> Node:
         """Append a node at the graph's insertion point; `value`: its result in the global view."""
