@@ -53,7 +53,7 @@ def chunks_of(cat: Node) -> Chunks | None:
     split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
     found = lookup(split) if isinstance(split, Node) else None
     rule = found[1] if found is not None else None
-    if rule is None or rule.window is None or [len(rule.spans), len(split.users)] != [len(pieces)] * 2:
+    if split is None or rule is None or rule.window is None or not len(rule.spans) == len(split.users) == len(pieces):
         return None
     in_order = all(p.target is operator.getitem and p.args == (split, i) for i, p in enumerate(pieces))
     if not in_order or any(len(p.users) != 1 for p in pieces):
