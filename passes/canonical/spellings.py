@@ -48,7 +48,8 @@ class Explicit(Spelling):
             if spelling is REMOVED:
                 gm.graph.erase_node(node)
             elif isinstance(spelling, Node):
-                self.replace(node, spelling)
+                node.replace_all_uses_with(spelling)
+                gm.graph.erase_node(node)
             elif spelling is not None:
                 node.target, node.args, node.kwargs = spelling
             changes += spelling is not None
