@@ -69,7 +69,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     """What a rank does."""
     from sp_compile import declare_groups
     from sp_compile.cost.line import bytes_of
-    from sp_compile.passes.collectives.merge.merge import merge_reductions
+    from sp_compile.passes.collectives.merge.merge import MergeReductions
 
     torch.set_num_threads(1)
     world = args.mesh[0] * args.mesh[1]
@@ -82,8 +82,8 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     rows = []
     for nbytes in args.sizes:
         apart, merged, chosen = (program(nbytes, axes) for _ in range(3))
-        merge_reductions(merged, "always", groups)
-        merges = merge_reductions(chosen, "auto", groups)[0].done == "merge_reductions"
+        MergeReductions(groups, "always", strict=False)(merged)
+        merges = MergeReductions(groups, strict=False)(chosen).modified
         rounds = args.rounds * (SMALL_ROUNDS if nbytes < SMALL else 1)
         times = in_turn([apart, merged], torch.ones(nbytes // 4), rounds)
         (union,) = set(groups.members) - set(axes)

@@ -19,12 +19,12 @@ come before all that require it. "captured" is what every pipeline begins with.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pkgutil import walk_packages
+from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 from torch.fx import GraphModule, Node
@@ -166,11 +166,9 @@ def registered(kind: type[P]) -> list[type[P]]:
     return ordered(one for one in _REGISTERED if issubclass(one, kind))
 
 
-def import_rooms(package: str, folder: Iterable[str]) -> None:
+def import_rooms(package: str, folder: Iterable[str]) -> list[ModuleType]:
     """Import every module below a folder, so that what is in them registers itself."""
-    for module in walk_packages(folder, f"{package}."):
-        if module.name not in sys.modules:
-            import_module(module.name)
+    return [import_module(module.name) for module in walk_packages(folder, f"{package}.")]
 
 
 def ordered(passes: Iterable[type[P]]) -> list[type[P]]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from sp_compile.config import Ranks, SPConfig
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
+from sp_compile.graph.call import Call
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.sharding.placement import Placement, Plan
 
@@ -53,6 +54,10 @@ class Settings:
             param_grads=config.param_grads,
             **found,
         )
+
+    def machine_of(self, node: Node) -> Machine:
+        """The cost model's, for the device of the node."""
+        return self.machine or Machine.of(Call(node).results()[0].device.type)
 
 
 def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:

@@ -75,13 +75,9 @@ def as_spelt(call: Call, rule: Factors, have: Sequence[Placement]) -> Step:
     demands = tuple(
         Demand(call.node, i, "", "align", p, why="the op was written for another placement of it")
         for i, (p, want) in enumerate(zip(have, rule.wants))
-        if isinstance(p, Shard) and not _lies(p, want)
+        if isinstance(p, Shard) and not (isinstance(want, Shard) and p.dim == want.dim and p.matches(want))
     )
     return Step(tuple(rule.wants), (rule.gives,) * len(rule.results), demands)
-
-
-def _lies(have: Shard, want: Placement) -> bool:
-    return isinstance(want, Shard) and have.dim == want.dim and have.matches(want)
 
 
 def each_its_own(node: Node, have: Sequence[Placement], result: Placement, results: int) -> Step:
@@ -308,10 +304,14 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, decline
     return Step(step.wants, step.results, tuple(demands))
 
 
+def drawn(node: Node) -> list[Node]:
+    """The results of a random op."""
+    return [node] if is_tensor(node) else [u for u in node.users if u.target is operator.getitem and is_tensor(u)]
+
+
 def _agreed(node: Node) -> bool:
     """Is every result of a random op already taken from one rank?"""
-    results = [node] if is_tensor(node) else [u for u in node.users if is_tensor(u)]
-    return all(u.target is torch.ops.sp.broadcast.default for r in results for u in r.users)
+    return all(u.target is torch.ops.sp.broadcast.default for r in drawn(node) for u in r.users)
 
 
 def _step(

@@ -83,10 +83,7 @@ class Report:
             rows = _grouped((note.done, _short(note.where), note.why) for note in self.notes)
             yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS)
         if self.layers:
-            rows = [
-                (_short(layer.where), layer.mode, list(layer.shape), layer.dim, layer.ops, layer.why)
-                for layer in self.layers
-            ]
+            rows = [(_short(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers]
             headers = ("linear + all_reduce at", "mode", "rows of", "cut along", "ops on rows", "why")
             yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
         if self.attention:

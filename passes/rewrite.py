@@ -6,8 +6,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.errors import SpError, at
-from sp_compile.graph.sizes import Size, sizes
-from sp_compile.sharding.placement import Demand, Plan, Shard
+from sp_compile.graph.sizes import Size
+from sp_compile.sharding.placement import Demand, Plan
 
 from .base import Pass
 from .job import Job
@@ -57,10 +57,6 @@ class Rewrite(Pass):
 
     # What rewrites are written with.
 
-    def frame(self, shard: Shard) -> list[int | Node]:
-        """The shard's frame as sp:: ops take it: [outer, size, start, length] (and folds)."""
-        return self.sizes.list((shard.outer, *shard.frame.spelt()))
-
     def is_at(self, position: int | Node, length: Size, dim: int, ndim: int, like: Node) -> Node:
         """arange(length) == position, shaped to broadcast along `dim` of `ndim`."""
         device = {"device": like.meta["val"].device}
@@ -68,16 +64,6 @@ class Rewrite(Pass):
         here = self.compute(aten.eq.Scalar, (positions, position), like)
         shape = [self.sizes(length) if d == dim else 1 for d in range(ndim)]
         return self.compute(aten.reshape.default, (here, shape), like)
-
-    def repeat_each(self, x: Node, dim: int, times: Size, like: Node) -> Node:
-        """repeat_interleave(x, times, dim), spelt (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)."""
-        shape = sizes(x.meta["val"].shape)
-        before, after = shape[:dim], shape[dim:][1:]
-        behind = dim + 1 if dim >= 0 else dim
-        each = self.compute(aten.unsqueeze.default, (x, behind), like)
-        each = self.compute(aten.expand.default, (each, self.sizes.list((*before, shape[dim], times, *after))), like)
-        whole = self.sizes.list((*before, shape[dim] * times, *after))
-        return self.compute(aten.reshape.default, (each, whole), like)
 
     def error(self, node: Node, why: str) -> SpError:
         """An SpError that names the node, its op and the user's line."""

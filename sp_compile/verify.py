@@ -34,7 +34,8 @@ def explain(
     of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers.
     sp: how many ranks share the sequence; 2, or as many as a `mesh` has along the axis for it. passes: show every pass
     that ran, with its order's words, rewrites, nodes and seconds. config: the fields of SPConfig, and `kwargs`, a dict
-    of keyword arguments of the model. Raises SpError as the backend would, and for an option that has no effect on a report.
+    of keyword arguments of the model. Raises SpError as the backend would, and for an option that has no effect on a
+    report.
     """
     report = _each_graph("explain", IN_A_LOOK, model, args, sp, config, None)
     report.show_passes = passes

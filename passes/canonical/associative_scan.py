@@ -28,11 +28,11 @@ from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.record import mark
 from sp_compile.lowering.scan.kernels import tree
 from sp_compile.lowering.scan.monoids import scannable
-from sp_compile.passes.base import Pass, Passes, Spelling, register
+from sp_compile.passes.base import Pass, Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import order_of, origin
 
-from .scan_ops import scan
+from .scan_ops import flips_along, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -150,8 +150,7 @@ class AssociativeScans(Spelling):
     provides = frozenset({"canonical", "scans"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        changes = 0
-        calls = _calls(self.gm)
+        changes, calls = 0, _calls(self.gm)
         if calls:
             drop_dead(self.graph)
         for node in calls:
@@ -213,20 +212,8 @@ def _operands(leaves: list[Node]) -> _Operands:
 
 def _source_dim(node: Node, dim: int) -> int | None:
     """Where the dim comes from, if the op permutes dims or flips just this one."""
-    if node.target is aten.flip.default:
-        return dim if [int(d) % node.meta["val"].ndim for d in node.args[1]] == [dim] else None
     order = order_of(node) if not node.kwargs else None
-    return order[dim] if order is not None else None
-
-
-class AssociativeScan(Passes):
-    """By hand: every associative_scan of the graph, by the op that it is or by a tree."""
-
-    name = "associative_scan"
-
-    @classmethod
-    def parts(cls) -> tuple[type[Pass], ...]:
-        return AssociativeScans, Trees
+    return dim if flips_along(node, dim) else None if order is None else order[dim]
 
 
 class Trees(Pass):

@@ -148,6 +148,8 @@ def _joined(node: Node) -> Pad | None:
     known = {fill for fill in fills if fill is not None}
     if len(others) != 1 or len(known) != 1 or call.operands[others[0]].meta["val"].dtype != dtype:
         return None
+    if len({call.ndim(i) for i in range(len(fills))}) > 1:
+        return None  # cat takes empty ones of one dim too
     (at,), dim = others, call.dim()
     extents = [call.shape(i)[dim] for i in range(len(fills))]
     before, after = (plain(sum(rows, start=0)) for rows in (extents[:at], extents[at + 1 :]))

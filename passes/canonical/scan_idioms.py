@@ -38,7 +38,7 @@ from sp_compile.sharding.matchers import (
 from sp_compile.sharding.windows import plain
 
 from .paddings import padding, rows_of, uncut
-from .scan_ops import CUMULATIVE, has_scan, scan
+from .scan_ops import CUMULATIVE, flips_along, has_scan, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
 ADDS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
@@ -120,17 +120,17 @@ class ScanIdioms(Spelling):
 
     def _turn(self, node: Node) -> bool:
         """A recurrence backwards: flip(sp.linear_scan(flip(a), flip(b))). And nothing at all: flip(flip(x))."""
-        if not _flips(node):
+        if node.target is not aten.flip.default:
             return False
         inner = origin(node.args[0])
-        if _flips(inner) and inner.args[1] == node.args[1]:
+        if inner.target is aten.flip.default and inner.args[1] == node.args[1]:
             self.replace(node, inner.args[0])
             return True
         if inner.target is not sp.linear_scan.default or not dies_with(inner, node):
             return False
         call = Call(inner)
         rows, dim = [origin(x) for x in call.operands[:2]], call.dim(operand=1)
-        if call["frame"] is not None or not all(_flips_along(x, dim) for x in (node, *rows)):
+        if call["frame"] is not None or not all(flips_along(x, dim) for x in (node, *rows)):
             return False
         operands = [x.args[0] for x in rows] + call.operands[2:]
         args, kwargs = call.rebuild(operands, reverse=not call["reverse"])
@@ -145,9 +145,7 @@ class ScanIdioms(Spelling):
         if inner is None or inner.op != "sum" or node.meta["val"].is_floating_point():
             return False
         with self.graph.inserting_before(node):
-            each, dtype = inner.x, node.meta["val"].dtype
-            if each.meta["val"].dtype != dtype:
-                each = self.compute(aten.to.dtype, (each, dtype), node)
+            each = self.cast(inner.x, node.meta["val"].dtype, node)
             fresh = self.compute(aten.sub.Tensor, (inner.node, each), node)
         self.replace(node, fresh)
         return True
@@ -197,21 +195,13 @@ def _excludes(inner: ScanForm, move: Pad) -> bool:
 
 
 def _flipped(node: Node) -> ScanForm | None:
-    inner = spelt(node.args[0]) if _flips(node) else None
+    inner = spelt(node.args[0]) if node.target is aten.flip.default else None
     source = origin(inner.x) if inner is not None else None
     if inner is None or source is None or not dies_with(inner.node, node):
         return None
-    if not _flips_along(node, inner.dim) or not _flips_along(source, inner.dim):
+    if not flips_along(node, inner.dim) or not flips_along(source, inner.dim):
         return None
     return replace(inner, x=source.args[0], reverse=not inner.reverse)
-
-
-def _flips(node: Node) -> bool:
-    return node.target is aten.flip.default
-
-
-def _flips_along(node: Node, dim: int) -> bool:
-    return _flips(node) and [int(d) % node.meta["val"].ndim for d in node.args[1]] == [dim]
 
 
 def _combined(node: Node) -> ScanForm | None:

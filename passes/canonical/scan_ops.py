@@ -35,9 +35,8 @@ def respelt(editor: Editor, node: Node) -> Node:
             fresh = editor.emit(sp.extremes.default, (x, call.dim(), op), value, node)
         else:
             fresh = scan(editor, x, call.dim(), op, value[0], node)
-            for piece in list(node.users):
-                piece.replace_all_uses_with(fresh)
-                editor.graph.erase_node(piece)
+            editor.replace(node, (fresh, fresh))
+            return fresh
     editor.replace(node, fresh)
     return fresh
 
@@ -58,6 +57,11 @@ def scan(
     while flags and not flags[-1]:
         flags = flags[:-1]
     return editor.emit(sp.scan.default, (x, None, dim, op, *flags), value, like)
+
+
+def flips_along(node: Node, dim: int) -> bool:
+    """Does the op flip this dim and no other?"""
+    return node.target is aten.flip.default and [int(d) % node.meta["val"].ndim for d in node.args[1]] == [dim]
 
 
 def has_scan(call: Call) -> bool:

@@ -107,16 +107,7 @@ class Repeats(Spelling):
         nodes = self.graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int)
         found = [n for n in nodes if Call(n)["dim"] is not None and Call(n).ndim()]
         for node in found:
-            self._rewrite(node)
+            call = Call(node)
+            with self.graph.inserting_before(node):
+                self.replace(node, self.repeat_each(call.operands[0], call.dim(), size(call["repeats"]), node))
         return len(found)
-
-    def _rewrite(self, node: Node) -> None:
-        call = Call(node)
-        dim, shape = call.dim(), list(call.shape())
-        expanded = self.sizes.list([*shape[: dim + 1], size(call["repeats"]), *shape[dim + 1 :]])
-        whole = self.sizes.list(sizes(node.meta["val"].shape))
-        with self.graph.inserting_before(node):
-            x = self.compute(aten.unsqueeze.default, (call.operands[0], dim + 1), node)
-            x = self.compute(aten.expand.default, (x, expanded), node)
-            x = self.compute(aten.reshape.default, (x, whole), node)
-        self.replace(node, x)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import detect_fake_mode
 from sp_compile.config import Ranks
 from sp_compile.graph.call import is_tensor
-from sp_compile.graph.sizes import same, sizes
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import all_same, sizes
 from sp_compile.spmd.inputs import Facts
 
 
@@ -54,25 +54,18 @@ def compare_gradients(gm: GraphModule, ranks: Ranks, tangents: Mapping[str, str]
     found = [node for node in gm.graph.find_nodes(op="placeholder") if node.name in tangents and node.users]
     if not found:
         return
-    readers = {node: list(node.users) for node in found}
-    mode = detect_fake_mode([node.meta["val"] for node in found])
+    editor = Editor().edit(gm.graph)
     with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
         args = (found, [tangents[node.name] for node in found], ranks.n, ranks.group)
-        both = gm.graph.call_function(torch.ops.sp.shared.default, args)
-        with mode:
-            both.meta["val"] = [torch.empty_like(node.meta["val"]) for node in found]
+        both = editor.compute(torch.ops.sp.shared.default, args, found[0])
         for i, node in enumerate(found):
-            one = gm.graph.call_function(operator.getitem, (both, i))
-            one.meta["val"] = both.meta["val"][i]
-            for reader in readers[node]:
-                reader.replace_input_with(node, one)
+            editor.interpose(node, editor.emit(operator.getitem, (both, i), both.meta["val"][i], node))
     gm.recompile()
 
 
 def _same_kind(result: Node, tangent: Node) -> bool:
     """Could this be the gradient of that? AOTAutograd does not say of which result it is."""
-    a, b = result.meta["val"], tangent.meta.get("val")
-    return isinstance(b, torch.Tensor) and a.ndim == b.ndim and all(map(same, sizes(a.shape), sizes(b.shape)))
+    return is_tensor(tangent) and all_same(*(sizes(node.meta["val"].shape) for node in (result, tangent)))
 
 
 def _alike(node: Node, shape: tuple[Any, ...]) -> bool:

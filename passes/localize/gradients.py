@@ -17,7 +17,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.closure import closure
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import size
 from sp_compile.sharding.placement import REPLICATE, Placement, Plan, Replicate, Shard
@@ -35,13 +36,12 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if node.op in ("placeholder", "get_attr"):
-            known = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-            if known and record(node).requires_grad is not False:
-                out.add(node)
-        elif node.op == "call_function" and any(a in out for a in node.all_input_nodes):
-            integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
-            if not integral and node.target is not torch.ops.aten.detach.default:
-                out.add(node)
+            passes = is_tensor(node) and record(node).requires_grad is not False
+        else:
+            passes = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
+            passes = passes and any(a in out for a in node.all_input_nodes)
+        if passes and (not is_tensor(node) or value.is_floating_point() or value.is_complex()):
+            out.add(node)
     return out
 
 
@@ -106,28 +106,18 @@ def buckets(sources: list[Node]) -> list[list[Node]]:
 
 def stays_smooth(node: Node, plan: Plan) -> bool:
     """Do only ops with finite derivatives see the value, up to where padding is masked or dropped?"""
-    seen: set[Node] = set()
-    todo = [node]
-    while todo:
-        for user in todo.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if _reads_constants(user):
-                continue
-            if user.target is operator.getitem:
-                todo.append(user)
-            elif user in plan.wants and transfer_of(user.target) is None:
-                if not _is_smooth(user):
-                    return False
-                if any(isinstance(p, Shard) for p in plan.placements[user]):
-                    todo.append(user)
-    return True
+
+    def onwards(n: Node) -> list[Node]:
+        sharded = (u for u in _readers(n, plan) if any(isinstance(p, Shard) for p in plan.placements[u]))
+        return [*sharded, *(u for u in n.users if u.target is operator.getitem)]
+
+    return all(_is_smooth(user) for n in closure([node], onwards) for user in _readers(n, plan))
 
 
-def _reads_constants(node: Node) -> bool:
-    """Does it take constants for what lies outside the window? Then the cotangents there are exact zeros."""
-    return node.target in ON_SHARDS and Call(node)["frame"] is not None
+def _readers(node: Node, plan: Plan) -> list[Node]:
+    """Who computes with the value, but who takes constants for what is outside: cotangents there are exact zeros."""
+    found = [u for u in node.users if u in plan.wants and transfer_of(u.target) is None]
+    return [u for u in found if u.target not in ON_SHARDS or Call(u)["frame"] is None]
 
 
 def _is_smooth(node: Node) -> bool:

@@ -18,19 +18,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import keep_calling_convention
-from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.edit import Editor, drop_dead
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.record import mark, record
-from sp_compile.graph.sizes import Size, Sizes, size
+from sp_compile.graph.sizes import Size, size
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Settings
 from sp_compile.sharding.placement import Partial, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.rule import Factors, lookup
 
 from .gradients import buckets, differentiable_nodes, enters_shards, lifted_nodes, stays_smooth
+from .prove import local_shape
 
 sp, aten = torch.ops.sp, torch.ops.aten
 KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "original_aten", "seq_nr")
@@ -57,12 +57,12 @@ class Localize(Pass):
 
 def localize(gm: GraphModule, plan: Plan, job: Settings) -> GraphModule:
     """The graph of one rank, made from a graph in the global view whose Plan has no demand left."""
-    return _Localizer(gm, plan, job.ranks, job.param_grads).run()
+    return _Localizer(gm, plan, job).run()
 
 
-class _Localizer:
-    def __init__(self, gm: GraphModule, plan: Plan, ranks: Ranks, param_grads: str) -> None:
-        self.old, self.plan, self.ranks, self.param_grads = gm, plan, ranks, param_grads
+class _Localizer(Editor):
+    def __init__(self, gm: GraphModule, plan: Plan, job: Settings) -> None:
+        self.old, self.plan, self.ranks, self.param_grads = gm, plan, job.ranks, job.param_grads
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
         self.env: dict[Node, Node] = {}
@@ -77,7 +77,7 @@ class _Localizer:
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in [n for n in sources if n.op == "placeholder"]:
             self._keep(node, self.graph.node_copy(node, self.env.__getitem__))
-        self.sizes = Sizes(self.graph)
+        self.edit(self.graph)
         self._localize_symbols(sources)
         params = [n for n in sources if n.op == "get_attr" and is_tensor(n)]
         for node in params:
@@ -182,15 +182,11 @@ class _Localizer:
         assert isinstance(have, Shard)
         if node not in self.differentiable or stays_smooth(node, self.plan):
             return local
-        args = (local, have.dim, self._frame(have), self.ranks.n, self.ranks.group)
+        args = (local, have.dim, self.sizes.list(have.spelt()), self.ranks.n, self.ranks.group)
         return self._call(sp.window.default, args, node)
 
     def _local_shape(self, node: Node) -> list[int | Node]:
-        placement = self.plan.of(node)
-        shape = [size(s) for s in node.meta["val"].shape]
-        if isinstance(placement, Shard):
-            shape[placement.dim] = placement.local_size(self.ranks.n)
-        return self.sizes.list(shape)
+        return self.sizes.list(local_shape(self.plan.of(node), node.meta["val"], self.ranks.n))
 
     def _masked(self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]) -> list[Node]:
         """Make padded rows vanish from a sum over the sharded factor."""
@@ -199,12 +195,9 @@ class _Localizer:
         index, value = rule.pad or (next(i for i, w in enumerate(wants) if isinstance(w, Shard)), 0)
         want = wants[index]
         if isinstance(want, Shard) and not want.frame.exact(self.ranks.n):
-            args = (operands[index], want.dim, self._frame(want), value, self.ranks.n, self.ranks.group)
+            args = (operands[index], want.dim, self.sizes.list(want.spelt()), value, self.ranks.n, self.ranks.group)
             operands[index] = self._call(sp.mask.default, args, call.node)
         return operands
-
-    def _frame(self, shard: Shard) -> list[int | Node]:
-        return self.sizes.list((shard.outer, *shard.frame.spelt()))
 
     def _call(self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None) -> Node:
         node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=name)
@@ -228,21 +221,17 @@ class _Localizer:
             return self._conversion(source, want, user)
         key = (source, want)
         if key not in self.converted:
-            frame = self._frame(want) if isinstance(want, Shard) else None  # may add sizes behind the inputs
-            local = self.env[source]
-            behind = self.sizes.last if local.op == "placeholder" else local
-            with self.graph.inserting_after(behind):
-                self.converted[key] = self._conversion(source, want, user, frame)
+            with self.behind(self.env[source]):
+                self.converted[key] = self._conversion(source, want, user)
         return self.converted[key]
 
-    def _conversion(self, source: Node, want: Placement, user: Node, frame: Any = None) -> Node:
+    def _conversion(self, source: Node, want: Placement, user: Node) -> Node:
         local, n, group = self.env[source], self.ranks.n, self.ranks.group
         if isinstance(want, Shard):
-            new = self._call(sp.shard.default, (local, want.dim, frame or self._frame(want), n, group), user)
+            new = self._call(sp.shard.default, (local, want.dim, self.sizes.list(want.spelt()), n, group), user)
         else:
             both = self._call(sp.reduce_grad.default, ([local], self._how(source), n, group), user)
-            with self.graph.inserting_after(both):
-                new = self._call(operator.getitem, (both, 0), user)
+            new = self._call(operator.getitem, (both, 0), user)
         mark(new, requires_grad=source in self.differentiable)
         return new
 

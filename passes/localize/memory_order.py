@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.graph.edit import infer
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, same, sizes
-from sp_compile.graph.strides import order_of, restore
+from sp_compile.graph.strides import order_of, restore, strides_differ
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 
@@ -38,15 +38,10 @@ class RestoreStrides(Pass):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         found = [(n, record(n).origin) for n in gm.graph.nodes if n.target in WHOLE]
-        apart = [(n, o.meta["val"]) for n, o in found if o is not None and _differ(n.meta["val"], o.meta["val"])]
+        apart = [(n, o.meta["val"]) for n, o in found if o is not None and strides_differ(o.meta["val"], n.meta["val"])]
         for node, value in apart:
             restore(gm.graph, node, value)
         return len(apart)
-
-
-def _differ(here: Tensor, there: Tensor) -> bool:
-    pairs = zip(sizes(there.shape), sizes(here.stride()), sizes(there.stride()))
-    return any(not same(a, b) for extent, a, b in pairs if extent != 1)
 
 
 def keep_order(local: GraphModule) -> None:

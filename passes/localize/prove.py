@@ -22,6 +22,7 @@ from sp_compile._compat import (
     pytree,
 )
 from sp_compile.errors import SpError, at
+from sp_compile.graph.call import is_tensor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.passes.base import Pass
@@ -29,6 +30,8 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.placement import Placement, Plan, Shard
 
 c10d = torch.ops._c10d_functional
+PYTHON = ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "torch.nn.attention", "torch.sym")
+"""Modules of what else a program may call."""
 
 
 class Prove(Pass):
@@ -60,15 +63,7 @@ def validate(local: GraphModule, plan: Plan, n: int) -> None:
 def _check_target(node: Node) -> None:
     target = node.target
     known = isinstance(target, (OpOverload, HigherOrderOperator))
-    if not known and getattr(target, "__module__", "") not in (
-        "_operator",
-        "math",
-        "torch",
-        "torch._C",
-        "torch.amp.autocast_mode",
-        "torch.nn.attention",
-        "torch.sym",
-    ):
+    if not known and getattr(target, "__module__", "") not in PYTHON:
         raise SpError(f"{node.name} at {at(node)} calls {target}, which is neither an op overload nor an operator")
 
 
@@ -92,9 +87,7 @@ def _infer(node: Node, plan: Plan) -> None:
     try:
         node.meta["val"] = node.target(*args, **kwargs)
     except Exception as e:
-        shapes = [
-            list(a.meta["val"].shape) for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)
-        ]
+        shapes = [list(a.meta["val"].shape) for a in node.all_input_nodes if is_tensor(a)]
         raise SpError(
             f"{node.name} ({node.target}) at {at(node)} does not run on local operands of shapes {shapes}: {e}"
         ) from e
@@ -111,7 +104,7 @@ def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:
     local = [v for v in pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
     whole = [v for v in pytree.tree_leaves(source.meta["val"]) if isinstance(v, torch.Tensor)]
     for placement, here, there in zip(plan.placements.get(source, ()), local, whole):
-        expected, found = _local_shape(placement, there, n), sizes(here.shape)
+        expected, found = local_shape(placement, there, n), sizes(here.shape)
         if len(expected) != len(found) or not all(_equal(a, b, mode) for a, b in zip(expected, found)):
             raise SpError(
                 f"{node.name} ({node.target}) at {at(source)}: global shape {list(sizes(there.shape))} placed "
@@ -124,7 +117,8 @@ def _equal(expected: Size, found: Size, mode: Any) -> bool:
     return same(expected, found) or follows(mode, sympy.Eq(expected, found))
 
 
-def _local_shape(placement: Placement, whole: Any, n: int) -> tuple[Size, ...]:
+def local_shape(placement: Placement, whole: torch.Tensor, n: int) -> tuple[Size, ...]:
+    """The shape that one of `n` ranks holds of a value."""
     shape = list(sizes(whole.shape))
     if isinstance(placement, Shard):
         shape[placement.dim] = placement.local_size(n)

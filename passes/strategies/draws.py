@@ -8,12 +8,11 @@ Bytes sent: the result once, from rank 0, forward; the operands' gradients backw
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch.fx import Node
 
 from sp_compile.graph.call import is_tensor
+from sp_compile.passes.propagate import drawn
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand
 
@@ -36,15 +35,7 @@ class Draws(Rewrite):
                 if value.is_floating_point() or value.is_complex():
                     args = (operand, group)
                     node.replace_input_with(operand, self.emit(sp.broadcast_grad.default, args, value, node))
-        for result in self._results(node):
-            users = list(result.users)
-            with self.graph.inserting_after(result):
-                agreed = self.emit(sp.broadcast.default, (result, group), result.meta["val"], node)
-            for user in users:
-                user.replace_input_with(result, agreed)
+        for result in drawn(node):
+            with self.behind(result):
+                self.interpose(result, self.emit(sp.broadcast.default, (result, group), result.meta["val"], node))
         self.note(node, "drawn alike on every rank: rank 0's draw")
-
-    def _results(self, node: Node) -> list[Node]:
-        if is_tensor(node):
-            return [node]
-        return [u for u in node.users if u.target is operator.getitem and is_tensor(u)]

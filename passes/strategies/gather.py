@@ -15,8 +15,6 @@ downstream of it. Bytes moved: none. Refuses nothing.
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch.fx import Node
 
@@ -54,7 +52,7 @@ class Gather(Rewrite):
     def _regather(self, node: Node, demand: Demand) -> None:
         """What was gathered for a node on shards is used alike on every rank: the other pair of gradients."""
         gathered = operand_of(node, demand.operand)
-        with self.after(gathered):
+        with self.behind(gathered):
             whole = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
         replace_operand(node, demand.operand, whole)
 
@@ -73,8 +71,8 @@ class Gather(Rewrite):
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
         whole = next((u for u in source.users if u.target is op and u.args[0] is source), None)
         if whole is None:
-            args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
-            with self.after(source):
+            args = (source, have.dim, self.sizes.list(have.spelt()), self.job.ranks.n, self.job.ranks.group)
+            with self.behind(source):
                 whole = self.emit(op, args, source.meta["val"], node)
         replace_operand(node, demand.operand, whole)
         if node.op != "output":
@@ -110,8 +108,6 @@ class Undo(Rewrite):
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         operands = Call(node).operands
         if is_tensor(node):
-            node.replace_all_uses_with(operands[0])
-        for piece in [u for u in node.users if u.target is operator.getitem]:
-            piece.replace_all_uses_with(operands[piece.args[1]])
-            self.graph.erase_node(piece)
-        self.graph.erase_node(node)
+            self.replace(node, operands[0])
+        else:
+            self.replace(node, operands)

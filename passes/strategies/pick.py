@@ -40,8 +40,7 @@ class Pick(Rewrite):
             only = self.compute(aten.where.ScalarOther, (here, x, 0), node)
             summed = (only, [dim], True) if _row(node) is not None else (only, [dim])
             row = self.compute(aten.sum.dim_IntList, summed, node, {"dtype": value.dtype})
-        node.replace_all_uses_with(row)
-        self.graph.erase_node(node)
+        self.replace(node, row)
         self.note(row, "one position: the rank that holds it sends it to the others")
 
     def _position(self, call: Call, dim: int) -> int | Node:

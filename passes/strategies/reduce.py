@@ -45,8 +45,7 @@ class Means(Rewrite):
                 new = self._class_loss(node)
             else:
                 new = self._elementwise(node, mean=any(d.kind == "mean" for d in demands))
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
+        self.replace(node, new)
         self.note(new, "the sum over all ranks, divided by the count of the whole sequence")
 
     def _mean(self, node: Node) -> Node:
@@ -55,9 +54,9 @@ class Means(Rewrite):
         count = product(call.shape()[d] for d in dims)
         x = call.operands[0]
         if torch.finfo(value.dtype).bits > torch.finfo(x.meta["val"].dtype).bits:  # mean(dtype=)
-            x = self._as(x, value.dtype, node)
+            x = self.cast(x, value.dtype, node)
         total = self._sum(x, node, dims, bool(call.get("keepdim")))
-        return self._as(self._divide(total, count, node), value.dtype, node)
+        return self.cast(self._divide(total, count, node), value.dtype, node)
 
     def _elementwise(self, node: Node, mean: bool) -> Node:
         call = Call(node)
@@ -65,7 +64,7 @@ class Means(Rewrite):
         each = self.compute(node.target, args, node, kwargs)
         total = self._sum(each, node)
         out = self._divide(total, product(sizes(each.meta["val"].shape)), node) if mean else total
-        return self._as(out, node.meta["val"].dtype, node)
+        return self.cast(out, node.meta["val"].dtype, node)
 
     def _class_loss(self, node: Node) -> Node:
         call = Call(node)
@@ -83,8 +82,8 @@ class Means(Rewrite):
             counted = self.compute(aten.mul.Tensor, (each, counted), node)
         count = self.compute(aten.sum.default, (counted,), node)
         wide = torch.float32 if dtype in HALVES else dtype
-        loss = self.compute(aten.div.Tensor, (total, self._as(count, wide, node)), node)
-        return self._as(loss, dtype, node)
+        loss = self.compute(aten.div.Tensor, (total, self.cast(count, wide, node)), node)
+        return self.cast(loss, dtype, node)
 
     def _sum(self, x: Node, node: Node, dims: list[int] | None = None, keepdim: bool = False) -> Node:
         """Sum in at least float32: the partial sums of the ranks are rounded once, after they are added."""
@@ -96,9 +95,6 @@ class Means(Rewrite):
 
     def _divide(self, total: Node, count: Size, node: Node) -> Node:
         return self.compute(aten.div.Tensor, (total, self.sizes(count)), node)
-
-    def _as(self, x: Node, dtype: torch.dtype, node: Node) -> Node:
-        return x if x.meta["val"].dtype == dtype else self.compute(aten.to.dtype, (x, dtype), node)
 
 
 class Reduce(Rewrite):
@@ -112,10 +108,7 @@ class Reduce(Rewrite):
         for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):
             reduced = any(u.target is sp.all_reduce.default for u in source.users)
             if isinstance(self.plan.of(source), Partial) and not reduced:
-                users = list(source.users)
-                with self.after(source):
+                with self.behind(source):
                     args = (source, self.job.ranks.n, self.job.ranks.group)
-                    whole = self.emit(sp.all_reduce.default, args, source.meta["val"], source)
-                for user in users:
-                    user.replace_input_with(source, whole)
+                    self.interpose(source, self.emit(sp.all_reduce.default, args, source.meta["val"], source))
                 self.note(source, "partial sums of the ranks added")

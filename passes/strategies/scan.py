@@ -29,12 +29,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
-from sp_compile.cost.machine import Machine
-from sp_compile.cost.scan import Carries, choose_exchange, message_bytes
+from sp_compile.cost.scan import choose_exchange, message_bytes
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.sizes import same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, respelt, scan
 from sp_compile.passes.job import Job
@@ -108,12 +107,12 @@ class _Nested:
     def run(self, shard: Shard) -> Node:
         dim, length = self.dim, shard.frame.length
         parts = (shard.outer, length) if same(shard.inner, 1) else (shard.outer * length, shard.inner)
-        x = self.x if self.x.meta["val"].dtype == self.wide else self.call(aten.to.dtype, self.x, self.wide)
-        each, before = self.two_levels(self.unflatten(x, dim, *parts), dim)
+        x, whole = self.editor.cast(self.x, self.wide, self.node), sizes(self.value.shape)
+        x = self.editor.reshaped(x, (*whole[:dim], *parts, *whole[dim + 1 :]), self.node)
+        each, before = self.two_levels(x, dim)
         mark(before if same(shard.inner, 1) else each, aside=True)
         both = self.call(COMBINE[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
-        flat = self.call(aten.reshape.default, both, self.editor.sizes.list(sizes(self.value.shape)))
-        return flat if self.wide == self.value.dtype else self.call(aten.to.dtype, flat, self.value.dtype)
+        return self.editor.cast(self.editor.reshaped(both, whole, self.node), self.value.dtype, self.node)
 
     def two_levels(self, y: Node, dim: int) -> tuple[Node, Node]:
         """The scan of dim + 1, and what all rows of dim before this one combine to."""
@@ -125,11 +124,6 @@ class _Nested:
     def scanned(self, x: Node, dim: int, exclusive: bool) -> Node:
         value = x.meta["val"]
         return scan(self.editor, x, dim, self.op, value, self.node, exclusive, self.reverse)
-
-    def unflatten(self, x: Node, dim: int, *parts: Size) -> Node:
-        shape = sizes(x.meta["val"].shape)
-        full = self.editor.sizes.list((*shape[:dim], *parts, *shape[dim + 1 :]))
-        return self.call(aten.reshape.default, x, full)
 
     def call(self, target: Any, *args: Any) -> Node:
         return self.editor.compute(target, args, self.node)
@@ -154,18 +148,12 @@ class Scan(Rewrite):
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         shard = scanned_rows(self.plan, node)
         fresh = respelt(self, node)
-        call = Call(fresh)
-        cost = self._carries(call, shard)
-        ranks = self.job.ranks
-        where = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
-        fresh.args, fresh.kwargs = call.rebuild(call.operands, frame=self.frame(shard), **where)
-        self.note(fresh, f"{_described(call)} of {shard.frame.size} positions: {cost}")
-
-    def _carries(self, call: Call, shard: Shard) -> Carries:
-        folds = shard.frame.folds
+        call, ranks, folds = Call(fresh), self.job.ranks, shard.frame.folds
         nbytes, _ = message_bytes(call, folds, hint)
-        machine = self.job.machine or Machine.of(call.results()[0].device.type)
-        return choose_exchange(int(nbytes), self.job.ranks.n, machine, folds)
+        cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(fresh), folds)
+        where = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
+        fresh.args, fresh.kwargs = call.rebuild(call.operands, frame=self.sizes.list(shard.spelt()), **where)
+        self.note(fresh, f"{_described(call)} of {shard.frame.size} positions: {cost}")
 
 
 def _described(call: Call) -> str:

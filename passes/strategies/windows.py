@@ -21,6 +21,8 @@ from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Partial, Placement, Replicate, Shard
 from sp_compile.sharding.windows import Sliding, WindowCall, place, shifts_of, slides_of
 
+from .gather import operand_of, replace_operand
+
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
@@ -38,8 +40,9 @@ class Halo(Rewrite):
         return None if claimed else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        if self._joined(node) is not None:
-            self._join(node)
+        joined = self._joined(node)
+        if joined is not None:
+            self._join(node, *joined)
         elif any(d.kind == "halo" for d in demands):
             self._slide(node)
         else:
@@ -64,7 +67,7 @@ class Halo(Rewrite):
     def _on_shards(
         self, slides: WindowCall, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node
     ) -> Node:
-        ranks, frames = self.job.ranks, [self.frame(have), self.frame(result)]
+        ranks, frames = self.job.ranks, [self.sizes.list(shard.spelt()) for shard in (have, result)]
         if slides.sliding.rolls is not None:
             frames = frames[:1]
         args = (x, *slides.args(have.frame.length), *frames, ranks.n, ranks.group)
@@ -97,10 +100,8 @@ class Halo(Rewrite):
         """x with a row in front of it, or behind it if it comes first."""
         return Sliding(call.result_shapes()[0][call.dim()], before=i)
 
-    def _join(self, node: Node) -> None:
-        found, call = self._joined(node), Call(node)
-        assert found is not None
-        i, have, result = found
+    def _join(self, node: Node, i: int, have: Shard, result: Shard) -> None:
+        call = Call(node)
         slides = WindowCall(self._one_more(call, i), sp.shift.default, (have.dim,), (0,))
         length = call.result_shapes()[0][have.dim]
         with self.graph.inserting_before(node):
@@ -127,17 +128,15 @@ class Halo(Rewrite):
         return (have, want) if alike and same(want.outer, 1) and same(want.inner, 1) else None
 
     def _move(self, node: Node, demand: Demand) -> None:
-        found, call = self._beside(node, demand), Call(node)
+        found = self._beside(node, demand)
         if found is None:
             return
         have, want = found
-        x = call.operands[demand.operand]
+        x = operand_of(node, demand.operand)
         slides = WindowCall(Sliding(have.frame.length), sp.shift.default, (have.dim,), (0,))
         with self.graph.inserting_before(node):
             moved = self._on_shards(slides, x, have, want, x.meta["val"], node)
-        operands = list(call.operands)
-        operands[demand.operand] = moved
-        node.args, node.kwargs = call.rebuild(operands)
+        replace_operand(node, demand.operand, moved)
 
 
 def _from(hop: int, rows: object) -> str:

@@ -36,8 +36,7 @@ def bucket_reductions(local: GraphModule, plan: Plan) -> None:
         _, ends = _made_of(node)
         if len(ends) == 1:
             kinds.setdefault((value.dtype, value.device, ends.pop(), *node.args[1:]), []).append(node)
-    editor = Editor()
-    editor.edit(local.graph)
+    editor = Editor().edit(local.graph)
     for (_, _, end, *_), members in kinds.items():
         for bucket in buckets(members):
             if len(bucket) > 1:

@@ -52,7 +52,7 @@ class GatherOnce(Gather):
             if _hands_on(source) and isinstance(self.plan.of(Call(source).operands[0]), Shard):
                 moved = self._whole(Call(source).operands[0])
                 args, kwargs = Call(source).rebuild([moved])
-                with self.after(source):
+                with self.behind(source):
                     whole = self.emit(source.target, args, source.meta["val"], source, kwargs)
             else:
                 whole = self._gathered(source)
@@ -62,22 +62,22 @@ class GatherOnce(Gather):
     def _gathered(self, source: Node) -> Node:
         have = self.plan.of(source)
         assert isinstance(have, Shard)
-        args = (source, have.dim, self.frame(have), self.job.ranks.n, self.job.ranks.group)
+        args = (source, have.dim, self.sizes.list(have.spelt()), self.job.ranks.n, self.job.ranks.group)
         value = source.meta["val"]
-        with self.after(source):
+        with self.behind(source):
             whole = self.emit(sp.all_gather.default, args, value, source)
         if have.outer != 1 or same(product(sizes(value.shape)[: have.dim]), 1):
             return whole  # rows travel in front, so they arrive in order
-        with self.after(whole):
+        with self.behind(whole):
             options = {"memory_format": torch.contiguous_format}
             return self.emit(aten.clone.default, (whole,), value, source, options)
 
 
 def _hands_on(node: Node) -> bool:
-    """Is it as well to gather the operand? Not of a wait: what another group's exchange brings is not there before."""
-    return moves(node) and node.target is not c10d.wait_tensor.default and not _narrows(node)
+    """Is it as well to gather the operand? Not of a wait: what another group's exchange brings is not there before.
 
-
-def _narrows(cast: Node) -> bool:
-    """Are its results fewer bytes to send than its operand?"""
-    return cast.meta["val"].element_size() < Call(cast).operands[0].meta["val"].element_size()
+    And not of a cast whose results are fewer bytes to send.
+    """
+    if not moves(node) or node.target is c10d.wait_tensor.default:
+        return False
+    return node.meta["val"].element_size() >= Call(node).operands[0].meta["val"].element_size()

@@ -10,24 +10,21 @@ more than before; none where what is sliced is, or what is gathered stays, a sha
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import OpOverload
 from sp_compile.config import Ranks
-from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import sizes
+from sp_compile.passes.collectives.merge.chains import chunks_behind
 from sp_compile.passes.collectives.permute.tidy import placed
 from sp_compile.sharding.matchers import piece_of
-from sp_compile.sharding.rule import lookup
 
-from .varying import group_of, wait_of
+from .varying import group_of, respell, wait_of
 
-aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
+c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 AskAll = Callable[[list[int]], list[list[int]]]
 """What every rank of the group says, given what this one does."""
 
@@ -53,7 +50,7 @@ def mark_own_rows(gm: GraphModule, ranks: Ranks, ask_all: AskAll) -> int:
     for i, block in enumerate(blocks):
         if [starts[i] for starts in everyone] == [rank * block.length for rank in range(ranks.n)]:
             target = sp.all_rows.default if block.node.target is c10d.wait_tensor.default else sp.own_rows.default
-            _replace(gm, block.node, target, block.source, block.dim, ranks)
+            respell(gm, block.node, target, (block.source, block.dim, ranks.n, ranks.group), block.node)
             found += 1
     gm.recompile()
     return found
@@ -86,37 +83,9 @@ def _mark_gathers(gm: GraphModule, ranks: Ranks) -> int:
     for node in gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
         wait = wait_of(node)
         if group_of(node) == ranks.group and wait is not None:
-            joined, dim = _joined(wait, ranks.n)
-            _replace(gm, joined, sp.all_rows.default, node.args[0], dim, ranks)
+            moved = chunks_behind(wait)  # along another dim than 0
+            aside = moved is not None and moved.away == 0 and len(moved.pieces) == ranks.n
+            end, dim = (moved.cat, moved.onto) if moved is not None and aside else (wait, 0)
+            respell(gm, end, sp.all_rows.default, (node.args[0], dim, ranks.n, ranks.group), end)
             found += 1
     return found
-
-
-def _joined(wait: Node, n: int) -> tuple[Node, int]:
-    """What a gather along another dim than 0 becomes: the blocks, in order, side by side."""
-    users = list(wait.users)
-    found = lookup(users[0]) if len(users) == 1 else None
-    if found is None or found[1] is None or found[1].window != 0 or len(found[1].spans) != n:
-        return wait, 0
-    pieces = {u.args[1]: u for u in users[0].users if u.target is operator.getitem}
-    ends = {user for piece in pieces.values() for user in piece.users}
-    if len(pieces) != n or len(ends) != 1:
-        return wait, 0
-    end = ends.pop()
-    if end.target is not aten.cat.default or list(end.args[0]) != [pieces[i] for i in range(n)]:
-        return wait, 0
-    return end, Call(end)["dim"] % end.meta["val"].ndim
-
-
-def _replace(gm: GraphModule, node: Node, target: OpOverload, source: Node, dim: int, ranks: Ranks) -> None:
-    """Rows of the source in place of the node, and of all that only the node read."""
-    with gm.graph.inserting_before(node):
-        new = gm.graph.call_function(target, (source, dim, ranks.n, ranks.group))
-    new.meta.update(node.meta)
-    node.replace_all_uses_with(new)
-    waiting = [node]
-    while waiting:
-        old = waiting.pop()
-        if not old.users and old.op == "call_function":
-            waiting.extend(old.all_input_nodes)
-            gm.graph.erase_node(old)

@@ -39,7 +39,7 @@ from .bucket import bucket_reductions
 from .choose import choose, common_inputs, declined, work_on_rows
 from .gather import GatherOnce
 from .tidy import draw_whole, drop_overwrites
-from .varying import differing, mark_collectives, mark_numbers, reductions, spell, varying_inputs
+from .varying import differing, mark_collectives, mark_numbers, reductions, respell, varying_inputs, wait_of
 
 sp = torch.ops.sp
 MAX_ROUNDS = 8
@@ -141,18 +141,17 @@ class SequenceParallelLinear(Pass):
         return propagate(gm, axes, self.ranks.n, self.inputs, begin=False, declines=declined)
 
     def _layer(self, node: Node, chosen: Mapping[Node, Shard | None]) -> Layer:
-        shape = tuple(sizes(node.meta["val"].shape))
-        if node not in chosen:
-            return Layer(node.name, at(node), "full", shape, None, 0, "no linear's result is summed")
-        shard = chosen[node]
-        if shard is None:
-            return Layer(node.name, at(node), "full", shape, None, 0, "its rows have no axis to be cut along")
-        return Layer(node.name, at(node), "scattered", shape, shard.dim, 0)
+        shape, shard = sizes(node.meta["val"].shape), chosen.get(node)
+        if shard is not None:
+            return Layer(node.name, at(node), "scattered", shape, shard.dim, 0)
+        why = "its rows have no axis to be cut along" if node in chosen else "no linear's result is summed"
+        return Layer(node.name, at(node), "full", shape, None, 0, why)
 
     def _scattered(self, gm: GraphModule, node: Node, shard: Shard) -> Node:
-        frame = Sizes(gm.graph).list((shard.outer, *shard.frame.spelt()))
-        args = (shard.dim, frame, self.ranks.n, self.ranks.group)
-        return spell(gm, node, sp.reduce_scatter.default, args)
+        wait, frame = wait_of(node), Sizes(gm.graph).list(shard.spelt())
+        assert wait is not None
+        args = (node.args[0], shard.dim, frame, self.ranks.n, self.ranks.group)
+        return respell(gm, wait, sp.reduce_scatter.default, args, node)
 
     def _prune(self, gm: GraphModule, kept: dict[Node, Layer]) -> None:
         """Leave an all_reduce where no work would be done on its rows: it would only be gathered again."""

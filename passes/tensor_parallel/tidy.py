@@ -31,8 +31,7 @@ DROPOUT = (aten.dropout.default, aten.native_dropout.default)
 
 def draw_whole(gm: GraphModule, varying: Collection[Node]) -> None:
     """Rewrite the draws that are alike on every rank, in place."""
-    editor = Editor()
-    editor.edit(gm.graph)
+    editor = Editor().edit(gm.graph)
     for node in list(gm.graph.nodes):
         if is_random(node) and node not in varying:
             if node.target in LIKE:
@@ -46,8 +45,7 @@ def _draw(editor: Editor, node: Node) -> None:
     with editor.graph.inserting_before(node):
         kwargs = {"dtype": value.dtype, "device": value.device}
         shape = editor.sizes.list(sizes(value.shape))
-        new = editor.emit(LIKE[node.target], (shape,), value, node, kwargs)
-    editor.replace(node, new)
+        editor.replace(node, editor.emit(LIKE[node.target], (shape,), value, node, kwargs))
 
 
 def _drop(editor: Editor, node: Node) -> None:
@@ -63,14 +61,9 @@ def _drop(editor: Editor, node: Node) -> None:
         if is_tensor(node):
             editor.replace(node, editor.emit(aten.mul.Tensor, (x, drawn), value, node))
             return
-        factor = editor.graph.call_function(operator.getitem, (drawn, 0))
-        factor.meta["val"] = value
+        factor, mask = (editor.emit(operator.getitem, (drawn, i), v, node) for i, v in enumerate(node.meta["val"]))
         scaled = editor.emit(aten.mul.Tensor, (x, factor), value, node)
-    for user in list(node.users):
-        if user.args[1] == 0:
-            editor.replace(user, scaled)
-    node.replace_all_uses_with(drawn)
-    editor.graph.erase_node(node)
+    editor.replace(node, (scaled, mask))
 
 
 def drop_overwrites(gm: GraphModule) -> dict[Node, Node]:

@@ -53,16 +53,18 @@ def wait_of(node: Node) -> Node | None:
     return users[0] if alone else None
 
 
-def spell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...]) -> Node:
-    """One node in place of an all_reduce and its wait."""
-    wait = wait_of(node)
-    assert wait is not None
-    with gm.graph.inserting_before(wait):
-        new = gm.graph.call_function(target, (node.args[0], *args))
-    new.meta.update(node.meta)
-    wait.replace_all_uses_with(new)
-    gm.graph.erase_node(wait)
-    gm.graph.erase_node(node)
+def respell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:
+    """One call in place of the node, and of all that only the node read; what is known of it is what is of `like`."""
+    with gm.graph.inserting_before(node):
+        new = gm.graph.call_function(target, args)
+    new.meta.update(like.meta)
+    node.replace_all_uses_with(new)
+    waiting = [node]
+    while waiting:
+        old = waiting.pop()
+        if not old.users and old.op == "call_function":
+            waiting.extend(old.all_input_nodes)
+            gm.graph.erase_node(old)
     return new
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -12,8 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile._compat import FakeTensor, enable_python_dispatcher, keep_calling_convention, pytree
 
 from .mutation import is_pure
-from .sizes import Sizes
+from .sizes import Size, Sizes, all_same, sizes
 
+aten = torch.ops.aten
 INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "custom")
 
 
@@ -23,9 +24,10 @@ class Editor:
     graph: Graph
     sizes: Sizes
 
-    def edit(self, graph: Graph) -> None:
+    def edit(self, graph: Graph) -> Self:
         """Bind to a graph."""
         self.graph, self.sizes = graph, Sizes(graph)
+        return self
 
     def emit(self, target: Any, args: tuple[Any, ...], value: Any, like: Node, kwargs: Any = None) -> Node:
         """Append a node at the graph's insertion point; `value`: its result in the global view."""
@@ -38,11 +40,35 @@ class Editor:
         """Append an ordinary op; its value is inferred from its operands'."""
         return self.emit(target, args, infer(target, args, kwargs, like), like, kwargs)
 
-    def after(self, source: Node) -> Any:
-        """Insertion point right behind a node (behind the sizes, if it is an input), for one node after the other."""
+    def reshaped(self, x: Node, shape: Sequence[Size], like: Node) -> Node:
+        """x in this shape; x itself where it has it."""
+        if all_same(sizes(x.meta["val"].shape), shape):
+            return x
+        return self.compute(aten.reshape.default, (x, self.sizes.list(shape)), like)
+
+    def cast(self, x: Node, dtype: torch.dtype, like: Node) -> Node:
+        """x in this dtype; x itself where it has it."""
+        return x if x.meta["val"].dtype == dtype else self.compute(aten.to.dtype, (x, dtype), like)
+
+    def repeat_each(self, x: Node, dim: int, times: Size, like: Node) -> Node:
+        """repeat_interleave(x, times, dim), spelt (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)."""
+        shape = sizes(x.meta["val"].shape)
+        before, after = shape[:dim], shape[dim:][1:]
+        behind = dim + 1 if dim >= 0 else dim
+        each = self.compute(aten.unsqueeze.default, (x, behind), like)
+        each = self.compute(aten.expand.default, (each, self.sizes.list((*before, shape[dim], times, *after))), like)
+        whole = self.sizes.list((*before, shape[dim] * times, *after))
+        return self.compute(aten.reshape.default, (each, whole), like)
+
+    def behind(self, source: Node) -> Any:
+        """Insertion point right behind a node (behind the sizes, if it is an input)."""
         anchor = self.sizes.last if source.op == "placeholder" else source
         assert anchor is not None
         return self.graph.inserting_before(anchor.next)
+
+    def interpose(self, node: Node, fresh: Node) -> None:
+        """All that reads the node behind the fresh one, which is made of it, reads that instead."""
+        node.replace_all_uses_with(fresh, lambda user: fresh < user)
 
     def replace(self, node: Node, fresh: Any) -> None:
         """Every use of the node becomes a use of the fresh one; what only the node needed goes with it.

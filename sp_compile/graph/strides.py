@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .record import mark
-from .sizes import Size, sizes, typical
+from .sizes import Size, same, sizes, typical
 
 aten = torch.ops.aten
 
@@ -45,6 +45,12 @@ def restored(graph: Graph, node: Node, value: Tensor) -> Node:
         last.meta.update(node.meta, val=value)
         mark(last, origin=None)
     return last
+
+
+def strides_differ(x: Tensor, y: Tensor) -> bool:
+    """Do two tensors of a shape lie otherwise in memory? The strides of dims of size 1 say nothing."""
+    pairs = zip(sizes(x.shape), sizes(x.stride()), sizes(y.stride()))
+    return any(not same(a, b) for extent, a, b in pairs if not same(extent, 1))
 
 
 def order_of(strides: Sequence[Size]) -> list[int]:

@@ -46,10 +46,6 @@ class Frame:
         mine, others = (self.size, self.start, self.length), (other.size, other.start, other.length)
         return self.folds == other.folds and all(same(a, b) for a, b in zip(mine, others))
 
-    def spelt(self) -> tuple[Size, ...]:
-        """As sp:: ops take it behind the outer factor: size, start, length, and folds where it is not 1."""
-        return (self.size, self.start, self.length, *([self.folds] if self.folds != 1 else []))
-
 
 @dataclass(frozen=True)
 class Replicate:
@@ -88,6 +84,11 @@ class Shard:
     def local_size(self, n: int) -> Size:
         """The size of the sharded dim on one of `n` ranks."""
         return product((self.outer, self.frame.local(n), self.inner))
+
+    def spelt(self) -> tuple[Size, ...]:
+        """The frame as sp:: ops take it: outer, size, start, length, and folds where that is not 1."""
+        frame = self.frame
+        return (self.outer, frame.size, frame.start, frame.length, *([frame.folds] if frame.folds != 1 else []))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import sp_compile
 from sp_compile._compat import associative_scan_op
 from sp_compile.errors import SpError
 from sp_compile.lowering.simulate import run_ranks
-from sp_compile.passes.canonical.associative_scan import AssociativeScan
+from sp_compile.passes.canonical.associative_scan import AssociativeScans, Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 
 Leaves = Sequence[Tensor]
@@ -102,12 +102,18 @@ def test_known_functions(name: str, reverse: bool) -> None:
         torch.testing.assert_close(found, wanted)
 
 
+def by_hand(gm: Any) -> None:
+    """Every associative_scan of the graph, by the op that it is or by a tree."""
+    for one in (AssociativeScans, Trees):
+        one()(gm)
+
+
 @pytest.mark.parametrize("length", [1, 2, 7, 16])
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_other_functions_become_a_tree(name: str, length: int) -> None:
     combine, count = UNKNOWN[name]
     gm = graph(combine, count, length=length)
-    AssociativeScan()(gm)
+    by_hand(gm)
     assert not gm.graph.find_nodes(op="call_function", target=associative_scan_op)
     assert "sp." not in show(gm)
     compare(gm, combine, count, length)
@@ -117,7 +123,7 @@ def test_other_functions_become_a_tree(name: str, length: int) -> None:
 def test_gradients(name: str) -> None:
     combine, count, _ = KNOWN[name]
     gm = graph(combine, count)
-    AssociativeScan()(gm)
+    by_hand(gm)
     compare(gm, combine, count, 7)
 
 
@@ -150,7 +156,7 @@ def test_memory_is_linear(combine: Combine) -> None:
     sizes = []
     for length in (64, 128, 256):
         gm = graph(combine, 2, length=length)
-        AssociativeScan()(gm)
+        by_hand(gm)
         sizes.append(saved_bytes(gm, length))
     assert sizes[2] < 2.2 * sizes[1] < 2.2 * 2.2 * sizes[0]
 

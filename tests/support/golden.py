@@ -39,3 +39,9 @@ def show(gm):
         else:
             lines.append(f"{node.name}: {shape} = {node.op}")
     return "\n".join(lines)
+
+
+def notes_of(one, gm):
+    """What a pass by hand says that it did to the graph, and what it would not do."""
+    one(gm)
+    return one.notes

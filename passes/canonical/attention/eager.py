@@ -99,23 +99,14 @@ class EagerAttention(Spelling):
         if not fits:
             self.drop(mask)
             return None
-        q, k, v = (self._led(f, lead, last) for f in operands)
+        q, k, v = (self.reshaped(f.made(self, last), (*lead, *f.shape[-2:]), last) for f in operands)
         for factor, dividing in scores.factors:
             q = self.compute(aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor), last)
         args = (q, k, v, mask, weights.dropout)
         out = self.compute(aten.scaled_dot_product_attention.default, args, last, {"scale": scores.scale})
-        if front != lead:
-            wanted = self.sizes.list((*front, *sizes(out.meta["val"].shape)[-2:]))
-            out = self.compute(aten.reshape.default, (out, wanted), last)
+        out = self.reshaped(out, (*front, *sizes(out.meta["val"].shape)[-2:]), last)
         back = [order.index(d) for d in range(len(order))]
         return out if back == sorted(back) else self.compute(aten.permute.default, (out, back), last)
-
-    def _led(self, factor: Factor, lead: tuple[Size, ...], like: Node) -> Node:
-        node = factor.made(self, like)
-        if sizes(node.meta["val"].shape)[:-2] == lead:
-            return node
-        wanted = self.sizes.list((*lead, *factor.shape[-2:]))
-        return self.compute(aten.reshape.default, (node, wanted), like)
 
     def _mask(
         self, scores: Scores, shape: tuple[Size, ...], dtype: torch.dtype, like: Node

@@ -79,10 +79,7 @@ def _cat(p: Positions, call: Call, at: Coords) -> Value:
 def _stack(p: Positions, call: Call, at: Coords) -> Value:
     dim = int(call["dim"]) % len(at)
     pieces = [p.at(x, (*at[:dim], *at[dim + 1 :])) for x in call.operands]
-    value = pieces[-1]
-    for i, piece in reversed(list(enumerate(pieces[:-1]))):
-        value = choose(p.box.at_least_zero(i - at[dim]), piece, value)
-    return value
+    return _first([(p.box.at_least_zero(i - at[dim]), piece) for i, piece in enumerate(pieces)])
 
 
 def _pieces(p: Positions, parts: list[Any], at: Coords, dim: int) -> Value:
@@ -97,11 +94,16 @@ def _pieces(p: Positions, parts: list[Any], at: Coords, dim: int) -> Value:
             offset = 0 if same(extent, 1) else at[dim] - start
             found.append((before_end, p.at(part, (*at[:dim], offset, *at[dim + 1 :]))))
         start = start + extent
+    return _first(found)
+
+
+def _first(found: list[tuple[Any, Value]]) -> Value:
+    """The value of the first condition that holds; the last holds where no other does."""
     if not found:
         raise NotSymbolic
     value = found[-1][1]
-    for before_end, piece in reversed(found[:-1]):
-        value = choose(before_end, piece, value)
+    for condition, piece in reversed(found[:-1]):
+        value = choose(condition, piece, value)
     return value
 
 
@@ -151,9 +153,6 @@ def _cumsum(p: Positions, call: Call, at: Coords) -> Value:
     return ((sympy.true, sympy.expand(each[0][1] * (at[dim] + 1))),)
 
 
-Compare = Callable[[Any, sympy.Expr, sympy.Expr], Any]
-
-
 def _pointwise(function: Callable[..., Any], *names: str) -> None:
     def handler(p: Positions, call: Call, at: Coords) -> Value:
         return combine(function, *(p.operand(call[n], at) for n in ("self", "other") if n in call.args))
@@ -178,24 +177,20 @@ _pointwise(sympy.Max, "maximum")
 _pointwise(sympy.Min, "minimum")
 
 
-def _positive(value: Value) -> bool:
-    return all(v.is_Integer and v > 0 for _, v in cases(value))
-
-
 @handles("floor_divide", "div", "remainder")
 def _divide(p: Positions, call: Call, at: Coords) -> Value:
     a, b = p.operand(call["self"], at), p.operand(call["other"], at)
     name = schema_of(call.node.target).name
     rounds = call.get("rounding_mode") == "floor" or "div" not in name or "floor" in name
-    if call.node.meta["val"].dtype.is_floating_point or not _positive(b):
+    if call.node.meta["val"].dtype.is_floating_point or not all(v.is_Integer and v > 0 for _, v in cases(b)):
         raise NotSymbolic
-    if not rounds and not (call.get("rounding_mode") == "trunc" and _nonnegative(p, a)):
+    truncates = call.get("rounding_mode") == "trunc" and all(p.box.nonnegative(v) for _, v in cases(a))
+    if not rounds and not truncates:
         raise NotSymbolic
     return combine(lambda x, y: sympy.Mod(x, y) if "rem" in name else sympy.floor(x / y), a, b)
 
 
-def _nonnegative(p: Positions, value: Value) -> bool:
-    return all(p.box.nonnegative(v) for _, v in cases(value))
+Compare = Callable[[Any, sympy.Expr, sympy.Expr], Any]
 
 
 def _compare(relation: Compare, *names: str) -> None:

@@ -73,8 +73,7 @@ class StackHeads(Spelling):
             out = self.compute(SDPA, tuple(operands), cat, options)
             out = self.compute(aten.transpose.int, (out, 1, 2), cat)
             batch, length, count, width = sizes(out.meta["val"].shape)
-            shape = self.sizes.list((batch, length, product((count, width))))
-            out = self.compute(aten.reshape.default, (out, shape), cat)
+            out = self.reshaped(out, (batch, length, product((count, width))), cat)
         cat.replace_all_uses_with(out)
         self.erase([*heads, *(step for x, h in zip(given, heads) for step in steps_to(x, h)), cat])
         return True

@@ -67,7 +67,8 @@ def understood(node: Node, shape: tuple[Size, ...]) -> Mask:
     mask = Mask(allowed, box, positions.leaves, extent)
     if allowed == sympy.false:
         raise NotSymbolic("no query attends to any key")
-    if _without_leaves(allowed).free_symbols & {BATCH, HEAD}:
+    without_leaves = allowed.xreplace({leaf: sympy.Integer(0) for leaf in allowed.atoms(AppliedUndef)})
+    if without_leaves.free_symbols & {BATCH, HEAD}:
         raise NotSymbolic("it differs between heads or batches")
     if finite and not always_attends(mask):
         raise NotSymbolic("its fills are finite, and no query provably attends to some key")
@@ -90,10 +91,6 @@ def always_attends(mask: Mask) -> bool:
     if mask.box.nonnegative(mask.extent[KEY] - sympy.sympify(mask.extent[QUERY])):
         candidates.insert(0, QUERY)
     return any(mask.box.tidy(mask.allowed.subs(KEY, key)) == sympy.true for key in candidates)
-
-
-def _without_leaves(p: Any) -> Any:
-    return p.xreplace({f: sympy.Integer(0) for f in p.atoms(AppliedUndef)})
 
 
 @dataclass
@@ -194,7 +191,7 @@ class Masks(base.Spelling):
         key = (leaf, index, length)
         if key not in self.vectors:
             source = mask.leaves[leaf.func.__name__]
-            with self.after(source):
+            with self.behind(source):
                 self.vectors[key] = self._cut(source, leaf.args, index, length, like)
         return self.vectors[key]
 

@@ -95,15 +95,18 @@ class Scans(BatchedOps):
         return self.compute(target, (out, self.unsqueezed(state, time)), like)
 
 
+Pair = tuple[Value, Value]
+
+
 class _Pairs:
     """Arithmetic that folds numbers."""
 
     def __init__(self, scans: Scans, like: Node) -> None:
         self.scans, self.like = scans, like
 
-    def of(self, x: Value) -> tuple[Value, Value]:
+    def of(self, x: Value) -> Pair:
         """a and b of any operand."""
-        return (x.a, x.b) if isinstance(x, Affine) else (0, x)
+        return (x.a, x.b) if isinstance(x, Affine) else x if isinstance(x, tuple) else (0, x)
 
     def times(self, x: Value, y: Value) -> Value:
         if _is_number(x):
@@ -137,7 +140,6 @@ class _Pairs:
         return self.scans.pointwise(target, condition, x, y, like=self.like)
 
 
-Pair = tuple[Value, Value]
 Rule = Callable[[_Pairs, dict[str, Any]], Pair | None]
 
 
@@ -163,10 +165,7 @@ def _divided(p: _Pairs, x: dict[str, Any]) -> Pair | None:
 
 def _addcmul(p: _Pairs, x: dict[str, Any]) -> Pair | None:
     scaled = _scaled(p, x["tensor1"], x["tensor2"])
-    if scaled is None:
-        return None
-    (a, b), (c, d) = p.of(x["self"]), scaled
-    return p.plus(a, p.times(c, x["value"])), p.plus(b, p.times(d, x["value"]))
+    return _sum(p, x["self"], scaled, x["value"]) if scaled is not None else None
 
 
 def _lerp(p: _Pairs, x: dict[str, Any]) -> Pair | None:
@@ -174,8 +173,7 @@ def _lerp(p: _Pairs, x: dict[str, Any]) -> Pair | None:
     if isinstance(weight, Affine):
         return None
     rest = p.plus(1, p.times(weight, -1))
-    (a, b), (c, d) = p.of(x["self"]), p.of(x["end"])
-    return p.plus(p.times(a, rest), p.times(c, weight)), p.plus(p.times(b, rest), p.times(d, weight))
+    return _sum(p, _scaled(p, x["self"], rest), _scaled(p, x["end"], weight))
 
 
 def _picked(p: _Pairs, condition: Value, x: Value, y: Value) -> Pair | None:

@@ -224,7 +224,7 @@ class Reroll(Spelling, Scans):
         owned = set(steps)
         readers = [(u, n) for n in steps for u in n.users if u is not listed and u not in owned]
         anchor = _anchor(roll.shared(), owned, [listed, *(u for u, _ in readers)])
-        with self.after(anchor), _autocast_at(anchor):
+        with self.behind(anchor), _autocast_at(anchor):
             found = roll.run()
             if not again and not roll.scans:
                 raise NotALoop("no recurrence")
@@ -267,7 +267,7 @@ class Reroll(Spelling, Scans):
                 source, dim, rows, index = found
                 args = (index * rows, (index + 1) * rows) if rows else (index,)
                 target = aten.slice.Tensor if rows else aten.select.int
-                with self.after(pieces):
+                with self.behind(pieces):
                     self.replace(user, self.compute(target, (source, dim, *args), user))
 
 

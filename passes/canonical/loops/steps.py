@@ -131,7 +131,7 @@ class Loop:
             found = self._known(rest, first + 1) or _reading(rest, first + 1)
             if found is None and self._alike(rest) and len(rest) > 1:
                 found = Ref(self._column(rest, first + 1), 0)
-            if found is None or _is_symbolic(head):
+            if found is None or (isinstance(head, Node) and not is_tensor(head)):
                 raise NotALoop("steps that differ")
             return SeededList(head, found)
         return found or Ref(self._column(values, first), 0)
@@ -175,10 +175,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Node) or isinstance(b, Node):
         return a is b
     return type(a) is type(b) and bool(a == b)
-
-
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, Node) and not is_tensor(value)
 
 
 def _kind(node: Node) -> Any:

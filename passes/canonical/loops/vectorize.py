@@ -98,7 +98,7 @@ class BatchedOps(Editor):
             return Steps(self.unsqueezed(x.node, x.time + 1), x.time)
         shape = list(sizes(x.node.meta["val"].shape))
         shape[x.time : x.time + 1] = [quotient(shape[x.time], rows), rows]
-        return Steps(self.compute(aten.reshape.default, (x.node, self.sizes.list(shape)), x.node), x.time)
+        return Steps(self.reshaped(x.node, shape, x.node), x.time)
 
     def joined(self, seed: Value, rest: Steps, last: bool) -> Steps:
         """One step more, in front of the rest or behind it."""
@@ -118,8 +118,7 @@ class BatchedOps(Editor):
         grows = all(a == 1 or same(a, b) for a, b in zip(held[::-1], shape[::-1]))
         if rounds or not grows or len(held) > len(shape):
             raise NotALoop("another kind of value")
-        if found.dtype != value.dtype:
-            x = self.compute(aten.to.dtype, (x, value.dtype), x)
+        x = self.cast(x, value.dtype, x)
         if all_same(held, shape):
             return x
         return self.compute(aten.expand.default, (x, wanted), x)

@@ -23,6 +23,7 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.mutation import is_mutation
 from sp_compile.sharding.matchers import keeps_order, order_of
+from sp_compile.sharding.rule import lookup
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -50,16 +51,16 @@ def chunks_of(cat: Node) -> Chunks | None:
     call = Call(cat)
     pieces = tuple(call["tensors"])
     split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
-    if not isinstance(split, Node) or split.target is not aten.split.Tensor or len(split.users) != len(pieces):
+    found = lookup(split) if isinstance(split, Node) else None
+    rule = found[1] if found is not None else None
+    if split is None or rule is None or rule.window is None or not len(rule.spans) == len(split.users) == len(pieces):
         return None
     in_order = all(p.target is operator.getitem and p.args == (split, i) for i, p in enumerate(pieces))
-    taken = Call(split)
-    whole, size = taken["self"].meta["val"].shape[taken.dim()], taken["split_size"]
-    size = size.meta["val"] if isinstance(size, Node) else size
-    equal = bool(statically_known_true(whole == size * len(pieces)))
-    if not in_order or not equal or any(len(p.users) != 1 for p in pieces):
+    if not in_order or any(len(p.users) != 1 for p in pieces):
         return None
-    return Chunks(split, pieces, cat, taken.dim(), call.dim("dim", 0))
+    first, *others = (p.meta["val"].shape[rule.window] for p in pieces)
+    equal = all(statically_known_true(rows == first) for rows in others)
+    return Chunks(split, pieces, cat, rule.window, call.dim()) if equal else None
 
 
 def chunks_behind(node: Node) -> Chunks | None:
@@ -191,14 +192,17 @@ def link_of(node: Node) -> Link | None:
 
 def _chunks(call: Call, kind: str) -> Chunks | None:
     """The move before a reduce_scatter, or behind an all_gather, of one chunk for each rank of its group."""
+    if kind == "all_reduce":
+        return None
     if kind == "reduce_scatter":
         found = chunks_of(call["input"])
-        return found if found and found.onto == 0 and len(found.pieces) == call["group_size"] else None
-    if kind == "all_gather":
+    else:
         (wait,) = call.node.users if len(call.node.users) == 1 else (call.node,)
         found = chunks_behind(wait if wait.target is c10d.wait_tensor.default else call.node)
-        return found if found and found.away == 0 and len(found.pieces) == call["group_size"] else None
-    return None
+    if found is None or found.split.target is not aten.split.Tensor:  # by whose size more can be cut
+        return None
+    beside = found.onto if kind == "reduce_scatter" else found.away
+    return found if beside == 0 and len(found.pieces) == call["group_size"] else None
 
 
 def _above(link: Link) -> tuple[Link, list[Node]] | str | None:
@@ -227,13 +231,9 @@ def _above(link: Link) -> tuple[Link, list[Node]] | str | None:
         return f"{upper.op!r} over {upper.group!r}, then {link.op!r} over {link.group!r}: the order counts"
     if shared:
         return f"{shared} is used elsewhere too"
-    if _writes_between(upper.node, link.node):
+    if any(upper.node < n < link.node and is_mutation(n) for n in node.graph.nodes):
         return f"something is written in place between {upper.node.name} and {link.node.name}"
     return upper, steps[::-1]
-
-
-def _writes_between(first: Node, last: Node) -> bool:
-    return any(first < node < last and is_mutation(node) for node in first.graph.nodes)
 
 
 def _through(node: Node, link: Link) -> Node | None:

@@ -35,7 +35,7 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import infer
 from sp_compile.passes.base import CollectivePass, Pass, register
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job
 from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
 
@@ -130,9 +130,8 @@ class MergeReductions(CollectivePass):
                 raise SpError(f"{undeclared.node.name} at {at(undeclared.node)}: {why}")
             return why
         value = value_of(chain.links[-1].node)
-        if any(link.op == "avg" for link in chain.links) and not (
-            value.dtype.is_floating_point or value.dtype.is_complex
-        ):
+        rounds = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        if rounds and any(link.op == "avg" for link in chain.links):
             return f"an average of {value.dtype} is rounded in every step"
         return None
 
@@ -180,15 +179,12 @@ class MergeReductions(CollectivePass):
     def _recut(self, chunks: Chunks, count: int) -> None:
         """Move so many chunks of the same size."""
         self._refresh(chunks.split)
-        pieces = []
-        for i in range(count):
-            if i < len(chunks.pieces):
-                pieces.append(chunks.pieces[i])
-            else:
-                with self.graph.inserting_before(chunks.cat):
-                    value = chunks.split.meta["val"][i]
-                    pieces.append(self.emit(operator.getitem, (chunks.split, i), value, chunks.cat))
-            pieces[i].meta["val"] = chunks.split.meta["val"][i]
+        split, values, pieces = chunks.split, chunks.split.meta["val"], list(chunks.pieces)
+        for piece, value in zip(pieces, values):
+            piece.meta["val"] = value
+        with self.graph.inserting_before(chunks.cat):
+            more = range(len(pieces), count)
+            pieces += [self.emit(operator.getitem, (split, i), values[i], chunks.cat) for i in more]
         chunks.cat.args = (pieces, *chunks.cat.args[1:])
         self._refresh(chunks.cat)
 
@@ -209,12 +205,3 @@ class MergeReductions(CollectivePass):
                 x = self.compute(aten.clone.default, (node.args[0],), node, layout)
             node.replace_input_with(node.args[0], x)
             node.meta["val"] = infer(node.target, node.args, node.kwargs)
-
-
-def merge_reductions(
-    gm: GraphModule, policy: str = "auto", groups: Groups | None = None, cost: Mapping[str, Any] | None = None
-) -> list[Note]:
-    """Merge in place over the declared groups, or those given, not strict, as the backend does. Returns the notes."""
-    rewrite = MergeReductions(declared() if groups is None else groups, policy, cost, strict=False)
-    rewrite(gm)
-    return rewrite.notes

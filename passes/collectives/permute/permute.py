@@ -32,7 +32,7 @@ from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.sizes import quotient, same, size, sizes
 from sp_compile.passes.base import CollectivePass, Pass, register
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job
 
 from .arrangement import op_of
 from .combine import gather_exchanges, merge_first
@@ -41,16 +41,6 @@ from .restride import Restride
 from .tidy import drop_buffers, join_padded
 
 sp, aten = torch.ops.sp, torch.ops.aten
-
-
-def permute_all_to_all(gm: GraphModule, decomposed: bool = False, packed: bool = True) -> list[Note]:
-    """Rewrite the graph in place; what was done to which exchange, and why not to others.
-
-    Raises SpError for a graph that is not captured.
-    """
-    rewrite = PermuteAllToAll(decomposed, packed)
-    rewrite(gm)
-    return rewrite.notes
 
 
 @register
@@ -111,8 +101,7 @@ class PermuteAllToAll(CollectivePass):
             args = (x, found.scatter_dim, found.gather_dim, exchange.n, exchange.group)
             fresh = self.compute(PERMUTE, args, y)
             if not found.exact:
-                shape = self.sizes.list(sizes(y.meta["val"].shape))
-                fresh = self.compute(aten.reshape.default, (fresh, shape), y)
+                fresh = self.reshaped(fresh, sizes(y.meta["val"].shape), y)
         dims = f"dim {found.scatter_dim} for dim {found.gather_dim} of {list(x.meta['val'].shape)}"
         self.note(exchange.node, f"{dims}, {exchange.n} ranks")
         y.replace_all_uses_with(fresh)
@@ -141,8 +130,7 @@ class PermuteAllToAll(CollectivePass):
                 if is_written(node) or lies_in_input(home):  # which may be written, and is not to be returned
                     home = self.compute(aten.clone.default, (home,), node)
                 if not how:
-                    shape = self.sizes.list(sizes(node.meta["val"].shape))
-                    home = self.compute(aten.reshape.default, (home, shape), node)
+                    home = self.reshaped(home, sizes(node.meta["val"].shape), node)
             self.note(node, f"takes back {first.name}; both are left out", "cancelled")
             self.replace(node, home)
             return True
@@ -159,8 +147,7 @@ class PermuteAllToAll(CollectivePass):
             fresh = [self.compute(operator.getitem, (both, i), m) for i, m in enumerate(members)]
         self.note(both, f"{len(members)} exchanges in one", "packed")
         for member, piece in zip(members, fresh):
-            member.replace_all_uses_with(piece)
-            self.graph.erase_node(member)
+            self.replace(member, piece)
 
 
 def _exchanges(node: Node) -> bool:

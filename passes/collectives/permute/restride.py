@@ -15,8 +15,7 @@ from torch.fx import Graph, Node
 from sp_compile._compat import OpOverload, pytree
 from sp_compile.graph.edit import infer
 from sp_compile.graph.mutation import is_mutation
-from sp_compile.graph.sizes import same, sizes
-from sp_compile.graph.strides import restored
+from sp_compile.graph.strides import restored, strides_differ
 
 aten = torch.ops.aten
 
@@ -79,7 +78,4 @@ def _results(graph: Graph) -> list[Node | None]:
 def _differ(old: Any, new: Any) -> bool:
     if isinstance(old, list | tuple):
         return any(_differ(a, b) for a, b in zip(old, new))
-    if not isinstance(old, Tensor):
-        return False
-    pairs = zip(sizes(old.shape), sizes(old.stride()), sizes(new.stride()))
-    return any(not same(a, b) for extent, a, b in pairs if not same(extent, 1))
+    return isinstance(old, Tensor) and strides_differ(old, new)

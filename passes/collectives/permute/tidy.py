@@ -23,7 +23,8 @@ from torch.fx import Node
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, sizes
-from sp_compile.sharding.matchers import constant_of, pad_of
+from sp_compile.passes.canonical.paddings import padding
+from sp_compile.sharding.matchers import constant_of
 
 from .arrangement import op_of
 
@@ -105,19 +106,15 @@ def _shape(node: Node) -> tuple[Size, ...]:
 
 def placed(node: Node) -> PaddedPiece | None:
     """The piece, if the node is one among zeros: padded, joined to them, or the gradient of a slice or a select."""
-    pad = pad_of(node)
+    pad, op = padding(node), op_of(node)
     if pad is not None:
         inside = not pad.fill and all(isinstance(rows, int) and rows >= 0 for rows in (pad.before, pad.after))
         length = _shape(pad.source)[pad.dim]
         whole = inside and isinstance(length, int)
         return PaddedPiece(pad.source, pad.dim, pad.before, length) if whole else None
-    op = op_of(node)
-    if op is aten.cat:
-        found = _of_cat(Call(node))
-    elif op in (aten.select_backward, aten.slice_backward, aten.select_scatter, aten.slice_scatter):
-        found = _of_slice(Call(node), op in (aten.select_backward, aten.select_scatter))
-    else:
+    if op not in (aten.select_backward, aten.slice_backward, aten.select_scatter, aten.slice_scatter):
         return None
+    found = _of_slice(Call(node), op in (aten.select_backward, aten.select_scatter))
     return found if found is not None and _shape(found.piece) == _part(_shape(node), found) else None
 
 
@@ -137,16 +134,3 @@ def _of_slice(call: Call, one: bool) -> PaddedPiece | None:
     start = start + whole[dim] if start < 0 else start
     length = None if end is None else min(end, whole[dim]) - start
     return PaddedPiece(call.get("grad_output") or call["src"], dim % len(whole), start, length)
-
-
-def _of_cat(call: Call) -> PaddedPiece | None:
-    """Of zeros and one piece."""
-    parts, dim = call.operands, call["dim"]
-    live = [i for i, part in enumerate(parts) if constant_of(part) != 0]
-    if len({call.ndim(i) for i in range(len(parts))}) > 1:
-        return None  # cat takes empty ones of one dim too
-    lengths = [_shape(part)[dim] for part in parts]
-    if len(live) != 1 or len(parts) == 1 or not all(isinstance(length, int) for length in lengths):
-        return None
-    (i,) = live
-    return PaddedPiece(parts[i], call.dim(), sum(lengths[:i]), lengths[i])

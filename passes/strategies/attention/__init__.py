@@ -11,12 +11,10 @@ A file holds all that is known of its strategy and registers it; no other file n
     register(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))
 """
 
-import pkgutil
-from importlib import import_module
-
 from sp_compile.cost.attention import Candidate, Shape, Strategy
 from sp_compile.cost.exchanges import Heads
 from sp_compile.cost.machine import Machine
+from sp_compile.passes.base import import_rooms
 
 from .base import AttentionPass, ShardedAttention, attention_passes, register
 
@@ -32,5 +30,4 @@ __all__ = [
     "register",
 ]
 
-for _found in pkgutil.iter_modules(__path__):
-    import_module(f"{__name__}.{_found.name}")
+import_rooms(__name__, __path__)

@@ -19,7 +19,7 @@ from sp_compile.config import STRATEGIES, Ranks
 from sp_compile.cost.attention import Strategy, strategies
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, divides, product, same, sizes
+from sp_compile.graph.sizes import Size, all_same, divides, product, same, sizes
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.attention import filling_nodes, predicate_of
 from sp_compile.sharding.placement import Demand, Plan, Shard
@@ -110,7 +110,7 @@ class ShardedAttention(AttentionPass):
         call = Call(node)
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         assert query is not None
-        q_frame, k_frame = self.frame(query), self.frame(key) if key is not None else []
+        q_frame, k_frame = (self.sizes.list(shard.spelt()) if shard is not None else [] for shard in (query, key))
         with self.graph.inserting_before(node):
             batch = tuple(sizes(node.meta["val"].shape)[:-3])
             q, k, v = (self._four_dims(o, batch, node) for o in call.operands[:3])
@@ -120,10 +120,8 @@ class ShardedAttention(AttentionPass):
             out = self._result(q, v, node.meta["val"].dtype)
             new = self.emit(self.op, args, out, node)
             self.note(new, self.says(node))
-            if node.meta["val"].ndim != 4:
-                new = self.compute(aten.reshape.default, (new, self.sizes.list(sizes(node.meta["val"].shape))), node)
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
+            new = self.reshaped(new, sizes(node.meta["val"].shape), node)
+        self.replace(node, new)
 
     def last(self, node: Node) -> tuple[Any, ...]:
         """The arguments that only this op has."""
@@ -147,13 +145,10 @@ class ShardedAttention(AttentionPass):
         shape = sizes(x.meta["val"].shape)
         tail = ((1,) * 3 + shape)[-3:]
         full = (*batch, *tail)
-        if len(shape) != len(full):
-            x = self.compute(aten.reshape.default, (x, self.sizes.list((1,) * (len(full) - len(shape)) + shape)), node)
-        if not all(same(a, b) for a, b in zip(sizes(x.meta["val"].shape), full)):
+        x = self.reshaped(x, (1,) * (len(full) - len(shape)) + shape, node)
+        if not all_same(sizes(x.meta["val"].shape), full):
             x = self.compute(aten.expand.default, (x, self.sizes.list(full)), node)
-        if len(full) != 4:
-            x = self.compute(aten.reshape.default, (x, self.sizes.list((product(batch), *tail))), node)
-        return x
+        return self.reshaped(x, (product(batch), *tail), node)
 
     def _scores(self, call: Call, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
         """mask, rows, cols, sizes, predicate, seed, dropout_p, scale."""
@@ -168,12 +163,8 @@ class ShardedAttention(AttentionPass):
         shape = sizes(mask.meta["val"].shape)
         if len(batch) > 1 and len(shape) > 3:
             return self._four_dims(mask, batch, node)
-        if len(shape) > 4:
-            shape = shape[-4:]
-        wanted = (1,) * (4 - len(shape)) + shape
-        if len(wanted) == mask.meta["val"].ndim:
-            return mask
-        return self.compute(aten.reshape.default, (mask, self.sizes.list(wanted)), node)
+        shape = shape[-4:]
+        return self.reshaped(mask, (1,) * (4 - len(shape)) + shape, node)
 
 
 def _heads(call: Call) -> tuple[Any, Any]:

@@ -51,37 +51,29 @@ class ChooseAttention(Pass):
     provides = frozenset({"attention is chosen"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        folds, decisions = choose_attention(gm, job.plan(gm), job)
-        job.decisions += decisions
+        """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits none here."""
+        plan, trained = job.plan(gm), differentiable_nodes(gm)
+        nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
+        shapes = {n: _shape(n, job.ranks.n, n in trained) for n in nodes}
+        programs = [1] if job.ranks.n == 1 or job.layout != "zigzag" else [2]
+        if job.layout == "auto" and job.ranks.n > 1 and _permutable(plan, job):
+            programs = [1, 2]
+        made = {folds: _decisions(shapes, folds, plan, job) for folds in programs}
+        folds, best = min(made.items(), key=lambda one: (sum(d.chosen.seconds for d in one[1]), one[0]))
+        for decision in best:
+            mark(decision.node, choice=decision.chosen)
+        job.decisions += best
         if folds != job.folds:
             job.folds = folds
             job.forget()
         return 0
 
 
-def choose_attention(gm: GraphModule, plan: Plan, job: Settings) -> tuple[int, list[NodeDecision]]:
-    """Annotate every attention that runs on shards: the folds of the program's layout, and what is for the report.
-
-    Raises SpError: what the user asked for fits no attention here.
-    """
-    trained = differentiable_nodes(gm)
-    nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
-    shapes = {n: _shape(n, job.ranks.n, n in trained) for n in nodes}
-    programs = [1] if job.ranks.n == 1 or job.layout != "zigzag" else [2]
-    if job.layout == "auto" and job.ranks.n > 1 and _permutable(plan, job):
-        programs = [1, 2]
-    made = {folds: _decisions(shapes, folds, plan, job) for folds in programs}
-    folds, best = min(made.items(), key=lambda one: (sum(d.chosen.seconds for d in one[1]), one[0]))
-    for decision in best:
-        mark(decision.node, choice=decision.chosen)
-    return folds, best
-
-
 def _decisions(shapes: dict[Node, Shape], folds: int, plan: Plan, job: Settings) -> list[NodeDecision]:
     """The best way for every attention if the program keeps its sequence in this order."""
     out = []
     for node, shape in shapes.items():
-        found = _found(replace(shape, zigzag=folds == 2), _machine(job, node))
+        found = _found(replace(shape, zigzag=folds == 2), job.machine_of(node))
         choice = _choice(found, node, plan, job)
         if choice is not None:
             out.append(NodeDecision(shape, found, choice, node=node))
@@ -108,10 +100,6 @@ def _permutable(plan: Plan, job: Settings) -> bool:
     """May the whole program keep its sequence in another order?"""
     given = job.gather_outputs and not job.inputs
     return given and not any(d.kind in ORDERED and d.node.op != "output" for d in plan.demands)
-
-
-def _machine(job: Settings, node: Node) -> Machine:
-    return job.machine or Machine.of(node.meta["val"].device.type)
 
 
 def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -> Candidate | None:

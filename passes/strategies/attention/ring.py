@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.config import Ranks
 from sp_compile.cost.attention import BACKWARD_FLOPS, Candidate, Shape, Strategy
 from sp_compile.cost.exchanges import Heads
 from sp_compile.cost.line import bytes_of
@@ -126,10 +125,6 @@ def _sends(call: Call, n: int) -> tuple[Size, Size]:
     return moved + there, moved + back
 
 
-def _declare(call: Call, ranks: Ranks) -> None:
-    routes.declare(ranks.group, 1, call["steps"])
-
-
 register(
     Strategy(
         name="ring",
@@ -137,6 +132,6 @@ register(
         rewrite=Ring,
         candidates=lambda shape, machine, layout: [candidate(shape, machine, layout)],
         sends=_sends,
-        declare=_declare,
+        declare=lambda call, ranks: routes.declare(ranks.group, 1, call["steps"]),
     )
 )

@@ -31,6 +31,7 @@ from .base import SEQUENCE, AttentionPass, register, sequence_shard
 
 sp = torch.ops.sp
 HEADS = -3
+Cut = tuple[int, tuple[Size, ...]]
 
 
 class Ulysses(AttentionPass):
@@ -69,15 +70,19 @@ class Ulysses(AttentionPass):
         moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
         groups = _alike(moved)
         heads = min((call.shape(i)[HEADS] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
+        whole = (HEADS, (1, heads, 0, heads))
         fresh: dict[Node, Node] = {}
         with self.graph.inserting_before(node):
             for group in groups:
-                fresh.update(self._exchange(group, moved[group[0]], heads, node))
-        queries = moved.get(call.operands[0])
+                rows = (SEQUENCE, moved[group[0]].spelt())
+                fresh.update(zip(group, self._exchange(group, whole, rows, node)))
         operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
         node.args, node.kwargs = call.rebuild(operands)
+        queries = moved.get(call.operands[0])
         if queries is not None:
-            self._return(node, queries, heads)
+            with self.behind(node):
+                (back,) = self._exchange([node], (SEQUENCE, queries.spelt()), whole, node)
+            self.interpose(node, back)
         self.note(node, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back")
 
     def _repeats(self, call: Call) -> bool:
@@ -99,25 +104,13 @@ class Ulysses(AttentionPass):
         heads = sizes(x.meta["val"].shape)[HEADS]
         return self.repeat_each(x, HEADS, math.lcm(heads, self.job.ranks.n) // heads, node)
 
-    def _exchange(self, operands: list[Node], have: Shard, heads: Size, node: Node) -> dict[Node, Node]:
-        ndim = operands[0].meta["val"].ndim
-        whole = [1, self.sizes(heads), 0, self.sizes(heads)]
-        ranks = self.job.ranks
-        args = (operands, ndim + HEADS, whole, ndim + SEQUENCE, self.frame(have), ranks.n, ranks.group)
-        both = self.emit(sp.all_to_all.default, args, [o.meta["val"] for o in operands], node)
-        return {o: self.emit(operator.getitem, (both, i), o.meta["val"], node) for i, o in enumerate(operands)}
-
-    def _return(self, node: Node, queries: Shard, heads: Size) -> None:
-        value, ranks = node.meta["val"], self.job.ranks
-        whole = [1, self.sizes(heads), 0, self.sizes(heads)]
-        users = list(node.users)
-        with self.graph.inserting_after(node):
-            args = ([node], value.ndim + SEQUENCE, self.frame(queries), value.ndim + HEADS, whole, ranks.n, ranks.group)
-            both = self.emit(sp.all_to_all.default, args, [value], node)
-        with self.graph.inserting_after(both):
-            back = self.emit(operator.getitem, (both, 0), value, node)
-        for user in users:
-            user.replace_input_with(node, back)
+    def _exchange(self, operands: list[Node], scattered: Cut, gathered: Cut, node: Node) -> list[Node]:
+        """Each is a dim from behind, and the frame in which that is cut."""
+        ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
+        cuts = [x for dim, frame in (scattered, gathered) for x in (ndim + dim, self.sizes.list(frame))]
+        values = [o.meta["val"] for o in operands]
+        both = self.emit(sp.all_to_all.default, (operands, *cuts, ranks.n, ranks.group), values, node)
+        return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(values)]
 
 
 def _alike(moved: dict[Node, Shard]) -> list[list[Node]]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.golden import notes_of
 from support.parallel.merging import GRID, X, ag, ar, c10d, collectives, left, merged, rs, traced, two
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -12,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from sp_compile.cost.line import Line, bytes_of, fitted
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
-from sp_compile.passes.collectives.merge.merge import MergeReductions, merge_reductions
+from sp_compile.passes.collectives.merge.merge import MergeReductions
+from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
 
 # Groups.
@@ -42,9 +44,9 @@ def test_undeclared() -> None:
     gm = traced(fn, X)
     with pytest.raises(SpError, match=r"all_reduce_1 at .*group 'z' is not declared .*declare_groups\(mesh\)"):
         MergeReductions(GRID)(gm)
-    (note,) = merge_reductions(gm, "always", GRID)
+    (note,) = notes_of(MergeReductions(GRID, "always", strict=False), gm)
     assert "group 'z' is not declared" in note.why
-    (note,) = merge_reductions(gm)
+    (note,) = notes_of(MergeReductions(declared(), strict=False), gm)
     assert "not declared (none is)" in note.why
     only_axes = Groups({k: GRID.members[k] for k in "ab"}, GRID.nodes)
     why = left(two("sum", "sum"), X, only_axes)
@@ -56,7 +58,7 @@ def test_bad_input() -> None:
         MergeReductions(GRID, "sometimes")
     with pytest.raises(SpError, match="no reduction is called 'median'; known: sum, avg"):
         MergeReductions(GRID)(traced(lambda x: ar(x, "median", "a"), X))
-    (note,) = merge_reductions(traced(two("band", "band"), X), "always", GRID)
+    (note,) = notes_of(MergeReductions(GRID, "always", strict=False), traced(two("band", "band"), X))
     assert note.why == "reductions by 'band' are not merged"
     gm = traced(two("sum", "sum"), X)
     for node in gm.graph.nodes:
@@ -115,14 +117,14 @@ def test_auto_follows_the_sizes() -> None:
     x = torch.ones(1, 1, dtype=torch.float64)
     for rows, expected in ((1, 2), (40, 2), (80, 1), (120, 1)):
         gm = traced(sized(rows), x)
-        notes = merge_reductions(gm, "auto", groups)
+        notes = notes_of(MergeReductions(groups, strict=False), gm)
         assert len(collectives(gm)) == expected, rows
         assert " ms instead of " in notes[0].why
         for policy, count in (("always", 1), ("never", 2), ("intra_node", 1)):
             gm = traced(sized(rows), x)
-            merge_reductions(gm, policy, groups)
+            MergeReductions(groups, policy, strict=False)(gm)
             assert len(collectives(gm)) == count
-    assert merge_reductions(traced(sized(1), x), "auto", groups)[0].why == (
+    assert notes_of(MergeReductions(groups, strict=False), traced(sized(1), x))[0].why == (
         "predicted to be slower merged: 3 ms instead of 2.02 ms"
     )
 
@@ -130,7 +132,7 @@ def test_auto_follows_the_sizes() -> None:
 def test_ties_take_fewer_collectives() -> None:
     near = {"a": Line(1e-3, math.inf), "b": Line(1e-3, math.inf), "a+b": Line(2.09e-3, math.inf)}
     gm = traced(sized(1), torch.ones(1, 1))
-    merge_reductions(gm, "auto", Groups(GRID.members, GRID.nodes, near))
+    MergeReductions(Groups(GRID.members, GRID.nodes, near), strict=False)(gm)
     assert len(collectives(gm)) == 1
 
 
@@ -167,10 +169,10 @@ def test_dynamic_sizes() -> None:
         return ar(ar(x, "sum", "a").view(-1), "sum", "b")
 
     gm = make_fx(fn, tracing_mode="symbolic")(torch.ones(1 << 10, 80, dtype=torch.float64))
-    merge_reductions(gm, "auto", Groups(GRID.members, GRID.nodes, SLOW_UNION))
+    MergeReductions(Groups(GRID.members, GRID.nodes, SLOW_UNION), strict=False)(gm)
     assert collectives(gm) == ["all_reduce a+b"]
     gm = make_fx(fn, tracing_mode="symbolic")(torch.ones(8, 8, dtype=torch.float64))
-    merge_reductions(gm, "auto", Groups(GRID.members, GRID.nodes, SLOW_UNION))
+    MergeReductions(Groups(GRID.members, GRID.nodes, SLOW_UNION), strict=False)(gm)
     assert len(collectives(gm)) == 2
 
 

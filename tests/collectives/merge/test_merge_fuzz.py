@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.golden import notes_of
 from support.parallel import on_mesh
 from support.parallel.merging import OPS, ag, ar, collectives, merged, operands, rs, traced
 from torch import Tensor
 
-from sp_compile.passes.collectives.merge.merge import merge_reductions
+from sp_compile.passes.collectives.merge.merge import MergeReductions
 from sp_compile.spmd.groups import Groups
 
 AXES = {(2, 2): "ab", (2, 3): "ab", (3, 2): "ab", (2, 2, 2): "abc", (2, 1, 3): "abc"}
@@ -56,7 +57,7 @@ def test_any_chain(program: tuple[Groups, list], dtype: torch.dtype) -> None:
     gm = traced(fn, x)
     inputs = operands(x, len(groups.nodes))
     before, count = on_mesh.run(gm, groups, inputs), len(collectives(gm))
-    notes = merge_reductions(gm, "always", groups)
+    notes = notes_of(MergeReductions(groups, "always", strict=False), gm)
     tolerance = 1e-3 if dtype == torch.float32 else 1e-10
     torch.testing.assert_close(on_mesh.run(gm, groups, inputs), before, rtol=tolerance, atol=tolerance)
     assert (len(collectives(gm)) < count) == any(note.done == "merge_reductions" for note in notes)

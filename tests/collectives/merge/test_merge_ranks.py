@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks as worker
+from support.golden import notes_of
 from support.parallel.merging import count, unflattened
 from support.ranks import Ranks
 from support.spawning import spawned
@@ -21,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
 from sp_compile._compat import process_groups
-from sp_compile.passes.collectives.merge.merge import MergeReductions, merge_reductions
+from sp_compile.passes.collectives.merge.merge import MergeReductions
 from sp_compile.spmd.groups import Groups
 
 c10d = torch.ops._c10d_functional
@@ -116,7 +117,7 @@ def redistributed(
 
     def merge(gm: GraphModule) -> None:
         before.append(count(gm))
-        notes = merge_reductions(gm, "always", groups)
+        notes = notes_of(MergeReductions(groups, "always", strict=False), gm)
         after.append(count(gm))
         assert (before[-1] > after[-1]) == any(note.done == "merge_reductions" for note in notes), notes
 
@@ -200,7 +201,7 @@ def uneven() -> tuple[list[int], list[int]]:
 
     def compiler(gm: GraphModule, inputs: Any) -> GraphModule:
         before.append(count(gm))
-        merge_reductions(gm, "always", groups)
+        MergeReductions(groups, "always", strict=False)(gm)
         after.append(count(gm))
         return gm
 

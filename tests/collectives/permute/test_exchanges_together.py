@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from support.golden import show
+from support.golden import notes_of, show
 from support.spellings.exchange_spellings import deepspeed_heads, four_d_rows, swap_functional
 from support.spellings.tracing_exchanges import N, aot, count, one_of, traced
 from torch import Tensor
 
 import sp_compile
 from sp_compile.lowering.simulate import run_ranks
-from sp_compile.passes.collectives.permute.permute import permute_all_to_all
+from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def attention(x: Tensor, w: Tensor, group: Any) -> Tensor:
 def test_q_k_and_v_go_together(group: Any) -> None:
     x, w = torch.randn(2, 3, 40), torch.randn(40, 80)
     gm = traced(lambda x, w: attention(x, w, group), x, w)
-    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"] * 4 + ["packed"]
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"] * 4 + ["packed"]
     assert_expected_inline(
         show(gm),
         """\
@@ -66,7 +66,7 @@ flatten: [2, 3, 40] = aten.flatten.using_ints(all_to_all_permute_default_3, 2)
 return (flatten,)""",
     )
     apart = traced(lambda x, w: attention(x, w, group), x, w)
-    permute_all_to_all(apart, packed=False)
+    PermuteAllToAll(packed=False)(apart)
     xs = [torch.randn(2, 3, 40) for _ in range(N)]
     together, each = (run_ranks(N, lambda r, g=g: g(xs[r], w)[0]) for g in (gm, apart))
     assert all(torch.equal(y, z) for y, z in zip(together, each))
@@ -87,7 +87,7 @@ def test_exchanges_that_wait_for_each_other_stay_apart(group: Any) -> None:
         return first + second
 
     gm = traced(layers, torch.randn(2, 3, 8, 5))
-    permute_all_to_all(gm)
+    PermuteAllToAll()(gm)
     assert count(gm, "sp.all_to_all_permute") == 2
 
 
@@ -100,7 +100,7 @@ def test_a_collective_between_keeps_its_place(group: Any) -> None:
         return mixed, deepspeed_heads(y, N, group)
 
     gm = traced(step, torch.randn(2, 3, 8, 5), torch.randn(2, 3, 8, 5))
-    permute_all_to_all(gm)
+    PermuteAllToAll()(gm)
     assert count(gm, "sp.all_to_all_permute") == 2
 
 
@@ -111,5 +111,5 @@ def test_a_program_of_the_function(group: Any) -> None:
         return sp_compile.all_to_all_permute(x, 2, 1) * sp_compile.all_to_all_permute(y, 2, 1)
 
     gm = traced(step, torch.randn(2, 3, 8), torch.randn(2, 3, 8))
-    assert [n.done for n in permute_all_to_all(gm)] == ["packed"]
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["packed"]
     assert count(gm, "sp.all_to_all.default") == 1

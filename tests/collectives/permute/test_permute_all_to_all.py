@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from support.golden import show
+from support.golden import notes_of, show
 from support.spellings.exchange_spellings import (
     NEAR_MISSES,
     SPELLINGS,
@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.simulate import run_ranks
 from sp_compile.passes.collectives.permute.arrangement import op_of
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll, permute_all_to_all
+from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
 
 aten = torch.ops.aten
 
@@ -97,7 +97,7 @@ def test_sizes_may_be_symbolic(group: Any) -> None:
     torch._dynamo.mark_dynamic(x, 0)
     torch._dynamo.mark_dynamic(x, 1)
     gm = traced(lambda x: deepspeed_heads(x, N, group), x)
-    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
     assert count(gm, "sp.all_to_all_permute") == 1
 
 
@@ -117,13 +117,13 @@ def test_another_group_between(group: Any) -> None:
     other = dist.new_group(range(N))
     gm = traced(lambda x: two_groups(x, N, group, other), torch.randn(2, 3, 8, 5))
     before = show(gm)
-    assert [n.done for n in permute_all_to_all(gm)] == ["not permute_all_to_all"] * 2
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["not permute_all_to_all"] * 2
     assert show(gm) == before
 
 
 def test_there_and_back_is_nothing(group: Any) -> None:
     gm = traced(lambda x: four_d_rows(four_d_heads(x.sin(), N, group), N, group).cos(), torch.randn(2, 3, 8, 5))
-    permute_all_to_all(gm)
+    PermuteAllToAll()(gm)
     assert_expected_inline(
         show(gm),
         """\
@@ -136,7 +136,7 @@ return (cos,)""",
 
 def test_there_and_back_is_a_copy_of_an_input(group: Any) -> None:
     gm = traced(lambda x: four_d_rows(four_d_heads(x, N, group), N, group), torch.randn(2, 3, 8, 5))
-    notes = permute_all_to_all(gm)
+    notes = notes_of(PermuteAllToAll(), gm)
     assert [n.done for n in notes] == ["permute_all_to_all", "permute_all_to_all", "cancelled"]
     x = torch.randn(2, 3, 8, 5)
     assert torch.equal(gm(x)[0], x)
@@ -146,20 +146,20 @@ def test_there_and_back_is_a_copy_of_an_input(group: Any) -> None:
 def test_twice_the_same_way_stays(group: Any) -> None:
     """Heads to rows, and then other heads to rows again."""
     gm = traced(lambda x: four_d_heads(four_d_heads(x, N, group), N, group), torch.randn(2, 3, 16, 5))
-    permute_all_to_all(gm)
+    PermuteAllToAll()(gm)
     assert count(gm, "sp.all_to_all_permute") == 2
 
 
 def test_back_over_another_group_stays(group: Any) -> None:
     other = dist.new_group(range(N))
     gm = traced(lambda x: four_d_rows(four_d_heads(x, N, group), N, other), torch.randn(2, 3, 8, 5))
-    permute_all_to_all(gm)
+    PermuteAllToAll()(gm)
     assert count(gm, "sp.all_to_all_permute") == 2
 
 
 def test_views_that_follow_become_reshapes(group: Any) -> None:
     gm = traced(lambda x: deepspeed_heads(x, N, group).view(2, 12, 10).sin(), torch.randn(2, 3, 8, 5))
-    permute_all_to_all(gm)
+    PermuteAllToAll()(gm)
     xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
     for rank, (y,) in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
         assert torch.equal(y, torch.cat([x.chunk(N, 2)[rank] for x in xs], 1).flatten(2).sin())
@@ -172,5 +172,5 @@ def test_dtensors_own_exchange(group: Any) -> None:
         return torch.ops._dtensor.shard_dim_alltoall(x.sin(), 1, 2, group.group_name).cos()
 
     gm = traced(step, torch.randn(2, 3, 8, 5))
-    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
     check_values(Spelling(step, (2, 3, 8, 5), 2, 1), gm, lambda x: x.sin(), torch.cos)

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from sp_compile import all_to_all_permute
 from sp_compile._compat import has_cpp_compiler
 from sp_compile.capture.capture import capture
-from sp_compile.passes.collectives.permute.permute import permute_all_to_all
+from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from measuring.counting import FUSED
@@ -119,7 +119,7 @@ def test_flat_heads_are_copied_once(group: Any) -> None:
 
 def _with_the_pass(gm: GraphModule, examples: list[Tensor]) -> Any:
     graph = capture(gm, examples)
-    permute_all_to_all(graph, packed=False)
+    PermuteAllToAll(packed=False)(graph)
     return compile_fx(graph, examples)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from support import ranks as in_rank
+from support.golden import notes_of
 from support.ranks import Ranks
 from support.spellings.exchange_spellings import SPELLINGS, four_d_heads, four_d_rows
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.fx import GraphModule
 
 from sp_compile import SpError, all_to_all_permute, declare_symmetric_memory
 from sp_compile.capture.capture import capture
-from sp_compile.passes.collectives.permute.permute import permute_all_to_all
+from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
 
 TIMEOUT = 60.0
 CASES = [((2, 3, 8, 5), 2, 1), ((2, 8, 3, 5), 1, 2), ((8, 3), 0, 1), ((3, 8), 1, 0), ((1, 8, 3), 1, 2)]
@@ -94,12 +95,12 @@ def test_inductor(ranks: Ranks) -> None:
 
 def _before_autograd(gm: GraphModule, examples: list[Tensor]) -> Any:
     graph = capture(gm, examples)
-    assert "permute_all_to_all" in [n.done for n in permute_all_to_all(graph)]
+    assert "permute_all_to_all" in [n.done for n in notes_of(PermuteAllToAll(), graph)]
     return graph.forward
 
 
 def _joint(joint: GraphModule, examples: Any, **options: Any) -> Any:
-    assert "permute_all_to_all" in [n.done for n in permute_all_to_all(joint, decomposed=True)]
+    assert "permute_all_to_all" in [n.done for n in notes_of(PermuteAllToAll(decomposed=True), joint)]
     return min_cut_rematerialization_partition(joint, examples, **options)
 
 

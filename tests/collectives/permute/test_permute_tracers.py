@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from support.golden import notes_of
 from support.spellings.exchange_spellings import (
     NEAR_MISSES,
     SPELLINGS,
@@ -25,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile import SpError, capture_export
 from sp_compile.lowering.simulate import run_ranks
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll, permute_all_to_all
+from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
 
 ALL = {**SPELLINGS, **MORE}
 Fn = Callable[[Tensor], Any]
@@ -54,7 +55,7 @@ def check(spelling: Spelling, gm: GraphModule) -> None:
 def test_spelling(group: Any, name: str, tracer: str) -> None:
     spelling = ALL[name]
     gm = TRACERS[tracer](lambda x: spelling.fn(x, N, group), torch.randn(spelling.shape))
-    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
     assert count(gm, "sp.all_to_all_permute") == 1
     assert count(gm, "all_to_all_single") + count(gm, "alltoall") == 0
     check(spelling, gm)
@@ -64,7 +65,7 @@ def test_spelling(group: Any, name: str, tracer: str) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_more_spellings(group: Any, name: str, tracer: str) -> None:
     gm = TRACERS[tracer](lambda x: MORE[name].fn(x, N, group), torch.randn(MORE[name].shape))
-    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
     check(MORE[name], gm)
 
 
@@ -77,7 +78,7 @@ def test_rows_of_any_number_from_export(group: Any) -> None:
 
     rows = {0: torch.export.Dim("rows", min=2)}
     gm = capture_export(torch.export.export(Model(), (torch.randn(3, 8),), dynamic_shapes=(rows,)))
-    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
     check(Spelling(matrix_columns, (5, 8), 1, 0), gm)
 
 
@@ -86,7 +87,7 @@ def joint(fn: Fn, x: Tensor) -> GraphModule:
     found: list[GraphModule] = []
 
     def partition(graph: GraphModule, examples: Any, **options: Any) -> Any:
-        permute_all_to_all(graph)
+        PermuteAllToAll()(graph)
         found.append(graph)
         return min_cut_rematerialization_partition(graph, examples, **options)
 
@@ -175,7 +176,7 @@ def expected(fn: Any, xs: list[Tensor], rank: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("fn", [written_between, written_after, written_before_the_second])
 def test_nothing_is_read_across_a_write(group: Any, fn: Any, tracer: str) -> None:
     gm = TRACERS[tracer](lambda x: fn(x, group), torch.randn(2, 3, 8, 5))
-    permute_all_to_all(gm)
+    PermuteAllToAll()(gm)
     xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
     for rank, found in enumerate(run_ranks(N, lambda r: gm(xs[r].clone()))):
         assert all(map(torch.equal, found, expected(fn, xs, rank)))
@@ -191,7 +192,7 @@ def test_an_input_that_is_written_back(group: Any, tracer: str) -> None:
         return y
 
     gm = TRACERS[tracer](fn, torch.randn(2, 3, 8, 5))
-    assert permute_all_to_all(gm)[-1].done == "cancelled"
+    assert notes_of(PermuteAllToAll(), gm)[-1].done == "cancelled"
     x = torch.randn(2, 3, 8, 5)
     given = x.clone()
     y = gm(given)
@@ -207,7 +208,7 @@ def test_several_exchanges(group: Any, decomposed: bool) -> None:
         return there(x.sin(), group) + there(x.cos(), group) * there(x.exp(), group)
 
     gm = TRACERS["make_fx"](fn, torch.randn(2, 3, 8, 5))
-    assert permute_all_to_all(gm, decomposed)[-1].done == "packed"
+    assert notes_of(PermuteAllToAll(decomposed), gm)[-1].done == "packed"
     if decomposed:
         assert count(gm, "all_to_all_single") == 1
         return
@@ -240,7 +241,7 @@ def test_what_is_not_captured_is_refused(group: Any) -> None:
         (make_fx(collective, tracing_mode="fake")(x), "alltoall_base_.default works in place: export the program"),
     ):
         with pytest.raises(SpError, match=why):
-            permute_all_to_all(graph)
+            PermuteAllToAll()(graph)
     with pytest.raises(SpError, match="a graph of Dynamo is captured in a backend"):
         capture_export(dynamo)
     with pytest.raises(SpError, match="tracing_mode='fake'"):
@@ -260,7 +261,7 @@ def test_heads_are_flattened_before_they_return(group: Any) -> None:
 
     x, w = torch.randn(2, 8, 3, 5), torch.randn(60, 7)
     gm = traced(step, x, w)
-    assert [n.done for n in permute_all_to_all(gm)] == ["permute_all_to_all"]
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
     (node,) = [n for n in gm.graph.nodes if "all_to_all_permute" in str(n.target)]
     assert (node.meta["val"].shape, node.args[1:3]) == ((2, 2, 60), (1, 2))
     assert next(iter(node.users)).target is torch.ops.aten.matmul.default
@@ -277,7 +278,7 @@ def test_heads_that_are_not_flattened_first(group: Any, kind: str) -> None:
         "returned": lambda x: back(x, group).flatten(2),  # in the layout that it had
     }
     gm = traced(fns[kind], torch.randn(1 if kind == "one sequence" else 2, 8, 3, 5))
-    permute_all_to_all(gm)
+    PermuteAllToAll()(gm)
     (node,) = [n for n in gm.graph.nodes if "all_to_all_permute" in str(n.target)]
     assert node.meta["val"].ndim == 4
 
