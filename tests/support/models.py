@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         x = x + self.merge(attend(*self.split(self.before(x))))
-        return x + self.down(F.silu(self.up(self.behind(x))))
+        return x + self.down(F.silu(self.up(self.after(x))))
 
 
 class Decoder(nn.Module):

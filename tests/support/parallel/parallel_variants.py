@@ -125,4 +125,4 @@ class Hidden(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(F.gelu(self.up(self.tp.f(self.norm(x)))))
-        return x + self.down(F.gelu(self.up(self.tp.f(self.behind(x)))))
+        return x + self.down(F.gelu(self.up(self.tp.f(self.after(x)))))
