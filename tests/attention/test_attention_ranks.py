@@ -33,7 +33,7 @@ def on_two_axes(attention: str, seq: int) -> tuple[Outcome, str]:
     return against_eager(build(layers=1), *text(seq), **how), chosen[0]
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "seq"), [("auto", 16), ("hybrid", 13)])
 def test_a_mesh_of_two_axes_selects_the_hybrid(ranks: Ranks, attention: str, seq: int) -> None:
     results = ranks.run(4, on_two_axes, attention, seq)

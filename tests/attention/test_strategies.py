@@ -101,7 +101,7 @@ def test_layouts(strategy: str, layout: str) -> None:
     run(strategy, "documents", "GQA", 13, 4, layout)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("strategy", ["ring", "gather", "toy", "auto"])
 def test_any_number_of_ranks(strategy: str, ranks: int) -> None:

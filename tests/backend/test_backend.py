@@ -166,6 +166,7 @@ def autocast(ambient: bool) -> Outcome:
         return against_eager(model, *text(12), mesh=worker.mesh())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("ambient", [True, False], ids=["around the step", "in the model"])
 def test_autocast(ranks: Ranks, ambient: bool) -> None:
     check(ranks.run(2, autocast, ambient), tolerance=0.05)
@@ -183,6 +184,7 @@ def two_models() -> list[Outcome]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_two_meshes_in_one_process(ranks: Ranks) -> None:
     for outcomes in zip(*ranks.run(4, two_models)):
         check(outcomes)
@@ -277,6 +279,7 @@ class Shards(Decoder):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), x.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_local_inputs_and_outputs(ranks: Ranks, n: int) -> None:
     results = ranks.run(n, shards, 12)

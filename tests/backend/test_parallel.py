@@ -46,6 +46,7 @@ def with_ddp(order: str, param_grads: str, seq: int) -> Outcome:
     return outcome(*step(run, model, mesh, seq), *expected(alone, seq))
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("order", "param_grads"),
     [

@@ -110,6 +110,7 @@ def test_decoder_of_padded_inputs(name: str) -> None:
     assert masks(name, **inputs("attention_mask")) == [PADDED[p] for p in plain]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_decoder_of_packed_inputs(name: str) -> None:
     plain = SLIDES.get(name, [CAUSAL, CAUSAL])
@@ -125,6 +126,7 @@ def test_decoder_of_dynamic_length(name: str, given: tuple[str, ...]) -> None:
     assert masks(name, dynamic=True, **inputs(*given)) == [spelt[p] for p in plain]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gpt-neox"])
 def test_eager_decoder(name: str) -> None:
     assert masks(name, "eager", **inputs()) == SLIDES.get(name, [CAUSAL, CAUSAL])

@@ -43,7 +43,7 @@ def torchrun(processes, *command):
     return run(*launch, *command)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_data_and_sequence(kind):
     assert f"{kind}: largest relative error" in torchrun(4, "examples/data_and_sequence.py", kind)
@@ -53,6 +53,7 @@ def test_attention_by_hand():
     assert torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
 
 
+@pytest.mark.slow
 def test_attention_strategies():
     out = run("examples/attention_strategies.py")
     assert out.count("chosen: fastest") == 2
@@ -64,13 +65,14 @@ def test_attention_strategies():
 SCANS = {"moe_routing": 4, "packed_sequences": 5, "cumulative_masks": 6, "batch_slicing": 3, "distributed_softmax": 3}
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", SCANS)
 def test_scans_alone(name):
     out = run(f"examples/{name}.py")
     assert out.count("4 ranks ") == out.count("largest relative error against one device") == SCANS[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "moe_routing" else pytest.mark.slow) for n in SCANS])
 def test_scans_of_processes(name):
     out = torchrun(2, f"examples/{name}.py")
@@ -99,7 +101,7 @@ def test_demo(tmp_path):
     assert (tmp_path / "chart.png").exists()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [4, 2])
 def test_expert_parallel(processes):
     assert "largest relative error against one device" in torchrun(processes, "examples/expert_parallel.py")

@@ -153,7 +153,7 @@ def spread() -> list[Any]:
     return out
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(("name", "n", "seq"), spread())
 def test_training_step(ranks: Ranks, name: str, n: int, seq: int) -> None:
     check(ranks.run(n, one_step, name, seq), tolerance(name))
@@ -166,6 +166,7 @@ def verified(name: str, seq: int, sp: int) -> Report:
     return report
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_models_are_sharded_whole(name: str) -> None:
     """The sequence is found through the scan; nothing but scans and the convolution's halos crosses ranks."""

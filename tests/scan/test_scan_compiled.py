@@ -121,7 +121,7 @@ def check_all(found: list[list[Outcome]]) -> None:
         check(outcomes)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("names", [list(SCANS)[i::5] for i in range(5)], ids=", ".join)
 def test_every_scan(ranks: Ranks, names: list[str]) -> None:
     check_all(ranks.run(3, one_step, names))
@@ -190,7 +190,6 @@ class Tagging(Scanning):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.slow
 def test_local_inputs(ranks: Ranks) -> None:
     check(ranks.run(3, local_shards))
 
@@ -201,6 +200,7 @@ def lengths(seqs: list[int]) -> list[Outcome]:
     return [against_eager(model, *text(seq), run=run) for seq in seqs]
 
 
+@pytest.mark.slow
 def test_dynamic_lengths(ranks: Ranks) -> None:
     check_all(ranks.run(2, lengths, [12, 13]))
 
@@ -248,6 +248,7 @@ def test_one_exchange_each_way(ranks: Ranks, name: str) -> None:
     assert found[0].gathered == [scan.forward, scan.backward], "bytes, whatever the length is"
 
 
+@pytest.mark.slow
 def test_large_carries_go_in_steps(ranks: Ranks) -> None:
     """log2(P) shifts if an all-gather of everyone's carry is predicted to take longer."""
     slow = {"all_gather_bandwidth": 1.0, "hop_bandwidth": 1e9, "all_to_all_bandwidth": 1e9}

@@ -137,7 +137,7 @@ def test_trains_as_one_device(ranks: Ranks, spelling: str, ranks_of_all: int, tp
         assert modes == ["scattered"] * 4
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["functions", "dtensor"])
 def test_inductor(ranks: Ranks, spelling: str) -> None:
     for worst, modes in ranks.run(2, trained, spelling, (2, 7), 2, "inductor"):

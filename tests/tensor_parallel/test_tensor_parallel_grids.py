@@ -228,5 +228,6 @@ def rows_of_one_half_differ() -> float:
         return (run(x[:, :, own], noise[:, :, own]) - program(x, noise)[:, :, own]).abs().max().item()
 
 
+@pytest.mark.slow
 def test_groups_beside_a_sequence_scatter_the_same_layers(ranks: Ranks) -> None:
     assert max(ranks.run(4, rows_of_one_half_differ)) < 1e-12

@@ -119,6 +119,7 @@ def without_gradients(spelling: str, head: str) -> Trained:
     return inferred(lambda tp: build(tp, head=head, gated=True), split(spelling), ids(1, 7))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("spelling", "head"), [("plain", "vocab"), ("in place", "replicated")])
 def test_inference(ranks: Ranks, spelling: str, head: str) -> None:
     check(ranks.run(2, without_gradients, spelling, head), "fffssss" if head == "vocab" else "ssss")
