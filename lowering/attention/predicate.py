@@ -15,6 +15,7 @@ or perhaps for some (None). With *tensors* a condition is a bool tensor.
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -209,26 +210,78 @@ TENSORS = Algebra(
 
 
 _SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _STRICT = (sympy.StrictLessThan, sympy.StrictGreaterThan)
 _WEAK = (sympy.LessThan, sympy.GreaterThan)
-_FUNCTIONS = {"PythonMod": sympy.Mod, "FloorDiv": lambda a, b: sympy.floor(a / b)}
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda a, b: sympy.floor(a / b),
+    ast.Mod: sympy.Mod,
+    ast.USub: operator.neg,
+    ast.BitAnd: sympy.And,
+    ast.BitOr: sympy.Or,
+    ast.Invert: sympy.Not,
+    ast.Lt: sympy.Lt,
+    ast.LtE: sympy.Le,
+    ast.Gt: sympy.Gt,
+    ast.GtE: sympy.Ge,
+    ast.Eq: sympy.Eq,
+    ast.NotEq: sympy.Ne,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{one.__name__: one for one in (sympy.Mod, sympy.Min, sympy.Max, sympy.Abs, sympy.floor)},
+    **{name: getattr(sympy, name) for name in ("And", "Or", "Not", "Eq", "Ne", "Lt", "Le", "Gt", "Ge")},
+    "PythonMod": sympy.Mod,
+    "FloorDiv": lambda a, b: sympy.floor(a / b),
+}
+"""All that a predicate may say. Its text may come from a file, so nothing of it is ever executed."""
 
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Any:
     """The sympy Boolean of ``text``. SpError when it is not a predicate or names an unknown symbol."""
-    names = {name: sympy.Symbol(name, integer=True) for name in _NAME.findall(text) if _SYMBOL.fullmatch(name)}
+    if not text:
+        return sympy.true
     try:
-        expr = sympy.sympify(text, locals={**_FUNCTIONS, **names}) if text else sympy.true
-        boolean = isinstance(expr, sympy.logic.boolalg.Boolean) and not expr.is_Symbol
-    except (sympy.SympifyError, SyntaxError, TypeError, AttributeError) as error:
-        raise SpError(f"not a mask predicate: {text!r} ({error})") from error
-    unknown = sorted(str(s) for s in expr.free_symbols if not _SYMBOL.fullmatch(str(s))) if boolean else []
-    if not boolean or unknown:
+        tree = ast.parse(text.strip(), mode="eval").body
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in called}
+        unknown = sorted(name for name in names if not _SYMBOL.fullmatch(name))
+        expr = sympy.true if unknown else _read(tree)
+    except (SyntaxError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise SpError(f"not a mask predicate: {text[:SHOWN]!r} ({error})") from error
+    boolean = isinstance(expr, sympy.logic.boolalg.Boolean) and not expr.is_Symbol
+    if unknown or not boolean:
         why = f"unknown symbols {', '.join(unknown)}" if unknown else "it is not a condition"
-        raise SpError(f"not a mask predicate: {text!r}: {why}; known are q, k, row<i>, col<i> and n<i>")
+        raise SpError(f"not a mask predicate: {text[:SHOWN]!r}: {why}; known are q, k, row<i>, col<i> and n<i>")
     return expr
+
+
+SHOWN = 1000  # characters of a text, in an error message
+
+
+def _read(node: ast.AST) -> Any:
+    """The value of a part of the text. ValueError for what is not in the language."""
+    match node:
+        case ast.Constant(value=bool() as value):
+            return sympy.true if value else sympy.false
+        case ast.Constant(value=int() as value):
+            return sympy.Integer(value)
+        case ast.Name(id=name):
+            return sympy.Symbol(name, integer=True)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_read(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_read(left), _read(right))
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if 0 <= power <= 8:
+            return _read(left) ** power
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_read(left), _read(right))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*map(_read, args))
+    raise ValueError(f"a predicate has no {type(node).__name__}")
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,8 @@
 """The predicate language against evaluation of every pair."""
 
 import itertools
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +109,73 @@ def test_errors(text: str) -> None:
 def test_missing_values_are_named() -> None:
     with pytest.raises(SpError, match="row3"):
         check_known("Eq(row3, col0)", {"q", "k", "col0"})
+
+
+# The text may come from a file: it is read, and nothing of it is executed.
+
+
+GOOD = [
+    "(k <= q) & (q - k < 4)",
+    "Eq(row0, col0) & (k <= q)",
+    "Ne(Mod(q, 4), 3) | ~(k < n0)",
+    "k <= 2*floor(q/2) + Min(n0, Max(3, q**2))",
+    "FloorDiv(k, 3) <= PythonMod(q, n1) - Abs(row1)",
+    "True",
+    "",
+]
+BAD = [
+    "__import__('os').system('touch {}')",
+    "(lambda: open('{}', 'w'))()",
+    "[open('{}', 'w') for q in [1]]",
+    "q.__class__",
+    "exec('open(1)') < k",
+    "Symbol('q') <= k",
+    "k <= 9**9**9",
+    "k <= 9**99999999",
+    "'a' < k",
+    "k <= q if q else k",
+    "(q := 3) < k",
+    "f'{{q}}' < k",
+    "q",
+    "q + k",
+    "Mod(q) < k",
+    "k <= z",
+    "k <= q; 1",
+    "~" * 5000 + "(k < q)",
+    "(" * 500 + "k",
+    "1.5 < k",
+]
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_is_read_as_it_is_written(text: str) -> None:
+    assert parse(str(parse(text))) == parse(text)
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: text[:30])
+def test_all_else_is_refused_and_not_executed(text: str, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    with pytest.raises(SpError, match="not a mask predicate"):
+        parse(text.replace("{}", str(made)))
+    assert not made.exists()
+
+
+def random_text(rng: random.Random, depth: int = 0) -> str:
+    """Mostly of the language; now and then a word of Python's."""
+    words = ["q", "k", "row0", "n1", "3", "-1"] * 4 + ["open('x')", "q.real", "[q]", "'a'", "z", "1.5"]
+    if depth > 2 or rng.random() < 0.3:
+        return rng.choice(words)
+    left, right = random_text(rng, depth + 1), random_text(rng, depth + 1)
+    return rng.choice(["({} {} {})", "Min({}, {}{})"]).format(
+        left, *(rng.choice(["+", "-", "*", "<=", "==", "&"]), right)
+    )
+
+
+def test_random_texts_are_conditions_or_refused() -> None:
+    rng, found = random.Random(0), 0
+    for _ in range(300):
+        try:
+            found += isinstance(parse(f"{random_text(rng)} <= {random_text(rng)}"), sympy.logic.boolalg.Boolean)
+        except SpError:
+            continue
+    assert 20 < found < 280
