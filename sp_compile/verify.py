@@ -81,6 +81,8 @@ def _each_graph(
     kwargs = config.pop("kwargs", {})
     options = SPConfig.of(config)
     options.refuse(entry, **refused)
+    if sp is not None and sp < 1:
+        raise SpError(f"sp={sp}: expected a number of ranks, 1 or more")
     if options.has_place:
         options = replace(options, compiler="aot_eager")
     total = Report(2 if sp is None else sp)

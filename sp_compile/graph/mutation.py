@@ -60,7 +60,15 @@ def is_pure(node: Node) -> bool:
     if not isinstance(target, OpOverload):
         return target is operator.getitem
     random = torch.Tag.nondeterministic_seeded in target.tags
-    return not schema_of(target).is_mutable and not random and not node.is_impure()
+    return not schema_of(target).is_mutable and not random and not _keeps_statistics(node) and not node.is_impure()
+
+
+def _keeps_statistics(node: Node) -> bool:
+    """Is it a norm that updates running statistics? Its schema does not say so."""
+    if node.target not in (aten.batch_norm.default, aten.instance_norm.default):
+        return False
+    _, _, _, mean, _, of_input, *_ = positional(node.target, node.args, node.kwargs)
+    return mean is not None and bool(of_input)
 
 
 def positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

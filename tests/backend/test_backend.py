@@ -123,6 +123,36 @@ def test_buffers_and_train_eval(ranks: Ranks) -> None:
         check(outcomes)
 
 
+class UnusedNorms(nn.Module):
+    """Norms whose results nobody reads: they are there for their running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.batch, self.instance = nn.BatchNorm1d(8), nn.InstanceNorm1d(8, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batch(x.mT)
+        self.instance(x.mT)
+        q = self.inner(x)[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
+
+
+def statistics(ranks: int) -> list[float]:
+    model = build(UnusedNorms)
+    alone, x = copy.deepcopy(model), torch.randn(2, 11, 8, generator=torch.Generator().manual_seed(0)).double()
+    run = sp(model, mesh=worker.mesh()) if ranks > 1 else sp(model)
+    run(x).backward()
+    alone(x).backward()
+    return [difference(model.get_buffer(name), buffer) for name, buffer in alone.named_buffers()]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_statistics_of_norms_whose_results_are_unused(ranks: Ranks, n: int) -> None:
+    for found in [statistics(1)] if n == 1 else ranks.run(n, statistics, n):
+        assert max(found) < 1e-9
+
+
 def accumulate() -> Outcome:
     model = build(layers=1, tie=True)
     alone, run = copy.deepcopy(model), sp(model, mesh=worker.mesh())

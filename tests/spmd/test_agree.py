@@ -46,6 +46,8 @@ def test_options_are_not_ignored() -> None:
         torch.compile(Attention(), backend="sp", mode="max-autotune")(torch.randn(1, 8, 8))
     with pytest.raises(sp_compile.SpError, match="attention='torus'"):
         sp_compile.explain(Attention(), torch.randn(1, 8, 8), attention="torus")
+    with pytest.raises(sp_compile.SpError, match="sp=0: expected a number of ranks"):
+        sp_compile.verify(Attention(), torch.randn(1, 8, 8), sp=0)
     with pytest.raises(sp_compile.SpError, match="outputs"):
         sp_compile.verify(Attention(), torch.randn(1, 8, 8), outputs="local")
 
