@@ -48,7 +48,7 @@ NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do n
 
 def _movement(node: Any) -> tuple[Node, Factors] | None:
     """The operand whose elements are all that the result has, and the rule that says where they go."""
-    found = lookup(node) if is_tensor(node) and not is_written(node) else None
+    found = lookup(node) if is_tensor(node) and not _is_private(node) else None
     if found is None or node.target.namespace != "aten" or NO_MOVES.match(str(node.target)[5:]):
         return None
     call, rule = found
@@ -57,6 +57,11 @@ def _movement(node: Any) -> tuple[Node, Factors] | None:
     lent = [x for x in call.operands[1:] if x is not call.get("other")]  # view_as, type_as: its shape, its dtype
     moves = rule is not None and rule.lazy and (rule.reshapes or rule.spans or not rule.kinds)
     return (call.operands[0], rule) if moves and rule is not None and not lent else None
+
+
+def _is_private(node: Node) -> bool:
+    """Is it the clone that functionalize has made for an op without a functional form, which writes it?"""
+    return node.target is aten.clone.default and is_written(node)
 
 
 def source_of(node: Any) -> Node | None:
