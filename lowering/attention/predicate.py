@@ -209,6 +209,7 @@ TENSORS = Algebra(
 )
 
 
+SHOWN = 1000  # characters of a text, in an error message
 _SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
 _STRICT = (sympy.StrictLessThan, sympy.StrictGreaterThan)
 _WEAK = (sympy.LessThan, sympy.GreaterThan)
@@ -234,7 +235,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{one.__name__: one for one in (sympy.Mod, sympy.Min, sympy.Max, sympy.Abs, sympy.floor)},
     **{name: getattr(sympy, name) for name in ("And", "Or", "Not", "Eq", "Ne", "Lt", "Le", "Gt", "Ge")},
     "PythonMod": sympy.Mod,
-    "FloorDiv": lambda a, b: sympy.floor(a / b),
+    "FloorDiv": _OPERATIONS[ast.FloorDiv],
 }
 """All that a predicate may say. Its text may come from a file, so nothing of it is ever executed."""
 
@@ -259,9 +260,6 @@ def parse(text: str) -> Any:
     return expr
 
 
-SHOWN = 1000  # characters of a text, in an error message
-
-
 def _read(node: ast.AST) -> Any:
     """The value of a part of the text. ValueError for what is not in the language."""
     match node:
@@ -273,12 +271,12 @@ def _read(node: ast.AST) -> Any:
             return sympy.Symbol(name, integer=True)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
             return _OPERATIONS[type(op)](_read(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if (
+            type(op) in _OPERATIONS
+        ):
             return _OPERATIONS[type(op)](_read(left), _read(right))
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if 0 <= power <= 8:
             return _read(left) ** power
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATIONS:
-            return _OPERATIONS[type(op)](_read(left), _read(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*map(_read, args))
     raise ValueError(f"a predicate has no {type(node).__name__}")
