@@ -10,7 +10,7 @@ WORKERS ?= 2
 FILES ?=
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow quick bench lint format clean
+.PHONY: demo test test-slow fuzz quick bench lint format clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py
@@ -23,6 +23,10 @@ quick: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow $(FILES)
+
+# Other random programs than the ones that `make test` always draws.
+fuzz: $(VENV)/.test
+	$(PYTEST) -m hypothesis --hypothesis-profile=fuzz $(FILES)
 
 bench: $(VENV)/.examples
 	$(BIN)/python benchmarks/memory.py

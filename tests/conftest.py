@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from support.ranks import Ranks
+
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
+settings.load_profile("suite")  # the same programs each time; `make fuzz` draws others
 
 QUICK = """
 test_layers.py capture cost sharding/test_rules.py

@@ -39,7 +39,7 @@ def covered(blocks: Sequence[Block], q_rows: Any, k_rows: Any, q_len: int, k_len
     return counts
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.data())
 def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
     draw = data.draw

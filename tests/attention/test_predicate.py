@@ -48,7 +48,7 @@ def bounds(least: int, most: int, width: int) -> Any:
     return st.tuples(st.integers(least, most), st.integers(0, width)).map(lambda x: (x[0], x[0] + x[1]))
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(st.sampled_from(PREDICATES), st.data())
 def test_verdicts_hold_for_every_pair(text: str, data: st.DataObject) -> None:
     limits = {"q": (0, 12, 4), "k": (0, 12, 4), "row0": (0, 3, 1), "col0": (-1, 2, 1), "n0": (0, 5, 0)}

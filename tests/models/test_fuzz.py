@@ -17,7 +17,7 @@ def _run(program: Program, sizes: tuple[int, int, int], ranks: int, dim: int, dy
         check(program, *_inputs(sizes), sp=ranks, seq_dims={"x": dim})
 
 
-SETTINGS = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(suppress_health_check=list(HealthCheck))
 
 
 @settings(SETTINGS, max_examples=60)

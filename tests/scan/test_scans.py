@@ -73,7 +73,7 @@ def test_every_way(op: str, dtype: torch.dtype) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 def test_segments_of_any_lengths(data: st.DataObject) -> None:
     """Each segment is what torch makes of it alone, whatever broadcasts, and whatever the strides."""
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))

@@ -72,7 +72,7 @@ partitions = st.permutations(range(6)).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(partitions, min_size=1, max_size=3))
 def test_against_matrices(parts: list) -> None:
     """A reduction is a 0/1 matrix of ranks x ranks; a chain of them is their product."""
