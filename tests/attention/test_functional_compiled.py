@@ -82,7 +82,7 @@ def _any_length(op: str, mesh: str) -> list[float]:
     return _differences(op, mesh, [8, 12, 24], backend="aot_eager", fullgraph=True, dynamic=True)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(("n", "mesh", "op"), WHERE)
 def test_one_graph_of_any_length(ranks, n: int, mesh: str, op: str) -> None:
     for worst in ranks.run(n, _any_length, op, mesh):
