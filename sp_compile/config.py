@@ -59,6 +59,8 @@ class SPConfig:
         predicts that this is faster; "always": wherever it is exact; "intra_node": over ranks of one machine; "never".
         The axes have to be declared: `sp_compile.declare_groups(mesh)`.
     activation_memory_budget: 0..1, handed to AOTAutograd's partitioner; None leaves it alone.
+    check_every: after how many calls the ranks compare all weights and buffers again, as on the first one; 0: never.
+        Tokens, modes, sizes and options are compared on every call.
     compiler: "inductor", "aot_eager", or any torch.compile backend (a name or a callable), which gets the local graph;
         only the two named have a place for passes on collectives, so with others those stay as the program has them.
 
@@ -78,6 +80,7 @@ class SPConfig:
     sequence_parallel_linear: str = "auto"
     merge_reductions: str = "auto"
     activation_memory_budget: float | None = None
+    check_every: int = 100
     compiler: str | Callable[..., Any] = "inductor"
 
     def __post_init__(self) -> None:
@@ -99,6 +102,8 @@ class SPConfig:
                 f"merge_reductions={self.merge_reductions!r}: compiler={self.compiler!r} has no place for passes on "
                 f"collectives; use one of {', '.join(map(repr, JOINT_COMPILERS))}"
             )
+        if not isinstance(self.check_every, int) or self.check_every < 0:
+            raise SpError(f"check_every={self.check_every!r}: expected a number of calls, 0 for never")
         budget = self.activation_memory_budget
         if budget is not None and not 0 <= budget <= 1:
             raise SpError(f"activation_memory_budget={budget}: expected a number from 0 to 1")

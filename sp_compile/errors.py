@@ -16,6 +16,8 @@ from ._compat import ShortenTraceback
 
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in .*\n((?:(?!\s*File ").*\n?)?)', re.MULTILINE)
 
+_OUTERMOST = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.*)$', re.MULTILINE)
+
 
 class SpError(ValueError):
     """The program, an option or a rule can not be handled; the message says where and what to do."""
@@ -52,6 +54,12 @@ def at(node: Node) -> str:
 def trace_of(node: Node) -> str:
     """The stack trace of the call that made the node; "" if nobody noted it."""
     return node.meta.get("stack_trace") or ""
+
+
+def first_frame(trace: str) -> str:
+    """The outermost frame of a stack trace: "forward at model.py:12"; "" of none."""
+    found = _OUTERMOST.search(trace)
+    return f"{found[3]} at {Path(*Path(found[1]).parts[-2:])}:{found[2]}" if found else ""
 
 
 def source_line(trace: str) -> str:

@@ -140,6 +140,7 @@ _COMPILES = "returns a module that is not compiled yet: leave it out, and {} whe
 BEHIND = {
     "inputs": "has a program whose sequence length is set already: compile the model with backend='sp' for that",
     "compiler": _COMPILES.format("name the compiler"),
+    "check_every": "makes a graph, whose calls nobody compares: leave it out",
     "activation_memory_budget": _COMPILES.format("set torch._functorch.config.activation_memory_budget"),
     "sequence_parallel_linear": "changes no layers over groups of the program's own, as only backend='sp' does: "
     "leave it out",

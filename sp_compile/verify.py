@@ -60,7 +60,10 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
 
 
 _WHOLE = "compares whole results and gradients: leave it out"
-IN_A_LOOK = {"activation_memory_budget": "says nothing of what is kept for a backward: leave it out"}
+IN_A_LOOK = {
+    "activation_memory_budget": "says nothing of what is kept for a backward: leave it out",
+    "check_every": "has one process, with nobody to compare with: leave it out",
+}
 IN_A_COMPARISON = {**IN_A_LOOK, "inputs": _WHOLE, "outputs": _WHOLE, "param_grads": _WHOLE}
 """Options that `explain` and `verify` refuse, and why."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -41,11 +42,28 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
-def default_timeout() -> timedelta | None:
-    """After how long a collective of the default group gives up; new_group takes a longer one unless told."""
-    group = dist.group.WORLD
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """After how long a collective of the group gives up."""
     backend = group._get_backend(dist.distributed_c10d._get_pg_default_device(group))
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+    return getattr(getattr(backend, "options", None), "_timeout", None) or timedelta(minutes=30)
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that the ranks of the group have met in."""
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+def gloo_group(store: dist.Store, rank: int, size: int) -> Any:
+    """A communicator on the CPU that is in no table of torch's: neither destroyed nor named with the others.
+
+    It never gives up by itself, so that whoever waits can look around and wait on.
+    """
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(days=7))
+
+
+def keep_for_good(it: object) -> None:
+    """Never destroy it, at the end of the process either."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(it))
 
 
 def group_names(mesh: dist.DeviceMesh) -> list[str]:
@@ -74,3 +92,10 @@ def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch
 
     memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     return memory, _symmetric_memory.rendezvous(memory, group)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Has a collective waited for a rank in vain, or lost it?"""
+    named = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
+    words = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error")
+    return isinstance(error, named) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))

@@ -16,7 +16,7 @@ from torch import Tensor
 from sp_compile._compat import FakeTensor, is_functorch_tensor
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, did_you_mean
-from sp_compile.spmd.check_call import agree
+from sp_compile.spmd.message import Message, agree
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -27,10 +27,11 @@ def require(name: str, problem: str | None, describe: Callable[[], str], ranks: 
     describe: what must be the same on every rank, or exchanges would not meet; same: that in words. ranks: None of a
     call whose ranks are not compared.
     """
-    problem = None if problem is None else f"{name}: {problem}"
+    problem = "" if problem is None else f"{name}: {problem}"
     if ranks is not None:
-        agree(name, problem, "" if problem else describe(), ranks, same)
-    if problem is not None:
+        call = {} if problem else {"call": describe()}
+        agree(ranks, Message("calls", name, fields=call, error=problem), f"{name}: the ranks' calls differ", same)
+    if problem:
         raise SpError(problem)
 
 

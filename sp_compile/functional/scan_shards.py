@@ -23,7 +23,7 @@ from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import in_order
 from sp_compile.lowering.library import tag_programs
-from sp_compile.spmd.check_call import numbers
+from sp_compile.spmd.message import Message, ask
 
 from .call import LAYOUTS, frame, wrong_choice
 
@@ -124,7 +124,11 @@ class Shards:
 
     def any(self, mine: bool) -> bool:
         """Is it so on some rank?"""
-        return any(flag for (flag,) in numbers([mine], self.ranks))
+        return any(self._answers(mine))
+
+    def _answers(self, mine: Any) -> list[Any]:
+        """What every rank says of its shard."""
+        return [one.answer for one in ask(self.ranks, Message("calls", "a scan of shards", asks=True, answer=mine))]
 
     def ungrouped(self, ids: Tensor, dim: int) -> bool:
         """Does an id come again, on whichever rank, after another one? Gathers ids that are not in order."""
@@ -134,7 +138,7 @@ class Shards:
         rows = ids.unflatten(0, (self.folds, ids.shape[0] // self.folds))
         ends = in_order(current().all_gather(rows[:, [0, -1]], n, group), lies, n).flatten(0, 1)
         ascends, descends = (bool(beats(rows[:, 1:], rows[:, :-1]).all()) for beats in (torch.ge, torch.le))
-        local = numbers([ascends, descends], self.ranks)
+        local = self._answers([ascends, descends])
         for sorted_, beats in zip(zip(*local), (torch.ge, torch.le)):
             if all(sorted_) and bool(beats(ends[1:], ends[:-1]).all()):
                 return False

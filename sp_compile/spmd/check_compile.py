@@ -15,12 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sp_compile._compat import real_tensors
 from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError
 
-from .check_call import gathered
-from .check_run import COMPILES, exchange_words, failures, of_two_minds, stop
+from .message import COMPILES, STOPS, Message, ask, astray, exchanged, failures
 
 
 class Lockstep:
@@ -38,19 +36,15 @@ class Lockstep:
 
         Raises SpError on every rank of a group that is of two minds, and of the groups that they are in.
         """
-        groups = dict.fromkeys([*(ranks for ranks, _ in self.left), *also])
-        error: RanksDiffer | None = None
-        with real_tensors():
-            for ranks in filter(lambda r: r.exchanges, groups):
-                if error is not None:
-                    stop(ranks)
-                    continue
-                everyone = exchange_words(ranks, [COMPILES, 0, 0, 0, 0])
-                if any(words[0] != COMPILES for words in everyone):
-                    error = RanksDiffer(of_two_minds(everyone))
-        if error is not None:
+        strayed = ""
+        for ranks in dict.fromkeys([*(ranks for ranks, _ in self.left), *also]):
+            if strayed:
+                exchanged(ranks, STOPS)
+            elif ranks.exchanges:
+                strayed = astray(exchanged(ranks, Message(COMPILES)) or ())
+        if strayed:
             self.left = []
-            raise error
+            raise RanksDiffer(strayed)
 
     def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
         """Ask these no more; for reasons that all ranks of the group know."""
@@ -62,29 +56,29 @@ class Lockstep:
         Raises SpError on every rank if one has failed, with what that one said.
         """
         while self.left and self.left[0] != (ranks, question):
-            self._exchange(self.left.pop(0)[0], None, None)
+            self._answer(None)
         if not self.left:
             raise AssertionError(f"nobody else asks {question!r} over {ranks} now")
         self.left.pop(0)
-        everyone = self._exchange(ranks, mine, None)
+        everyone = ask(ranks, Message(COMPILES, question, asks=True, answer=mine))
         group = ranks.process_group
         numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)
-        failed = failures([error for _, error in everyone], numbers)
+        failed = failures([one.error for one in everyone], numbers)
         if failed:
             raise RemoteError(failed)
-        return [answer for answer, _ in everyone]
+        return [one.answer for one in everyone]
 
     def finish(self, error: Exception | None = None) -> None:
         """Answer what the others will still ask."""
-        words = None if error is None else str(error) or type(error).__name__
         while self.left:
-            self._exchange(self.left.pop(0)[0], None, words)
+            self._answer(error)
 
-    def _exchange(self, ranks: Ranks, mine: Any, error: str | None) -> list[tuple[Any, str | None]]:
-        if not ranks.exchanges:
-            return [(mine, error)] * ranks.n
-        with real_tensors():
-            return gathered((mine, error), ranks.process_group)
+    def _answer(self, error: Exception | None) -> None:
+        """The next question, which this rank has no use for."""
+        ranks, question = self.left.pop(0)
+        words = "" if error is None else str(error) or type(error).__name__
+        if ranks.exchanges:
+            exchanged(ranks, Message(COMPILES, question, error=words, asks=True))
 
 
 def rounds(groups: Sequence[Ranks], question: str) -> list[tuple[Ranks, str]]:

@@ -1,28 +1,33 @@
-"""Ranks agree before they run: the same graph and the same sizes everywhere, or every rank raises and none hangs.
+"""Ranks agree before they run, and before each backward: the same program, call, mode and inputs, or all of them raise.
 
-One small all-gather a call, in front of the compiled graph. A rank that could not compile takes part as well, so that
-its error reaches the others instead of leaving them in a collective.
+One exchange of a few bytes a call, in front of the compiled graph. A rank that could not compile takes part as well, so
+that its error reaches the others instead of leaving them in a collective. A collective that waits in vain for a rank
+becomes an SpError with what is known of that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
+from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
-from .check_call import gathered, hashed
 from .fingerprint import Program, TextLine, names_group
+from .message import STOPS, Message, agree, astray, exchanged, failures, hashed, unlike_fields
+from .wire import wire_of
 
 SMALL = 64  # values of a constant that are compared
+FEW = 4096  # floats that are compared on every call
 SHOWN = 8  # inputs that differ between the ranks, in an error message
 
 
@@ -72,52 +77,22 @@ def _is_unused_symbol(node: Node) -> bool:
     return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
 
 
-RUNS, FAILED, COMPILES, STOPPED = range(4)  # what a rank is about to do: the first of the words that ranks exchange
-
-
-def exchange_words(ranks: Ranks, words: Sequence[int]) -> list[list[int]]:
-    """Every rank's five words. The only first exchange there is, so that whatever ranks are about to do, they meet."""
-    group = ranks.process_group
-    on_cpu = "gloo" in str(dist.get_backend(group)) or not torch.cuda.is_available()
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    sent = torch.tensor(words, dtype=torch.int64, device=device)
-    received = [torch.empty_like(sent) for _ in range(ranks.n)]
-    dist.all_gather(received, sent, group=group)
-    return [words.tolist() for words in received]
-
-
-def stop(ranks: Ranks) -> None:
-    """Tell a group, in place of whatever it waits for, that this rank has met an error among others."""
-    if ranks.n > 1:
-        exchange_words(ranks, [STOPPED, 0, 0, 0, 0])
-
-
-def of_two_minds(everyone: Sequence[Sequence[int]]) -> str:
-    """Some ranks compile the program for this call and the others have compiled it before, or some have stopped."""
-    stopped = [r for r, words in enumerate(everyone) if words[0] == STOPPED]
-    if stopped:
-        return (
-            f"rank {', '.join(map(str, stopped))} of {len(everyone)} does not take part in this call: ranks of another "
-            "of its groups disagree, and its own error says on what"
-        )
-    alone = [r for r, words in enumerate(everyone) if words[0] == COMPILES]
-    return (
-        f"rank {', '.join(map(str, alone))} of {len(everyone)} compiles the program anew for this call and the others "
-        "do not: every rank of a group that a program exchanges over has to call it with the same sizes and numbers. "
-        "Pad what has another size; pass a number that changes as a tensor; TORCH_LOGS=recompiles says why it compiles"
-    )
+INPUT = "input "  # fields of a message that tell of an input
+CHECKED = " with checksum "
 
 
 @dataclass(eq=False)
 class CheckedProgram:
-    """Calls `run` once all ranks have shown the same fingerprint and the same input sizes.
+    """Calls `run` once all ranks have said the same of themselves and their inputs.
 
     run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the same.
-    names: as `input_names` gives them.
-    equal: the inputs whose values must be the same on every rank; compared on the first call, as checksums. always: of
-    those, the ones that are compared on every call.
-    Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, or
-    was given other sizes or values.
+    names: as `input_names` gives them. subject: what a person calls it. options: as `settings` gives them.
+    equal: the inputs whose values must be the same on every rank; compared on the first call of each model and again
+    every `check_every` calls, as checksums. always: the ones that are compared on every call, and so are `arguments`
+    if they are small; shared: those that were found equal when the program was compiled. backward: compare the
+    backwards, too.
+    Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
+    in another mode or at another call, or was given other sizes or values.
     """
 
     run: Callable[..., Any] | None
@@ -127,57 +102,126 @@ class CheckedProgram:
     error: Exception | None = None
     equal: frozenset[str] = frozenset()
     always: frozenset[str] = frozenset()
-    first: bool = True
+    subject: str = "a program"
+    options: Mapping[str, str] = field(default_factory=dict)
+    backward: bool = False
+    check_every: int = 0
+    arguments: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
+    called: set[str] = field(default_factory=set)
 
     def __call__(self, *args: Any) -> Any:
-        if self.ranks.n > 1:
-            self._agree(args)
+        if any(isinstance(a, FakeTensor) for a in args):  # somebody traces the call, and nothing runs
+            assert self.run is not None
+            return self.run(*args)
+        call = self._agree(args) if self.ranks.n > 1 else Message("calls")
         if self.error is not None:
             raise self.error
         assert self.run is not None
-        return self.run(*args)
+        with self._told(call):
+            out = self.run(*args)
+        if self.backward and torch.is_grad_enabled():
+            self._watch(out, call)
+        return out
 
-    def _agree(self, args: Sequence[Any]) -> None:
-        given = {name: _size(a) for name, a in zip(self.names, args) if name}
-        words = [RUNS if self.error is None else FAILED, self.program.digest, hashed(" ".join(given.values())), 0, 0]
-        if self.error is None:
-            compared = self.always | self.equal if self.first else self.always
-            values = {name: checksum(a) for name, a in zip(self.names, args) if name in compared}
-            words[3] = hashed(" ".join(v for name, v in values.items() if name in self.always))
-            if self.first:  # a rank whose call is not its first says nothing of the others
-                words[4] = hashed(" ".join(values.values()))
-            given.update({name: f"{given[name]} with checksum {value}" for name, value in values.items() if value})
-        self.first = False
-        everyone = exchange_words(self.ranks, words)
-        if any(theirs[0] in (COMPILES, STOPPED) for theirs in everyone):
-            error = SpError(of_two_minds(everyone))
-        elif not _agree_on(everyone):
-            error = SpError(self._disagreement(everyone, given))
-        else:
-            return
+    def _agree(self, args: Sequence[Any]) -> Message:
+        wire, subject, number = wire_of(self.ranks), self.subject, 0
+        if wire is not None:
+            which = wire.model(args)
+            subject += f" of model {which}" if which > 1 else ""
+            wire.calls[subject] += 1
+            number = wire.calls[subject]
+        first = subject not in self.called
+        self.called.add(subject)
+        again = bool(self.check_every) and number % self.check_every == 0
+        mine = Message("calls", subject, number, self._fields(args, first or again), _words(self.error))
+        everyone = exchanged(self.ranks, mine)
+        problem = self._difference(everyone) if everyone is not None else ""
+        if not problem:
+            return mine
         inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
         while isinstance(inner, CheckedProgram):
-            stop(inner.ranks)
+            exchanged(inner.ranks, STOPS)
             inner = inner.run
-        raise error from self.error
+        raise SpError(problem) from self.error
 
-    def _disagreement(self, everyone: list[list[int]], given: Mapping[str, str]) -> str:
-        """Every rank is here, so more exchanges, of words this time, are safe."""
-        told: list[tuple[str, dict[str, str]]] = gathered((_words(self.error), given), self.ranks.process_group)
-        if isinstance(self.error, RemoteError) and not any(error for error, _ in told):
+    def _fields(self, args: Sequence[Any], everything: bool) -> dict[str, str]:
+        """What this rank says of a call. everything: of all values, not only of those that change from call to call."""
+        compared = self.always | self.equal if everything else self.always
+        small = frozenset() if everything else self.arguments
+        out = {"mode": mode(), **self.options}
+        wanted = []
+        for name, a in zip(self.names, args):
+            if not name:
+                continue
+            asked = name in compared or (name in small and is_small(a))
+            value = checksum(a) if self.error is None and asked else ""
+            out[INPUT + name] = _size(a) + (f"{CHECKED}{value}" if value else "")
+            if isinstance(a, torch.Tensor) and a.requires_grad:
+                wanted.append(name)
+        return {**out, "gradients": " ".join(wanted), "program": str(self.program.digest)}
+
+    def _difference(self, everyone: Sequence[Message]) -> str:
+        """Why ranks cannot go on; "" if they can: what only some of them say is not compared."""
+        strayed = astray(everyone)
+        if strayed:
+            return strayed
+        if isinstance(self.error, RemoteError) and not any(one.error for one in everyone):
             return str(self.error)
-        failed = failures([error for error, _ in told], range(self.ranks.n))
+        failed = failures([one.error for one in everyone], range(self.ranks.n))
         if failed:
             return failed
+        common = [_only(one, "mode", *self.options) for one in everyone]
+        same = "every rank passes the same options and is in the same mode"
+        other = unlike_fields(common, "call one program in different ways", same)
+        if other:
+            return other
         lines: list[str] = []
-        if len({words[1] for words in everyone}) > 1:
+        if len({one.fields["program"] for one in everyone}) > 1:
             lines = self.program.first_difference(self.ranks)
-        return explained(everyone, [one for _, one in told], lines)
+        return explained(everyone, lines, self.shared)
+
+    @contextmanager
+    def _told(self, what: Message) -> Iterator[None]:
+        """Say why this rank stops, and of an exchange that waits in vain what is known of the others."""
+        wire, begun = wire_of(self.ranks), time.monotonic()
+        try:
+            yield
+        except SpError:
+            raise
+        except BaseException as error:
+            if wire is None:
+                raise
+            if is_lost(error):
+                raise SpError(wire.lost(str(what), time.monotonic() - begun, error)) from error
+            wire.stop(f"{type(error).__name__} when it {what}: {str(error)[:200]}")
+            raise
+
+    def _watch(self, out: Any, call: Message) -> None:
+        """Compare the backward of a call over the ranks, when it begins."""
+        mine = Message("runs the backward of", call.subject, call.number)
+        for node in compiled_backwards(pytree.tree_leaves(out), lambda: self._told(mine)):
+            node.register_prehook(lambda grads: self._begin(mine))
+
+    def _begin(self, mine: Message) -> None:
+        agree(self.ranks, mine, "", "")
 
 
-def _agree_on(everyone: Sequence[Sequence[int]]) -> bool:
-    alike = len({words[4] for words in everyone if words[4]}) <= 1
-    return alike and all(words[:4] == everyone[0][:4] for words in everyone) and everyone[0][0] == RUNS
+def is_small(a: Any) -> bool:
+    """Integers, as tokens are, and few floats: what costs nothing to compare on every call."""
+    return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW)
+
+
+def mode() -> str:
+    """What of torch's state changes what a program does: grad and inference mode, autocast."""
+    kinds = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
+    casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
+    grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
+    return ", ".join([grad, *(f"autocast {cast}" for cast in casts)])
+
+
+def _only(message: Message, *names: str) -> Message:
+    return replace(message, fields={name: message.fields.get(name, "") for name in names})
 
 
 LATER = (
@@ -186,28 +230,42 @@ LATER = (
 )
 
 
-def explained(everyone: Sequence[Sequence[int]], inputs: Sequence[Mapping[str, str]], lines: Sequence[str]) -> str:
-    """What is not the same on all ranks, in words. inputs: every rank's; lines: where their programs differ."""
+def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozenset[str]) -> str:
+    """What is not the same on all ranks, in words; "" if nothing is.
+
+    lines: where their programs differ. shared: the inputs that were equal when the program was compiled.
+    """
+    inputs = [{k.removeprefix(INPUT): v for k, v in one.fields.items() if k.startswith(INPUT)} for one in everyone]
     first = inputs[0]
-    names = [name for name in {**first, **inputs[-1]} if len({one.get(name) for one in inputs}) > 1]
+    names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]
     names.sort(key=lambda name: "(" not in first.get(name, "("))  # tensors before symbols
     rows = [", ".join(f"{name} {one.get(name, 'missing')}" for name in names[:SHOWN]) for one in inputs]
     what, differs = "different programs", "What differs"
+    same_program = len({one.fields["program"] for one in everyone}) == 1
     if all(one.keys() == first.keys() for one in inputs):
-        if any(words[2] != everyone[0][2] for words in everyone):
+        if len({str([v.partition(CHECKED)[0] for v in one.values()]) for one in inputs}) > 1:
             numbers = bool(names) and "(" not in first[names[0]]
             what = "different numbers" if numbers else "inputs of different sizes"
-        elif all(words[1] == everyone[0][1] for words in everyone):
+        elif same_program and names:
             what = "different values"
+        elif same_program:
+            wanted = [_only(one, "gradients") for one in everyone]
+            return unlike_fields(wanted, "want gradients of different inputs", "every rank sets requires_grad alike")
         elif lines:
             differs = "What differs first"
             rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
     per_rank = [f"  rank {r}: {row or 'the same inputs as the others'}" for r, row in enumerate(rows)]
-    later = what == "different values" and any(words[3] != everyone[0][3] for words in everyone)
+    later = what == "different values" and not shared.isdisjoint(names)
     return (
         f"the {len(inputs)} ranks of this group were given {what}; every rank has to call the same model, with the "
         f"same weights, on the same arguments. {differs}:\n" + "\n".join(per_rank) + (LATER if later else "")
     )
+
+
+def _differ(values: Sequence[str | None]) -> bool:
+    """Do they? A checksum that a rank does not tell differs from none."""
+    parts = [(None, "", "") if value is None else value.partition(CHECKED) for value in values]
+    return len({size for size, *_ in parts}) > 1 or len({value for *_, value in parts if value}) > 1
 
 
 def _size(a: Any) -> str:
@@ -215,13 +273,6 @@ def _size(a: Any) -> str:
     if isinstance(a, torch.Tensor) and a.ndim == 0 and a.device.type == "cpu":
         return str(a.item())
     return str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a)
-
-
-def failures(errors: Sequence[str | None], ranks: Sequence[int]) -> str:
-    """What failed, and on which of the ranks; "" if nothing did."""
-    failed = {error: [str(r) for r, e in zip(ranks, errors) if e == error] for error in errors if error}
-    each = "\n".join(f"rank {', '.join(who)}: {error}" for error, who in failed.items())
-    return f"the model could not be compiled on {each}" if failed else ""
 
 
 def _words(error: Exception | None) -> str:

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile._compat import default_timeout, process_groups
+from sp_compile._compat import group_timeout, process_groups
+from sp_compile.config import Ranks
 from sp_compile.cost.measure import reductions
 from sp_compile.errors import SpError
 
-from .check_call import gathered
 from .groups import Groups, Partition, reduced, subsets
+from .message import Message, ask, spoken
 
 _declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 
@@ -53,7 +54,10 @@ def declare_groups(
     """
     if not dist.is_initialized():
         raise SpError("declare_groups: there is no process group: call torch.distributed.init_process_group()")
-    every: list[_Declaration] = gathered(_declaration(mesh, unions, measure), dist.group.WORLD)
+    world = dist.group.WORLD
+    ranks = Ranks(world.size(), world.group_name)
+    mine = Message("declares groups", asks=True, answer=_declaration(mesh, unions, measure))
+    every: list[_Declaration] = [one.answer for one in ask(ranks, mine)]
     axes = _agreed(every)
     names, turns = _communicators(axes, every)
     near = _reached(dist.get_rank(), [groups for _, groups in names])
@@ -64,11 +68,11 @@ def declare_groups(
     if every[0].measure and where is not None:
         lines, in_turn = reductions(names, turns, _device(every[0].device), _device(where))
         table = replace(table, lines=lines, turns=in_turn)
-    world = dist.group.WORLD
     _declared[world] = _declared.get(world, Groups()).with_(table)
     return table
 
 
+@spoken
 @dataclass(frozen=True)
 class _Axis:
     """A process group of one rank. backend: as torch spells which one of each device, "cpu:gloo,cuda:nccl"."""
@@ -78,6 +82,7 @@ class _Axis:
     backend: str
 
 
+@spoken
 @dataclass(frozen=True)
 class _Declaration:
     """What a rank tells the others."""
@@ -222,7 +227,7 @@ def _communicator(groups: Partition, like: str, every: Sequence[_Declaration]) -
             name = common[0].name
         else:
             backend = axis.backend if axis.backend != usual else None
-            made = dist.new_group(list(ranks), default_timeout(), backend)
+            made = dist.new_group(list(ranks), group_timeout(dist.group.WORLD), backend)
             name = ""
         if dist.get_rank() in ranks:
             mine = name or made.group_name

@@ -18,10 +18,10 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import known_process_group, namespace_of, pytree, real_tensors, size_hint
 from sp_compile.config import Ranks
-from sp_compile.errors import source_line, trace_of
+from sp_compile.errors import first_frame, source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
-from .check_call import gathered, hashed
+from .message import Message, ask, hashed, spoken
 from .named_groups import every_node, is_collective
 
 WIDTH = 160  # characters of a line in an error message
@@ -47,20 +47,25 @@ class Program:
 
         Empty if they do not differ. Two exchanges: of a digest a line, then of one line a rank.
         """
-        group = ranks.process_group
-        hashes: list[list[int]] = gathered([hashed(line.text) for line in self.lines], group)
+        hashes: list[list[int]] = _told(ranks, [hashed(line.text) for line in self.lines])
         shortest, longest = min(map(len, hashes)), max(map(len, hashes))
         differ = (i for i in range(shortest) if len({one[i] for one in hashes}) > 1)
         first = next(differ, shortest)
         if first == longest:
             return []
         if first == len(self.lines):
-            return gathered("nothing more", group)
+            return _told(ranks, "nothing more")
         _, name, trace = self.lines[first]
         short = name if len(name) <= WIDTH else name[: WIDTH - 3] + "..."
-        return gathered(f"{short} at {source_line(trace)}", group)
+        return _told(ranks, f"{short} at {source_line(trace)}")
 
 
+def _told(ranks: Ranks, mine: Any) -> list[Any]:
+    """What every rank tells of its program."""
+    return [one.answer for one in ask(ranks, Message("compares", "programs", asks=True, answer=mine))]
+
+
+@spoken
 @dataclass(frozen=True)
 class Text:
     """A graph for comparison. shape: its ops and how they are joined; exchanges: those among its ops, in order;
@@ -69,6 +74,15 @@ class Text:
     shape: int
     exchanges: int
     numbers: tuple[int, ...]
+
+
+def subject_of(gm: GraphModule) -> str:
+    """What a person calls the program: the function that was compiled, and its first line that computes something."""
+    for node in gm.graph.nodes:
+        frame = first_frame(trace_of(node)) if node.op == "call_function" else ""
+        if frame:
+            return frame
+    return "a program"
 
 
 def text_of(gm: GraphModule) -> Text:

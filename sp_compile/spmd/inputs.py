@@ -22,6 +22,7 @@ from sp_compile.lowering.collectives.checksums import is_one_number
 from .check_run import input_names
 from .fingerprint import Text, digest, text_of
 from .grid import Grid
+from .message import spoken
 from .named_groups import has_dtensors, is_collective, named_groups
 
 
@@ -67,6 +68,7 @@ def known(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
     return InputDigests(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs), options)
 
 
+@spoken
 @dataclass(frozen=True)
 class InputDigests:
     """What one rank says: digests of values by name, tensors of one number throughout, shapes, the program's text."""
@@ -134,13 +136,17 @@ def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts
     return frozenset(n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor)))
 
 
-def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -> frozenset[str]:
-    """Inputs whose values the ranks compare: parameters, and global arguments. A buffer may hold what nobody reads."""
-    return frozenset(
-        node.name
-        for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs)
-        if isinstance(example, torch.nn.Parameter) or (inputs == "global" and not record(node).parameter)
-    )
+def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Inputs whose values the ranks compare: the weights and buffers that are read, and the arguments if these are
+    whole; and of those the arguments alone, which change from call to call.
+    """
+    state, arguments = set(), set()
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
+        if isinstance(example, torch.nn.Parameter) or is_module_state(node) or record(node).parameter:
+            state |= {node.name} if node.users else set()
+        elif inputs == "global":
+            arguments.add(node.name)
+    return frozenset(state | arguments), frozenset(arguments)
 
 
 def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:

@@ -15,19 +15,22 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile.config import Ranks, resolve, splits_sequence
+from sp_compile.config import Ranks, SPConfig, resolve, splits_sequence
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
 
 from .check_compile import Lockstep, connected, rounds
 from .check_run import CheckedProgram, fingerprint, input_names
-from .fingerprint import Program, program_of, text_of, unlike
+from .fingerprint import Program, program_of, subject_of, text_of, unlike
 from .grid import grids
 from .inputs import Facts, are_apart, check_options, equal_arguments, equal_inputs, facts_of, known, sized_inputs
+from .message import spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
+from .settings import settings
 
 ALONE = Ranks(1, "")
+spoken(Machine)
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
 OF_PASSES = ("rows", "text", "exchanges")  # what passes over one group's collectives ask
 
@@ -52,6 +55,8 @@ class Session:
     ) -> None:
         given = options or {}
         mesh, mesh_dim = given.get("mesh"), given.get("mesh_dim")
+        self.check_every = int(given.get("check_every", SPConfig.check_every) or 0)
+        self.said = settings(given)
         self.options = str({name: given[name] for name in JOINT_OPTIONS if name in given})
         self.groups = groups_of(gm, inputs) if gm is not None else []
         self.splits = not self.groups or splits_sequence(mesh, mesh_dim, self.groups)
@@ -205,11 +210,24 @@ class Session:
         run, local: what this rank compiled, of which graph; None where that failed with `error`, which every call
         raises on all ranks. inputs: the option. scattered: the groups that share work where values are equal.
         """
+        subject = subject_of(gm)
         if self.split:
             done = run is not None and local is not None
             program = fingerprint(local) if done else Program()
-            equal = equal_inputs(gm, example_inputs, inputs) if done else frozenset()
-            run = CheckedProgram(run, self.ranks, program, input_names(gm), error, equal)
+            equal, arguments = equal_inputs(gm, example_inputs, inputs) if done else (frozenset(), frozenset())
+            run = CheckedProgram(
+                run,
+                self.ranks,
+                program,
+                input_names(gm),
+                error,
+                equal,
+                subject=subject,
+                options=self.said,
+                backward=True,
+                check_every=self.check_every,
+                arguments=arguments,
+            )
             error = None
         elif error is not None and not self.groups:
             return CheckedProgram(None, ALONE, Program(), [], error)
@@ -218,7 +236,9 @@ class Session:
             compares = run is not None and ranks.group in scattered
             always = equal_arguments(gm, example_inputs, facts) if compares else frozenset()
             names = sized_inputs(gm, example_inputs, facts)
-            run = CheckedProgram(run, ranks, program_of(gm), names, error, always=always)
+            run = CheckedProgram(
+                run, ranks, program_of(gm), names, error, always=always, subject=subject, shared=always
+            )
         assert run is not None
         return run
 

@@ -1,0 +1,190 @@
+"""What a rank says before it does something that takes every rank of a group, and what follows if they do not agree.
+
+There is one exchange for all situations: before an eager call, while compiling, before and behind a compiled program,
+where groups are declared. Ranks that are about to do different things therefore meet and hear of it, all of them.
+
+    agree(ranks, Message("calls", "forward at train.py:12", 7, {"input ids": "(2, 4096)", ...}))
+    ask(ranks, Message("compiles", ..., answer=facts))      every rank's answer
+
+First go 40 bytes a rank: digests, and how long the message is. Only where these differ, or somebody asks or has failed,
+does the message itself follow, as JSON: it cannot execute anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from sp_compile.config import Ranks
+from sp_compile.errors import SpError
+
+from .wire import gather, wire_of
+
+SHOWN = 8  # fields that differ, in an error message
+WIDTH = 200  # characters of a value
+
+
+@dataclass(frozen=True)
+class Message:
+    """doing: a verb; with subject and number of what: the program and its call. All of it has to be the same on every
+    rank, and so have the fields that ranks have in common. error: why this rank stops. asks: does every rank want to
+    know every other's `answer`?
+    """
+
+    doing: str
+    subject: str = ""
+    number: int = 0
+    fields: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
+    asks: bool = False
+    answer: Any = None
+
+    def __str__(self) -> str:
+        number = f" (number {self.number})" if self.number else ""
+        return f"{self.doing} {self.subject}{number}".strip()
+
+    def header(self, body: bytes) -> list[int]:
+        """Equal on all ranks where nobody has to read the bodies."""
+        compared = hashed(json.dumps([self.doing, self.subject, self.number, dict(self.fields)]))
+        return [compared, bool(self.error), self.asks, len(body)]
+
+
+COMPILES = "compiles"
+STOPS = Message("stops")
+
+
+def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
+    """Every rank's message, in the order of the ranks; None if all say the same and nobody asks or has failed.
+
+    Raises what `Wire.gather` does.
+    """
+    body = json.dumps([_packed(getattr(mine, f.name)) for f in fields(Message)]).encode()
+    wire, saying = wire_of(ranks), str(mine)
+    headers = gather(mine.header(body), ranks, torch.int64, saying)
+    same = all(header[:3] == headers[0][:3] for header in headers)
+    if same and not mine.error and not mine.asks:
+        if wire is not None:
+            wire.seen = [saying] * ranks.n
+        return None
+    longest = max(length for *_, length in headers)
+    bodies = gather(list(body.ljust(longest)), ranks, torch.uint8, saying)
+    everyone = [Message(*map(_unpacked, json.loads(bytes(one)))) for one in bodies]
+    if wire is not None:
+        wire.seen = [f"{one} and failed" if one.error else str(one) for one in everyone]
+    return everyone
+
+
+def agree(ranks: Ranks, mine: Message, what: str, advice: str) -> None:
+    """Raise SpError, the same on every rank, if any has failed or they do not say the same.
+
+    what, advice: what differs where only fields do, and what to do about it.
+    """
+    everyone = exchanged(ranks, mine)
+    problem = difference(everyone, what, advice) if everyone is not None else ""
+    if problem:
+        raise SpError(problem)
+
+
+def ask(ranks: Ranks, mine: Message) -> list[Message]:
+    """Every rank's message, with its answer. Raises SpError on every rank if they are not all about to do the same."""
+    everyone = exchanged(ranks, mine)
+    assert everyone is not None
+    strayed = astray(everyone)
+    if strayed:
+        raise SpError(strayed)
+    return everyone
+
+
+def difference(everyone: Sequence[Message], what: str, advice: str) -> str:
+    """Why ranks cannot go on, in words; "" if they can."""
+    failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error]
+    return "\n".join(failed) or astray(everyone) or unlike_fields(everyone, what, advice)
+
+
+def astray(everyone: Sequence[Message]) -> str:
+    """Are ranks about to do different things?"""
+    if len({(one.doing, one.subject, one.number) for one in everyone}) == 1:
+        return ""
+    each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(everyone))
+    n, stopped = len(everyone), [rank for rank, one in enumerate(everyone) if one == STOPS]
+    alone = [rank for rank, one in enumerate(everyone) if one.doing == COMPILES]
+    if stopped:
+        return (
+            f"rank {_listed(stopped)} of {n} does not take part in this call: ranks of another of its groups disagree, "
+            "and its own error says on what"
+        )
+    if alone and len(alone) < n:
+        return (
+            f"rank {_listed(alone)} of {n} compiles the program anew for this call and the others do not: every rank "
+            "of a group that a program exchanges over has to call it with the same sizes and numbers. Pad what has "
+            "another size; pass a number that changes as a tensor; TORCH_LOGS=recompiles says why it compiles\n" + each
+        )
+    return (
+        f"the {len(everyone)} ranks of this group are about to do different things; every rank has to run the same "
+        f"models and backwards in the same order:\n{each}"
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def failures(errors: Sequence[str], ranks: Sequence[int]) -> str:
+    """What failed, and on which of the ranks; "" if nothing did."""
+    failed = {error: [r for r, e in zip(ranks, errors) if e == error] for error in errors if error}
+    each = "\n".join(f"rank {_listed(who)}: {error}" for error, who in failed.items())
+    return f"the model could not be compiled on {each}" if failed else ""
+
+
+def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
+    """Which fields differ that all ranks have? "" if none does."""
+    names = [name for name in everyone[0].fields if all(name in one.fields for one in everyone)]
+    names = [name for name in names if len({one.fields[name] for one in everyone}) > 1]
+    if not names:
+        return ""
+    rows = [", ".join(f"{name} {one.fields[name][:WIDTH]}" for name in names[:SHOWN]) for one in everyone]
+    each = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
+    return f"the {len(everyone)} ranks of this group {what}; {advice}. What differs:\n{each}"
+
+
+def hashed(text: str) -> int:
+    """63 bits of a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+# What answers are made of, beside JSON's own: tuples, frozen sets, and dataclasses of ours.
+
+_spoken: dict[str, type] = {}
+
+
+def spoken(one: type) -> type:
+    """Let a dataclass be part of an answer; a decorator."""
+    _spoken[one.__name__] = one
+    return one
+
+
+def _packed(value: Any) -> Any:
+    if is_dataclass(value) and type(value).__name__ in _spoken:
+        return {"of": type(value).__name__, "is": [_packed(getattr(value, f.name)) for f in fields(value)]}
+    if isinstance(value, Mapping):
+        return {"of": "dict", "is": [[_packed(k), _packed(v)] for k, v in value.items()]}
+    if isinstance(value, tuple):
+        return {"of": "tuple", "is": [_packed(one) for one in value]}
+    if isinstance(value, frozenset):
+        return {"of": "frozenset", "is": [_packed(one) for one in sorted(value)]}
+    return [_packed(one) for one in value] if isinstance(value, list) else value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    parts = [_unpacked(one) for one in value["is"]]
+    makers = {"dict": dict, "tuple": tuple, "frozenset": frozenset}
+    return makers[value["of"]](parts) if value["of"] in makers else _spoken[value["of"]](*parts)

@@ -1,0 +1,39 @@
+"""What decides over a rank's program beside its graph: the options, and torch's settings. Ranks compare it as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+
+from sp_compile.config import SPConfig
+
+OF_RANKS = ("mesh",)  # names the ranks of one rank's row
+FUNCTORCH = """
+activation_memory_budget activation_memory_budget_solver activation_memory_budget_runtime_estimator
+ban_recompute_long_fusible_chains ban_recompute_materialized_backward ban_recompute_not_in_allowlist
+ban_recompute_reductions ban_recompute_used_far_apart recompute_views aggressive_recomputation
+max_dist_from_bw treat_parameters_as_free_to_save functionalize_rng_ops cse
+""".split()
+INDUCTOR = """
+fallback_random reorder_for_compute_comm_overlap reorder_for_peak_memory bucket_all_gathers_fx bucket_reduce_scatters_fx
+_micro_pipeline_tp joint_graph_constant_folding pattern_matcher
+""".split()
+"""Settings that change which collectives a graph has and in which order, as far as this torch knows them."""
+
+
+def settings(options: Mapping[str, Any]) -> dict[str, str]:
+    """Equal on ranks that would compile one graph to the same exchanges."""
+    given = {**{one.name: one.default for one in fields(SPConfig)}, **options}
+    ours = {f"option {name}": _named(value) for name, value in given.items() if name not in OF_RANKS}
+    theirs: dict[str, str] = {}
+    for config, names in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
+        theirs |= {f"{config.__name__}.{name}": str(getattr(config, name, None)) for name in names}
+    return {**ours, **theirs}
+
+
+def _named(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or repr(value) if callable(value) else repr(value)

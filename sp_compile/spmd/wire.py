@@ -1,0 +1,210 @@
+"""How the ranks of a group reach each other with words: on the CPU, beside the group and never in its way.
+
+Words have a Gloo communicator of their own over the group's store. It is there whatever the group's backend is, so no
+device is waited for; and what a rank sends over the group itself, a barrier of the user's or half a step that another
+rank has skipped, never meets words, which would be of another size and abort the process.
+
+A wait ends within the group's timeout, in words: who did not come, what every rank was last seen doing, and what a rank
+that stopped has left in the store. A rank that compiles leaves signs of life there, because a compilation may take
+longer than any timeout. There is one key a group for either, however many ranks there are and however long they run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sp_compile._compat import gloo_group, group_store, group_timeout, keep_for_good, real_tensors
+from sp_compile.config import Ranks
+from sp_compile.errors import SpError
+from sp_compile.lowering.communicator import FunctionalCommunicator, current
+
+SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
+POLL = 0.005  # seconds between looks for ranks that have not connected
+BEAT = 2.0  # seconds between the signs of life of a rank that compiles
+LIKELY = (
+    "Likely causes: a rank that has skipped a batch or a backward, runs this part of the model eagerly (the recompile "
+    "limit, torch.compiler.disable, another backend), or has caught an exception of this step and gone on"
+)
+
+
+@dataclass(eq=False)
+class Wire:
+    """One group's words. seen: what each rank said last. broken: why the group cannot be used any more.
+
+    calls: how often this rank has called each program, by its name. models: the first parameter of each model that was
+    called, by which two of one class are told apart; known: how many there were. gloo: None until all ranks have met.
+    """
+
+    group: dist.ProcessGroup
+    store: Any
+    timeout: timedelta
+    seen: list[str]
+    gloo: Any = None
+    broken: str = ""
+    thread: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    known: int = 0
+    models: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    def gather(self, mine: torch.Tensor, saying: str) -> list[torch.Tensor]:
+        """Every rank's tensor of one size. saying: what this rank is about to do, for the error of a wait.
+
+        Raises SpError: a rank did not come within the group's timeout or is gone, and at once where that has happened
+        before; another thread of this process uses the group.
+        """
+        self._own()
+        if self.broken:
+            raise SpError(f"this group of ranks is broken since\n{self.broken}")
+        out = [torch.empty_like(mine) for _ in self.seen]
+        begun, finished = time.monotonic(), False
+        try:
+            if self.gloo is None:
+                self._meet(saying, begun)
+            work = self.gloo.allgather([out], [mine])
+            while not _came(work):
+                self._look(saying, begun)
+            finished = True
+        except SpError:
+            raise
+        except RuntimeError as error:
+            raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
+        finally:
+            if not finished:  # an interrupt, too, leaves the others' words on the way
+                self.broken = self.broken or f"rank {dist.get_rank()} {saying} and was interrupted"
+                keep_for_good(self.gloo)  # whose end would wait for the ranks that did not come
+        return out
+
+    def _meet(self, saying: str, begun: float) -> None:
+        """Connect all ranks, once all are here: connecting cannot be interrupted."""
+        self.store.add("here", 1)
+        while self.store.add("here", 0) < len(self.seen):
+            time.sleep(POLL)
+            self._look(saying, begun)
+        self.gloo = gloo_group(self.store, dist.get_rank(self.group), len(self.seen))
+
+    def _look(self, saying: str, begun: float) -> None:
+        """Raise SpError if the others are waited for too long."""
+        waited = time.monotonic() - begun
+        if waited > self.timeout.total_seconds() and not self._someone_compiles():
+            raise SpError(self.lost(saying, waited))
+
+    def _own(self) -> None:
+        """One thread a group: the words of two would meet in any order."""
+        me = threading.get_ident()
+        if self.thread not in (0, me) and any(thread.ident == self.thread for thread in threading.enumerate()):
+            raise SpError(
+                "two threads of this process call programs over one process group, whose exchanges would meet in any "
+                "order: call them from one thread, or give each thread's model a mesh with groups of its own"
+            )
+        self.thread = me
+
+    def lost(self, saying: str, waited: float, error: BaseException | None = None) -> str:
+        """What is known of a wait that ends in nothing; the group is broken since."""
+        others = [
+            f"  rank {rank} was last seen when it {seen}"
+            for rank, seen in zip(dist.get_process_group_ranks(self.group), self.seen)
+        ]
+        stopped = self._stopped()
+        heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
+        self.broken = "\n".join(
+            [f"rank {dist.get_rank()} {saying} and waited {waited:.0f} s for ranks that did not come{heard}", *others]
+            + ([f"  {stopped}"] if stopped else [LIKELY])
+        )
+        return self.broken
+
+    def model(self, args: Sequence[Any]) -> int:
+        """Which of the models it is whose parameters these are, in the order of their first calls; 0: none has any."""
+        first = next((a for a in args if isinstance(a, torch.nn.Parameter)), None)
+        if first is None:
+            return 0
+        if first not in self.models:
+            self.known += 1
+            self.models[first] = self.known
+        return self.models[first]
+
+    def stop(self, words: str) -> None:
+        """Say why this rank stops, for whoever waits for it in vain."""
+        self.store.set("stopped", json.dumps([dist.get_rank(), words]))
+
+    def _stopped(self) -> str:
+        try:
+            rank, words = json.loads(self.store.get("stopped")) if self.store.check(["stopped"]) else (0, "")
+        except RuntimeError:  # the rank that keeps the store is gone
+            return ""
+        return f"rank {rank} stopped: {words}" if words else ""
+
+    def _someone_compiles(self) -> bool:
+        """Has a rank that compiles shown a sign of life of late?"""
+        return self.store.check(["compiles"]) and time.time() - float(self.store.get("compiles")) < 4 * BEAT
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Show signs of life meanwhile."""
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(BEAT):
+                self.store.set("compiles", str(time.time()))
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def _came(work: Any) -> bool:
+    """Is it done? Waits for a slice of time."""
+    try:
+        work.wait(SLICE)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+_wires: weakref.WeakKeyDictionary[Any, Wire] = weakref.WeakKeyDictionary()
+_made: Counter[str] = Counter()  # wires by name: a group that is made again has other keys in an old store
+
+
+def wire_of(ranks: Ranks) -> Wire | None:
+    """The wire of a group of processes; None without processes."""
+    group = ranks.process_group
+    if group is None or not ranks.exchanges or not isinstance(current(), FunctionalCommunicator):
+        return None
+    if group not in _wires:
+        _made[ranks.group] += 1
+        store = dist.PrefixStore(f"sp_compile/{ranks.group}/{_made[ranks.group]}", group_store(group))
+        _wires[group] = Wire(group, store, group_timeout(group), ["joined the group"] * ranks.n)
+    return _wires[group]
+
+
+def gather(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: str) -> list[list[int]]:
+    """Every rank's integers, as many from each; of simulated ranks by their communicator.
+
+    Raises what `Wire.gather` does.
+    """
+    with real_tensors():
+        sent = torch.tensor(mine, dtype=dtype)
+        wire = wire_of(ranks)
+        if wire is not None:
+            return [one.tolist() for one in wire.gather(sent, saying)]
+        if isinstance(current(), FunctionalCommunicator):
+            return [list(mine)] * ranks.n
+        return current().all_gather(sent, ranks.n, ranks.group).view(ranks.n, len(mine)).tolist()

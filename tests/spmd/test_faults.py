@@ -1,0 +1,202 @@
+"""A training loop in which one rank does something else: an SpError on every rank, on the step where it happens."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+from support import ranks as worker
+from support.parity import Decoder, build, sp, text
+from support.ranks import Ranks
+from torch import Tensor, nn
+
+from sp_compile import SpError
+
+RANKS = 2
+STEPS = 4
+FAULT = 2  # the step on which rank 1 does something else
+
+
+class Buffered(Decoder):
+    """With a scale that the model reads and nobody trains."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.register_buffer("scale", torch.ones(16))
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return super().hidden(ids) * self.scale
+
+
+def model(**how: Any) -> nn.Module:
+    return build(Buffered, layers=1, **how)
+
+
+def odd() -> bool:
+    return worker.mesh().get_rank() == 1
+
+
+def loop(step: Callable[[Any, nn.Module, int], None], **how: Any) -> tuple[int, str]:
+    """The step on which this rank heard of the fault, and what it heard; (STEPS, "") if it did not."""
+    torch.manual_seed(0)
+    net = model()
+    run = sp(net, mesh=worker.mesh(), **how)
+    for number in range(STEPS):
+        try:
+            step(run, net, number)
+        except SpError as error:
+            return number, str(error)
+    return STEPS, ""
+
+
+def other_tokens(run: Any, net: nn.Module, number: int) -> None:
+    run(*text(8, seed=number + 100 * (odd() and number == FAULT))).backward()
+
+
+def skipped_batch(run: Any, net: nn.Module, number: int) -> None:
+    run(*text(8, seed=number + (odd() and number >= FAULT))).backward()
+
+
+def skipped_backward(run: Any, net: nn.Module, number: int) -> None:
+    loss = run(*text(8, seed=number))
+    if not (odd() and number == FAULT):
+        loss.backward()
+
+
+def backward_twice(run: Any, net: nn.Module, number: int) -> None:
+    with functorch_config.patch(donated_buffer=False):  # or torch refuses a second backward by itself
+        loss = run(*text(8, seed=number))
+    loss.backward(retain_graph=odd() and number == FAULT)
+    if odd() and number == FAULT:
+        loss.backward()
+
+
+def no_grad(run: Any, net: nn.Module, number: int) -> None:
+    with torch.set_grad_enabled(not (odd() and number == FAULT)):
+        loss = run(*text(8, seed=number))
+    if loss.requires_grad:
+        loss.backward()
+
+
+def weights_drift(run: Any, net: nn.Module, number: int) -> None:
+    if odd() and number == FAULT:
+        with torch.no_grad():
+            net.head.weight.add_(1)
+    run(*text(8, seed=number)).backward()
+
+
+def buffer_differs(run: Any, net: nn.Module, number: int) -> None:
+    if odd() and number == 0:
+        net.scale.add_(1)
+    run(*text(8, seed=number)).backward()
+
+
+CASES: dict[Callable[..., None], tuple[int, str, dict[str, Any]]] = {
+    other_tokens: (FAULT, r"different values.*l_ids_", {}),
+    skipped_batch: (FAULT, r"different values.*l_ids_", {}),
+    skipped_backward: (FAULT, r"rank 0 runs the backward of forward at .*number 3.*rank 1 calls forward.*number 4", {}),
+    backward_twice: (FAULT, r"rank 0 calls forward at .*number 4.*rank 1 runs the backward of .*number 3", {}),
+    no_grad: (FAULT, r"mode grad.*mode no_grad", {}),
+    weights_drift: (FAULT, r"different values.*weight", {"check_every": 1}),
+    buffer_differs: (0, r"different values.*scale", {}),
+}
+
+
+def run_case(name: str) -> tuple[int, str]:
+    step = next(one for one in CASES if one.__name__ == name)
+    return loop(step, **CASES[step][2])
+
+
+@pytest.mark.parametrize("name", [one.__name__ for one in CASES])
+def test_every_rank_hears_of_it_on_that_step(ranks: Ranks, name: str) -> None:
+    step = next(one for one in CASES if one.__name__ == name)
+    when, words, _ = CASES[step]
+    heard = ranks.run(RANKS, run_case, name)
+    for number, told in heard:
+        assert number in (when, when + 1), told  # a rank that has skipped something is one step ahead
+        assert re.search(words, told, re.DOTALL), told
+    assert heard[0][1] == heard[1][1]
+
+
+def budgets() -> str:
+    with functorch_config.patch(activation_memory_budget=0.5 if odd() else 1.0):
+        return loop(other_tokens)[1]
+
+
+def options() -> str:
+    return loop(other_tokens, fallback="error" if odd() else "gather")[1]
+
+
+def requires_grad() -> str:
+    net = build(Floats)
+    run = sp(net, mesh=worker.mesh())
+    x = torch.ones(2, 8, 16, dtype=torch.float64, requires_grad=odd())
+    try:
+        run(x).backward()
+    except SpError as error:
+        return str(error)
+    return ""
+
+
+class Floats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).cumsum(1).sin().sum()
+
+
+def two_models() -> str:
+    """Of one class, called in another order."""
+    first, second = build(Floats), build(Floats)
+    runs = [sp(net, mesh=worker.mesh()) for net in (first, second)]
+    x = torch.ones(2, 8, 16, dtype=torch.float64)
+    for run in runs:
+        run(x).backward()
+    try:
+        for run in reversed(runs) if odd() else runs:
+            run(x).backward()
+    except SpError as error:
+        return str(error)
+    return ""
+
+
+def two_threads() -> str:
+    net = build(Floats)
+    run, told = sp(net, mesh=worker.mesh()), []
+    x = torch.ones(2, 8, 16, dtype=torch.float64)
+    run(x).backward()
+
+    def other() -> None:
+        try:
+            run(x)
+        except SpError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    return told[0] if told else ""
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (budgets, r"activation_memory_budget 1.0.*activation_memory_budget 0.5"),
+        (options, r"option fallback 'gather'.*option fallback 'error'"),
+        (requires_grad, r"different programs|gradients of different inputs"),
+        (two_models, r"rank 0 calls forward .*rank 1 calls forward .*of model"),
+        (two_threads, r"two threads of this process"),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+def test_every_rank_hears_of_it(ranks: Ranks, case: Callable[[], str], words: str) -> None:
+    heard = ranks.run(RANKS, case)
+    assert len(set(heard)) == 1
+    assert re.search(words, heard[0], re.DOTALL), heard[0]
