@@ -29,7 +29,7 @@ def require(name: str, problem: str | None, describe: Callable[[], str], ranks: 
     """
     problem = "" if problem is None else f"{name}: {problem}"
     if ranks is not None:
-        call = {} if problem else {"call": describe()}
+        call = {} if problem else {"": describe()}
         agree(ranks, Message("calls", name, fields=call, error=problem), f"{name}: the ranks' calls differ", same)
     if problem:
         raise SpError(problem)

@@ -136,7 +136,7 @@ class CheckedProgram:
         again = bool(self.check_every) and number % self.check_every == 0
         mine = Message("calls", subject, number, self._fields(args, first or again), _words(self.error))
         everyone = exchanged(self.ranks, mine)
-        problem = self._difference(everyone) if everyone is not None else ""
+        problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem:
             return mine
         inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
@@ -173,7 +173,9 @@ class CheckedProgram:
             return failed
         common = [_only(one, "mode", *self.options) for one in everyone]
         same = "every rank passes the same options and is in the same mode"
-        other = unlike_fields(common, "call one program in different ways", same)
+        other = unlike_fields(
+            common, "the ranks of this group were given different options, or are in different modes", same
+        )
         if other:
             return other
         lines: list[str] = []
@@ -250,7 +252,11 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozens
             what = "different values"
         elif same_program:
             wanted = [_only(one, "gradients") for one in everyone]
-            return unlike_fields(wanted, "want gradients of different inputs", "every rank sets requires_grad alike")
+            return unlike_fields(
+                wanted,
+                "the ranks of this group want gradients of different inputs",
+                "every rank sets requires_grad alike",
+            )
         elif lines:
             differs = "What differs first"
             rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]

@@ -26,14 +26,14 @@ from sp_compile.errors import SpError
 from .wire import gather, wire_of
 
 SHOWN = 8  # fields that differ, in an error message
-WIDTH = 200  # characters of a value
+WIDTH = 1000  # characters of a value
 
 
 @dataclass(frozen=True)
 class Message:
     """doing: a verb; with subject and number of what: the program and its call. All of it has to be the same on every
-    rank, and so have the fields that ranks have in common. error: why this rank stops. asks: does every rank want to
-    know every other's `answer`?
+    rank, and so have the fields that ranks have in common; the field "" is all that there is to say of a call.
+    error: why this rank stops. asks: does every rank want to know every other's `answer`?
     """
 
     doing: str
@@ -76,6 +76,8 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
     everyone = [Message(*map(_unpacked, json.loads(bytes(one)))) for one in bodies]
     if wire is not None:
         wire.seen = [f"{one} and failed" if one.error else str(one) for one in everyone]
+        if astray(everyone):  # all ranks hear of it, and count from here
+            wire.calls.clear()
     return everyone
 
 
@@ -108,9 +110,10 @@ def difference(everyone: Sequence[Message], what: str, advice: str) -> str:
 
 def astray(everyone: Sequence[Message]) -> str:
     """Are ranks about to do different things?"""
-    if len({(one.doing, one.subject, one.number) for one in everyone}) == 1:
+    if len({(one.doing, one.subject, one.number) for one in everyone}) <= 1:
         return ""
-    each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(everyone))
+    whole = [f"{one}: {one.fields['']}" if "" in one.fields else str(one) for one in everyone]
+    each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(whole))
     n, stopped = len(everyone), [rank for rank, one in enumerate(everyone) if one == STOPS]
     alone = [rank for rank, one in enumerate(everyone) if one.doing == COMPILES]
     if stopped:
@@ -147,9 +150,9 @@ def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
     names = [name for name in names if len({one.fields[name] for one in everyone}) > 1]
     if not names:
         return ""
-    rows = [", ".join(f"{name} {one.fields[name][:WIDTH]}" for name in names[:SHOWN]) for one in everyone]
+    rows = [", ".join(f"{name} {one.fields[name][:WIDTH]}".strip() for name in names[:SHOWN]) for one in everyone]
     each = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
-    return f"the {len(everyone)} ranks of this group {what}; {advice}. What differs:\n{each}"
+    return f"{what}; {advice}. What differs:\n{each}"
 
 
 def hashed(text: str) -> int:
@@ -170,7 +173,7 @@ def spoken(one: type) -> type:
 
 def _packed(value: Any) -> Any:
     if is_dataclass(value) and type(value).__name__ in _spoken:
-        return {"of": type(value).__name__, "is": [_packed(getattr(value, f.name)) for f in fields(value)]}
+        return {"of": type(value).__name__, "is": [(f.name, _packed(getattr(value, f.name))) for f in fields(value)]}
     if isinstance(value, Mapping):
         return {"of": "dict", "is": [[_packed(k), _packed(v)] for k, v in value.items()]}
     if isinstance(value, tuple):
@@ -187,4 +190,4 @@ def _unpacked(value: Any) -> Any:
         return value
     parts = [_unpacked(one) for one in value["is"]]
     makers = {"dict": dict, "tuple": tuple, "frozenset": frozenset}
-    return makers[value["of"]](parts) if value["of"] in makers else _spoken[value["of"]](*parts)
+    return makers[value["of"]](parts) if value["of"] in makers else _spoken[value["of"]](**dict(parts))

@@ -23,6 +23,7 @@ from sp_compile import SPConfig, SpError, backend, pipeline
 from sp_compile.spmd import declare
 from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.groups import Groups, axis_of
+from sp_compile.spmd.session import Session
 
 WIDTH, WORLD = 16, (2, 4)
 Options = dict[str, Any]
@@ -88,8 +89,19 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
         seen.append((lowered.graph.code, str(lowered.joint and lowered.joint.report)))
         return run
 
+    guard = Session.guard
+
+    def guarded(self: Session, *args: Any) -> Any:
+        run = guard(self, *args)
+        seen.append(run.check_every)
+        return run
+
     compiler = "aot_eager" if isinstance(model, TensorParallel) else keep
-    with mock.patch.object(backend, "compile_local", watched), mock.patch.object(CheckedProgram, "_agree"):
+    with (
+        mock.patch.object(backend, "compile_local", watched),
+        mock.patch.object(Session, "guard", guarded),
+        mock.patch.object(CheckedProgram, "_agree"),
+    ):
         torch.compile(model, backend="sp", options={"compiler": compiler, **options})(x)
     return str(seen)
 
@@ -127,6 +139,7 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
         "outputs": ({"mesh": mesh}, "local"),
         "param_grads": ({"mesh": mesh}, "partial"),
         "activation_memory_budget": ({"mesh": mesh}, 0.5),
+        "check_every": ({"mesh": mesh}, 7),
     }
     if option == "fallback":
         return Sorted(), {"mesh": mesh}, "error"

@@ -69,8 +69,7 @@ def skipped_backward(run: Any, net: nn.Module, number: int) -> None:
 
 
 def backward_twice(run: Any, net: nn.Module, number: int) -> None:
-    with functorch_config.patch(donated_buffer=False):  # or torch refuses a second backward by itself
-        loss = run(*text(8, seed=number))
+    loss = run(*text(8, seed=number))
     loss.backward(retain_graph=odd() and number == FAULT)
     if odd() and number == FAULT:
         loss.backward()
@@ -109,7 +108,8 @@ CASES: dict[Callable[..., None], tuple[int, str, dict[str, Any]]] = {
 
 def run_case(name: str) -> tuple[int, str]:
     step = next(one for one in CASES if one.__name__ == name)
-    return loop(step, **CASES[step][2])
+    with functorch_config.patch(donated_buffer=False):  # or torch refuses a second backward by itself
+        return loop(step, **CASES[step][2])
 
 
 @pytest.mark.parametrize("name", [one.__name__ for one in CASES])
