@@ -3,7 +3,7 @@
 There is one exchange for all situations: before an eager call, while compiling, before and behind a compiled program,
 where groups are declared. Ranks that are about to do different things therefore meet and hear of it, all of them.
 
-    agree(ranks, Message("calls", "forward at train.py:12", 7, {"input ids": "(2, 4096)", ...}))
+    agree(ranks, Message("calls", "forward", 7, {"input ids": "(2, 4096)", ...}))
     ask(ranks, Message("compiles", ..., answer=facts))      every rank's answer
 
 First go 40 bytes a rank: digests, and how long the message is. Only where these differ, or somebody asks or has failed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -36,4 +37,7 @@ def settings(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(value: Any) -> str:
-    return getattr(value, "__qualname__", None) or repr(value) if callable(value) else repr(value)
+    """Without addresses, which differ from process to process."""
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))

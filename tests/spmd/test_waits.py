@@ -1,0 +1,80 @@
+"""A wait for a rank that does not come ends in words, within the group's timeout, and the group says so ever after."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.parity import error_text, sp
+from support.ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+SECONDS = 5
+
+
+class Floats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(16, 16).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).cumsum(1).sin().sum()
+
+
+def impatient(name: str) -> DeviceMesh | None:
+    """The first two ranks, which wait for seconds only; a group of its own for each test, which breaks it."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=SECONDS), group_desc=name)
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",)) if dist.get_rank() < 2 else None
+
+
+def fails_inside(calls: list[int], gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """A compiler whose program fails on rank 1 when it is called again."""
+
+    def run(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            raise MemoryError("no room for the activations")
+        return gm.forward(*args)
+
+    return run
+
+
+def run_of(how: str) -> tuple[str, str, float]:
+    """What rank 0 hears of a call that rank 1 leaves out or fails in, and of the one behind it; seconds."""
+    mesh = impatient(how)
+    if mesh is None:
+        return "", "", 0.0
+    x = torch.ones(2, 8, 16, dtype=torch.float64)
+    compiler = functools.partial(fails_inside, []) if how == "fails" else "aot_eager"
+    run = sp(Floats(), mesh=mesh, compiler=compiler)
+    run(x)
+    begun = time.monotonic()
+    if dist.get_rank() == 1:
+        if how == "fails":
+            with pytest.raises(MemoryError):
+                run(x)
+        time.sleep(2 * SECONDS)
+        return "", "", 0.0
+    told = error_text(lambda: run(x))
+    return told, error_text(lambda: run(x)), time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("skips", "Likely causes: a rank that has skipped"), ("fails", "rank 1 stopped: MemoryError")]
+)
+def test_a_rank_that_does_not_come(ranks: Ranks, how: str, why: str) -> None:
+    told, again, seconds = ranks.run(4, run_of, how)[0]
+    assert "for ranks that did not come" in told
+    assert "rank 1 was last seen when it calls forward at spmd/test_waits.py:" in told
+    assert why in told, told
+    assert "broken since" in again
+    assert seconds < 3 * SECONDS
+    ranks.close()  # whose group is broken
