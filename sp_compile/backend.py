@@ -67,11 +67,12 @@ def sp(
     run: Callable[..., Any] | None = None
     error: Exception | None = None
     try:
-        lowered = lower(gm, example_inputs, given, session)
-        if mode is not None:
-            use = "set torch._inductor.config instead, which backend='sp' compiles with"
-            raise SpError(f"mode={mode!r} is Inductor's; {use}")
-        run = compile_local(lowered, example_inputs)
+        with session.compiling():
+            lowered = lower(gm, example_inputs, given, session)
+            if mode is not None:
+                use = "set torch._inductor.config instead, which backend='sp' compiles with"
+                raise SpError(f"mode={mode!r} is Inductor's; {use}")
+            run = compile_local(lowered, example_inputs)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
     except Exception as failure:

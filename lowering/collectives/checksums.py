@@ -1,11 +1,17 @@
-"""Checksums of tensors, piece by piece: some MiB of scratch, whatever the size of the tensor."""
+"""Checksums of tensors, piece by piece: some MiB of scratch, whatever the size of the tensor.
+
+Those of a device are read when they are there: nobody waits for what the device still has to do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from sp_compile.lowering import triton
 
 PIECE = 1 << 19  # elements; their bits, positions and what is made of them are 12 MiB of int64
 _GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
@@ -20,21 +26,65 @@ def checksum(a: Any) -> str:
     return str(total(a).item())
 
 
+@dataclass(frozen=True)
+class Later:
+    """Checksums on their way from a device. values: (n,) int64 of the CPU; there: None if they have been all along."""
+
+    values: torch.Tensor
+    there: Any = None
+
+    def read(self) -> list[str]:
+        """The checksums; waits for the device only where it has not come to them yet."""
+        if self.there is not None and not self.there.query():
+            self.there.synchronize()
+        return [str(one) for one in self.values.tolist()]
+
+
+def later(xs: Sequence[torch.Tensor]) -> Later:
+    """Checksums of tensors of one device, each with elements: one launch a tensor where Triton is."""
+    out = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
+    for x, place in zip(xs, out):
+        if triton.usable(x):
+            from sp_compile.lowering.triton import checksum as kernel
+
+            kernel.add(_words(_plain(x).contiguous().view(-1)), place)
+        else:
+            place += total(x)
+    return sent(out)
+
+
+def sent(x: torch.Tensor) -> Later:
+    """Begin to copy a device's tensor to the CPU."""
+    if x.device.type == "cpu":
+        return Later(x)
+    values, there = x.to("cpu", non_blocking=True), torch.Event(x.device.type)
+    there.record()
+    return Later(values, there)
+
+
 def total(x: torch.Tensor) -> torch.Tensor:
     """A checksum of any tensor: () int64 on x's device.
 
     The sum of a hash of each element's bits and place, modulo 2**64: integer arithmetic, so exact whatever the order of
     summing. A sum of the bits themselves would not do: masks and one-hots are few bits, and cancel.
     """
-    x = x.detach()
-    plain = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     out = torch.zeros((), dtype=torch.int64, device=x.device)
     done = 0
-    for piece in pieces(plain):
-        bits = piece.resolve_neg().view(_BITS[piece.element_size()]).long()
+    for piece in pieces(_plain(x)):
+        bits = _words(piece).long()
         out += _mixed(bits, done).sum()
         done += bits.numel()
     return out
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach()
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """The bits of each element as an integer."""
+    return x.resolve_neg().view(_BITS[x.element_size()])
 
 
 def _mixed(bits: torch.Tensor, first: int) -> torch.Tensor:

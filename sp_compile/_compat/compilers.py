@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -33,6 +34,20 @@ def compiler(name: str | Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(name)
+
+
+def on_recompile_limit(tell: Callable[[str], None]) -> None:
+    """Call `tell` with torch's words when Dynamo gives up compiling a function, which then runs eagerly.
+
+    Dynamo has no hook for that, but it warns.
+    """
+
+    def heard(record: logging.LogRecord) -> bool:
+        if "hit config." in str(record.msg):
+            tell(record.getMessage().partition("To log all")[0].strip())
+        return True
+
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(heard)
 
 
 def has_cpp_compiler() -> bool:

@@ -44,8 +44,8 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """After how long a collective of the group gives up."""
-    backend = group._get_backend(dist.distributed_c10d._get_pg_default_device(group))
-    return getattr(getattr(backend, "options", None), "_timeout", None) or timedelta(minutes=30)
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return min((one._timeout for one in options if hasattr(one, "_timeout")), default=timedelta(minutes=30))
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

@@ -8,6 +8,7 @@ becomes an SpError with what is known of that one.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,11 +21,11 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError, trace_of
-from sp_compile.lowering.collectives.checksums import checksum
+from sp_compile.lowering.collectives.checksums import checksum, later
 
 from .fingerprint import Program, TextLine, names_group
-from .message import STOPS, Message, agree, astray, exchanged, failures, hashed, unlike_fields
-from .wire import wire_of
+from .message import BACKWARD, STOPS, Message, agree, astray, exchanged, failures, hashed, unlike_fields
+from .wire import Wire, stop, wire_of
 
 SMALL = 64  # values of a constant that are compared
 FEW = 4096  # floats that are compared on every call
@@ -79,6 +80,7 @@ def _is_unused_symbol(node: Node) -> bool:
 
 INPUT = "input "  # fields of a message that tell of an input
 CHECKED = " with checksum "
+EARLIER = "value "  # of fields that tell of an earlier call
 
 
 @dataclass(eq=False)
@@ -134,7 +136,9 @@ class CheckedProgram:
         first = subject not in self.called
         self.called.add(subject)
         again = bool(self.check_every) and number % self.check_every == 0
-        mine = Message("calls", subject, number, self._fields(args, first or again), _words(self.error))
+        earlier = wire.told_later() if wire is not None else {}
+        fields = {**earlier, **self._fields(args, first or again, wire, f"{subject} (number {number})")}
+        mine = Message("calls", subject, number, fields, _words(self.error))
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem:
@@ -145,20 +149,29 @@ class CheckedProgram:
             inner = inner.run
         raise SpError(problem) from self.error
 
-    def _fields(self, args: Sequence[Any], everything: bool) -> dict[str, str]:
-        """What this rank says of a call. everything: of all values, not only of those that change from call to call."""
+    def _fields(self, args: Sequence[Any], everything: bool, wire: Wire | None, call: str) -> dict[str, str]:
+        """What this rank says of a call. everything: of all values, not only of those that change from call to call.
+
+        Of values that lie on a device it is said at the next call, whichever that is: the device has come to them then.
+        """
         compared = self.always | self.equal if everything else self.always
         small = frozenset() if everything else self.arguments
         out = {"mode": mode(), **self.options}
         wanted = []
+        away: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, a in zip(self.names, args):
             if not name:
                 continue
-            asked = name in compared or (name in small and is_small(a))
-            value = checksum(a) if self.error is None and asked else ""
+            asked = self.error is None and (name in compared or (name in small and is_small(a)))
+            apart = asked and wire is not None and is_away(a)
+            if apart and a.numel():
+                away[a.device][f"{EARLIER}of {name} when it called {call}"] = a
+            value = checksum(a) if asked and not apart else ""
             out[INPUT + name] = _size(a) + (f"{CHECKED}{value}" if value else "")
             if isinstance(a, torch.Tensor) and a.requires_grad:
                 wanted.append(name)
+        if wire is not None:
+            wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in away.values()]
         return {**out, "gradients": " ".join(wanted), "program": str(self.program.digest)}
 
     def _difference(self, everyone: Sequence[Message]) -> str:
@@ -175,6 +188,14 @@ class CheckedProgram:
         same = "every rank passes the same options and is in the same mode"
         other = unlike_fields(
             common, "the ranks of this group were given different options, or are in different modes", same
+        )
+        if other:
+            return other
+        other = unlike_fields(
+            [replace(one, fields={k: v for k, v in one.fields.items() if k.startswith(EARLIER)}) for one in everyone],
+            "the ranks of this group were given different values at an earlier call; what lies on a device is compared "
+            "one call later, so the steps since then are wrong",
+            "every rank has to call the same model, with the same weights, on the same arguments",
         )
         if other:
             return other
@@ -196,12 +217,12 @@ class CheckedProgram:
                 raise
             if is_lost(error):
                 raise SpError(wire.lost(str(what), time.monotonic() - begun, error)) from error
-            wire.stop(f"{type(error).__name__} when it {what}: {str(error)[:200]}")
+            stop(f"{type(error).__name__} when it {what}: {str(error)[:200]}", comes_back=True)
             raise
 
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""
-        mine = Message("runs the backward of", call.subject, call.number)
+        mine = Message(BACKWARD, call.subject, call.number)
         for node in compiled_backwards(pytree.tree_leaves(out), lambda: self._told(mine)):
             node.register_prehook(lambda grads: self._begin(mine))
 
@@ -212,6 +233,11 @@ class CheckedProgram:
 def is_small(a: Any) -> bool:
     """Integers, as tokens are, and few floats: what costs nothing to compare on every call."""
     return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW)
+
+
+def is_away(a: Any) -> bool:
+    """Does it lie on a device that works while Python goes on?"""
+    return isinstance(a, torch.Tensor) and a.device.type != "cpu"
 
 
 def mode() -> str:

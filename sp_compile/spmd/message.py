@@ -55,6 +55,7 @@ class Message:
 
 
 COMPILES = "compiles"
+BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
 STOPS = Message("stops")
 
 
@@ -65,6 +66,8 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
     """
     body = json.dumps([_packed(getattr(mine, f.name)) for f in fields(Message)]).encode()
     wire, saying = wire_of(ranks), str(mine)
+    if wire is not None and mine.doing != BACKWARD:
+        wire.own()
     headers = gather(mine.header(body), ranks, torch.int64, saying)
     same = all(header[:3] == headers[0][:3] for header in headers)
     if same and not mine.error and not mine.asks:
@@ -78,6 +81,7 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
         wire.seen = [f"{one} and failed" if one.error else str(one) for one in everyone]
         if astray(everyone):  # all ranks hear of it, and count from here
             wire.calls.clear()
+            wire.later.clear()
     return everyone
 
 

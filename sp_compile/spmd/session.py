@@ -7,14 +7,16 @@ method here, and every rank asks the same ones in the same order, whatever fails
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from sp_compile._compat import on_recompile_limit
 from sp_compile.config import Ranks, SPConfig, resolve, splits_sequence
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
@@ -28,9 +30,12 @@ from .inputs import Facts, are_apart, check_options, equal_arguments, equal_inpu
 from .message import spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
 from .settings import settings
+from .wire import here, stop, wire_of
+from .world import OfWorld
 
 ALONE = Ranks(1, "")
 spoken(Machine)
+on_recompile_limit(partial(stop, comes_back=True))
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
 OF_PASSES = ("rows", "text", "exchanges")  # what passes over one group's collectives ask
 
@@ -53,6 +58,7 @@ class Session:
         options: Mapping[str, Any] | None = None,
         measures: bool = True,
     ) -> None:
+        here.compilations += 1
         given = options or {}
         mesh, mesh_dim = given.get("mesh"), given.get("mesh_dim")
         self.check_every = int(given.get("check_every", SPConfig.check_every) or 0)
@@ -150,6 +156,16 @@ class Session:
             found = min((one for one in answers if one is not None), key=astuple)
         return found
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Show the ranks that are done and wait that this one is alive."""
+        with ExitStack() as stack:
+            for ranks in dict.fromkeys([*self.everyone, self.ranks]):
+                wire = wire_of(ranks)
+                if wire is not None:
+                    stack.enter_context(wire.compiling())
+            yield
+
     # Between the passes.
 
     def rows(self, ranks: Ranks, starts: list[int]) -> list[list[int]]:
@@ -230,6 +246,7 @@ class Session:
             )
             error = None
         elif error is not None and not self.groups:
+            stop(str(error))  # whoever they are that this rank will not reach
             return CheckedProgram(None, ALONE, Program(), [], error)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())
@@ -240,7 +257,7 @@ class Session:
                 run, ranks, program_of(gm), names, error, always=always, subject=subject, shared=always
             )
         assert run is not None
-        return run
+        return run if self.groups else OfWorld(run, gm.forward, inputs == "global")
 
 
 def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:

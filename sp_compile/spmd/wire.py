@@ -6,7 +6,7 @@ rank has skipped, never meets words, which would be of another size and abort th
 
 A wait ends within the group's timeout, in words: who did not come, what every rank was last seen doing, and what a rank
 that stopped has left in the store. A rank that compiles leaves signs of life there, because a compilation may take
-longer than any timeout. There is one key a group for either, however many ranks there are and however long they run.
+longer than any timeout. There is one key for either, however many ranks there are and however long they run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sp_compile._compat import gloo_group, group_store, group_timeout, keep_for_good, real_tensors
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
+from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
+PATIENCE = 2.0  # seconds of a wait before a rank that has stopped is looked for
 POLL = 0.005  # seconds between looks for ranks that have not connected
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
 LIKELY = (
@@ -44,8 +46,10 @@ LIKELY = (
 class Wire:
     """One group's words. seen: what each rank said last. broken: why the group cannot be used any more.
 
-    calls: how often this rank has called each program, by its name. models: the first parameter of each model that was
-    called, by which two of one class are told apart; known: how many there were. gloo: None until all ranks have met.
+    calls: how often this rank has called each program, by its name. later: what of a call is said at the next, as the
+    names of fields and their checksums. models: the first parameter of each model that was called, by which two of one
+    class are told apart; known: how many there were. beats: the signs of life that were seen last, and when. gloo: None
+    until all ranks have met.
     """
 
     group: dist.ProcessGroup
@@ -56,16 +60,17 @@ class Wire:
     broken: str = ""
     thread: int = 0
     calls: Counter[str] = field(default_factory=Counter)
+    later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
+    beats: tuple[int, float] = (0, 0.0)
     models: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def gather(self, mine: torch.Tensor, saying: str) -> list[torch.Tensor]:
         """Every rank's tensor of one size. saying: what this rank is about to do, for the error of a wait.
 
         Raises SpError: a rank did not come within the group's timeout or is gone, and at once where that has happened
-        before; another thread of this process uses the group.
+        before.
         """
-        self._own()
         if self.broken:
             raise SpError(f"this group of ranks is broken since\n{self.broken}")
         out = [torch.empty_like(mine) for _ in self.seen]
@@ -96,13 +101,15 @@ class Wire:
         self.gloo = gloo_group(self.store, dist.get_rank(self.group), len(self.seen))
 
     def _look(self, saying: str, begun: float) -> None:
-        """Raise SpError if the others are waited for too long."""
+        """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
         waited = time.monotonic() - begun
+        if waited > PATIENCE and self._stopped(here.compilations):
+            raise SpError(self.lost(saying, waited))
         if waited > self.timeout.total_seconds() and not self._someone_compiles():
             raise SpError(self.lost(saying, waited))
 
-    def _own(self) -> None:
-        """One thread a group: the words of two would meet in any order."""
+    def own(self) -> None:
+        """Raise SpError in a second thread that calls programs: the words of two would meet in any order."""
         me = threading.get_ident()
         if self.thread not in (0, me) and any(thread.ident == self.thread for thread in threading.enumerate()):
             raise SpError(
@@ -135,20 +142,23 @@ class Wire:
             self.models[first] = self.known
         return self.models[first]
 
-    def stop(self, words: str) -> None:
-        """Say why this rank stops, for whoever waits for it in vain."""
-        self.store.set("stopped", json.dumps([dist.get_rank(), words]))
+    def told_later(self) -> dict[str, str]:
+        """The checksums that earlier calls left to be read."""
+        waiting, self.later = self.later, []
+        return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
 
-    def _stopped(self) -> str:
-        try:
-            rank, words = json.loads(self.store.get("stopped")) if self.store.check(["stopped"]) else (0, "")
-        except RuntimeError:  # the rank that keeps the store is gone
-            return ""
-        return f"rank {rank} stopped: {words}" if words else ""
+    def _stopped(self, since: int = -1) -> str:
+        """What the rank of this group said that stopped last; since: in this compilation or later ones."""
+        rank, words, compilation = _last_stop()
+        mine = rank in dist.get_process_group_ranks(self.group) and rank != dist.get_rank()
+        return f"rank {rank} stopped: {words}" if words and mine and compilation >= since else ""
 
     def _someone_compiles(self) -> bool:
         """Has a rank that compiles shown a sign of life of late?"""
-        return self.store.check(["compiles"]) and time.time() - float(self.store.get("compiles")) < 4 * BEAT
+        beats, now = self.store.add("compiles", 0), time.monotonic()
+        if beats != self.beats[0]:
+            self.beats = beats, now
+        return beats > 0 and now - self.beats[1] < 4 * BEAT
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -157,7 +167,7 @@ class Wire:
 
         def beat() -> None:
             while not done.wait(BEAT):
-                self.store.set("compiles", str(time.time()))
+                self.store.add("compiles", 1)
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -179,8 +189,39 @@ def _came(work: Any) -> bool:
     return True
 
 
+@dataclass
+class Process:
+    """compilations: how many this rank has begun."""
+
+    compilations: int = 0
+
+
+here = Process()
+
+
+def stop(words: str, comes_back: bool = False) -> None:
+    """Say why this rank stops, for whoever waits for it in vain. comes_back: it may go on with the next call."""
+    if dist.is_available() and dist.is_initialized():
+        compilation = -1 if comes_back else here.compilations
+        _of_all().set("stopped", json.dumps([dist.get_rank(), words, compilation]))
+
+
+def _last_stop() -> tuple[int, str, int]:
+    """Which rank stopped last, why, and in which compilation if it does not come back."""
+    store = _of_all()
+    try:
+        return tuple(json.loads(store.get("stopped"))) if store.check(["stopped"]) else (-1, "", -1)
+    except RuntimeError:  # the rank that keeps the store is gone
+        return -1, "", -1
+
+
+def _of_all() -> Any:
+    return dist.PrefixStore("sp_compile", group_store(dist.group.WORLD))
+
+
 _wires: weakref.WeakKeyDictionary[Any, Wire] = weakref.WeakKeyDictionary()
-_made: Counter[str] = Counter()  # wires by name: a group that is made again has other keys in an old store
+_made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+"""How many wires of one name there were since the processes were connected: each has keys of its own."""
 
 
 def wire_of(ranks: Ranks) -> Wire | None:
@@ -189,8 +230,9 @@ def wire_of(ranks: Ranks) -> Wire | None:
     if group is None or not ranks.exchanges or not isinstance(current(), FunctionalCommunicator):
         return None
     if group not in _wires:
-        _made[ranks.group] += 1
-        store = dist.PrefixStore(f"sp_compile/{ranks.group}/{_made[ranks.group]}", group_store(group))
+        made = _made.setdefault(dist.group.WORLD, Counter())
+        made[ranks.group] += 1
+        store = dist.PrefixStore(f"sp_compile/{ranks.group}/{made[ranks.group]}", group_store(group))
         _wires[group] = Wire(group, store, group_timeout(group), ["joined the group"] * ranks.n)
     return _wires[group]
 

@@ -16,7 +16,7 @@ from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-SECONDS = 5
+SECONDS = 3
 
 
 class Floats(nn.Module):
@@ -77,4 +77,53 @@ def test_a_rank_that_does_not_come(ranks: Ranks, how: str, why: str) -> None:
     assert why in told, told
     assert "broken since" in again
     assert seconds < 3 * SECONDS
-    ranks.close()  # whose group is broken
+
+
+def slow_on_rank_1(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    time.sleep(2 * SECONDS * dist.get_rank())
+    return gm.forward
+
+
+def compiles_for_long() -> float:
+    mesh = impatient("compiles")
+    if mesh is None:
+        return 0.0
+    return sp(Floats(), mesh=mesh, compiler=slow_on_rank_1)(torch.ones(2, 8, 16, dtype=torch.float64)).item()
+
+
+def test_a_compilation_may_take_longer_than_the_timeout(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(4, compiles_for_long)
+    assert first == second == pytest.approx(Floats()(torch.ones(2, 8, 16, dtype=torch.float64)).item())
+
+
+def wrong_mesh_dim() -> tuple[str, float]:
+    mesh, begun = impatient("mesh"), time.monotonic()
+    if mesh is None:
+        return "", 0.0
+    run = sp(Floats(), mesh=mesh, mesh_dim="sq" if dist.get_rank() else "sp", compiler="aot_eager")
+    return error_text(lambda: run(torch.ones(2, 8, 16, dtype=torch.float64))), time.monotonic() - begun
+
+
+def test_a_mesh_that_one_rank_cannot_resolve(ranks: Ranks) -> None:
+    (first, seconds), (second, _), *_ = ranks.run(4, wrong_mesh_dim)
+    assert "rank 1 stopped: mesh_dim" in first, first
+    assert "mesh_dim" in second
+    assert seconds < 3 * SECONDS
+
+
+def recompiled_too_often() -> str:
+    mesh = impatient("limit")
+    if mesh is None:
+        return ""
+    run = sp(Floats(), mesh=mesh, compiler="aot_eager", dynamic=False)
+    xs = [torch.ones(2, n, 16, dtype=torch.float64) for n in (8, 12)]
+    with torch._dynamo.config.patch(recompile_limit=1 if dist.get_rank() else 8):
+        run(xs[0])
+        told = error_text(lambda: run(xs[1]))
+    time.sleep(SECONDS * dist.get_rank())
+    return told
+
+
+def test_a_rank_that_runs_eagerly_since_it_recompiled_too_often(ranks: Ranks) -> None:
+    first, *_ = ranks.run(4, recompiled_too_often)
+    assert "rank 1 stopped: torch._dynamo hit config.recompile_limit" in first, first

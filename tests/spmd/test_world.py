@@ -1,0 +1,66 @@
+"""A model that was compiled for other processes than there are now is compiled again, and right all the time."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from support.parity import sp
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.fx import GraphModule
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).cumsum(1).sin().sum()
+
+
+def _losses(rank: int, folder: str) -> None:
+    """Before there are processes, with two, with two others, with none: twice each; and what one device gives."""
+    torch.set_num_threads(1)
+    net, x, out = Sums(), torch.ones(2, 8, 4, dtype=torch.float64), []
+    run = sp(net, compiler=_noting)
+    for connected in (False, True, True, False):
+        if connected:
+            store = f"file://{folder}/store{len(out)}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+        for _ in range(2):
+            net.zero_grad()
+            loss = run(x)
+            loss.backward()
+            out.append((loss.item(), net.inner.weight.grad.clone(), COMPILED[-1]))
+        if connected:
+            dist.destroy_process_group()
+    torch.save(out, f"{folder}/{rank}.pt")
+
+
+COMPILED: list[int] = []
+
+
+def _noting(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """A compiler that notes how many rows of the sequence a rank has in what it compiles."""
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    COMPILED.append(min(x.shape[1] for x in values if isinstance(x, Tensor) and x.ndim == 3))
+    return lookup_backend("aot_eager")(gm, inputs)
+
+
+def test_other_processes() -> None:
+    net, x = Sums(), torch.ones(2, 8, 4, dtype=torch.float64)
+    net(x).backward()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_losses, (folder,), nprocs=2)
+        for out in (torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(2)):
+            for loss, gradient, _ in out:
+                torch.testing.assert_close(loss, net(x).item())
+                torch.testing.assert_close(gradient, net.inner.weight.grad)
+            # The first call after a change is whole, and the next one compiled anew.
+            assert [rows for *_, rows in out] == [8, 8, 8, 4, 4, 4, 4, 8]
