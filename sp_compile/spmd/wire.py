@@ -48,7 +48,8 @@ class Wire:
 
     calls: how often this rank has called each program, by its name. later: what of a call is said at the next, as the
     names of fields and their checksums. models: the first parameter of each model that was called, by which two of one
-    class are told apart; known: how many there were. beats: the signs of life that were seen last, and when. gloo: None
+    class are told apart; known: how many there were. beats: of the last wait when it began, and how many
+    signs of life were seen, the last of them when. gloo: None
     until all ranks have met.
     """
 
@@ -62,7 +63,7 @@ class Wire:
     calls: Counter[str] = field(default_factory=Counter)
     later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
-    beats: tuple[int, float] = (0, 0.0)
+    beats: tuple[float, int, float] = (0.0, 0, 0.0)
     models: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def gather(self, mine: torch.Tensor, saying: str) -> list[torch.Tensor]:
@@ -102,10 +103,10 @@ class Wire:
 
     def _look(self, saying: str, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
-        waited = time.monotonic() - begun
+        waited, alive = time.monotonic() - begun, self._someone_compiles(begun)
         if waited > PATIENCE and self._stopped(here.compilations):
             raise SpError(self.lost(saying, waited))
-        if waited > self.timeout.total_seconds() and not self._someone_compiles():
+        if waited > self.timeout.total_seconds() and not alive:
             raise SpError(self.lost(saying, waited))
 
     def own(self) -> None:
@@ -153,12 +154,15 @@ class Wire:
         mine = rank in dist.get_process_group_ranks(self.group) and rank != dist.get_rank()
         return f"rank {rank} stopped: {words}" if words and mine and compilation >= since else ""
 
-    def _someone_compiles(self) -> bool:
-        """Has a rank that compiles shown a sign of life of late?"""
-        beats, now = self.store.add("compiles", 0), time.monotonic()
-        if beats != self.beats[0]:
-            self.beats = beats, now
-        return beats > 0 and now - self.beats[1] < 4 * BEAT
+    def _someone_compiles(self, begun: float) -> bool:
+        """Has a rank that compiles shown a sign of life of late, during the wait that began then?"""
+        count, now = self.store.add("compiles", 0), time.monotonic()
+        wait, seen, _ = self.beats
+        if wait != begun:
+            self.beats = begun, count, begun - 4 * BEAT
+        elif count != seen:
+            self.beats = begun, count, now
+        return now - self.beats[2] < 4 * BEAT
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

@@ -106,8 +106,8 @@ def wrong_mesh_dim() -> tuple[str, float]:
 
 def test_a_mesh_that_one_rank_cannot_resolve(ranks: Ranks) -> None:
     (first, seconds), (second, _), *_ = ranks.run(4, wrong_mesh_dim)
-    assert "rank 1 stopped: mesh_dim" in first, first
-    assert "mesh_dim" in second
+    assert "rank 1 stopped: mesh: it has no axis .sq." in first.replace("'", "."), first
+    assert "no axis" in second
     assert seconds < 3 * SECONDS
 
 
@@ -119,9 +119,11 @@ def recompiled_too_often() -> str:
     xs = [torch.ones(2, n, 16, dtype=torch.float64) for n in (8, 12)]
     with torch._dynamo.config.patch(recompile_limit=1 if dist.get_rank() else 8):
         run(xs[0])
-        told = error_text(lambda: run(xs[1]))
-    time.sleep(SECONDS * dist.get_rank())
-    return told
+        if dist.get_rank() == 0:
+            return error_text(lambda: run(xs[1]))
+        run(xs[1])
+    time.sleep(2 * SECONDS)
+    return ""
 
 
 def test_a_rank_that_runs_eagerly_since_it_recompiled_too_often(ranks: Ranks) -> None:
