@@ -6,8 +6,8 @@ where groups are declared. Ranks that are about to do different things therefore
     agree(ranks, Message("calls", "forward", 7, {"input ids": "(2, 4096)", ...}))
     ask(ranks, Message("compiles", ..., answer=facts))      every rank's answer
 
-First go 40 bytes a rank: digests, and how long the message is. Only where these differ, or somebody asks or has failed,
-does the message itself follow, as JSON: it cannot execute anything.
+First go 24 bytes a rank: a digest. Only where these differ, or somebody asks or has failed, does the message itself
+follow, as JSON: it cannot execute anything.
 """
 
 from __future__ import annotations
@@ -48,10 +48,16 @@ class Message:
         number = f" (number {self.number})" if self.number else ""
         return f"{self.doing} {self.subject}{number}".strip()
 
-    def header(self, body: bytes) -> list[int]:
+    @property
+    def header(self) -> list[int]:
         """Equal on all ranks where nobody has to read the bodies."""
-        compared = hashed(json.dumps([self.doing, self.subject, self.number, dict(self.fields)]))
-        return [compared, bool(self.error), self.asks, len(body)]
+        compared = hashed(json.dumps([self.doing, self.subject, self.number, *self.fields.items()]))
+        return [compared, bool(self.error), self.asks]
+
+    @property
+    def body(self) -> bytes:
+        """All of it."""
+        return json.dumps([_packed(getattr(self, f.name)) for f in fields(self)]).encode()
 
 
 COMPILES = "compiles"
@@ -64,18 +70,17 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
 
     Raises what `Wire.gather` does.
     """
-    body = json.dumps([_packed(getattr(mine, f.name)) for f in fields(Message)]).encode()
     wire, saying = wire_of(ranks), str(mine)
     if wire is not None and mine.doing != BACKWARD:
         wire.own()
-    headers = gather(mine.header(body), ranks, torch.int64, saying)
-    same = all(header[:3] == headers[0][:3] for header in headers)
+    headers = gather(mine.header, ranks, torch.int64, saying)
+    same = all(header == headers[0] for header in headers)
     if same and not mine.error and not mine.asks:
         if wire is not None:
             wire.seen = [saying] * ranks.n
         return None
-    longest = max(length for *_, length in headers)
-    bodies = gather(list(body.ljust(longest)), ranks, torch.uint8, saying)
+    longest = max(length for (length,) in gather([len(mine.body)], ranks, torch.int64, saying))
+    bodies = gather(list(mine.body.ljust(longest)), ranks, torch.uint8, saying)
     everyone = [Message(*map(_unpacked, json.loads(bytes(one)))) for one in bodies]
     if wire is not None:
         wire.seen = [f"{one} and failed" if one.error else str(one) for one in everyone]

@@ -1,0 +1,105 @@
+"""What it costs that ranks agree before every call: beside one all-gather of Gloo's of as many bytes.
+
+    python benchmarks/agreement.py
+
+The program itself does nothing, so that only the agreement is seen: its inputs are two rows of tokens and the weights
+of a small decoder. Calls with and without it and plain all-gathers take turns; medians over the rounds, of the slowest
+rank. Then what the checksums of weights take, which are compared once in `check_every` calls.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from sp_compile.config import SPConfig, ranks_of
+from sp_compile.lowering.collectives.checksums import checksum
+from sp_compile.spmd.check_run import CheckedProgram
+from sp_compile.spmd.fingerprint import Program
+from sp_compile.spmd.settings import settings
+
+HEADER = 3  # words a rank sends on a call
+WIDTH, LAYERS = 256, 4
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(WIDTH, WIDTH * k)) for _ in range(LAYERS) for k in (3, 1, 4, 4)]
+    return [*torch.randint(1000, (2, 1, 4096)).unbind(), *weights]
+
+
+def ways() -> dict[str, Callable[[], object]]:
+    args, group = inputs(), dist.group.WORLD
+    names = [f"x{i}" for i in range(len(args))]
+    every, tokens = frozenset(names), frozenset(names[:2])
+    program = CheckedProgram(
+        lambda *xs: xs[0], ranks_of(group), Program(), names, equal=every, arguments=tokens, options=settings({})
+    )
+    mine = torch.zeros(HEADER, dtype=torch.int64)
+    out = [torch.zeros(HEADER, dtype=torch.int64) for _ in range(group.size())]
+    return {
+        "agreed call": lambda: program(*args),
+        "all-gather alone": lambda: dist.all_gather(out, mine),
+        "call alone": lambda: program.run(*args),
+    }
+
+
+def measure(rank: int, world: int, folder: str, rounds: int, calls: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
+    found = ways()
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(rounds):
+        for name, one in found.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                one()
+            times[name].append((time.perf_counter() - start) / calls * 1e3)
+    torch.save({name: statistics.median(each[1:]) for name, each in times.items()}, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=50)
+    given = parser.parse_args()
+    table = Table(
+        "ranks", "call alone", "all-gather alone", "agreed call", "added beside the all-gather", title="ms a call"
+    )
+    for world in given.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(measure, (world, folder, given.rounds, given.calls), nprocs=world)
+            each = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+        alone, gather, agreed = (max(one[k] for one in each) for k in ("call alone", "all-gather alone", "agreed call"))
+        table.add_row(str(world), f"{alone:.4f}", f"{gather:.3f}", f"{agreed:.3f}", f"{agreed - alone - gather:.3f}")
+    console = Console()
+    console.print(table)
+    x = torch.randn(1 << 24)
+    start = time.process_time()
+    checksum(x)
+    seconds = time.process_time() - start
+    each, every = 1e9 / x.numel() * seconds, SPConfig.check_every
+    console.print(
+        f"checksums of a billion weights: {each:.1f} CPU s, once in {every} calls: {each / every * 1e3:.0f} ms a call"
+    )
+
+
+if __name__ == "__main__":
+    main()

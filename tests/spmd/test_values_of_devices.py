@@ -1,0 +1,103 @@
+"""What is said of values that lie on a device: nobody waits for them, and the ranks hear of it one call later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+from scan.kernels.test_scan_triton import python
+from support import ranks as worker
+from support.parity import error_text
+from support.ranks import Ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sp_compile.config import ranks_of
+from sp_compile.lowering.collectives import checksums
+from sp_compile.spmd import check_run
+from sp_compile.spmd.check_run import CheckedProgram
+from sp_compile.spmd.fingerprint import Program
+
+CHECKSUMS = """
+import torch
+from sp_compile.lowering.collectives import checksums
+from sp_compile.lowering.triton import checksum
+for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
+    for n in (1, 1024, 40_000):
+        x, out = torch.randint(-100, 100, (n,)).to(dtype), torch.zeros((), dtype=torch.int64)
+        checksum.add(x, out)
+        assert out == checksums.total(x), (dtype, n)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernel_adds_up_what_the_cpu_does() -> None:
+    python(CHECKSUMS)
+
+
+class Launches(TorchDispatchMode):
+    """How many ops ran."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def of_absent_device(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Tensors of a device that is not there have shapes, and nothing that could be read: reading them raises."""
+    copied: list[Tensor] = []
+
+    def sent(x: Tensor) -> checksums.Later:
+        copied.append(x)
+        return checksums.Later(torch.zeros(x.shape, dtype=x.dtype))
+
+    monkeypatch.setattr(checksums, "sent", sent)
+    return copied
+
+
+def program(names: Sequence[str]) -> CheckedProgram:
+    every = frozenset(names)
+    return CheckedProgram(lambda *xs: xs, ranks_of(worker.group()), Program(), names, equal=every, arguments=every)
+
+
+def call(n: int) -> tuple[int, int]:
+    """How often a program of n tensors copies from the device in two calls, and the ops of the second."""
+    with pytest.MonkeyPatch.context() as patch:
+        copied = of_absent_device(patch)
+        run = program([f"x{i}" for i in range(n)])
+        xs = [torch.empty(4, 2048, dtype=torch.int64, device="meta") for _ in range(n)]
+        run(*xs)
+        with Launches() as launches:
+            run(*xs)
+    return len(copied), launches.count
+
+
+def test_no_value_of_a_device_is_read_on_the_path_of_a_call(ranks: Ranks) -> None:
+    """One copy to the CPU a call, whatever the number of tensors; .item(), .tolist() and .cpu() of these would raise."""
+    (copied, few), _ = ranks.run(2, call, 1)
+    (again, many), _ = ranks.run(2, call, 3)
+    assert copied == again == 2
+    assert many <= 3 * few
+
+
+def drifts() -> list[str]:
+    """Rank 1 is given another value on the second call: of the CPU, in place of a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_run, "is_away", lambda a: isinstance(a, Tensor))
+        run, told = program(["x"]), []
+        for step in range(4):
+            x = torch.full((4,), step + 10 * (step == 1 and worker.group().rank()))
+            told.append(error_text(partial(run, x)) if step == 2 else str(run(x)))
+    return told
+
+
+def test_ranks_hear_of_it_one_call_later(ranks: Ranks) -> None:
+    for *_, told, after in ranks.run(2, drifts):
+        assert "different values at an earlier call" in told
+        assert "value of x when it called a program (number " in told
+        assert "tensor" in after
