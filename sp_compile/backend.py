@@ -14,7 +14,7 @@ from sp_compile.capture.capture import capture
 from sp_compile.capture.inputs import global_view
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.graph.random import decorrelated, draws
-from sp_compile.lowering.library import digest
+from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.joint import JointPasses
@@ -166,7 +166,7 @@ def compile_local(lowered: Lowered, example_inputs: Sequence[Any]) -> Callable[.
         compiler = _compat.joint_compiler(config.compiler, joint, joint.key())
     elif joint is not None:
         log.warning("%s", NO_PLACE.format(config.compiler))
-    tag = f"{torch.compiler.config.cache_key_tag} sp_compile {digest()}"
+    tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
     with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag):
         run = compiler(local, example_inputs)
     if joint is not None:

@@ -144,7 +144,7 @@ def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | 
     return source, tuple(coords)
 
 
-def in_order(node: Node) -> Node:
+def before_reshapes(node: Node) -> Node:
     """The value that all changes of the shape began with."""
     node = origin(node)
     while keeps_order(node):
