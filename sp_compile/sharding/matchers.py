@@ -351,7 +351,7 @@ def _in_dtype(held: Number, dtype: torch.dtype) -> Number | None:
 def _held(x: Node) -> Number | None:
     """Written down by a trace, make_fx's or export's: neither a parameter nor a buffer, which the user may change."""
     held = operator.attrgetter(x.target)(x.graph.owning_module)
-    constant = x.meta.get("constant") or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
+    constant = record(x).constant or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
     return held.item() if constant and not isinstance(held, FakeTensor) else None
 
 
