@@ -76,6 +76,18 @@ def is_cast(node: Any) -> bool:
     return found is not None and not _alike(found[0], node) and _is_identity(_order(node, *found))
 
 
+def uncast(node: Any) -> Node | None:
+    """x, if the node is x in a wider dtype, which has all its values, and in its own again."""
+    wide = source_of(node) if is_cast(node) else None
+    x = source_of(wide) if is_cast(wide) else None
+    if wide is None or x is None or not _alike(x, node):
+        return None
+    a, b = (n.meta["val"].dtype for n in (x, wide))
+    kinds = [(d.is_floating_point, d.is_complex, d.is_signed) for d in (a, b)]
+    wider = kinds[0] == kinds[1] and b.itemsize > a.itemsize >= 1 + a.is_floating_point  # one byte has any exponent
+    return x if wider or a is torch.bool else None
+
+
 def is_copy(node: Any) -> bool:
     """The same values at the same places: clone, contiguous, alias, a view to its own shape, a cast to its own dtype.
 
