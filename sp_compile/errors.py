@@ -57,7 +57,7 @@ def trace_of(node: Node) -> str:
 
 
 def first_frame(trace: str) -> str:
-    """The outermost frame of a stack trace: "forward at model.py:12"; "" of none."""
+    """The outermost frame of a stack trace: "forward at FILE:12"; "" of none."""
     found = _OUTERMOST.search(trace)
     return f"{found[3]} at {Path(*Path(found[1]).parts[-2:])}:{found[2]}" if found else ""
 

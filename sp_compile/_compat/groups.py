@@ -44,7 +44,7 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """After how long a collective of the group gives up."""
-    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     return min((one._timeout for one in options if hasattr(one, "_timeout")), default=timedelta(minutes=30))
 
 

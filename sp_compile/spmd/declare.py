@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile._compat import group_timeout, process_groups
 from sp_compile.config import Ranks
-from sp_compile.cost.measure import reductions
+from sp_compile.cost.measure import lines_of_reductions
 from sp_compile.errors import SpError
 
 from .groups import Groups, Partition, reduced, subsets
@@ -66,7 +66,7 @@ def declare_groups(
     table = Groups(members, {r: hosts.index(host) for r, host in enumerate(hosts)})
     where = _where(every)
     if every[0].measure and where is not None:
-        lines, in_turn = reductions(names, turns, _device(every[0].device), _device(where))
+        lines, in_turn = lines_of_reductions(names, turns, _device(every[0].device), _device(where))
         table = replace(table, lines=lines, turns=in_turn)
     _declared[world] = _declared.get(world, Groups()).with_(table)
     return table

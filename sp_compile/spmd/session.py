@@ -26,7 +26,7 @@ from .check_compile import Lockstep, connected, rounds
 from .check_run import CheckedProgram, fingerprint, input_names
 from .fingerprint import Program, program_of, subject_of, text_of, unlike
 from .grid import grids
-from .inputs import Facts, are_apart, check_options, equal_arguments, equal_inputs, facts_of, known, sized_inputs
+from .inputs import Facts, are_apart, check_options, digests_of, equal_arguments, equal_inputs, facts_of, sized_inputs
 from .message import spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
 from .settings import settings
@@ -62,7 +62,7 @@ class Session:
         given = options or {}
         mesh, mesh_dim = given.get("mesh"), given.get("mesh_dim")
         self.check_every = int(given.get("check_every", SPConfig.check_every) or 0)
-        self.said = settings(given)
+        self.given = given
         self.options = str({name: given[name] for name in JOINT_OPTIONS if name in given})
         self.groups = groups_of(gm, inputs) if gm is not None else []
         self.splits = not self.groups or splits_sequence(mesh, mesh_dim, self.groups)
@@ -106,7 +106,7 @@ class Session:
         self._check_axis()
         if not self.groups:
             return
-        mine = known(gm, inputs, self.options)
+        mine = digests_of(gm, inputs, self.options)
         for ranks in self.groups:
             everyone = self._talk.ask(ranks, "inputs", mine)
             check_options(everyone)
@@ -161,7 +161,7 @@ class Session:
         """Show the ranks that are done and wait that this one is alive."""
         with ExitStack() as stack:
             for ranks in dict.fromkeys([*self.everyone, self.ranks]):
-                wire = wire_of(ranks)
+                wire = wire_of(ranks) if ranks.exchanges else None
                 if wire is not None:
                     stack.enter_context(wire.compiling())
             yield
@@ -239,7 +239,7 @@ class Session:
                 error,
                 equal,
                 subject=subject,
-                options=self.said,
+                options=settings(self.given),
                 backward=True,
                 check_every=self.check_every,
                 arguments=arguments,
