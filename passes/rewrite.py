@@ -9,10 +9,11 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.sizes import Size
 from sp_compile.sharding.placement import Demand, Plan
 
-from .base import Pass
+from .base import Pass, Passes
 from .job import Job
 
 aten = torch.ops.aten
+MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
 
 
 class Rewrite(Pass):
@@ -68,3 +69,20 @@ class Rewrite(Pass):
     def error(self, node: Node, why: str) -> SpError:
         """An SpError that names the node, its op and the user's line."""
         return SpError(f"{node.name} ({node.target}) at {at(node)}: {why}")
+
+
+class Rounds(Passes):
+    """Rewrites, round after round, until no demand is left."""
+
+    provides = frozenset({"no demands"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
+        for _ in range(MAX_ROUNDS):
+            if not job.plan(gm).demands:
+                return changes
+            changes += super().apply(gm, job)
+        if left := job.plan(gm).demands:
+            node = left[0].node
+            raise SpError(f"{node.name} at {at(node)} demands ({left[0].kind}) what no pass gives: {left[0].why}")
+        return changes

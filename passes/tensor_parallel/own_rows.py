@@ -12,14 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.config import Ranks
 from sp_compile.graph.sizes import sizes
+from sp_compile.passes.base import Pass
 from sp_compile.passes.collectives.merge.chains import chunks_behind
 from sp_compile.passes.collectives.permute.tidy import placed
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import piece_of
 
 from .varying import group_of, respell, wait_of
@@ -40,20 +44,34 @@ class RowBlock:
     length: int
 
 
-def mark_own_rows(gm: GraphModule, ranks: Ranks, ask_all: AskAll) -> int:
-    """Rewrite the graph in place; how many slices and gathers were found. Every rank of the group has to call it."""
-    blocks = [*_slices(gm, ranks.n), *_pads(gm, ranks)]
-    everyone = ask_all([block.start for block in blocks])
-    found = _mark_gathers(gm, ranks)
-    if any(len(starts) != len(blocks) for starts in everyone):
-        return found  # not one program: agreement is somebody else's business
-    for i, block in enumerate(blocks):
-        if [starts[i] for starts in everyone] == [rank * block.length for rank in range(ranks.n)]:
-            target = sp.all_rows.default if block.node.target is c10d.wait_tensor.default else sp.own_rows.default
-            respell(gm, block.node, target, (block.source, block.dim, ranks.n, ranks.group), block.node)
-            found += 1
-    gm.recompile()
-    return found
+class OwnRows(Pass):
+    """By hand: `OwnRows(Ranks(n, group), ask_all)(graph_module)`, on every rank of the group."""
+
+    name = "own_rows"
+    provides = frozenset({"own rows are marked"})
+
+    def __init__(self, ranks: Ranks, ask_all: AskAll) -> None:
+        super().__init__(ranks)
+        self.ask_all = ask_all
+
+    @classmethod
+    def of(cls, job: Any) -> Pass | None:
+        apart = job.ranks.group in job.session.apart
+        return cls(job.ranks, partial(job.session.rows, job.ranks)) if apart else None
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        ranks = job.ranks
+        blocks = [*_slices(gm, ranks.n), *_pads(gm, ranks)]
+        everyone = self.ask_all([block.start for block in blocks])
+        found = _mark_gathers(gm, ranks)
+        if any(len(starts) != len(blocks) for starts in everyone):
+            return found  # not one program: agreement is somebody else's business
+        for i, block in enumerate(blocks):
+            if [starts[i] for starts in everyone] == [rank * block.length for rank in range(ranks.n)]:
+                target = sp.all_rows.default if block.node.target is c10d.wait_tensor.default else sp.own_rows.default
+                respell(gm, block.node, target, (block.source, block.dim, ranks.n, ranks.group), block.node)
+                found += 1
+        return found
 
 
 def _slices(gm: GraphModule, n: int) -> Iterator[RowBlock]:

@@ -16,12 +16,14 @@ import operator
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import statically_known_true
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.mutation import is_mutation
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import keeps_order, order_of
 from sp_compile.sharding.rule import lookup
 
@@ -170,10 +172,16 @@ def chains(graph: Graph) -> tuple[list[Chain], list[tuple[Node, str]]]:
     return found[::-1], broken[::-1]
 
 
-def check_reductions(graph: Graph) -> None:
-    """Raise SpError at a reduction that torch does not know: it would fail on this rank, and the others would wait."""
-    for node in graph.nodes:
-        link_of(node)
+class CheckReductions(Pass):
+    """Raises SpError at a reduction that torch does not know: it would fail on this rank, and the others would wait."""
+
+    name = "check_reductions"
+    provides = frozenset({"reductions are known"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        for node in gm.graph.nodes:
+            link_of(node)
+        return 0
 
 
 def link_of(node: Node) -> Link | None:
