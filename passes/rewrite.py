@@ -26,16 +26,12 @@ class Rewrite(Pass):
     requires = frozenset({"canonical", "attention is chosen"})
     provides = frozenset({"claimed"})
     kinds: frozenset[str] = frozenset()
+    plan: Plan
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        return self.discharge(gm, job.plan(gm))
-
-    def discharge(self, gm: GraphModule, plan: Plan) -> int:
-        """Claim and rewrite; of how many nodes the demands are met now (the plan is then out of date)."""
-        self.plan = plan
-        self.edit(gm.graph)
+        self.plan = job.plan(gm)
         by_node: dict[Node, list[Demand]] = {}
-        for demand in plan.demands:
+        for demand in self.plan.demands:
             if demand.kind in self.kinds:
                 by_node.setdefault(demand.node, []).append(demand)
         changes = 0

@@ -24,7 +24,7 @@ from sp_compile.graph.record import erase
 from sp_compile.lowering.library import digest
 from sp_compile.passes import collectives
 from sp_compile.passes.base import CAPTURED, CollectivePass, Pass, Passes, check_order, flat, import_rooms, registered
-from sp_compile.passes.collectives.merge.chains import CheckReductions
+from sp_compile.passes.collectives.merge.chains import check_reductions
 from sp_compile.passes.job import Job, Note
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.own_rows import OwnRows
@@ -111,14 +111,14 @@ class LowerExchanges(Pass):
 
 
 class EachGroup(Passes):
-    """Layers over one group that the program exchanges over after the other."""
+    """Layers over one group after the other, of those that the program exchanges over."""
 
     name = "each_group"
-    requires = frozenset({"captured", "reductions are known"})
     steps = (OwnRows, ScatterLayers, LowerExchanges)
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         assert isinstance(job, JointJob)
+        check_reductions(gm.graph)
         job.shared, alone, changes = [], job.ranks, 0
         for ranks in job.session.groups:
             job.ranks = ranks
@@ -182,7 +182,7 @@ class JointPasses(Passes):
     """All that is done to a joint graph, in place. Raises SpError on all ranks of a group that talk."""
 
     name = "joint"
-    steps = (CheckReductions, EachGroup, JoinExchanges, CompareGradients)
+    steps = (EachGroup, JoinExchanges, CompareGradients)
     given: JointJob
 
     def __init__(self, job: JointJob | None = None) -> None:

@@ -51,9 +51,8 @@ class KeepOrder(Pass):
     requires = frozenset({"proved"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        changed: set[Node] = set()
-        restored = 0
-        for node in list(gm.graph.nodes):
+        nodes, changed = list(gm.graph.nodes), set[Node]()
+        for node in nodes:
             if node.op != "call_function":
                 continue
             if not changed.isdisjoint(node.all_input_nodes):
@@ -63,8 +62,7 @@ class KeepOrder(Pass):
             there = None if source is None else source.meta["val"]
             if isinstance(here, Tensor) and isinstance(there, Tensor) and not _in_order(here, there):
                 changed.add(restore(gm.graph, node, there))
-                restored += 1
-        return restored
+        return len(gm.graph.nodes) - len(nodes)
 
 
 def _in_order(here: Tensor, there: Tensor) -> bool:

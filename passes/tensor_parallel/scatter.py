@@ -41,6 +41,7 @@ from .tidy import DrawWhole, DropOverwrites
 from .varying import Layer, MarkVarying, ScatterJob, reductions, respell, wait_of
 
 sp = torch.ops.sp
+IDLE = "all its rows are needed at once"
 
 
 class Scatter(Pass):
@@ -54,9 +55,9 @@ class Scatter(Pass):
         assert isinstance(job, ScatterJob)
         chosen = choose(name_axes(gm), gm, job.summed, job.varying, job.ranks.n)
         found = {node: _layer(node, chosen) for node in job.summed}
-        job.cut = {self._scattered(node, shard): found.pop(node) for node, shard in chosen.items() if shard}
-        job.full = [*found.values()]
-        return len(job.cut)
+        cut = {self._scattered(node, shard): found.pop(node) for node, shard in chosen.items() if shard}
+        job.layers = {**found, **cut}
+        return len(cut)
 
     def _scattered(self, node: Node, shard: Shard) -> Node:
         wait, frame = wait_of(node), Sizes(self.graph).list(shard.spelt())
@@ -87,12 +88,12 @@ class LeaveIdle(Pass):
             plan = job.plan(gm)
             ops = {node: work_on_rows(plan, node) for node in job.scattered}
             for node, count in ops.items():
-                job.cut[node] = replace(job.cut[node], ops=count)
+                job.layers[node] = replace(job.layers[node], ops=count)
             idle = [node for node, count in ops.items() if not count]
             if not idle:
                 return left
             for node in idle:
-                job.cut[node] = replace(job.cut[node], mode="full", dim=None, why="all its rows are needed at once")
+                job.layers[node] = replace(job.layers[node], mode="full", dim=None, why=IDLE)
                 node.target, node.args = sp.all_reduce.default, (node.args[0], *node.args[3:])
             left += len(idle)
             job.forget()
@@ -151,10 +152,11 @@ class SequenceParallelLinear(Passes):
         self.gm = local
         try:
             super().apply(local, work)
-            self.layers, self.notes = work.layers, work.notes
+            self.layers, self.notes = [*work.layers.values()], work.notes
         except SpError as error:  # what cannot be scattered stays as it is
             work.planned = None
-            self.layers = [replace(layer, mode="full", dim=None, ops=0, why=str(error)) for layer in work.layers]
+            layers, why = work.layers.values(), str(error)
+            self.layers = [replace(layer, mode="full", dim=None, ops=0, why=why) for layer in layers]
             self.notes = [Note(f"not {self.name}", "graph", f"group {job.ranks.group}", str(error))]
         job.notes += self.notes
         if work.planned is None:

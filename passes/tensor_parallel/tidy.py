@@ -85,7 +85,7 @@ class DropOverwrites(Pass):
     def apply(self, gm: GraphModule, job: Job) -> int:
         assert isinstance(job, ScatterJob)
         gone: dict[Node, Node] = {}
-        changes = 0
+        copied = 0
         for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
             old, new = node.args[0].meta["val"], node.args[1].meta["val"]
             if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
@@ -97,8 +97,6 @@ class DropOverwrites(Pass):
             elif old.is_contiguous():
                 node.target, node.args = aten.clone.default, (node.args[1],)
                 node.kwargs = {"memory_format": torch.contiguous_format}
-            else:
-                continue
-            changes += 1
+                copied += 1
         job.facts = job.facts.after(gone)
-        return changes
+        return len(gone) + copied

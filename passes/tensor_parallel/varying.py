@@ -58,27 +58,21 @@ class ScatterJob(Job):
     """What the stages of one group leave for later ones, which is that of `ranks`.
 
     facts: what is known of the inputs. summed: the all_reduces of the program. blocks: does it gather rows by itself?
-    varying: the inputs whose values differ by rank. full, cut: a Layer for each all_reduce, of those that are cut by
-    what stands for it. wholes: of values on shards, what they were gathered to.
+    varying: the inputs whose values differ by rank. layers: what becomes of each all_reduce, by what stands for it now.
+    wholes: of values on shards, what they were gathered to.
     """
 
     facts: Facts = field(default_factory=Facts)
     summed: list[Node] = field(default_factory=list)
     blocks: bool = False
     varying: set[Node] = field(default_factory=set)
-    full: list[Layer] = field(default_factory=list)
-    cut: dict[Node, Layer] = field(default_factory=dict)
+    layers: dict[Node, Layer] = field(default_factory=dict)
     wholes: dict[Node, Node] = field(default_factory=dict)
-
-    @property
-    def layers(self) -> list[Layer]:
-        """What becomes of every all_reduce."""
-        return [*self.full, *self.cut.values()]
 
     @property
     def scattered(self) -> list[Node]:
         """What runs on shards from here on."""
-        return [node for node, layer in self.cut.items() if layer.mode == "scattered"]
+        return [node for node, layer in self.layers.items() if layer.mode == "scattered"]
 
     def analyse(self, gm: GraphModule) -> tuple[Axes, Plan]:
         """Where every value lies, given where the scattered ones do."""
@@ -274,8 +268,8 @@ def moves(node: Node) -> bool:
     found = lookup(node)
     if found is None or len(found[0].operands) != 1:
         return False
-    rule, is_cast = found[1], node.target is torch.ops.prims.convert_element_type.default
-    return rule is not None and (is_cast or (rule.lazy and not rule.spans))
+    rule = found[1]
+    return rule is not None and rule.lazy and not rule.spans
 
 
 def moved_from(node: Node) -> Node:

@@ -26,9 +26,9 @@ from sp_compile.graph.sizes import Size, sizes
 from sp_compile.passes.canonical.paddings import padding
 from sp_compile.sharding.matchers import constant_of
 
-from .arrangement import op_of
+from .arrangement import WAIT, op_of
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 
 
 def drop_buffers(editor: Editor) -> bool:
@@ -36,7 +36,7 @@ def drop_buffers(editor: Editor) -> bool:
     changed = False
     for node in editor.graph.find_nodes(op="call_function", target=aten.copy.default):
         buffer, source = node.args[:2]
-        if op_of(source) is c10d.wait_tensor and _alike(buffer.meta["val"], source.meta["val"]):
+        if source.target is WAIT and _alike(buffer.meta["val"], source.meta["val"]):
             editor.replace(node, source)
             changed = True
     return changed
