@@ -12,31 +12,30 @@ from torch.fx import GraphModule, Node
 from sp_compile.graph.closure import closure
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, product, quotient, same, typical
-from sp_compile.sharding.axes import Atom, Axes
+from sp_compile.sharding.axes import Atom, Axes, name_axes
 from sp_compile.sharding.placement import Frame, Plan, Replicate, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
 
-from .varying import count, differing, moved_from, moves, wait_of
+from .varying import ScatterJob, count, differing, moved_from, moves, wait_of
 
 sp = torch.ops.sp
 
 
-def choose(
-    axes: Axes, gm: GraphModule, summed: Sequence[Node], varying: Collection[Node], n: int
-) -> dict[Node, Shard | None]:
+def choose(gm: GraphModule, job: ScatterJob) -> dict[Node, Shard | None]:
     """Where the sum of a linear's parts would be cut, for each of those; None if it has no place to be cut.
 
     All sums that share an axis of rows are cut along it, so that residuals need no exchange. One that the program cuts
     itself is taken; else the one that most share; of equals one that n divides and that lies in front, where a cut is
     contiguous; else the longest.
     """
-    differ = differing(gm, axes, varying)
+    axes, n = name_axes(gm), job.ranks.n
+    differ = differing(gm, axes, job.varying)
     blocks = gm.graph.find_nodes(op="call_function", target=sp.own_rows.default)
     taken = {moved_from(block.args[0]) for block in blocks}
     own = {axes.find(a.name) for node in blocks for a in axes.dims[node.args[0], 0][node.args[1]][:1]}
     left = [
         node
-        for node in summed
+        for node in job.summed
         if node.args[0] in differ and count(node.meta["val"]) and (_of_linear(node.args[0]) or wait_of(node) in taken)
     ]
     chosen: dict[Node, Shard | None] = {}

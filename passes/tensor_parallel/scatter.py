@@ -30,7 +30,6 @@ from sp_compile.passes.localize.memory_order import KeepOrder
 from sp_compile.passes.localize.prove import Prove
 from sp_compile.passes.rewrite import Rounds
 from sp_compile.passes.strategies.reduce import Means, Reduce
-from sp_compile.sharding.axes import name_axes
 from sp_compile.sharding.placement import Shard
 from sp_compile.spmd.inputs import Facts
 
@@ -53,7 +52,7 @@ class Scatter(Pass):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         assert isinstance(job, ScatterJob)
-        chosen = choose(name_axes(gm), gm, job.summed, job.varying, job.ranks.n)
+        chosen = choose(gm, job)
         found = {node: _layer(node, chosen) for node in job.summed}
         cut = {self._scattered(node, shard): found.pop(node) for node, shard in chosen.items() if shard}
         job.layers = {**found, **cut}

@@ -74,7 +74,7 @@ def graphs(n, rank_of=lambda rank: rank, **options):
 
 
 def marked(made, n):
-    starts = [[b.start for b in (*own_rows._slices(g, n), *own_rows._pads(g, Ranks(n, GROUP)))] for g in made]
+    starts = [[b.start for _, b in (*own_rows._slices(g, n), *own_rows._pads(g, Ranks(n, GROUP)))] for g in made]
     passes = [OwnRows(Ranks(n, GROUP), lambda mine: starts) for _ in made]
     for one, gm in zip(passes, made):
         one(gm)
