@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pkgutil import walk_packages
@@ -58,6 +59,11 @@ class Pass(PassBase, Editor):
         self.job: Settings = self.given
         self.notes: list[Note] = []
         self.changes = 0
+
+    @classmethod
+    def of(cls, job: Any) -> Pass | None:
+        """The pass as a part of others, for one job; None where there is nothing for it."""
+        return cls()
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         """Rewrite the graph; how many changes that took. 0 promises that the graph is as it was."""
@@ -102,19 +108,22 @@ class Pass(PassBase, Editor):
 
 
 class Passes(Pass):
-    """Several passes as one: each is a lap of its own."""
+    """Several passes as one: each is a lap of its own. steps: they, in order, where `parts` does not find them."""
+
+    steps: ClassVar[Sequence[type[Pass]]] = ()
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
         """The passes, in order."""
-        raise NotImplementedError
+        return cls.steps
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         changes = 0
         for part in self.parts():
-            one = part()
-            self.notes += one.run(self.gm, job)
-            self.gm, changes = one.gm, changes + one.changes
+            one = part.of(job)
+            if one is not None:
+                self.notes += one.run(self.gm, job)
+                self.gm, changes = one.gm, changes + one.changes
         return changes
 
     def run(self, gm: GraphModule, job: Job) -> list[Note]:
@@ -123,10 +132,10 @@ class Passes(Pass):
         return self.notes
 
 
-def passes_in(one: type[Pass]) -> list[type[Pass]]:
+def passes_in(one: type[Pass]) -> tuple[type[Pass], ...]:
     """All the passes that a pass is made of, in order, each in front of what it is part of."""
     parts = [part for each in one.parts() for part in passes_in(each)] if issubclass(one, Passes) else []
-    return [*parts, one]
+    return (*parts, one)
 
 
 class Spelling(Pass):
@@ -136,12 +145,10 @@ class Spelling(Pass):
 
 
 class CollectivePass(Pass):
-    """A pass over the collectives of a joint graph, called where all ranks would rewrite alike."""
+    """A pass over the collectives of a joint graph, called where all ranks would rewrite alike.
 
-    @classmethod
-    def of(cls, joint: Any) -> Pass | None:
-        """The pass for one program (a `passes.joint.joint.JointPasses`); None where there is nothing for it."""
-        return cls()
+    The job is a `passes.joint.joint.JointJob`.
+    """
 
 
 P = TypeVar("P", bound=Pass)
@@ -163,7 +170,7 @@ def unregister(one: type[Pass]) -> None:
 
 def registered(kind: type[P]) -> list[type[P]]:
     """All registered passes of a kind, in an order that their words allow; where these leave a choice, by name."""
-    return ordered(one for one in _REGISTERED if issubclass(one, kind))
+    return list(ordered(tuple(one for one in _REGISTERED if issubclass(one, kind))))
 
 
 def import_rooms(package: str, folder: Iterable[str]) -> list[ModuleType]:
@@ -171,19 +178,21 @@ def import_rooms(package: str, folder: Iterable[str]) -> list[ModuleType]:
     return [import_module(module.name) for module in walk_packages(folder, f"{package}.")]
 
 
-def ordered(passes: Iterable[type[P]]) -> list[type[P]]:
+@cache
+def ordered(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
     """The passes so that all that provide a word come before all that require it. ValueError if nothing does so."""
     left = {one.name: one for one in sorted(passes, key=lambda one: one.name)}
     before = {
         name: [other.name for other in left.values() if other.provides & one.requires] for name, one in left.items()
     }
     try:
-        return [left[name] for name in TopologicalSorter(before).static_order()]
+        return tuple(left[name] for name in TopologicalSorter(before).static_order())
     except CycleError as error:
         raise ValueError(f"these passes require each other: {' -> '.join(error.args[1])}") from error
 
 
-def check_order(passes: Sequence[type[Pass]], given: frozenset[str] = CAPTURED) -> None:
+@cache
+def check_order(passes: tuple[type[Pass], ...], given: frozenset[str] = CAPTURED) -> None:
     """Raises ValueError if a pass requires what none before it provides, or what one behind it still provides."""
     provided = set(given)
     for i, one in enumerate(passes):

@@ -143,9 +143,13 @@ class Job(Settings):
         """Where every value of the graph lies; found anew after a change."""
         return self._analysis(gm)[1]
 
+    def analyse(self, gm: GraphModule) -> tuple[Axes, Plan]:
+        """The axes and the plan, found anew."""
+        return analyse(gm, self)
+
     def _analysis(self, gm: GraphModule) -> tuple[Axes, Plan]:
         if self._analysed is None:
-            self._analysed = analyse(gm, self)
+            self._analysed = self.analyse(gm)
         return self._analysed
 
     def forget(self) -> None:

@@ -9,10 +9,11 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.sizes import Size
 from sp_compile.sharding.placement import Demand, Plan
 
-from .base import Pass
+from .base import Pass, Passes
 from .job import Job
 
 aten = torch.ops.aten
+MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
 
 
 class Rewrite(Pass):
@@ -25,16 +26,12 @@ class Rewrite(Pass):
     requires = frozenset({"canonical", "attention is chosen"})
     provides = frozenset({"claimed"})
     kinds: frozenset[str] = frozenset()
+    plan: Plan
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        return self.discharge(gm, job.plan(gm))
-
-    def discharge(self, gm: GraphModule, plan: Plan) -> int:
-        """Claim and rewrite; of how many nodes the demands are met now (the plan is then out of date)."""
-        self.plan = plan
-        self.edit(gm.graph)
+        self.plan = job.plan(gm)
         by_node: dict[Node, list[Demand]] = {}
-        for demand in plan.demands:
+        for demand in self.plan.demands:
             if demand.kind in self.kinds:
                 by_node.setdefault(demand.node, []).append(demand)
         changes = 0
@@ -68,3 +65,20 @@ class Rewrite(Pass):
     def error(self, node: Node, why: str) -> SpError:
         """An SpError that names the node, its op and the user's line."""
         return SpError(f"{node.name} ({node.target}) at {at(node)}: {why}")
+
+
+class Rounds(Passes):
+    """Rewrites, round after round, until no demand is left."""
+
+    provides = frozenset({"no demands"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
+        for _ in range(MAX_ROUNDS):
+            if not job.plan(gm).demands:
+                return changes
+            changes += super().apply(gm, job)
+        if left := job.plan(gm).demands:
+            node = left[0].node
+            raise SpError(f"{node.name} at {at(node)} demands ({left[0].kind}) what no pass gives: {left[0].why}")
+        return changes

@@ -17,7 +17,7 @@ from sp_compile.graph.random import decorrelated, draws
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Note, Settings
-from sp_compile.passes.joint.joint import JointPasses
+from sp_compile.passes.joint.joint import JointJob, JointPasses
 from sp_compile.passes.report import Report
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.spmd.inputs import local_tensors
@@ -84,7 +84,7 @@ def sp(
     session.finish(error)
     if lowered is None:
         return session.guard(None, error, gm, example_inputs, None)
-    scattered = lowered.joint.scattered if lowered.joint is not None else ()
+    scattered = lowered.joint.given.scattered if lowered.joint is not None else ()
     inputs = lowered.config.inputs
     return session.guard(run, error, gm, example_inputs, lowered.graph, inputs, scattered)
 
@@ -151,7 +151,7 @@ def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:
 def _joint(example_inputs: Sequence[Any], config: SPConfig, session: Session) -> JointPasses | None:
     """The passes over the joint graph of a program that exchanges by itself."""
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
-    return JointPasses.of(config, session, shapes) if session.groups else None
+    return JointPasses(JointJob(config=config, session=session, shapes=shapes)) if session.groups else None
 
 
 def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.memory_order import RestoreStrides
 from sp_compile.passes.localize.prove import Prove
 from sp_compile.passes.report import Report
-from sp_compile.passes.rewrite import Rewrite
+from sp_compile.passes.rewrite import Rewrite, Rounds
 from sp_compile.passes.strategies.attention.base import attention_passes
 from sp_compile.passes.strategies.attention.choose import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
@@ -38,52 +38,36 @@ from sp_compile.sharding.placement import Shard
 
 from .config import Ranks, SPConfig, resolve
 
-MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
 
-
-class Discharge(Passes):
+class Discharge(Rounds):
     """The strategies, round after round, until no demand is left."""
 
     name = "discharge"
     requires = frozenset({"canonical", "attention is chosen"})
-    provides = frozenset({"no demands"})
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
         return strategies()
-
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        changes = 0
-        for _ in range(MAX_ROUNDS):
-            if not job.plan(gm).demands:
-                return changes
-            changes += super().apply(gm, job)
-        demands = job.plan(gm).demands
-        assert not demands, f"demands that no pass discharged: {demands}"
-        return changes
 
 
 class Pipeline(Passes):
     """Captured graph in the global view -> the proved graph of one rank: all there is, in order."""
 
     name = "pipeline"
-
-    @classmethod
-    def parts(cls) -> Sequence[type[Pass]]:
-        return (
-            Canonicalize,
-            Aligned,
-            Sequences,
-            ChooseAttention,
-            Discharge,
-            SlowScans,
-            ExpandHeads,
-            LocalOutputs,
-            Localize,
-            Trees,
-            Prove,
-            RestoreStrides,
-        )
+    steps = (
+        Canonicalize,
+        Aligned,
+        Sequences,
+        ChooseAttention,
+        Discharge,
+        SlowScans,
+        ExpandHeads,
+        LocalOutputs,
+        Localize,
+        Trees,
+        Prove,
+        RestoreStrides,
+    )
 
 
 def strategies() -> tuple[type[Rewrite], ...]:

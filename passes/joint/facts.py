@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.config import Ranks
 from sp_compile.graph.call import is_tensor
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import all_same, sizes
 from sp_compile.spmd.inputs import Facts
 
@@ -47,20 +44,6 @@ def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]
     blank = frozenset(names[name] for name in facts.blank)
     equal = None if facts.equal is None else frozenset(names[name] for name in facts.equal)
     return replace(facts, differ=differ, equal=equal, blank=blank, gradients=gradients, tangents=tangents)
-
-
-def compare_gradients(gm: GraphModule, ranks: Ranks, tangents: Mapping[str, str]) -> None:
-    """Let every backward begin with a look whether the ranks were given these gradients alike."""
-    found = [node for node in gm.graph.find_nodes(op="placeholder") if node.name in tangents and node.users]
-    if not found:
-        return
-    editor = Editor().edit(gm.graph)
-    with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
-        args = (found, [tangents[node.name] for node in found], ranks.n, ranks.group)
-        both = editor.compute(torch.ops.sp.shared.default, args, found[0])
-        for i, node in enumerate(found):
-            editor.interpose(node, editor.emit(operator.getitem, (both, i), both.meta["val"][i], node))
-    gm.recompile()
 
 
 def _same_kind(result: Node, tangent: Node) -> bool:

@@ -6,12 +6,13 @@ what the partitioner keeps for the backward is decided on the result.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile import _compat, passes
@@ -22,125 +23,195 @@ from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.record import erase
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes import collectives
-from sp_compile.passes.base import CollectivePass, Pass, check_order, import_rooms, registered
+from sp_compile.passes.base import (
+    CAPTURED,
+    CollectivePass,
+    Pass,
+    Passes,
+    check_order,
+    import_rooms,
+    passes_in,
+    registered,
+)
 from sp_compile.passes.collectives.merge.chains import check_reductions
 from sp_compile.passes.job import Job, Note
 from sp_compile.passes.report import Report
-from sp_compile.passes.tensor_parallel.own_rows import mark_own_rows
-from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
+from sp_compile.passes.tensor_parallel.own_rows import OwnRows
+from sp_compile.passes.tensor_parallel.scatter import Layer, SequenceParallelLinear
 from sp_compile.spmd.declare import declared
-from sp_compile.spmd.session import Session
+from sp_compile.spmd.session import ALONE, Session
 
-from .facts import compare_gradients, joint_facts
+from .facts import joint_facts
 
 import_rooms("sp_compile.passes.collectives", collectives.__path__)
 
 
 @dataclass
-class JointPasses:
-    """What is done to the joint graph, and what came of it.
+class JointJob(Job):
+    """What the passes over one joint graph are told, and what they leave for later ones.
 
-    session: whom the program connects, and what they know of its inputs, which are called input_0, input_1, ...: the
-    function's tensor arguments in order. shapes: theirs, on this rank. scatter: may layers run scattered? merge, cost:
-    the policy of `merge_reductions` and its constants. decompose: into what Inductor wants. scattered: the groups over
-    which layers are.
+    ranks: the group that is looked at. session: whom the program connects, and what they know of its inputs, which are
+    called input_0, input_1, ...: the function's tensor arguments in order. shapes: theirs, on this rank.
+    layers: of all groups. scattered: the groups over which layers are. shared: those of this graph, and the gradients
+    of results that they have to have alike then, by name, with where each result is made.
     """
 
+    ranks: Ranks = ALONE
+    config: SPConfig = field(default_factory=SPConfig)
     session: Session = field(default_factory=Session)
     shapes: Sequence[tuple[Any, ...]] = ()
-    scatter: bool = True
-    merge: str = "never"
-    cost: Mapping[str, Any] | None = None
-    decompose: bool = False
-    report: Report = field(default_factory=lambda: Report(1))
+    layers: list[Layer] = field(default_factory=list)
     scattered: set[str] = field(default_factory=set)
+    shared: list[tuple[Ranks, Mapping[str, str]]] = field(default_factory=list)
 
-    @staticmethod
-    def of(config: SPConfig, session: Session, shapes: Sequence[tuple[Any, ...]]) -> JointPasses:
-        """The passes that the options ask for."""
-        scatter = config.sequence_parallel_linear != "never"
-        return JointPasses(
-            session, shapes, scatter, config.merge_reductions, config.cost, config.compiler == "inductor"
-        )
 
-    def key(self) -> str | None:
-        """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
-        version = sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
-        return None if self.session.groups else f"sp_compile joint {version} {self.merge} {self.cost} {declared()}"
+class ScatterLayers(Passes):
+    """Layers over the job's group, if every rank of it would exchange the same."""
 
-    def __call__(self, gm: GraphModule) -> None:
-        """Change the graph in place. Raises SpError as the passes do, on all ranks of a group that talk."""
-        groups = self.session.groups
-        self.report.parallel = sorted({ranks.n for ranks in groups})
-        check_reductions(gm.graph)
-        shared: list[tuple[Ranks, Mapping[str, str]]] = []
-        for ranks in groups:
-            if ranks.group in self.session.apart:
-                mark_own_rows(gm, ranks, partial(self.session.rows, ranks))
-            tangents = self._scatter(gm, ranks)
-            if tangents is not None:
-                shared.append((ranks, tangents))
-            lower_exchanges(gm, _compat.inductor_decompositions() if self.decompose else None)
-        self._join_exchanges(gm)
-        for ranks, tangents in shared:
-            if self.session.compares_gradients(ranks):
-                compare_gradients(gm, ranks, tangents)
+    name = "scatter_layers"
+    requires = frozenset({"captured", "own rows are marked"})
+    provides = frozenset({"layers are scattered"})
+    steps = (SequenceParallelLinear,)
 
-    def _scatter(self, gm: GraphModule, ranks: Ranks) -> Mapping[str, str] | None:
-        """Layers over one group, if every rank of it would exchange the same.
-
-        The gradients of results that these have to have alike then, by name, and where each result is made.
-        """
-        local, numbers = copied(gm), self.session.numbers(gm, ranks)
-        facts = joint_facts(local, self.session.facts[ranks.group], self.shapes)
-        why = OTHER_OPS if numbers is None else REGROUPED if facts is None else "" if self.scatter else NEVER
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert isinstance(job, JointJob)
+        ranks, session, scatter = job.ranks, job.session, job.config.sequence_parallel_linear != "never"
+        local, numbers = copied(gm), session.numbers(gm, ranks)
+        facts = joint_facts(local, session.facts[ranks.group], job.shapes)
+        why = OTHER_OPS if numbers is None else REGROUPED if facts is None else "" if scatter else NEVER
         one: SequenceParallelLinear | None = None
         made = {} if facts is None else {name: _sources(nodes) for name, nodes in facts.tangents.items()}
         if facts is not None and numbers is not None and not why:
             one = SequenceParallelLinear(ranks, replace(facts, numbers=numbers))
-            scattered = self._run(one, local)
-            local = scattered if one.changes else gm
+            one.run(local, Job(ranks, laps=job.laps))  # its notes count if the ranks agree
+            local = one.gm if one.changes else gm
         assumed = one.assumed if one is not None else []
         tangents = {name: made.get(name) or "of this program" for name in assumed if name.startswith("tangents")}
-        if not self.session.same_exchanges(local, ranks, list(tangents)):
+        if not session.same_exchanges(local, ranks, list(tangents)):
             one, local, why = None, gm, OTHER_EXCHANGES
         layers = one.layers if one is not None else []
-        if not self.session.same_layers(gm, local, ranks, layers) and local is not gm:
+        if not session.same_layers(gm, local, ranks, layers) and local is not gm:
             one, why = None, OTHER_LAYERS
+        refusal = Note(f"not {SequenceParallelLinear.name}", "graph", f"group {ranks.group}", why)
+        self.notes = [refusal] if one is None else one.notes
+        job.notes += self.notes
         if one is None:
-            self.report.add([Note("not sequence_parallel_linear", "graph", f"group {ranks.group}", why)])
-            return None
-        self.report.layers += one.layers
-        self.report.add(one.notes)
+            return 0
+        job.layers += one.layers
         if local is gm:
-            return None
+            return 0
         adopt(gm, local)
-        self.scattered.add(ranks.group)
-        return tangents
+        job.scattered.add(ranks.group)
+        job.shared.append((ranks, tangents))
+        return one.changes
 
-    def _join_exchanges(self, gm: GraphModule) -> None:
-        """Permutes into all-to-alls, and reductions over several axes into one; not where ranks could do otherwise.
 
-        What a rank's neighbour over one group sees, its neighbours over others have to know as well.
-        """
-        kinds = registered(CollectivePass)
-        check_order(kinds)
-        if not self.session.all_alike():
-            names = ", ".join(kind.name for kind in kinds)
-            why = "the ranks' programs differ, so they might not all rewrite the same exchanges"
-            self.report.add([Note(f"not {names}", "graph", "the whole graph", why)])
-            return
-        for one in filter(None, (kind.of(self) for kind in kinds)):
-            self._run(one, gm)
-            self.report.add(one.notes)
-        gm.recompile()
+class LowerExchanges(Pass):
+    """sp:: exchanges become the functional collectives and ATen ops that their bodies are."""
 
-    def _run(self, one: Pass, gm: GraphModule) -> GraphModule:
-        """The graph that the pass makes; its lap is in the report."""
-        job = Job.begin(one.given)
-        one.run(gm, job)
-        self.report.passes += job.laps
-        return one.gm
+    name = "lower_exchanges"
+    requires = frozenset({"layers are scattered"})
+    provides = frozenset({"exchanges are lowered"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert isinstance(job, JointJob)
+        inductor = job.config.compiler == "inductor"
+        return lower_exchanges(gm, _compat.inductor_decompositions() if inductor else None)
+
+
+class EachGroup(Passes):
+    """Layers over one group after the other, of those that the program exchanges over."""
+
+    name = "each_group"
+    steps = (OwnRows, ScatterLayers, LowerExchanges)
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert isinstance(job, JointJob)
+        check_reductions(gm.graph)
+        job.shared, alone, changes = [], job.ranks, 0
+        for ranks in job.session.groups:
+            job.ranks = ranks
+            changes += super().apply(gm, job)
+        job.ranks = alone
+        return changes
+
+
+class JoinExchanges(Passes):
+    """Permutes into all-to-alls, and reductions over several axes into one; not where ranks could do otherwise.
+
+    What a rank's neighbour over one group sees, its neighbours over others have to know as well.
+    """
+
+    name = "join_exchanges"
+    requires = frozenset({"exchanges are lowered"})
+    provides = frozenset({"exchanges are final"})
+
+    @classmethod
+    def parts(cls) -> Sequence[type[Pass]]:
+        return registered(CollectivePass)
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert isinstance(job, JointJob)
+        if job.session.all_alike():
+            return super().apply(gm, job)
+        names = ", ".join(kind.name for kind in self.parts())
+        why = "the ranks' programs differ, so they might not all rewrite the same exchanges"
+        job.notes.append(Note(f"not {names}", "graph", "the whole graph", why))
+        return 0
+
+
+class CompareGradients(Pass):
+    """Lets every backward begin with a look whether the ranks were given alike the gradients that must be."""
+
+    name = "compare_gradients"
+    requires = frozenset({"exchanges are final"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert isinstance(job, JointJob)
+        shared = [(ranks, names) for ranks, names in job.shared if job.session.compares_gradients(ranks)]
+        return sum(self._compare(ranks, names) for ranks, names in shared)
+
+    def _compare(self, ranks: Ranks, tangents: Mapping[str, str]) -> int:
+        found = [node for node in self.graph.find_nodes(op="placeholder") if node.name in tangents and node.users]
+        if not found:
+            return 0
+        with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder")):
+            args = (found, [tangents[node.name] for node in found], ranks.n, ranks.group)
+            both = self.compute(torch.ops.sp.shared.default, args, found[0])
+            for i, node in enumerate(found):
+                self.interpose(node, self.emit(operator.getitem, (both, i), both.meta["val"][i], node))
+        return len(found)
+
+
+JOINT = CAPTURED | {"canonical", "attention is chosen", "checked"}
+"""What rewrites require of a graph in which a sequence is found, and every joint graph has."""
+
+
+class JointPasses(Passes):
+    """All that is done to a joint graph, in place. Raises SpError on all ranks of a group that talk."""
+
+    name = "joint"
+    steps = (EachGroup, JoinExchanges, CompareGradients)
+    given: JointJob
+
+    def __init__(self, job: JointJob | None = None) -> None:
+        check_order(passes_in(JointPasses), JOINT)
+        super().__init__(job or JointJob())
+
+    @property
+    def report(self) -> Report:
+        """What came of it."""
+        job = self.given
+        parallel = sorted({ranks.n for ranks in job.session.groups})
+        report = Report(1, passes=job.laps, layers=job.layers, parallel=parallel)
+        report.add(job.notes)
+        return report
+
+    def key(self) -> str | None:
+        """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
+        job, version = self.given, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
+        options = f"{job.config.merge_reductions} {job.config.cost}"
+        return None if job.session.groups else f"sp_compile joint {version} {options} {declared()}"
 
 
 NEVER = "the option sequence_parallel_linear is 'never'"

@@ -51,13 +51,8 @@ class Localize(Pass):
                 f"{first.node.name} at {at(first.node)} still demands ({first.kind}): {first.why}; "
                 "run a pass that claims it first, such as passes.gather.Gather"
             )
-        self.gm = localize(gm, plan, job)
+        self.gm = _Localizer(gm, plan, job).run()
         return len(plan.wants)
-
-
-def localize(gm: GraphModule, plan: Plan, job: Settings) -> GraphModule:
-    """The graph of one rank, made from a graph in the global view whose Plan has no demand left."""
-    return _Localizer(gm, plan, job).run()
 
 
 class _Localizer(Editor):

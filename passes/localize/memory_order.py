@@ -44,20 +44,25 @@ class RestoreStrides(Pass):
         return len(apart)
 
 
-def keep_order(local: GraphModule) -> None:
-    """Edits a validated local graph, in which `meta["val"]` is local and `record(node).origin` is the global node."""
-    changed: set[Node] = set()
-    for node in list(local.graph.nodes):
-        if node.op != "call_function":
-            continue
-        if not changed.isdisjoint(node.all_input_nodes):
-            node.meta["val"] = infer(node.target, node.args, node.kwargs)
-            changed.add(node)
-        source, here = record(node).origin, node.meta.get("val")
-        there = None if source is None else source.meta["val"]
-        if isinstance(here, Tensor) and isinstance(there, Tensor) and not _in_order(here, there):
-            changed.add(restore(local.graph, node, there))
-    local.recompile()
+class KeepOrder(Pass):
+    """Every value below autograd, in a graph whose `meta["val"]` is local and whose `record(node).origin` is global."""
+
+    name = "keep_order"
+    requires = frozenset({"proved"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        nodes, changed = list(gm.graph.nodes), set[Node]()
+        for node in nodes:
+            if node.op != "call_function":
+                continue
+            if not changed.isdisjoint(node.all_input_nodes):
+                node.meta["val"] = infer(node.target, node.args, node.kwargs)
+                changed.add(node)
+            source, here = record(node).origin, node.meta.get("val")
+            there = None if source is None else source.meta["val"]
+            if isinstance(here, Tensor) and isinstance(there, Tensor) and not _in_order(here, there):
+                changed.add(restore(gm.graph, node, there))
+        return len(gm.graph.nodes) - len(nodes)
 
 
 def _in_order(here: Tensor, there: Tensor) -> bool:

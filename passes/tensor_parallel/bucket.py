@@ -17,30 +17,38 @@ from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import product, sizes
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
 from sp_compile.passes.localize.gradients import buckets
-from sp_compile.sharding.placement import Partial, Plan
+from sp_compile.sharding.placement import Partial
 
 from .varying import moves
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
-def bucket_reductions(local: GraphModule, plan: Plan) -> None:
-    """Rewrite the graph of one rank in place. A sum that something else reads stays where it is."""
-    kinds: dict[tuple[Any, ...], list[Node]] = {}
-    for node in local.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
-        made_from = record(node).origin
-        if made_from is None or not isinstance(plan.of(made_from.args[0]), Partial):
-            continue
-        value = node.meta["val"]
-        _, ends = _made_of(node)
-        if len(ends) == 1:
-            kinds.setdefault((value.dtype, value.device, ends.pop(), *node.args[1:]), []).append(node)
-    editor = Editor().edit(local.graph)
-    for (_, _, end, *_), members in kinds.items():
-        for bucket in buckets(members):
-            if len(bucket) > 1:
-                _reduce_together(editor, bucket, end)
+class BucketReductions(Pass):
+    """Rewrites the graph of one rank. A sum that something else reads stays where it is."""
+
+    name = "bucket_reductions"
+    requires = frozenset({"local"})
+    provides = frozenset({"ops"})  # that are proved next
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert job.planned is not None
+        kinds: dict[tuple[Any, ...], list[Node]] = {}
+        for node in gm.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
+            made_from = record(node).origin
+            if made_from is None or not isinstance(job.planned.of(made_from.args[0]), Partial):
+                continue
+            value = node.meta["val"]
+            _, ends = _made_of(node)
+            if len(ends) == 1:
+                kinds.setdefault((value.dtype, value.device, ends.pop(), *node.args[1:]), []).append(node)
+        together = [(b, end) for (_, _, end, *_), nodes in kinds.items() for b in buckets(nodes) if len(b) > 1]
+        for bucket, end in together:
+            _reduce_together(self, bucket, end)
+        return len(together)
 
 
 def _made_of(node: Node) -> tuple[set[Node], set[Node]]:

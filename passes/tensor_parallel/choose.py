@@ -9,36 +9,34 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call
 from sp_compile.graph.closure import closure
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import divides, product, quotient, same, sizes, typical
-from sp_compile.sharding.axes import Atom, Axes
-from sp_compile.sharding.placement import Frame, Placement, Plan, Replicate, Shard
-from sp_compile.sharding.rule import Factors, lookup, transfer_of
+from sp_compile.graph.sizes import divides, product, quotient, same, typical
+from sp_compile.sharding.axes import Atom, Axes, name_axes
+from sp_compile.sharding.placement import Frame, Plan, Replicate, Shard
+from sp_compile.sharding.rule import lookup, transfer_of
 
-from .varying import contracts, differing, lost_factors, moved_from, moves, wait_of
+from .varying import ScatterJob, count, differing, moved_from, moves, wait_of
 
 sp = torch.ops.sp
 
 
-def choose_cuts(
-    axes: Axes, gm: GraphModule, summed: Sequence[Node], varying: Collection[Node], n: int
-) -> dict[Node, Shard | None]:
+def choose_cuts(gm: GraphModule, job: ScatterJob) -> dict[Node, Shard | None]:
     """Where the sum of a linear's parts would be cut, for each of those; None if it has no place to be cut.
 
     All sums that share an axis of rows are cut along it, so that residuals need no exchange. One that the program cuts
     itself is taken; else the one that most share; of equals one that n divides and that lies in front, where a cut is
     contiguous; else the longest.
     """
-    differ = differing(gm, axes, varying)
+    axes, n = name_axes(gm), job.ranks.n
+    differ = differing(gm, axes, job.varying)
     blocks = gm.graph.find_nodes(op="call_function", target=sp.own_rows.default)
     taken = {moved_from(block.args[0]) for block in blocks}
     own = {axes.find(a.name) for node in blocks for a in axes.dims[node.args[0], 0][node.args[1]][:1]}
     left = [
         node
-        for node in summed
-        if node.args[0] in differ and _count(node.meta["val"]) and (_of_linear(node.args[0]) or wait_of(node) in taken)
+        for node in job.summed
+        if node.args[0] in differ and count(node.meta["val"]) and (_of_linear(node.args[0]) or wait_of(node) in taken)
     ]
     chosen: dict[Node, Shard | None] = {}
     while left:
@@ -86,34 +84,10 @@ def _of_linear(node: Node) -> bool:
         if found is None or transfer_of(node.target) is not None:
             return ()
         call, rule = found
-        return call.operands if rule is None or rule.reshapes or not lost_factors(rule) else ()
+        return call.operands if rule is None or rule.reshapes or not rule.lost else ()
 
     rules = [found[1] for made in closure([node], made_of) if (found := lookup(made)) is not None]
-    return any(rule is not None and contracts(rule) for rule in rules)
-
-
-def declined(call: Call, rule: Factors | None, have: Sequence[Placement]) -> str | None:
-    """Why a product had better run on all rows: its operands are less to gather than its result to exchange.
-
-    A result on shards may have to be gathered later, and a sum over rows is all-reduced, which is twice its bytes.
-    """
-    if rule is None:
-        return None
-    if lost_factors(rule) and all(same(product(shape), 1) for shape in call.result_shapes()):
-        return "the last layer's result is whole: what becomes one number has no rows to share"
-    if not contracts(rule):
-        return None
-    shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
-    read = sum(_count(call.operands[i].meta["val"]) for i in shards)
-    made = sum(map(_count, call.results()))
-    lost = any(rule.inside(rule.operands[i], p)[0] in lost_factors(rule) for i, p in shards.items())
-    if (2 * made if lost else made) > read:
-        return "its operands are less to gather than its result would be to " + ("sum" if lost else "gather")
-    return None
-
-
-def _count(value: torch.Tensor) -> int:
-    return typical(product(sizes(value.shape)))
+    return any(rule is not None and rule.contracts for rule in rules)
 
 
 def work_on_rows(plan: Plan, start: Node) -> int:

@@ -8,16 +8,15 @@ Bytes sent per rank: (n - 1) times its shard of x.
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from sp_compile.config import Ranks
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import product, same, sizes
-from sp_compile.passes.job import Settings
+from sp_compile.passes.job import Job
 from sp_compile.passes.strategies.gather import Gather, operand_of, replace_operand
 from sp_compile.sharding.placement import Demand, Shard
 
-from .varying import moves
+from .varying import ScatterJob, moves
 
 aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
 
@@ -31,9 +30,10 @@ class GatherOnce(Gather):
     name = "full"
     kinds = Gather.kinds | {"varying"}
 
-    def __init__(self, ranks: Ranks | int | Settings) -> None:
-        super().__init__(ranks)
-        self.wholes: dict[Node, Node] = {}
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert isinstance(job, ScatterJob)
+        self.wholes = job.wholes
+        return super().apply(gm, job)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         return None

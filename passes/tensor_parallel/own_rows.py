@@ -11,16 +11,19 @@ more than before; none where what is sliced is, or what is gathered stays, a sha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.config import Ranks
 from sp_compile.graph.sizes import sizes
+from sp_compile.passes.base import Pass
 from sp_compile.passes.collectives.merge.chains import chunks_behind
 from sp_compile.passes.collectives.permute.tidy import placed
-from sp_compile.sharding.matchers import piece_of
+from sp_compile.passes.job import Job
+from sp_compile.sharding.matchers import Piece, piece_of
 
 from .varying import group_of, respell, wait_of
 
@@ -29,53 +32,56 @@ AskAll = Callable[[list[int]], list[list[int]]]
 """What every rank of the group says, given what this one does."""
 
 
-@dataclass(frozen=True)
-class RowBlock:
-    """`node` is the block of `source` from `start` on along `dim`, or sums what has `source` there among zeros."""
+class OwnRows(Pass):
+    """By hand: `OwnRows(Ranks(n, group), ask_all)(graph_module)`, on every rank of the group."""
 
-    node: Node
-    source: Node
-    dim: int
-    start: int
-    length: int
+    name = "own_rows"
+    provides = frozenset({"own rows are marked"})
+
+    def __init__(self, ranks: Ranks, ask_all: AskAll) -> None:
+        super().__init__(ranks)
+        self.ask_all = ask_all
+
+    @classmethod
+    def of(cls, job: Any) -> Pass | None:
+        apart = job.ranks.group in job.session.apart
+        return cls(job.ranks, partial(job.session.rows, job.ranks)) if apart else None
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        ranks = job.ranks
+        blocks = [*_slices(gm, ranks.n), *_pads(gm, ranks)]
+        everyone = self.ask_all([block.start for _, block in blocks])
+        found = _mark_gathers(gm, ranks)
+        if any(len(starts) != len(blocks) for starts in everyone):
+            return found  # not one program: agreement is somebody else's business
+        for i, (node, block) in enumerate(blocks):
+            if [starts[i] for starts in everyone] == [rank * block.length for rank in range(ranks.n)]:
+                target = sp.all_rows.default if node.target is c10d.wait_tensor.default else sp.own_rows.default
+                respell(gm, node, target, (block.source, block.dim, ranks.n, ranks.group), node)
+                found += 1
+        return found
 
 
-def mark_own_rows(gm: GraphModule, ranks: Ranks, ask_all: AskAll) -> int:
-    """Rewrite the graph in place; how many slices and gathers were found. Every rank of the group has to call it."""
-    blocks = [*_slices(gm, ranks.n), *_pads(gm, ranks)]
-    everyone = ask_all([block.start for block in blocks])
-    found = _mark_gathers(gm, ranks)
-    if any(len(starts) != len(blocks) for starts in everyone):
-        return found  # not one program: agreement is somebody else's business
-    for i, block in enumerate(blocks):
-        if [starts[i] for starts in everyone] == [rank * block.length for rank in range(ranks.n)]:
-            target = sp.all_rows.default if block.node.target is c10d.wait_tensor.default else sp.own_rows.default
-            respell(gm, block.node, target, (block.source, block.dim, ranks.n, ranks.group), block.node)
-            found += 1
-    gm.recompile()
-    return found
-
-
-def _slices(gm: GraphModule, n: int) -> Iterator[RowBlock]:
-    """Every piece of 1/n of a dim."""
+def _slices(gm: GraphModule, n: int) -> Iterator[tuple[Node, Piece]]:
+    """Every node that is a piece of 1/n of a dim, and that."""
     for node in gm.graph.nodes:
         piece = piece_of(node)
         if piece is not None and piece.keeps and piece.step == 1:
             start, length = piece.start, piece.length
             extent = sizes(piece.source.meta["val"].shape)[piece.dim]
             if isinstance(start, int) and isinstance(length, int) and length and length * n == extent:
-                yield RowBlock(node, piece.source, piece.dim, start, length)
+                yield node, piece
 
 
-def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[RowBlock]:
-    """Every block among zeros that is summed over the ranks, as the gradient of a slice is."""
+def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[tuple[Node, Piece]]:
+    """Every sum over the ranks of a block among zeros, as the gradient of a slice is, and where that block lies."""
     for node in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
         padded, wait = node.args[0], wait_of(node)
         found = placed(padded) if group_of(node) == ranks.group and node.args[1] == "sum" else None
-        if wait is None or found is None or found.length is None or len(padded.users) != 1:
+        if wait is None or found is None or not found.keeps or len(padded.users) != 1:
             continue
         if found.length * ranks.n == sizes(padded.meta["val"].shape)[found.dim]:
-            yield RowBlock(wait, found.piece, found.dim, found.start, found.length)
+            yield wait, found
 
 
 def _mark_gathers(gm: GraphModule, ranks: Ranks) -> int:

@@ -14,7 +14,6 @@ Nothing of x is left in the result but its layout, so x does not say who has whi
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,21 +22,32 @@ from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.random import is_random
 from sp_compile.graph.sizes import sizes
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
+from sp_compile.sharding.axes import name_axes
+
+from .varying import ScatterJob, differing
 
 aten = torch.ops.aten
 LIKE = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}
 DROPOUT = (aten.dropout.default, aten.native_dropout.default)
 
 
-def draw_whole(gm: GraphModule, varying: Collection[Node]) -> None:
-    """Rewrite the draws that are alike on every rank, in place."""
-    editor = Editor().edit(gm.graph)
-    for node in list(gm.graph.nodes):
-        if is_random(node) and node not in varying:
-            if node.target in LIKE:
-                _draw(editor, node)
-            elif node.target in DROPOUT:
-                _drop(editor, node)
+class DrawWhole(Pass):
+    """Rewrites the draws that are alike on every rank."""
+
+    name = "draw_whole"
+    requires = frozenset({"differences are known"})
+    provides = frozenset({"draws are whole"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert isinstance(job, ScatterJob)
+        drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE, *DROPOUT)]
+        differ = differing(gm, name_axes(gm), job.varying) if drawn else set()
+        alike = [node for node in drawn if node not in differ]
+        for node in alike:
+            (_draw if node.target in LIKE else _drop)(self, node)
+        return len(alike)
 
 
 def _draw(editor: Editor, node: Node) -> None:
@@ -66,18 +76,27 @@ def _drop(editor: Editor, node: Node) -> None:
     editor.replace(node, (scaled, mask))
 
 
-def drop_overwrites(gm: GraphModule) -> dict[Node, Node]:
-    """Rewrite the graph in place; what each node that is gone has become. A write that converts or broadcasts stays."""
-    gone: dict[Node, Node] = {}
-    for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
-        old, new = node.args[0].meta["val"], node.args[1].meta["val"]
-        if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
-            continue
-        if old.stride() == new.stride():
-            gone[node] = node.args[1]
-            node.replace_all_uses_with(node.args[1])
-            gm.graph.erase_node(node)
-        elif old.is_contiguous():
-            node.target, node.args = aten.clone.default, (node.args[1],)
-            node.kwargs = {"memory_format": torch.contiguous_format}
-    return gone
+class DropOverwrites(Pass):
+    """What is written over a value stands for it. A write that converts or broadcasts stays."""
+
+    name = "drop_overwrites"
+    provides = frozenset({"nothing is overwritten"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert isinstance(job, ScatterJob)
+        gone: dict[Node, Node] = {}
+        copied = 0
+        for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
+            old, new = node.args[0].meta["val"], node.args[1].meta["val"]
+            if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+                continue
+            if old.stride() == new.stride():
+                gone[node] = node.args[1]
+                node.replace_all_uses_with(node.args[1])
+                gm.graph.erase_node(node)
+            elif old.is_contiguous():
+                node.target, node.args = aten.clone.default, (node.args[1],)
+                node.kwargs = {"memory_format": torch.contiguous_format}
+                copied += 1
+        job.facts = job.facts.after(gone)
+        return len(gone) + copied

@@ -9,7 +9,8 @@ known to be equal on all ranks and its gradient is, too, so that no step of an o
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch.fx import GraphModule, Node
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
 from sp_compile.graph.record import mark, record
+from sp_compile.graph.sizes import product, same, sizes, typical
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
 from sp_compile.passes.propagate import propagate
-from sp_compile.sharding.axes import Axes
-from sp_compile.sharding.factors import flat
-from sp_compile.sharding.placement import REPLICATE, VARYING, Placement
+from sp_compile.sharding.axes import Axes, name_axes
+from sp_compile.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
 from sp_compile.sharding.rule import Factors, lookup, transfer_of
 from sp_compile.spmd.grid import Grid
 from sp_compile.spmd.inputs import Facts
@@ -30,6 +33,79 @@ c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 GROUP_ARGUMENTS = ("group_name", "group", "tag")
+# Ranks draw as they did before, and without autograd behind it a gathered value is gathered for any use.
+IGNORED = ("draw", "invariant")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How one all_reduce of the program runs now: a line of `explain`'s table.
+
+    mode: "scattered" (rows / n up to the next gather) or "full". ops: how many nodes run on its rows.
+    """
+
+    node: str
+    where: str
+    mode: str
+    shape: tuple[object, ...]
+    dim: int | None
+    ops: int
+    why: str = ""
+
+
+@dataclass
+class ScatterJob(Job):
+    """What the stages of one group leave for later ones, which is that of `ranks`.
+
+    facts: what is known of the inputs. summed: the all_reduces of the program. blocks: does it gather rows by itself?
+    varying: the inputs whose values differ by rank. layers: what becomes of each all_reduce, by what stands for it now.
+    wholes: of values on shards, what they were gathered to.
+    """
+
+    facts: Facts = field(default_factory=Facts)
+    summed: list[Node] = field(default_factory=list)
+    blocks: bool = False
+    varying: set[Node] = field(default_factory=set)
+    layers: dict[Node, Layer] = field(default_factory=dict)
+    wholes: dict[Node, Node] = field(default_factory=dict)
+
+    @property
+    def scattered(self) -> list[Node]:
+        """What runs on shards from here on."""
+        return [node for node, layer in self.layers.items() if layer.mode == "scattered"]
+
+    def analyse(self, gm: GraphModule) -> tuple[Axes, Plan]:
+        """Where every value lies, given where the scattered ones do."""
+        axes = name_axes(gm)
+        inputs = dict.fromkeys(self.varying, VARYING)
+        plan = propagate(gm, axes, self.ranks.n, inputs, begin=False, declines=declined)
+        plan.demands = [d for d in plan.demands if d.kind not in IGNORED]
+        return axes, plan
+
+
+def declined(call: Call, rule: Factors | None, have: Sequence[Placement]) -> str | None:
+    """Why a product had better run on all rows: its operands are less to gather than its result to exchange.
+
+    A result on shards may have to be gathered later, and a sum over rows is all-reduced, which is twice its bytes.
+    """
+    if rule is None:
+        return None
+    if rule.lost and all(same(product(shape), 1) for shape in call.result_shapes()):
+        return "the last layer's result is whole: what becomes one number has no rows to share"
+    if not rule.contracts:
+        return None
+    shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
+    read = sum(count(call.operands[i].meta["val"]) for i in shards)
+    made = sum(map(count, call.results()))
+    lost = any(rule.inside(rule.operands[i], p)[0] in rule.lost for i, p in shards.items())
+    if (2 * made if lost else made) > read:
+        return "its operands are less to gather than its result would be to " + ("sum" if lost else "gather")
+    return None
+
+
+def count(value: torch.Tensor) -> int:
+    """How many elements; of symbols, with typical sizes."""
+    return typical(product(sizes(value.shape)))
 
 
 def group_of(node: Node) -> str | None:
@@ -66,6 +142,24 @@ def respell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...], lik
             waiting.extend(old.all_input_nodes)
             gm.graph.erase_node(old)
     return new
+
+
+class MarkVarying(Pass):
+    """Says of exchanges, and of what is made with other numbers, where it lies, and finds the inputs that differ."""
+
+    name = "mark_varying"
+    requires = frozenset({"captured", "nothing is overwritten"})
+    provides = frozenset({"differences are known"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert isinstance(job, ScatterJob)
+        mark_collectives(gm, job.ranks.group, job.facts.grid)
+        mark_numbers(gm, job.facts)
+        for node in gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                mark(node, requires_grad=False)
+        job.varying = varying_inputs(gm, name_axes(gm), job.summed, job.facts)
+        return 0
 
 
 def mark_collectives(gm: GraphModule, group: str, grid: Grid | None = None) -> None:
@@ -160,7 +254,7 @@ def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
     """Inputs that contractions multiply by and that have no token, an axis beside the features, in any dim."""
     for node in gm.graph.nodes:
         found = lookup(node)
-        if found is not None and found[1] is not None and contracts(found[1]):
+        if found is not None and found[1] is not None and found[1].contracts:
             for operand in found[0].operands:
                 source = moved_from(operand)
                 if source.op in ("placeholder", "get_attr") and source.meta["val"].ndim > 1:
@@ -169,25 +263,13 @@ def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
                         yield source
 
 
-def contracts(rule: Factors) -> bool:
-    """Is it a product that sums over a factor of two operands?"""
-    lost = lost_factors(rule)
-    return len(lost) > len(set(lost))
-
-
-def lost_factors(rule: Factors) -> list[str]:
-    """The factors of the operands, as often as they stand there, that no result has."""
-    kept = {f for dims in rule.results for f in flat(dims)}
-    return [f for dims in rule.operands for f in flat(dims) if f not in kept]
-
-
 def moves(node: Node) -> bool:
     """Does the node only move or convert the values of its one tensor operand?"""
     found = lookup(node)
     if found is None or len(found[0].operands) != 1:
         return False
-    rule, is_cast = found[1], node.target is torch.ops.prims.convert_element_type.default
-    return rule is not None and (is_cast or (rule.lazy and not rule.spans))
+    rule = found[1]
+    return rule is not None and rule.lazy and not rule.spans
 
 
 def moved_from(node: Node) -> Node:

@@ -17,15 +17,16 @@ from sp_compile.lowering.library import COMPOSITES
 from .edit import Editor
 
 
-def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> None:
-    """Put every composite sp:: op's body in its place. decompositions: of the ATen ops in it, as make_fx takes them."""
-    editor = Editor()
-    editor.edit(gm.graph)
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target in COMPOSITES:
-            _inline(editor, node, decompositions or {})
-    gm.graph.lint()
-    gm.recompile()
+def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> int:
+    """Put every composite sp:: op's body in its place; how many there were. The code is not made anew.
+
+    decompositions: of the ATen ops in it, as make_fx takes them.
+    """
+    editor = Editor().edit(gm.graph)
+    found = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in COMPOSITES]
+    for node in found:
+        _inline(editor, node, decompositions or {})
+    return len(found)
 
 
 def _inline(editor: Editor, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:

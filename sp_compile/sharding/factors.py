@@ -108,6 +108,17 @@ class Factors:
             return None
         return next(d for d, f in enumerate(self.operands[0]) if self.kind(f) == "window")
 
+    @property
+    def lost(self) -> list[str]:
+        """The factors of the operands, as often as they stand there, that no result has."""
+        kept = {f for dims in self.results for f in flat(dims)}
+        return [f for dims in self.operands for f in flat(dims) if f not in kept]
+
+    @property
+    def contracts(self) -> bool:
+        """Is it a product that sums over a factor of two operands?"""
+        return len(self.lost) > len(set(self.lost))
+
     def inside(self, dims: Dims, shard: Shard) -> tuple[str, Shard]:
         """Which factor of a value of these dims the shard cuts, and how; "" if it cuts no single one.
 

@@ -42,6 +42,7 @@ FILLED: dict[Any, Number] = {
 }
 FILLS = overloads("full full_like new_full")
 CATS = overloads("cat concat concatenate")
+JOINS = CATS + overloads("stack hstack vstack row_stack dstack")
 PADS = overloads("constant_pad_nd pad")
 NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
 
@@ -49,7 +50,7 @@ NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do n
 def _movement(node: Any) -> tuple[Node, Factors] | None:
     """The operand whose elements are all that the result has, and the rule that says where they go."""
     found = lookup(node) if is_tensor(node) and not _is_private(node) else None
-    if found is None or node.target.namespace != "aten" or NO_MOVES.match(str(node.target)[5:]):
+    if found is None or node.target.namespace not in ("aten", "prims") or NO_MOVES.match(str(node.target)[5:]):
         return None
     call, rule = found
     if not call.operands:
@@ -174,10 +175,10 @@ def _same_shape(a: Node, b: Node) -> bool:
 
 def origin(node: Any) -> Any:
     """The first value that holds the same elements at the same places: without copies, and views undone again."""
-    if not _may_undo(node):
+    if not rearranges(node):
         return node
     chain, at = [], node
-    while _may_undo(at):
+    while rearranges(at):
         chain.append(at)
         at = Call(at).operands[0]
     found = {at: at}
@@ -187,8 +188,8 @@ def origin(node: Any) -> Any:
     return found[node]
 
 
-def _may_undo(node: Any) -> bool:
-    """Can it be part of a chain that ends with the value that it began with?"""
+def rearranges(node: Any) -> bool:
+    """The same elements, each once, in other places or another shape, and all of the gradient: can that be undone?"""
     stops = getattr(node, "target", None) is aten.detach.default and not is_copy(node)
     return not stops and (order_of(node) is not None or keeps_order(node))
 
@@ -196,7 +197,7 @@ def _may_undo(node: Any) -> bool:
 def _undone(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
     """What a chain of permutations, or one of changes of the shape, ends where it began."""
     order, at = order_of(node), operand
-    while order is not None and _may_undo(at) and (inner := order_of(at)) is not None:
+    while order is not None and rearranges(at) and (inner := order_of(at)) is not None:
         order, at = tuple(inner[d] for d in order), Call(at).operands[0]
         if _is_identity(order):
             return found[at]
@@ -204,7 +205,7 @@ def _undone(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
     while keeps_order(node):
         if _same_shape(at, node):
             return found[at]
-        if not _may_undo(at) or not keeps_order(at):
+        if not rearranges(at) or not keeps_order(at):
             break
         at = Call(at).operands[0]
     return node
@@ -225,7 +226,7 @@ def steps_from(node: Node) -> list[Node]:
     last, at = 0, node
     while len(at.users) == 1:
         (at,) = at.users
-        if not _may_undo(at):
+        if not rearranges(at):
             break
         steps.append(at)
         last = len(steps) if origin(at) is origin(node) else last
@@ -239,7 +240,7 @@ def readers(node: Node) -> list[Node]:
     while waiting:
         value = waiting.pop(0)
         for user in value.users:
-            if _may_undo(user) and user.users and Call(user).operands[0] is value:
+            if rearranges(user) and user.users and Call(user).operands[0] is value:
                 waiting.append(user)
             else:
                 found[user if origin(value) is origin(node) else value] = None
@@ -274,7 +275,11 @@ def piece_of(node: Any) -> Piece | None:
     """A slice, a select, or one result of a split, a chunk or an unbind; None where its place is not provable."""
     if not is_tensor(node) or node.op != "call_function":
         return None
-    of, which = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
+    return nth_piece(*node.args) if node.target is operator.getitem else nth_piece(node, 0)
+
+
+def nth_piece(of: Node, which: Any) -> Piece | None:
+    """One of the results of a node."""
     found = lookup(of)
     if found is None or not isinstance(which, int):
         return None
@@ -302,6 +307,16 @@ def slice_of(node: Any) -> Piece | None:
     """A contiguous piece that keeps its dim, cut off by one op."""
     piece = piece_of(node) if getattr(node, "target", None) is not operator.getitem else None
     return piece if piece is not None and piece.keeps and piece.step == 1 else None
+
+
+def join_of(node: Any) -> tuple[int, bool] | None:
+    """The dim along which a cat or a stack joins several operands, and whether that is a new one."""
+    found = lookup(node) if node.target in JOINS else None
+    if found is None or found[1] is None:
+        return None
+    before, after = found[1].operands[0], found[1].results[0]
+    along = [d for d, f in enumerate(after) if f not in before]
+    return (along[0], len(after) > len(before)) if len(along) == 1 else None
 
 
 @dataclass(frozen=True)

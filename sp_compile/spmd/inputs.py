@@ -46,15 +46,9 @@ class Facts:
     gradients: Mapping[str, Node] = field(default_factory=dict)
 
     def after(self, gone: Mapping[Node, Node]) -> Facts:
-        """The same of a graph in which other nodes stand for those that are gone."""
-
-        def now(node: Node) -> Node:
-            while node in gone:
-                node = gone[node]
-            return node
-
-        gradients = {name: now(node) for name, node in self.gradients.items()}
-        tangents = {name: [now(node) for node in nodes] for name, nodes in self.tangents.items()}
+        """The same of a graph in which other nodes, that are there, stand for those that are gone."""
+        gradients = {name: gone.get(node, node) for name, node in self.gradients.items()}
+        tangents = {name: [gone.get(node, node) for node in nodes] for name, nodes in self.tangents.items()}
         return replace(self, gradients=gradients, tangents=tangents)
 
 

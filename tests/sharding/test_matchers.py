@@ -16,6 +16,7 @@ from sp_compile.sharding.matchers import (
     constant_of,
     is_cast,
     is_copy,
+    join_of,
     keeps_order,
     order_of,
     origin,
@@ -70,8 +71,25 @@ def test_pieces(function: Callable[[Tensor], Tensor], piece: tuple[Any, ...] | N
         assert one.source.op == "placeholder"
 
 
+@pytest.mark.parametrize(
+    ("function", "joined"),
+    [
+        (lambda x: torch.cat([x, x + 1], -2), (1, False)),
+        (lambda x: torch.stack([x, x + 1], -1), (3, True)),
+        (lambda x: torch.hstack([x, x + 1]), (1, False)),
+        (lambda x: torch.vstack(x.unbind(0)), (0, False)),
+        (lambda x: torch.dstack([x[0], x[1]]), None),
+        (lambda x: torch.cat([x, x[:, :0]], 1), None),
+    ],
+)
+def test_joins(function: Callable[[Tensor], Tensor], joined: tuple[int, bool] | None) -> None:
+    assert join_of(last(function)) == joined
+
+
 def test_orders_and_copies() -> None:
     assert order_of(last(lambda x: x.movedim(0, 2))) == (1, 2, 0)
+    assert order_of(last(lambda x: torch.einsum("abc->cab", x))) == (2, 0, 1)
+    assert order_of(last(lambda x: torch.einsum("abc->ca", x))) is None
     assert order_of(last(lambda x: x.flip(1))) is None
     assert is_copy(last(lambda x: x.clone()))
     assert not is_copy(last(lambda x: x.detach()))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sp_compile.config import Ranks
 from sp_compile.passes.tensor_parallel import own_rows
-from sp_compile.passes.tensor_parallel.own_rows import mark_own_rows
+from sp_compile.passes.tensor_parallel.own_rows import OwnRows
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 
 c10d = torch.ops._c10d_functional
@@ -74,8 +74,11 @@ def graphs(n, rank_of=lambda rank: rank, **options):
 
 
 def marked(made, n):
-    starts = [[b.start for b in (*own_rows._slices(g, n), *own_rows._pads(g, Ranks(n, GROUP)))] for g in made]
-    return [mark_own_rows(g, Ranks(n, GROUP), lambda mine: starts) for g in made]
+    starts = [[b.start for _, b in (*own_rows._slices(g, n), *own_rows._pads(g, Ranks(n, GROUP)))] for g in made]
+    passes = [OwnRows(Ranks(n, GROUP), lambda mine: starts) for _ in made]
+    for one, gm in zip(passes, made):
+        one(gm)
+    return [one.changes for one in passes]
 
 
 @pytest.mark.sampled(every=3)

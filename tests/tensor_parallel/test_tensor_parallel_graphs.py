@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.config import Ranks
+from sp_compile.passes import Job, settings
 from sp_compile.passes.tensor_parallel.scatter import Layer, SequenceParallelLinear
 
 c10d = torch.ops._c10d_functional
@@ -159,3 +160,14 @@ def test_left_alone(program: Callable[..., Tensor]) -> None:
 def test_a_group_of_one() -> None:
     gm = captured(mlp, torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3))
     assert not SequenceParallelLinear(Ranks(1, GROUP))(gm).modified
+
+
+def test_every_stage_is_a_lap() -> None:
+    stages = "drop_overwrites mark_varying draw_whole scatter leave_idle".split()
+    rounds = "mean reduce full localize bucket_reductions prove keep_order".split()
+    for program, expected in ((mlp, stages + rounds), (wanted_whole, stages)):
+        job = Job.begin(settings(Ranks(2, GROUP)))
+        gm = captured(program, torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3))
+        SequenceParallelLinear(job.ranks).run(gm, job)
+        assert [lap.name for lap in job.laps] == expected
+        assert {lap.name: lap.changes for lap in job.laps}["scatter"] == (2 if program is mlp else 1)

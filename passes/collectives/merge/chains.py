@@ -22,7 +22,7 @@ from sp_compile._compat import statically_known_true
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.mutation import is_mutation
-from sp_compile.sharding.matchers import keeps_order, order_of
+from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, order_of
 from sp_compile.sharding.rule import lookup
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -90,12 +90,6 @@ OTHERS = ("band", "bor", "bxor", "premul_sum")
 LONGEST = 6
 """No mesh has more axes; there are 203 ways to put so many links into blocks."""
 
-SAME = frozenset(
-    {c10d.wait_tensor.default, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
-)
-CASTS = frozenset(
-    {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, torch.ops.prims.convert_element_type.default}
-)
 PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
 
@@ -243,9 +237,9 @@ def _through(node: Node, link: Link) -> Node | None:
     if node.target is aten.copy.default:
         return node.args[1] if _keeps(node.args[1], node, link) else None
     x = node.args[0]
-    if node.target in SAME:
+    if is_copy(node) or node.target in (c10d.wait_tensor.default, aten.detach.default):
         commutes = True
-    elif node.target in CASTS:
+    elif is_cast(node):
         commutes = _keeps(x, node, link)
     elif node.target in PRODUCTS or node.target in QUOTIENTS:
         commutes = _scales(node, link)

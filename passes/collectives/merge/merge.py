@@ -67,9 +67,9 @@ class MergeReductions(CollectivePass):
     provides = frozenset({"reductions are merged"})
 
     @classmethod
-    def of(cls, joint: Any) -> Pass | None:
-        known = declared()
-        return cls(known, joint.merge, joint.cost, strict=False) if joint.merge != "never" and known.members else None
+    def of(cls, job: Any) -> Pass | None:
+        known, policy = declared(), job.config.merge_reductions
+        return cls(known, policy, job.config.cost, strict=False) if policy != "never" and known.members else None
 
     def __init__(
         self, groups: Groups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True

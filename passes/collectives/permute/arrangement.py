@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import Size, product, quotient, same
-from sp_compile.sharding.matchers import order_of, piece_of
-
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+from sp_compile._compat import OpOverload, schema_of
+from sp_compile.graph.call import Call, overloads
+from sp_compile.graph.sizes import Size, product, quotient, same, sizes
+from sp_compile.sharding.matchers import Piece, join_of, nth_piece, order_of, piece_of, rearranges
 
 Atoms = tuple[int, ...]
 """Outermost first."""
@@ -110,16 +109,16 @@ class IndexMap:
             rest = cut[1]
         return None if self.resolve(rest) else Arrangement(tuple(dims), x.fixed)
 
-    def pieces(self, x: Arrangement, dim: int, count: int, keep: bool) -> list[Arrangement] | None:
-        """Equal pieces along a dim; unless keep, each is one position, and the dim goes."""
+    def piece(self, x: Arrangement, dim: int, count: int, at: int, keep: bool) -> Arrangement | None:
+        """One of `count` equal pieces along a dim; unless keep, it is one position, and the dim goes."""
         cut = self.take(x.dims[dim], count)
         if cut is None or (not keep and self.resolve(cut[1])):
             return None
-        dims = [*x.dims[:dim], *([cut[1]] if keep else []), *x.dims[dim + 1 :]]
-        return [Arrangement(tuple(dims), (*x.fixed, (cut[0], i))) for i in range(count)]
+        dims = (*x.dims[:dim], *([cut[1]] if keep else []), *x.dims[dim + 1 :])
+        return Arrangement(dims, (*x.fixed, (cut[0], at)))
 
     def join(self, parts: Sequence[Arrangement], dim: int, new: bool) -> Arrangement | None:
-        """Undo `pieces`, perhaps along another dim, a `new` one or one that is there."""
+        """Undo `piece`, perhaps along another dim, a `new` one or one that is there."""
         first = parts[0]
         if not first.fixed:
             return None
@@ -144,28 +143,9 @@ class IndexMap:
         return all(i == j and self.alike(x, y) for (x, i), (y, j) in zip(a, b))
 
 
-def _ops(names: str) -> frozenset[Any]:
-    return frozenset(getattr(aten, name) for name in names.split())
-
-
-REGROUPS = _ops(
-    "view reshape _unsafe_view _reshape_alias flatten unflatten ravel unsqueeze squeeze view_as reshape_as alias "
-    "contiguous clone expand expand_as"
-) | {c10d.wait_tensor}
-PERMUTES = _ops("permute transpose movedim moveaxis swapaxes swapdims t mT numpy_T")
-PIECES = _ops("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split hsplit vsplit dsplit unbind")
-ONE_PIECE = _ops("slice narrow select")
-JOINS = _ops("cat concat concatenate stack hstack vstack dstack row_stack")
-MOVES = REGROUPS | PERMUTES | PIECES | ONE_PIECE | JOINS
-COPIES = JOINS | _ops("contiguous clone reshape flatten ravel reshape_as _unsafe_view")
-"""Ops that make, or may make, another tensor in memory."""
-DIMS = {
-    op: d
-    for names, d in (("vsplit vstack row_stack", 0), ("hsplit hstack", 1), ("dsplit dstack", 2))
-    for op in _ops(names)
-}
-
-Arrangements = Arrangement | list[Arrangement]
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+PASSED_ON = (operator.getitem, WAIT)
+MAY_COPY = overloads("contiguous reshape reshape_as flatten.using_ints ravel")
 
 
 def op_of(node: Node) -> Any:
@@ -173,31 +153,25 @@ def op_of(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
 
 
+def is_view(node: Node) -> bool:
+    """Does the value lie in the memory of its first operand, whatever the strides?"""
+    if node.target in PASSED_ON or not isinstance(node.target, OpOverload):
+        return node.target in PASSED_ON
+    return node.target not in MAY_COPY and all(result.alias_info for result in schema_of(node.target).returns)
+
+
 def is_move(node: Node) -> bool:
     """Might it only move data?"""
-    op = op_of(node)
-    return op in MOVES or _is_getitem(node) or (op is aten.einsum and _order(node) is not None)
+    moves = node.target in PASSED_ON or rearranges(node)
+    return moves or join_of(node) is not None or nth_piece(node, 0) is not None
 
 
 def operands(node: Node) -> list[Node]:
     """The tensors, or pieces of one, that it moves. Others only lend their shape."""
-    if _is_getitem(node):
+    if node.target in PASSED_ON:
         return [node.args[0]]
     found = Call(node).operands
-    return found if op_of(node) in JOINS else found[:1]
-
-
-def _is_getitem(node: Node) -> bool:
-    return node.op == "call_function" and node.target is operator.getitem
-
-
-def _order(node: Node) -> Sequence[int] | None:
-    """The dims of the operand in the order of the result's; None of an einsum that does more than that."""
-    if op_of(node) is not aten.einsum:
-        return order_of(node)
-    given, _, made = str(Call(node)["equation"]).replace(" ", "").partition("->")
-    once = given.isalpha() and len(set(given)) == len(given)
-    return [given.index(letter) for letter in made] if once and sorted(given) == sorted(made) else None
+    return found if join_of(node) is not None else found[:1]
 
 
 class Mover:
@@ -205,59 +179,35 @@ class Mover:
 
     def __init__(self, index: IndexMap, leaves: Mapping[Node, Arrangement]) -> None:
         self.index = index
-        self.known: dict[Node, Arrangements | None] = dict(leaves)
+        self.known: dict[Node, Arrangement | None] = dict(leaves)
 
     def tensor(self, node: Node) -> Arrangement | None:
         """Where the leaves' elements are in this tensor; None if it holds others, or that is not known."""
-        found = self._value(node)
-        return found if isinstance(found, Arrangement) else None
-
-    def _value(self, node: Node) -> Arrangements | None:
         if node not in self.known:
-            self.known[node] = self._moved(node) if is_move(node) else None
+            self.known[node] = self._moved(node)
         return self.known[node]
 
-    def _moved(self, node: Node) -> Arrangements | None:
-        given = [self._value(x) for x in operands(node)]
-        if any(x is None for x in given):
-            return None
-        if _is_getitem(node):
-            return given[0][node.args[1]] if isinstance(given[0], list) else None
-        parts = [x for x in given if isinstance(x, Arrangement)]
-        op, call = op_of(node), Call(node)
-        if op in JOINS:
-            return self._join(call, op, parts)
-        (x,) = parts
-        if op in REGROUPS:
-            # An expand that repeats has more elements than there are atoms.
-            moved = node.meta["val"].dtype == call.operands[0].meta["val"].dtype
-            return self.index.reshape(x, call.result_shapes()[0]) if moved else None
-        if op in PERMUTES or op is aten.einsum:
-            order = _order(node)
-            return Arrangement(tuple(x.dims[d] for d in order), x.fixed) if order is not None else None
-        return self._pieces(call, op, x)
+    def _moved(self, node: Node) -> Arrangement | None:
+        join = join_of(node)
+        if join is not None:
+            parts = [self.tensor(operand) for operand in operands(node)]
+            known = [part for part in parts if part is not None]
+            return self.index.join(known, *join) if len(known) == len(parts) else None
+        if rearranges(node):
+            x, order = self.tensor(Call(node).operands[0]), order_of(node)
+            if order is None:
+                return x and self.index.reshape(x, sizes(node.meta["val"].shape))
+            return x and Arrangement(tuple(x.dims[d] for d in order), x.fixed)
+        piece = piece_of(node)
+        if piece is not None:
+            x = self.tensor(piece.source)
+            return x and self._piece(x, piece)
+        return self.tensor(node.args[0]) if node.target is WAIT else None
 
-    def _join(self, call: Call, op: Any, parts: Sequence[Arrangement]) -> Arrangement | None:
-        new = op is aten.stack
-        ndim, dim = len(parts[0].dims), DIMS[op] if op in DIMS else call["dim"]
-        return None if dim >= ndim + new else self.index.join(parts, dim % (ndim + new), new)
-
-    def _pieces(self, call: Call, op: Any, x: Arrangement) -> Arrangements | None:
-        dim = DIMS[op] if op in DIMS else call["dim"]
-        if dim >= len(x.dims):
+    def _piece(self, x: Arrangement, piece: Piece) -> Arrangement | None:
+        """One of several equal pieces."""
+        extent = sizes(piece.source.meta["val"].shape)[piece.dim]
+        count, at = quotient(extent, piece.length), quotient(piece.start, piece.length)
+        if piece.step != 1 or not isinstance(count, int) or not isinstance(at, int):
             return None
-        dim %= len(x.dims)
-        if op in ONE_PIECE:
-            return self._one_piece(call, x)
-        shapes, keep = call.result_shapes(), op is not aten.unbind
-        equal = not keep or len({shape[dim] for shape in shapes}) == 1
-        return self.index.pieces(x, dim, len(shapes), keep) if equal else None
-
-    def _one_piece(self, call: Call, x: Arrangement) -> Arrangement | None:
-        """One of several equal pieces, as AOTAutograd writes chunk."""
-        piece = piece_of(call.node)
-        if piece is None or piece.step != 1 or not isinstance(piece.start, int):
-            return None
-        count, at = quotient(call.shape()[piece.dim], piece.length), quotient(piece.start, piece.length)
-        pieces = self.index.pieces(x, piece.dim, count, piece.keeps) if isinstance(count, int) else None
-        return pieces[at] if pieces is not None and isinstance(at, int) else None
+        return self.index.piece(x, piece.dim, count, at, piece.keeps)

@@ -20,7 +20,7 @@ from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
 from sp_compile.graph.sizes import same, sizes
 
-from .arrangement import COPIES, Arrangement, Atoms, IndexMap, Mover, is_move, op_of, operands
+from .arrangement import WAIT, Arrangement, Atoms, IndexMap, Mover, is_move, is_view, op_of, operands
 
 c10d = torch.ops._c10d_functional
 PERMUTE = torch.ops.sp.all_to_all_permute.default
@@ -67,7 +67,7 @@ def read(node: Node) -> AllToAll | str:
     shares = [*sizes(received_sizes), *sizes(sent_sizes)]
     if not shares or not all(same(share, shares[0]) for share in shares):
         return "the shares are not equal"
-    waits = [user for user in node.users if op_of(user) is c10d.wait_tensor]
+    waits = [user for user in node.users if user.target is WAIT]
     if len(waits) != 1 or len(node.users) != 1:
         return "the result is not waited for once"
     return AllToAll(sent, node, waits[0], len(sent_sizes), group)
@@ -98,7 +98,7 @@ def _upstream(node: Node) -> list[Node]:
     while waiting and len(found) < MOST:
         nearest = waiting.pop(0)
         # What a wait waits for is not there yet.
-        for source in operands(nearest) if is_move(nearest) and op_of(nearest) is not c10d.wait_tensor else ():
+        for source in operands(nearest) if is_move(nearest) and nearest.target is not WAIT else ():
             if source not in found:
                 found[source] = None
                 waiting.append(source)
@@ -121,7 +121,7 @@ def _chain_to(sent: Node, x: Node) -> set[Node] | None:
     chain = closure([sent], lambda n: operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:
         elsewhere = any(user not in chain and not is_all_to_all(user) for user in node.users)
-        if not is_move(node) or (elsewhere and op_of(node) in COPIES):
+        if not is_move(node) or (elsewhere and not is_view(node)):
             return None
     return chain
 
@@ -222,8 +222,8 @@ def sources_of(node: Node) -> Sequence[Node]:
 
 def lies_in_input(node: Node) -> bool:
     """Does it share memory with an input of the graph?"""
-    while is_move(node) and op_of(node) not in COPIES:
-        node = operands(node)[0]
+    while is_view(node):
+        node = node.all_input_nodes[0]
     return node.op in ("placeholder", "get_attr")
 
 

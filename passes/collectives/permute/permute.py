@@ -55,8 +55,8 @@ class PermuteAllToAll(CollectivePass):
     provides = frozenset({"exchanges are joined"})
 
     @classmethod
-    def of(cls, joint: Any) -> Pass | None:
-        return cls(decomposed=True) if joint.session.groups else None
+    def of(cls, job: Any) -> Pass | None:
+        return cls(decomposed=True) if job.session.groups else None
 
     def __init__(self, decomposed: bool = False, packed: bool = True) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ A buffer that is made only to be filled with what an exchange brings -> what it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -24,11 +24,11 @@ from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, sizes
 from sp_compile.passes.canonical.paddings import padding
-from sp_compile.sharding.matchers import constant_of
+from sp_compile.sharding.matchers import Piece, constant_of
 
-from .arrangement import op_of
+from .arrangement import WAIT, op_of
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 
 
 def drop_buffers(editor: Editor) -> bool:
@@ -36,7 +36,7 @@ def drop_buffers(editor: Editor) -> bool:
     changed = False
     for node in editor.graph.find_nodes(op="call_function", target=aten.copy.default):
         buffer, source = node.args[:2]
-        if op_of(source) is c10d.wait_tensor and _alike(buffer.meta["val"], source.meta["val"]):
+        if source.target is WAIT and _alike(buffer.meta["val"], source.meta["val"]):
             editor.replace(node, source)
             changed = True
     return changed
@@ -47,34 +47,25 @@ def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
     return shaped and (x.dtype, x.device) == (y.dtype, y.device)
 
 
-class PaddedPiece(NamedTuple):
-    """A piece of `length` positions of dim from start on; length None: one position, without the dim."""
-
-    piece: Node
-    dim: int
-    start: int
-    length: int | None
-
-
 def join_padded(editor: Editor) -> bool:
     """Edit the graph in place; whether there was such a sum."""
     changed = False
     for node in reversed(list(editor.graph.nodes)):
         pieces = _pieces(node) if node.users else None  # the parts of one that was replaced have none
         if pieces is not None:
-            target = aten.stack.default if pieces[0].length is None else aten.cat.default
+            target = aten.cat.default if pieces[0].keeps else aten.stack.default
             with editor.graph.inserting_before(node):
-                joined = editor.compute(target, ([leaf.piece for leaf in pieces], pieces[0].dim), node)
+                joined = editor.compute(target, ([leaf.source for leaf in pieces], pieces[0].dim), node)
             editor.replace(node, joined)
             changed = True
     return changed
 
 
-def _pieces(node: Node) -> list[PaddedPiece] | None:
+def _pieces(node: Node) -> list[Piece] | None:
     """What is added up in the node, in order, if it is all of it and each once."""
     if not _is_sum(node):
         return None
-    found: list[PaddedPiece] = []
+    found: list[Piece] = []
     waiting: list[Any] = list(node.args[:2])
     while waiting:
         part = waiting.pop()
@@ -88,11 +79,11 @@ def _pieces(node: Node) -> list[PaddedPiece] | None:
     found.sort(key=lambda leaf: leaf.start)
     first, at = found[0], 0
     for leaf in found:
-        if (leaf.dim, leaf.length is None, leaf.start) != (first.dim, first.length is None, at):
+        if (leaf.dim, leaf.keeps, leaf.start) != (first.dim, first.keeps, at):
             return None
-        at += 1 if leaf.length is None else leaf.length
+        at += leaf.length
     value = node.meta["val"]
-    of_one_type = all(leaf.piece.meta["val"].dtype == value.dtype for leaf in found)
+    of_one_type = all(leaf.source.meta["val"].dtype == value.dtype for leaf in found)
     return found if of_one_type and sizes(value.shape)[first.dim] == at else None
 
 
@@ -104,27 +95,27 @@ def _shape(node: Node) -> tuple[Size, ...]:
     return sizes(node.meta["val"].shape)
 
 
-def placed(node: Node) -> PaddedPiece | None:
-    """The piece, if the node is one among zeros: padded, joined to them, or the gradient of a slice or a select."""
+def placed(node: Node) -> Piece | None:
+    """What lies where in the node among zeros: padded, joined to them, or the gradient of a slice or a select."""
     pad, op = padding(node), op_of(node)
     if pad is not None:
         inside = not pad.fill and all(isinstance(rows, int) and rows >= 0 for rows in (pad.before, pad.after))
         length = _shape(pad.source)[pad.dim]
         whole = inside and isinstance(length, int)
-        return PaddedPiece(pad.source, pad.dim, pad.before, length) if whole else None
+        return Piece(pad.source, pad.dim, pad.before, length) if whole else None
     if op not in (aten.select_backward, aten.slice_backward, aten.select_scatter, aten.slice_scatter):
         return None
     found = _of_slice(Call(node), op in (aten.select_backward, aten.select_scatter))
-    return found if found is not None and _shape(found.piece) == _part(_shape(node), found) else None
+    return found if found is not None and _shape(found.source) == _part(_shape(node), found) else None
 
 
-def _part(whole: Sequence[Size], leaf: PaddedPiece) -> tuple[Size, ...]:
+def _part(whole: Sequence[Size], leaf: Piece) -> tuple[Size, ...]:
     """The shape that the piece has to have."""
-    own = [] if leaf.length is None else [leaf.length]
+    own = [leaf.length] if leaf.keeps else []
     return (*whole[: leaf.dim], *own, *whole[leaf.dim + 1 :])
 
 
-def _of_slice(call: Call, one: bool) -> PaddedPiece | None:
+def _of_slice(call: Call, one: bool) -> Piece | None:
     """Of a slice, or of `one` position: written into zeros, or their gradient."""
     whole, dim = call.result_shapes()[0], call["dim"]
     start, end = (call["index"], None) if one else (call["start"] or 0, call["end"] or whole[dim])
@@ -132,5 +123,5 @@ def _of_slice(call: Call, one: bool) -> PaddedPiece | None:
     if not known or call.get("step", 1) != 1 or ("self" in call.args and constant_of(call["self"]) != 0):
         return None
     start = start + whole[dim] if start < 0 else start
-    length = None if end is None else min(end, whole[dim]) - start
-    return PaddedPiece(call.get("grad_output") or call["src"], dim % len(whole), start, length)
+    length = 1 if one else min(end, whole[dim]) - start
+    return Piece(call.get("grad_output") or call["src"], dim % len(whole), start, length, keeps=not one)

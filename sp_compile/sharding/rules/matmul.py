@@ -81,7 +81,7 @@ def _einsum(call: Call) -> Factors | None:
     if "..." in contracted:
         return None
     text = ", ".join(" ".join(group) for group in groups) + " -> " + " ".join(kept)
-    return bind(call, text, sum=" ".join(sorted(contracted)))
+    return bind(call, text, sum=" ".join(sorted(contracted)), lazy=len(groups) == 1 and not contracted)
 
 
 def _labels(group: str) -> list[str]:

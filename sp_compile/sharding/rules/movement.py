@@ -129,6 +129,20 @@ def _repeat_interleave(call: Call) -> Factors | None:
     return _whole_at(call, [call.dim()], replaced(names(call.ndim()), [call.dim()], "new"))
 
 
+ALONG = {"r": 0, "v": 0, "h": 1, "d": 2}
+"""By their first letters, the dims of row_stack, vstack, hsplit, dsplit, ..."""
+
+
+def _dim_of(call: Call, ndim: int) -> int:
+    return wrap(call["dim"], ndim) if "dim" in call.args else min(ALONG[str(call.node.target)[5]], ndim - 1)
+
+
+@rule_of(*overloads("hstack vstack row_stack dstack"))
+def _stacked(call: Call) -> Factors | None:
+    ndim = len(call.result_shapes()[0])
+    return _cat(call) if all(call.ndim(i) == ndim for i in range(len(call.operands))) else None
+
+
 @rule_of(aten.cat.default, aten.concat.default, aten.concatenate.default)
 def _cat(call: Call) -> Factors:
     """Along its dim every operand is needed whole, unless the others are empty, as a cache is at first.
@@ -136,7 +150,7 @@ def _cat(call: Call) -> Factors:
     torch skips an operand of shape (0,) whatever the dims of the others.
     """
     ndim = len(call.result_shapes()[0])
-    dims, at = names(ndim), wrap(call["dim"], ndim)
+    dims, at = names(ndim), _dim_of(call, ndim)
     shapes = [call.shape(i) for i in range(len(call.operands))]
     skipped = [len(shape) == 1 and same(shape[0], 0) and ndim > 1 for shape in shapes]
     parts = [i for i, shape in enumerate(shapes) if not skipped[i] and not same(shape[at], 0)]
@@ -260,13 +274,14 @@ def _narrow(call: Call) -> Factors:
 SPLITS = overloads("""
     chunk split.Tensor split.sizes split_with_sizes tensor_split.indices tensor_split.sections unsafe_chunk
     unsafe_split.Tensor unsafe_split_with_sizes
+    hsplit.int hsplit.array vsplit.int vsplit.array dsplit.int dsplit.array
 """)
 
 
 @rule_of(*SPLITS)
 def _split(call: Call) -> Factors:
     """Pieces lie one after the other (tensor_split by indices may overlap or leave gaps: then its dim is whole)."""
-    dim = call.dim()
+    dim = _dim_of(call, call.ndim())
     lengths = [shape[dim] for shape in call.result_shapes()]
     if "indices" in call.args and not same(sum(lengths), call.shape()[dim]):
         return _whole_at(call, [dim], replaced(names(call.ndim()), [dim], "piece"))

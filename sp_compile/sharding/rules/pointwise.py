@@ -20,7 +20,7 @@ aten = torch.ops.aten
 LAZY = overloads("""
     alias clone contiguous detach empty_like full_like lift lift_fresh lift_fresh_copy ones_like rand_like
     randint_like randint_like.low_dtype randn_like to.device to.dtype to.dtype_layout _to_copy zeros_like
-""")
+""") + [torch.ops.prims.convert_element_type.default]
 
 
 def pointwise_rule(call: Call) -> Factors | None:

@@ -134,6 +134,8 @@ def joins() -> None:
     one(aten.cat.default, [f(2, 0, 6), x, f(0), x], 1)
     one(aten.cat.default, [f(4), f(0), f(2)])
     one(aten.stack.default, [x, f(2, 4, 6)], 1)
+    one((aten.hstack.default, aten.vstack.default, aten.row_stack.default, aten.dstack.default), [x, f(2, 4, 6)])
+    one(aten.hstack.default, [f(4), f(2)])
     one(aten.meshgrid.default, [f(4), f(6)])
     one(aten.meshgrid.indexing, [f(4), f(6)], indexing="ij")
     one(aten.meshgrid.indexing, [f(4), f(6), f(2)], indexing="xy")
@@ -171,6 +173,9 @@ def pieces() -> None:
     one((aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default), x, [4, 2], -1)
     one(aten.tensor_split.indices, x, [1, 3], -1)
     one(aten.tensor_split.indices, x, [3, 1], -1)
+    one((aten.hsplit.int, aten.vsplit.int, aten.dsplit.int), x, 2)
+    one((aten.hsplit.array, aten.vsplit.array, aten.dsplit.array), x, [1])
+    one(aten.hsplit.int, f(6), 2)
 
 
 def convolutions() -> None:
