@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,14 +46,35 @@ def has_cpp_compiler() -> bool:
         return False
 
 
-def compile_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
+def cpp_cache() -> str:
+    """The folder in which Inductor keeps what it has compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def compile_cpp(source: str, flags: Sequence[str], folder: str, check: Callable[[str], None]) -> ctypes.CDLL:
     """The shared library of C++ source, from Inductor's cache on disk if it is there.
 
-    Of processes that want the same one, the first compiles and the others wait.
+    Of processes that want the same one, the first compiles and the others wait. folder: where that cache is meanwhile.
+    check: called with the library's path before that is loaded.
     """
     from torch._inductor.codecache import CppCodeCache
 
-    return CppCodeCache.load(source, extra_flags=tuple(flags))
+    class Checked(CppCodeCache):
+        cache: dict[str, Any] = {}  # noqa: RUF012
+
+        @staticmethod
+        def _load_library_inner(path: str, key: str) -> ctypes.CDLL:
+            check(path)
+            return ctypes.CDLL(os.path.realpath(path))
+
+    before = cpp_cache()  # which names it in the environment
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    try:
+        return Checked.load(source, extra_flags=tuple(flags))
+    finally:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
 def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, key: str | None) -> Callable[..., Any]:

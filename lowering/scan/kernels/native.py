@@ -2,8 +2,8 @@
 
 x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1). Neighbouring columns go down
 the rows together, in registers; a line of neighbours is scanned vector by vector.
-One library for every operation and type to compute in, about a second to compile, kept in Inductor's cache on disk.
-Without a compiler no problem fits.
+One library for every operation and type to compute in, about a second to compile, kept in Inductor's cache on disk; if
+others may write there, in a folder of this process alone. Without a compiler no problem fits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
-from sp_compile._compat import compile_cpp, has_cpp_compiler
+from sp_compile._compat import compile_cpp, cpp_cache, has_cpp_compiler
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
 from sp_compile.lowering.scan.table import Problem, register, strides_of
+
+from .trusted import open_to_others
 
 SOURCES = ("vectors", "steps", "walks", "tensors", "grid", "lines", "passes")
 FLAGS = ("-ffp-contract=fast", "-g0")
@@ -41,6 +44,7 @@ Kernel = Callable[[bytes], None]
 _PROBLEM = struct.Struct("8Q7qd5i")  # as in native_tensors.cpp
 _lock = threading.Lock()
 _failures: list[str] = []
+_private: list[TemporaryDirectory[str]] = []
 
 
 def fits(problem: Problem) -> bool:
@@ -88,14 +92,34 @@ def _compiled(steps: str) -> Kernel | None:
     if not has_cpp_compiler():
         return None
     try:
-        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS).scan
+        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS, _folder(), _check).scan
     except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
         _failures.append(steps)
         if len(_failures) == 1:
-            warnings.warn(f"scans are slower than they could be: {steps} does not compile: {error}", stacklevel=2)
+            warnings.warn(f"scans are slower than they could be: no library of {steps}: {error}", stacklevel=2)
         return None
     kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
     return kernel
+
+
+@cache
+def _folder() -> str:
+    """Where libraries are kept."""
+    folder = cpp_cache()
+    theirs = open_to_others(folder)
+    if theirs is None:
+        return folder
+    why = f"others may write to {theirs}, where Inductor keeps what is compiled in {folder}"
+    mend = "take their rights (chmod go-w), or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+    warnings.warn(f"every process compiles its scans anew: {why}; {mend}", stacklevel=2)
+    _private.append(TemporaryDirectory(prefix="sp_compile"))  # gone when the process ends
+    return _private[0].name
+
+
+def _check(path: str) -> None:
+    """Raise PermissionError for a library that may be another's."""
+    if theirs := open_to_others(path):
+        raise PermissionError(f"others may write to {theirs}: {path} is not loaded")
 
 
 @cache
