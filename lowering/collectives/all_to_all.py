@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_compile.lowering import triton
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import Frame, by_rank, folds_of, in_order, known, pad, rows_held, trim
+from sp_compile.lowering.frames import Frame, by_rank, folds_of, in_order, known, pad, rows_held, rows_within, trim
 from sp_compile.lowering.library import composite
 
 
@@ -78,7 +78,7 @@ def equal_route(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Route
 def exchange(xs: list[Tensor], route: _Route) -> list[Tensor]:
     """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks. Not differentiable."""
     rows = xs[0].shape[route.gather_dim]
-    inner = rows // rows_held(route.gather_frame, route.n)
+    inner = rows_within(rows, rows_held(route.gather_frame, route.n))
     if route.n == 1:
         return [trim(x, route.gather_dim, route.gather_frame, 1, inner) for x in xs]
     blocks = [_blocks(x, route) for x in xs]

@@ -181,9 +181,12 @@ class _Renaming:
             )
         unrecorded = not self.aliases.grad or self.aliases.cut(target)
         if self.aliases.any_grad and unrecorded and self.aliases.differentiable(root):
+            instead = "make a new tensor instead, for example x = x.clone()"
+            if node.target is aten.embedding_renorm_.default:
+                instead = "leave max_norm out, and call torch.embedding_renorm_ under no_grad before the compiled model"
             raise SpError(
                 f"{node.name}: {at(node)} changes {root.name} under no_grad or through detach() or .data, while its "
-                "gradient is wanted; make a new tensor instead, for example x = x.clone()"
+                f"gradient is wanted; {instead}"
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:
