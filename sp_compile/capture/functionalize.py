@@ -4,7 +4,7 @@ Renaming, as in SSA. Aliases are read off the fake values (same storage), each w
 in-place op on a view becomes the functional op; the new value of the view's base follows by inverting the view ops,
 and the other views are taken anew from the new base when they are next read. A changed placeholder or buffer is
 written back by one aten.copy_ at the end. Two kinds of mutation stay: those copies, and ops with no functional form
-(custom ops, out= variants), which work on a private clone.
+(custom ops, out= variants, norms with running statistics), which work on a private clone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from sp_compile._compat import (
 )
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import Editor, drop_dead
-from sp_compile.graph.mutation import Mutation, functional_form, is_mutation, is_view_change, mutation_of, positional
+from sp_compile.graph.mutation import (
+    UNSAID,
+    Mutation,
+    functional_form,
+    is_mutation,
+    is_view_change,
+    mutation_of,
+    positional,
+)
 
 from . import view_inverses
 from .aliases import Aliases
@@ -221,7 +229,7 @@ class _Renaming:
     def assign(self, node: Node, target: Node, value: Node) -> None:
         """Let `target` be `value` from here on, and with it the tensor of which `target` is a view."""
         emit = self.emitter(node)
-        if self.aliases.any_differentiable(node):
+        if self.aliases.any_differentiable(node) and node.target not in UNSAID:
             if self.aliases.grad:
                 self.aliases.receive_gradient(target)
             else:

@@ -31,7 +31,12 @@ def _affine(call: Call, text: str, each: str, whole: str = "") -> Factors | None
 
 @rule_of(aten.batch_norm.default)
 def _batch_norm(call: Call) -> Factors | None:
-    return _affine(call, "n c ...", "c", whole="n ..." if call["training"] else "")
+    return _affine(call, "n c ...", "c", whole=_written(call) or "n ..." if call["training"] else "")
+
+
+def _written(call: Call) -> str:
+    """All dims, where the op updates running statistics: these are whole on every rank."""
+    return "" if call["running_mean"] is None else "n c ..."
 
 
 @rule_of(aten.group_norm.default)
@@ -41,10 +46,9 @@ def _group_norm(call: Call) -> Factors | None:
 
 @rule_of(aten.instance_norm.default)
 def _instance_norm(call: Call) -> Factors | None:
-    """Running statistics are means over the batch too."""
     if not call["use_input_stats"]:
         return _affine(call, "n c ...", "c")
-    return _affine(call, "n c ...", "c", whole="..." if call["running_mean"] is None else "n ...")
+    return _affine(call, "n c ...", "c", whole=_written(call) or "...")
 
 
 @rule_of(aten.layer_norm.default, aten.rms_norm.default)
