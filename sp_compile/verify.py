@@ -189,11 +189,8 @@ def _run(gm: GraphModule, inputs: Sequence[Any]) -> Outcome:
     gradients = [torch.zeros_like(x) for x in wanted]
     if outs and wanted:
         gradients = list(torch.autograd.grad(outs, wanted, list(map(_cotangent, outs)), materialize_grads=True))
-    return Outcome([_detached(y) for y in results], gradients, [_detached(x) for x in leaves])
-
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+    results, leaves = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, leaves))
+    return Outcome(results, gradients, leaves)
 
 
 def _cotangent(y: Tensor) -> Tensor:
@@ -206,9 +203,8 @@ def _cotangent(y: Tensor) -> Tensor:
 
 def _errors(gm: GraphModule, before: Sequence[Any], alone: Outcome, rank: Outcome) -> Iterator[tuple[str, float]]:
     """What is compared, and its error. before: the inputs of the graph as they were."""
-    traced = [
-        getattr(n, "meta", {}).get("example_value") for n in gm.graph.output_node().args[0]
-    ]  # a fake may lie otherwise
+    outputs = gm.graph.output_node().args[0]
+    traced = [getattr(node, "meta", {}).get("example_value") for node in outputs]  # which may lie in another order
     for i, (a, b, fake) in enumerate(zip_longest(alone.results, rank.results, traced)):
         yield _row(f"result {i}", a, b, layouts=[x for x in (a, fake) if isinstance(x, Tensor)])
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]

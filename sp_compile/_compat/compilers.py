@@ -46,20 +46,16 @@ def has_cpp_compiler() -> bool:
         return False
 
 
-def cpp_cache() -> str:
-    """The folder in which Inductor keeps what it has compiled."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
-
-
-def compile_cpp(source: str, flags: Sequence[str], folder: str, check: Callable[[str], None]) -> ctypes.CDLL:
+def compile_cpp(
+    source: str, flags: Sequence[str], folder: Callable[[str], str], check: Callable[[str], None]
+) -> ctypes.CDLL:
     """The shared library of C++ source, from Inductor's cache on disk if it is there.
 
-    Of processes that want the same one, the first compiles and the others wait. folder: where that cache is meanwhile.
-    check: called with the library's path before that is loaded.
+    Of processes that want the same one, the first compiles and the others wait. folder: the folder to use, given
+    Inductor's own. check: called with the library's path before that is loaded.
     """
     from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     class Checked(CppCodeCache):
         cache: dict[str, Any] = {}  # noqa: RUF012
@@ -69,12 +65,12 @@ def compile_cpp(source: str, flags: Sequence[str], folder: str, check: Callable[
             check(path)
             return ctypes.CDLL(os.path.realpath(path))
 
-    before = cpp_cache()  # which names it in the environment
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    inductor = cache_dir()  # which names it in the environment
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder(inductor)
     try:
         return Checked.load(source, extra_flags=tuple(flags))
     finally:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor
 
 
 def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, key: str | None) -> Callable[..., Any]:

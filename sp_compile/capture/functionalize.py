@@ -27,15 +27,7 @@ from sp_compile._compat import (
 )
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import Editor, drop_dead
-from sp_compile.graph.mutation import (
-    UNSAID,
-    Mutation,
-    functional_form,
-    is_mutation,
-    is_view_change,
-    mutation_of,
-    positional,
-)
+from sp_compile.graph.mutation import Mutation, functional_form, is_mutation, is_view_change, mutation_of, positional
 
 from . import view_inverses
 from .aliases import Aliases
@@ -229,7 +221,7 @@ class _Renaming:
     def assign(self, node: Node, target: Node, value: Node) -> None:
         """Let `target` be `value` from here on, and with it the tensor of which `target` is a view."""
         emit = self.emitter(node)
-        if self.aliases.any_differentiable(node) and node.target not in UNSAID:
+        if self.aliases.any_differentiable(node):
             if self.aliases.grad:
                 self.aliases.receive_gradient(target)
             else:

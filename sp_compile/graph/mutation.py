@@ -20,7 +20,7 @@ Value = Callable[[Any, Any, Callable[..., Node]], Node]
 
 
 _STATISTICS = ("running_mean", "running_var")
-UNSAID: dict[OpOverload, tuple[str, ...]] = {
+SILENT: dict[OpOverload, tuple[str, ...]] = {
     aten.batch_norm.default: ("training", *_STATISTICS),
     aten.instance_norm.default: ("use_input_stats", *_STATISTICS),
     aten.native_batch_norm.default: ("training", *_STATISTICS),
@@ -46,14 +46,14 @@ def is_mutation(node: Node) -> bool:
     op = node.target
     if not isinstance(op, OpOverload):
         return False
-    return schema_of(op).is_mutable or (op in UNSAID and bool(_targets(op, node.args, node.kwargs)))
+    return schema_of(op).is_mutable or (op in SILENT and bool(_targets(op, node.args, node.kwargs)))
 
 
 def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
-    """What a call changes: what the op's schema says, and what `UNSAID` does."""
+    """What a call changes: what the op's schema says, and what `SILENT` does."""
     arguments = schema_of(op).arguments
     given = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
-    switch, *unsaid = UNSAID.get(op, ("",))
+    switch, *unsaid = SILENT.get(op, ("",))
     names = [a.name for a in arguments if a.is_write or (a.name in unsaid and given[switch])]
     targets: dict[Node, None] = {}
     map_arg([given.get(name) for name in names], lambda n: targets.setdefault(n))

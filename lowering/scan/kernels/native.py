@@ -21,11 +21,11 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from sp_compile._compat import compile_cpp, cpp_cache, has_cpp_compiler
+from sp_compile._compat import compile_cpp, has_cpp_compiler
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
 from sp_compile.lowering.scan.table import Problem, register, strides_of
 
-from .trusted import open_to_others
+from .trusted import check, open_to_others
 
 SOURCES = ("vectors", "steps", "walks", "tensors", "grid", "lines", "passes")
 FLAGS = ("-ffp-contract=fast", "-g0")
@@ -92,7 +92,7 @@ def _compiled(steps: str) -> Kernel | None:
     if not has_cpp_compiler():
         return None
     try:
-        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS, _folder(), _check).scan
+        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS, _folder, check).scan
     except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
         _failures.append(steps)
         if len(_failures) == 1:
@@ -103,23 +103,15 @@ def _compiled(steps: str) -> Kernel | None:
 
 
 @cache
-def _folder() -> str:
-    """Where libraries are kept."""
-    folder = cpp_cache()
-    theirs = open_to_others(folder)
+def _folder(cache: str) -> str:
+    """Where libraries are kept: in Inductor's cache, unless others may write there."""
+    theirs = open_to_others(cache)
     if theirs is None:
-        return folder
-    why = f"others may write to {theirs}, where Inductor keeps what is compiled in {folder}"
-    mend = "take their rights (chmod go-w), or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
-    warnings.warn(f"every process compiles its scans anew: {why}; {mend}", stacklevel=2)
+        return cache
+    mend = f"chmod go-w {theirs}, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+    warnings.warn(f"every process compiles its scans anew: others may write to {theirs}; {mend}", stacklevel=2)
     _private.append(TemporaryDirectory(prefix="sp_compile"))  # gone when the process ends
     return _private[0].name
-
-
-def _check(path: str) -> None:
-    """Raise PermissionError for a library that may be another's."""
-    if theirs := open_to_others(path):
-        raise PermissionError(f"others may write to {theirs}: {path} is not loaded")
 
 
 @cache

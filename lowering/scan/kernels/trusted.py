@@ -24,3 +24,9 @@ def open_to_others(path: str | os.PathLike[str]) -> Path | None:
         if folder and not found.st_mode & 0o011:
             return None
     return None
+
+
+def check(path: str) -> None:
+    """Raise PermissionError for a file that may be another's."""
+    if theirs := open_to_others(path):
+        raise PermissionError(f"others may write to {theirs}: {path} is not loaded")
