@@ -139,3 +139,15 @@ def test_a_compiler_is_refused_where_nothing_is_compiled():
         with pytest.raises(sp_compile.SpError, match=f"compiler='{compiler}': {entry.__name__} compiles nothing"):
             entry(Counting(), x, sp=2, compiler=compiler)
     assert sp_compile.explain(Counting(), x, sp=2, compiler="inductor").n == 2, "the default"
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring", "gather", "hybrid"])
+def test_the_result_of_an_attention_lies_as_on_one_device(attention):
+    """A view behind a graph break was written for that."""
+
+    def heads(x):
+        q = (x * 2).unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q)
+
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    assert sp_compile.verify(heads, x, sp=4, attention=attention).worst < 1e-12
