@@ -46,12 +46,10 @@ def has_cpp_compiler() -> bool:
         return False
 
 
-def compile_cpp(
-    source: str, flags: Sequence[str], folder: Callable[[str], str], check: Callable[[str], None]
-) -> ctypes.CDLL:
+def compile_cpp(source: str, flags: Sequence[str], keep: Callable[[str], str], check: Callable[[str], None]) -> Any:
     """The shared library of C++ source, from Inductor's cache on disk if it is there.
 
-    Of processes that want the same one, the first compiles and the others wait. folder: the folder to use, given
+    Of processes that want the same one, the first compiles and the others wait. keep: the folder to keep it in, given
     Inductor's own. check: called with the library's path before that is loaded.
     """
     from torch._inductor.codecache import CppCodeCache
@@ -66,7 +64,7 @@ def compile_cpp(
             return ctypes.CDLL(os.path.realpath(path))
 
     inductor = cache_dir()  # which names it in the environment
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder(inductor)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = keep(inductor)
     try:
         return Checked.load(source, extra_flags=tuple(flags))
     finally:

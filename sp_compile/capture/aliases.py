@@ -92,9 +92,8 @@ class Aliases:
 
     def any_differentiable(self, node: Node) -> bool:
         """Does a gradient reach an argument of `node`, or the memory that one lies in, and so what it writes?"""
-        if node.target in SILENT:
-            return False
-        return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in nodes_in(self.calls[node]))
+        read = [] if node.target in SILENT else nodes_in(self.calls[node])
+        return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in read)
 
     def receive_gradient(self, target: Node) -> None:
         """`target` has been changed to something differentiable."""

@@ -19,16 +19,16 @@ aten = torch.ops.aten
 Value = Callable[[Any, Any, Callable[..., Node]], Node]
 
 
-_STATISTICS = ("running_mean", "running_var")
-SILENT: dict[OpOverload, tuple[str, ...]] = {
-    aten.batch_norm.default: ("training", *_STATISTICS),
-    aten.instance_norm.default: ("use_input_stats", *_STATISTICS),
-    aten.native_batch_norm.default: ("training", *_STATISTICS),
-    aten._batch_norm_impl_index.default: ("training", *_STATISTICS),
+_NORMS = [aten.batch_norm, aten.native_batch_norm, aten._batch_norm_impl_index, aten.cudnn_batch_norm]
+_UPDATES = [aten.batch_norm_update_stats, aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts]
+SILENT: dict[OpOverload, str] = {
+    **{op.default: "training" for op in (*_NORMS, aten.miopen_batch_norm)},
+    **{op.default: "input" for op in _UPDATES},
+    aten.instance_norm.default: "use_input_stats",
 }
-"""Ops that write what their schema does not say: the argument that has them do it, and those that they write.
+"""Ops that write running statistics, which their schema does not say, and the argument that has them do it.
 
-No gradient passes through what is written.
+No gradient passes through these.
 """
 
 
@@ -44,17 +44,16 @@ class Mutation:
 def is_mutation(node: Node) -> bool:
     """Does the node's op change an argument?"""
     op = node.target
-    if not isinstance(op, OpOverload):
-        return False
-    return schema_of(op).is_mutable or (op in SILENT and bool(_targets(op, node.args, node.kwargs)))
+    silently = op in SILENT and bool(_targets(op, node.args, node.kwargs))
+    return silently or (isinstance(op, OpOverload) and schema_of(op).is_mutable)
 
 
 def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
     """What a call changes: what the op's schema says, and what `SILENT` does."""
     arguments = schema_of(op).arguments
     given = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
-    switch, *unsaid = SILENT.get(op, ("",))
-    names = [a.name for a in arguments if a.is_write or (a.name in unsaid and given[switch])]
+    unsaid = ("running_mean", "running_var") if op in SILENT and given[SILENT[op]] else ()
+    names = [a.name for a in arguments if a.is_write or a.name in unsaid]
     targets: dict[Node, None] = {}
     map_arg([given.get(name) for name in names], lambda n: targets.setdefault(n))
     return list(targets)
