@@ -99,7 +99,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 def in_turn(jobs: list[GraphModule], x: Tensor, rounds: int) -> list[float]:
     """The slowest rank's seconds, the mean of the middle half of the rounds; the first one does not count."""
-    from sp_compile.cost.measure import typical
+    from sp_compile.cost.measure import mean_of_middle
 
     found = torch.zeros(rounds + 1, len(jobs), dtype=torch.float64)
     for times in found:
@@ -109,7 +109,7 @@ def in_turn(jobs: list[GraphModule], x: Tensor, rounds: int) -> list[float]:
             job(x)
             times[i] = time.perf_counter() - start
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return typical(found[1:]).tolist()
+    return mean_of_middle(found[1:]).tolist()
 
 
 def table(rows: list[Row]) -> Table:

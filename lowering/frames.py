@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sp_compile._compat import statically_known_true
 
-Frame = Sequence[int]
+FrameArg = Sequence[int]  # as an operator takes a `Frame`, and the factor outside of it
 
 
 def known(condition: bool | torch.SymBool) -> bool:
@@ -23,12 +23,12 @@ def known(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
-def folds_of(frame: Frame) -> int:
+def folds_of(frame: FrameArg) -> int:
     """Chunks that a rank holds: 1, or 2 in a zigzag frame."""
     return frame[4] if len(frame) == 5 else 1
 
 
-def rows_held(frame: Frame, n: int) -> int:
+def rows_held(frame: FrameArg, n: int) -> int:
     """Positions of the frame that each of ``n`` ranks holds, padding included: ceil(size / n) in one chunk."""
     chunks = folds_of(frame) * n
     return folds_of(frame) * ((frame[1] + chunks - 1) // chunks)
@@ -39,13 +39,13 @@ def rows_within(extent: int, rows: int) -> int:
     return 1 if known(extent == rows) else extent // rows
 
 
-def is_padded(frame: Frame, n: int) -> bool:
+def is_padded(frame: FrameArg, n: int) -> bool:
     """Whether some rank may hold positions outside the window; False only when proved."""
     _, size, start, length = frame[:4]
     return not (known(start == 0) and known(length == size) and known(n * rows_held(frame, n) == size))
 
 
-def own_positions(frame: Frame, n: int, group: str, device: torch.device, stride: int = 1) -> Tensor:
+def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, stride: int = 1) -> Tensor:
     """The positions this rank holds, int64 (s,), or those of its neighbourhood of ``stride`` ranks, in order.
 
     The rank is read at run time: no graph holds it.
@@ -61,7 +61,7 @@ def own_positions(frame: Frame, n: int, group: str, device: torch.device, stride
     return torch.cat([chunk + rank * (s // 2), chunk + (2 * n - 1 - rank) * (s // 2)])
 
 
-def in_order(rows: Tensor, frame: Frame, n: int) -> Tensor:
+def in_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
     """All ranks' rows, (n * s * inner, ...) in rank order -> in the sequence's order."""
     if folds_of(frame) == 1 or n == 1:
         return rows
@@ -69,7 +69,7 @@ def in_order(rows: Tensor, frame: Frame, n: int) -> Tensor:
     return torch.cat([chunks[:, 0].flatten(0, 1), chunks[:, 1].flip(0).flatten(0, 1)])
 
 
-def by_rank(rows: Tensor, frame: Frame, n: int) -> Tensor:
+def by_rank(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
     """All rows, (n * s * inner, ...) in the sequence's order -> rank 0's first, then rank 1's."""
     if folds_of(frame) == 1 or n == 1:
         return rows
@@ -77,7 +77,7 @@ def by_rank(rows: Tensor, frame: Frame, n: int) -> Tensor:
     return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
 
 
-def nearest_rows(positions: Tensor, frame: Frame, inner: int) -> Tensor:
+def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
     """Indices into a dim of outer * length * inner, int64 (outer * k * inner,), of k positions.
 
     A position outside the window is given the nearest one inside.
@@ -92,7 +92,7 @@ def nearest_rows(positions: Tensor, frame: Frame, inner: int) -> Tensor:
     return ((blocks[:, None] + rows)[:, :, None] * inner + within).reshape(-1)
 
 
-def outside_window(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Bool, broadcastable to the sharded ``x``: True at positions that the window does not hold."""
     outer, _, start, length = frame[:4]
     inner = rows_within(x.shape[dim], outer * rows_held(frame, n))
@@ -119,13 +119,13 @@ def rows_back(y: Tensor, dim: int, outer: int) -> Tensor:
     return y.movedim(0, dim + 1).flatten(dim, dim + 1)
 
 
-def trim(x: Tensor, dim: int, frame: Frame, n: int, inner: int) -> Tensor:
+def trim(x: Tensor, dim: int, frame: FrameArg, n: int, inner: int) -> Tensor:
     """View the window's rows of a dim that holds all n * s * inner of them, in order (outer 1)."""
     start, length = frame[2:4]
     return x.narrow(dim, start * inner, length * inner) if is_padded(frame, n) else x
 
 
-def pad(x: Tensor, dim: int, frame: Frame, n: int, edge: bool) -> Tensor:
+def pad(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Tensor:
     """Extend a dim of the window's rows to all n * s * inner (outer 1).
 
     The new rows repeat the nearest of the window when ``edge``, as padded positions do; a cotangent's are zero.

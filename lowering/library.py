@@ -57,24 +57,21 @@ def opaque(schema: str, fake: Callable[..., object], waits: bool = False) -> Cal
     return register
 
 
-Map = Callable[..., Tensor]
-
-
-class Pair(torch.autograd.Function):
+class LinearMap(torch.autograd.Function):
     """A linear map and its adjoint, both called as ``map(x, *where)``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Map, back: Map, *where: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
         ctx.there, ctx.back, ctx.where = there, back, where
         return there(x, *where)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (Pair.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
+        return (LinearMap.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
 
 
 @cache
-def digest(*folders: str) -> str:
+def sources_digest(*folders: str) -> str:
     """Changes with every edit of an operator, and of what else lies in these folders.
 
     A compiler's caches see the operators' names only, and would bring back code made from an older body.
@@ -86,6 +83,6 @@ def digest(*folders: str) -> str:
 
 def tag_programs() -> None:
     """Programs compiled from now on are found in caches only by a process with the same operators."""
-    config, tag = torch.compiler.config, f"sp_compile {digest()}"
+    config, tag = torch.compiler.config, f"sp_compile {sources_digest()}"
     if tag not in config.cache_key_tag:
         config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()

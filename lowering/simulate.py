@@ -19,7 +19,7 @@ GROUP = "sim"
 """A group name for programs that are only simulated. Any other name works as well."""
 
 T = TypeVar("T")
-Combine = Callable[[list[Tensor]], list[Tensor]]
+Collective = Callable[[list[Tensor]], list[Tensor]]
 
 
 class SimulationError(RuntimeError):
@@ -91,7 +91,7 @@ class _World:
             error.add_note(f"raised on simulated rank {rank} of {self.n}")
             self._stop(error)
 
-    def exchange(self, rank: int, name: str, x: Tensor, combine: Combine) -> Tensor:
+    def exchange(self, rank: int, name: str, x: Tensor, combine: Collective) -> Tensor:
         """Hand in ``x`` for the collective ``name``; this rank's entry of ``combine(all ranks' tensors)``."""
         self._calls[rank] = name, x
         if rank == self.n - 1:
@@ -170,7 +170,7 @@ class _SimulatedRank(Communicator):
         ends = [routes.ends(group, rank, self._world.n) for rank in range(self._world.n)]
         return self._meet(group, x, lambda xs: _routed(xs, ends))
 
-    def _meet(self, name: str, x: Tensor, combine: Combine) -> Tensor:
+    def _meet(self, name: str, x: Tensor, combine: Collective) -> Tensor:
         return self._world.exchange(self._rank, name, x.contiguous(), combine)
 
 

@@ -9,22 +9,22 @@ from typing import Any, Generic, TypeVar
 from sp_compile.errors import SpError
 
 Row = TypeVar("Row")
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
-class Forced(Generic[Value]):
+class Forced(Generic[T]):
     """What everything inside `with forced.to(value)` takes, on any thread: for tests and measurements."""
 
     def __init__(self) -> None:
-        self._values: list[Value] = []
+        self._values: list[T] = []
 
     @property
-    def value(self) -> Value | None:
+    def value(self) -> T | None:
         """Of the innermost block; None outside."""
         return self._values[-1] if self._values else None
 
     @contextmanager
-    def to(self, value: Value) -> Iterator[None]:
+    def to(self, value: T) -> Iterator[None]:
         """Force it inside."""
         self._values.append(value)
         try:

@@ -123,9 +123,9 @@ class Passes(Pass):
         return self.notes
 
 
-def flat(one: type[Pass]) -> list[type[Pass]]:
+def passes_in(one: type[Pass]) -> list[type[Pass]]:
     """All the passes that a pass is made of, in order, each in front of what it is part of."""
-    parts = [part for each in one.parts() for part in flat(each)] if issubclass(one, Passes) else []
+    parts = [part for each in one.parts() for part in passes_in(each)] if issubclass(one, Passes) else []
     return [*parts, one]
 
 

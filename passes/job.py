@@ -103,7 +103,7 @@ class Lap:
     seconds: float = 0.0
 
 
-def total(laps: Iterable[Lap]) -> list[Lap]:
+def laps_by_pass(laps: Iterable[Lap]) -> list[Lap]:
     """One lap for each pass, with what all its runs took and changed, in the order of the first ones."""
     found: dict[str, Lap] = {}
     for lap in laps:

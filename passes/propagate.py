@@ -25,7 +25,7 @@ from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.factors import Dims, Factors, flat, parts
 from sp_compile.sharding.placement import REPLICATE, VARYING, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
-from sp_compile.sharding.rules.exchanges import fits
+from sp_compile.sharding.rules.exchanges import lies_as_written
 from sp_compile.sharding.windows import place
 
 
@@ -282,7 +282,7 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, decline
     transfer = transfer_of(node.target)
     if transfer is not None and call is not None:
         why = "the exchange was written for another placement of its operand"
-        stale = [Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not fits(call, p)]
+        stale = [Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not lies_as_written(call, p)]
         return Step(tuple(have), transfer(call), tuple(stale))
     reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from sp_compile.cost.decision import Decision, merged
 from sp_compile.cost.exchanges import Exchange
 from sp_compile.graph.sizes import Size
-from sp_compile.passes.job import Lap, total
+from sp_compile.passes.job import Lap, laps_by_pass
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Report:
     @property
     def seconds(self) -> dict[str, float]:
         """What each pass took, over all its runs."""
-        return {lap.name: lap.seconds for lap in total(self.passes)}
+        return {lap.name: lap.seconds for lap in laps_by_pass(self.passes)}
 
     @property
     def worst(self) -> float:
@@ -97,7 +97,7 @@ class Report:
         if self.show_passes:
             rows = [
                 (lap.name, _words(lap.requires), _words(lap.provides), lap.changes, lap.nodes, f"{lap.seconds:.3f}")
-                for lap in total(self.passes)
+                for lap in laps_by_pass(self.passes)
             ]
             headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
             yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)

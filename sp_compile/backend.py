@@ -14,7 +14,7 @@ from sp_compile.capture.capture import capture
 from sp_compile.capture.inputs import global_view
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.graph.random import decorrelated, draws
-from sp_compile.lowering.library import digest
+from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.joint import JointPasses
@@ -41,6 +41,10 @@ WHOLE_DTENSORS = (
     "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
 )
 NO_PLACE = "compiler={!r} has no place for passes on collectives: they stay"
+OF_SEQUENCE = dict.fromkeys(
+    ("seq_dims", "attention", "layout", "inputs", "outputs"),
+    "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
+)
 AS_WRITTEN = Note(
     "replicated",
     "graph",
@@ -116,11 +120,11 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     """
     session.learn(gm, example_inputs)
     if not session.splits:
-        config = SPConfig.of(options)
+        config = _of_whole(gm, options)
         return Lowered(gm, config, ALONE, Report(1), _joint(example_inputs, config, session))
     if runs_as_written(gm, example_inputs, options):
         log.info("%s", AS_WRITTEN)
-        return Lowered(gm, SPConfig.of(options), ALONE, Report(1, [AS_WRITTEN]))
+        return Lowered(gm, _of_whole(gm, options), ALONE, Report(1, [AS_WRITTEN]))
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     try:
         config = SPConfig.of(options)
@@ -133,6 +137,14 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     local, report = run_pipeline(graph, Settings.of(config, session.ranks, device, **found), fragment)
     declare_routes(local, session.ranks)
     return Lowered(local, config, session.ranks, report, _joint(example_inputs, config, session))
+
+
+def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:
+    """The options of a program that is not split. Those of a sequence may be meant for other pieces of a model."""
+    config = SPConfig.of(options)
+    if not _compat.is_fragment(gm):
+        config.refuse("a program that exchanges by itself", **OF_SEQUENCE)
+    return config
 
 
 def _joint(example_inputs: Sequence[Any], config: SPConfig, session: Session) -> JointPasses | None:
@@ -166,7 +178,7 @@ def compile_local(lowered: Lowered, example_inputs: Sequence[Any]) -> Callable[.
         compiler = _compat.joint_compiler(config.compiler, joint, joint.key())
     elif joint is not None:
         log.warning("%s", NO_PLACE.format(config.compiler))
-    tag = f"{torch.compiler.config.cache_key_tag} sp_compile {digest()}"
+    tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
     with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag):
         run = compiler(local, example_inputs)
     if joint is not None:

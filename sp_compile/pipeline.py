@@ -14,7 +14,7 @@ from sp_compile.capture.capture import capture_export
 from sp_compile.cost.decision import merged
 from sp_compile.cost.exchanges import exchanges_of
 from sp_compile.lowering.simulate import GROUP
-from sp_compile.passes.base import Pass, Passes, check_order, flat
+from sp_compile.passes.base import Pass, Passes, check_order, passes_in
 from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Job, Settings
@@ -101,7 +101,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     if job.ranks.n == 1:  # whatever way attention is asked to be split, it is not
         state = replace(state, attention="auto", layout="auto")
     pipeline = Pipeline(state)
-    check_order(flat(Pipeline))
+    check_order(passes_in(Pipeline))
     pipeline.run(gm, state)
     assert state.planned is not None
     results = gm.graph.output_node().all_input_nodes

@@ -62,10 +62,8 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
     behind = dict.fromkeys(BEHIND, "compiles nothing: leave it out")
     report = _each_graph("verify", behind | IN_A_COMPARISON, model, args, sp, config, compare)
     if not report.errors:
-        raise SpError(
-            "verify: nothing was compared: the program splits no sequence, and its own exchanges are not simulated; "
-            "explain shows what becomes of those"
-        )
+        why = "the program splits no sequence, and its own exchanges are not simulated; explain shows those"
+        raise SpError(f"verify: nothing was compared: {why}")
     return report
 
 
@@ -203,8 +201,7 @@ def _cotangent(y: Tensor) -> Tensor:
 
 def _errors(gm: GraphModule, before: Sequence[Any], alone: Outcome, rank: Outcome) -> Iterator[tuple[str, float]]:
     """What is compared, and its error. before: the inputs of the graph as they were."""
-    outputs = gm.graph.output_node().args[0]
-    traced = [getattr(node, "meta", {}).get("example_value") for node in outputs]  # which may lie in another order
+    traced = [getattr(y, "meta", {}).get("example_value") for y in gm.graph.output_node().args[0]]  # may lie otherwise
     for i, (a, b, fake) in enumerate(zip_longest(alone.results, rank.results, traced)):
         yield _row(f"result {i}", a, b, layouts=[x for x in (a, fake) if isinstance(x, Tensor)])
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]

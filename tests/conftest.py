@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from support.ranks import Ranks
+
+# pytest hands its handlers to loggers that do not propagate. To torch's, a handler means that somebody collects traces,
+# for whom it prints each graph after each pass: a third of the suite's time.
+logging.getLogger("torch.__trace").propagate = True
 
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)

@@ -1,4 +1,4 @@
-"""Every import goes down the layers: none upwards, no cycle of files or of folders, and no folder that is a heap."""
+"""Imports go down the layers: none upwards, no cycle of files or folders; no folder is a heap, no two types share a name."""
 
 from __future__ import annotations
 
@@ -122,6 +122,27 @@ FOLDERS = sorted({file.parent.relative_to(ROOT) for file in files_of("sp_compile
 def test_no_folder_is_a_heap(folder: str) -> None:
     entries = [p.name for p in (ROOT / folder).iterdir() if not p.name.startswith((".", "__pycache__"))]
     assert len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
+def types_of(file: Path) -> set[str]:
+    """Names of the classes and aliases that a file makes; one letter is a type variable, capitals are a constant."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name.lstrip("_") for name in found if name.lstrip("_")[:1].isupper() and not name.isupper()}
+
+
+def test_a_type_has_one_meaning() -> None:
+    """`Scan` and `_Scan` in two files are two things of one name."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, file in FILES.items():
+        for name in types_of(file):
+            places[name].append(module)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_long_files_have_a_reason() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.frames import Frame, is_padded, nearest_rows, own_positions
+from sp_compile.lowering.frames import FrameArg, is_padded, nearest_rows, own_positions
 
 from .blocks import Span, span
 
@@ -27,7 +27,7 @@ _SCHEMA_TYPES = {
     "list[Tensor]": "Tensor[]",
     "list[int]": "SymInt[]",
     "Span": "SymInt[]",
-    "Frame": "SymInt[]",
+    "FrameArg": "SymInt[]",
     "float | None": "float?",
 }
 
@@ -121,8 +121,8 @@ class ShardArgs(AttentionArgs):
     balance: move contiguous shards to the zigzag layout and back, inside the operator.
     """
 
-    q_frame: Frame
-    k_frame: Frame
+    q_frame: FrameArg
+    k_frame: FrameArg
     n: int
     group: str
     balance: bool

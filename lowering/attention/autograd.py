@@ -22,10 +22,10 @@ is wanted.
 
 def attention(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys) -> Tensor:
     """Attention of q (B, H, s, D) over all keys in q's dtype; keeps shards, it and its lse. No second derivatives."""
-    return _Attention.apply(args, keys, q, k, v, *args.tensors())[0]
+    return _AttentionFunction.apply(args, keys, q, k, v, *args.tensors())[0]
 
 
-class _Attention(Function):
+class _AttentionFunction(Function):
     @staticmethod
     def forward(
         ctx: Any, args: LocalArgs, keys: Keys, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None

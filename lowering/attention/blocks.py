@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import Frame, folds_of
+from sp_compile.lowering.frames import FrameArg, folds_of
 
 from . import predicate as language
 from .predicate import Verdict, is_of_query
@@ -95,7 +95,7 @@ def whole(length: int) -> Span:
     return [1, 1, 1, 0, 0, length]
 
 
-def span(frame: Frame, n: int, stride: int = 1, shift: int = 0) -> Span:
+def span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:
     """The span of a frame's shard over n ranks, or over the n // stride neighbourhoods of a hybrid."""
     return [n // stride, folds_of(frame), stride, shift, frame[2], frame[3]]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import Frame, by_rank, in_order, pad, trim
+from sp_compile.lowering.frames import FrameArg, by_rank, in_order, pad, trim
 
 from .args import SEQUENCE, LocalArgs
 from .blocks import whole
@@ -27,7 +27,7 @@ Cat = Callable[[list[Tensor], int], Tensor]
 class GatheredKeys(NamedTuple):
     """Where keys lie. frame: None if they are whole on every rank already."""
 
-    frame: Frame | None
+    frame: FrameArg | None
     n: int
     group: str
 

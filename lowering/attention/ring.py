@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import Frame
+from sp_compile.lowering.frames import FrameArg
 
 from .args import LocalArgs
 from .blocks import Span, span
@@ -33,7 +33,7 @@ class RingKeys(NamedTuple):
     anybody needs, counted from one's own backwards; grads: "travel" or "scatter" (which takes the whole ring).
     """
 
-    frame: Frame
+    frame: FrameArg
     n: int
     stride: int
     steps: int

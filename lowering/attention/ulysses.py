@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import routes
-from sp_compile.lowering.frames import Frame, folds_of, known
+from sp_compile.lowering.frames import FrameArg, folds_of, known
 
 from .args import HEADS, SEQUENCE, ShardArgs
 
@@ -46,6 +46,6 @@ def _repeated(x: Tensor, ranks: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, HEADS)
 
 
-def _rows(frame: Frame, length: int) -> Frame:
+def _rows(frame: FrameArg, length: int) -> FrameArg:
     """All rows of a neighbourhood, as a frame: nothing is trimmed, and zigzag halves come in order."""
     return [1, length, 0, length, folds_of(frame)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.library import Pair
+from sp_compile.lowering.library import LinearMap
 
 from .args import SEQUENCE
 
@@ -24,7 +24,7 @@ def folded(xs: list[Tensor], n: int, group: str, back: bool = False) -> list[Ten
     rows = [x.movedim(SEQUENCE, 0) for x in xs]
     flat = torch.cat([r.flatten(1) for r in rows], 1)
     maps = (_unfold, _fold) if back else (_fold, _unfold)
-    moved = Pair.apply(flat, *maps, n, group).split([r.shape[1:].numel() for r in rows], 1)
+    moved = LinearMap.apply(flat, *maps, n, group).split([r.shape[1:].numel() for r in rows], 1)
     return [m.unflatten(1, r.shape[1:]).movedim(0, SEQUENCE) for m, r in zip(moved, rows, strict=True)]
 
 

@@ -17,41 +17,41 @@ from torch import Tensor
 
 from sp_compile.lowering import triton
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import Frame, by_rank, folds_of, in_order, known, pad, rows_held, rows_within, trim
+from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, known, pad, rows_held, rows_within, trim
 from sp_compile.lowering.library import composite
 
 
-class _Route(NamedTuple):
+class _Reshard(NamedTuple):
     """From where to where: the arguments that all tensors of one exchange share."""
 
     scatter_dim: int
-    scatter_frame: Frame
+    scatter_frame: FrameArg
     gather_dim: int
-    gather_frame: Frame
+    gather_frame: FrameArg
     n: int
     group: str
 
-    def back(self) -> "_Route":
-        return _Route(self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group)
+    def back(self) -> "_Reshard":
+        return _Reshard(self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group)
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAllFunction(torch.autograd.Function):
     """The exchange; its adjoint is the exchange along the way back, with zeros for padding."""
 
     @staticmethod
-    def forward(ctx: Any, route: _Route, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.route = route
-        padded = [pad(x, route.scatter_dim, route.scatter_frame, route.n, edge) for x in xs]
+    def forward(ctx: Any, reshard: _Reshard, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.reshard = reshard
+        padded = [pad(x, reshard.scatter_dim, reshard.scatter_frame, reshard.n, edge) for x in xs]
         results: list[Tensor] = list(xs)
-        for members in _sharing(xs, route.gather_dim):
-            for i, y in zip(members, exchange([padded[i] for i in members], route), strict=True):
+        for members in _sharing(xs, reshard.gather_dim):
+            for i, y in zip(members, exchange([padded[i] for i in members], reshard), strict=True):
                 results[i] = y
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        moved = iter(_AllToAll.apply(ctx.route.back(), False, *compress(grads, needed)))
+        moved = iter(_AllToAllFunction.apply(ctx.reshard.back(), False, *compress(grads, needed)))
         return None, None, *(next(moved) if need else None for need in needed)
 
 
@@ -70,30 +70,30 @@ def _sharing(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
     return groups
 
 
-def equal_route(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Route:
-    """The route of equal shares: the frame of n positions, one a rank, whatever the sizes are."""
-    return _Route(scatter_dim, (1, n, 0, n), gather_dim, (1, n, 0, n), n, group)
+def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Reshard:
+    """The reshard of equal shares: the frame of n positions, one a rank, whatever the sizes are."""
+    return _Reshard(scatter_dim, (1, n, 0, n), gather_dim, (1, n, 0, n), n, group)
 
 
-def exchange(xs: list[Tensor], route: _Route) -> list[Tensor]:
+def exchange(xs: list[Tensor], reshard: _Reshard) -> list[Tensor]:
     """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks. Not differentiable."""
-    rows = xs[0].shape[route.gather_dim]
-    inner = rows_within(rows, rows_held(route.gather_frame, route.n))
-    if route.n == 1:
-        return [trim(x, route.gather_dim, route.gather_frame, 1, inner) for x in xs]
-    blocks = [_blocks(x, route) for x in xs]
+    rows = xs[0].shape[reshard.gather_dim]
+    inner = rows_within(rows, rows_held(reshard.gather_frame, reshard.n))
+    if reshard.n == 1:
+        return [trim(x, reshard.gather_dim, reshard.gather_frame, 1, inner) for x in xs]
+    blocks = [_blocks(x, reshard) for x in xs]
     sent = _packed(blocks)
-    received = current().all_to_all(sent, route.n, route.group).flatten(0, 1)
-    received = trim(in_order(received, route.gather_frame, route.n), 0, route.gather_frame, route.n, inner)
+    received = current().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
+    received = trim(in_order(received, reshard.gather_frame, reshard.n), 0, reshard.gather_frame, reshard.n, inner)
     pieces = received.split([math.prod(b.shape[2:]) for b in blocks], 1)
-    return [_unpack(piece, x, route) for piece, x in zip(pieces, xs, strict=True)]
+    return [_unpack(piece, x, reshard) for piece, x in zip(pieces, xs, strict=True)]
 
 
-def _blocks(x: Tensor, route: _Route) -> Tensor:
+def _blocks(x: Tensor, reshard: _Reshard) -> Tensor:
     """(..., g, ..., n * h, ...) -> (n, g, ...), the other dims with h in place of the scatter dim; mostly a view."""
-    n, scatter, gather = route.n, route.scatter_dim, route.gather_dim
-    if folds_of(route.scatter_frame) == 2:
-        x = by_rank(x.movedim(scatter, 0), route.scatter_frame, n).movedim(0, scatter)
+    n, scatter, gather = reshard.n, reshard.scatter_dim, reshard.gather_dim
+    if folds_of(reshard.scatter_frame) == 2:
+        x = by_rank(x.movedim(scatter, 0), reshard.scatter_frame, n).movedim(0, scatter)
     return x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0).movedim(gather + 1, 1)
 
 
@@ -110,12 +110,12 @@ def _packed(blocks: list[Tensor]) -> Tensor:
     return sent
 
 
-def _unpack(piece: Tensor, x: Tensor, route: _Route) -> Tensor:
+def _unpack(piece: Tensor, x: Tensor, reshard: _Reshard) -> Tensor:
     """(G, cols) -> (..., G, ..., h, ...), a view."""
     others = list(x.shape)
-    others[route.scatter_dim] = others[route.scatter_dim] // route.n
-    del others[route.gather_dim]
-    return piece.unflatten(1, others).movedim(0, route.gather_dim)
+    others[reshard.scatter_dim] = others[reshard.scatter_dim] // reshard.n
+    del others[reshard.gather_dim]
+    return piece.unflatten(1, others).movedim(0, reshard.gather_dim)
 
 
 @composite(
@@ -123,7 +123,7 @@ def _unpack(piece: Tensor, x: Tensor, route: _Route) -> Tensor:
     " int n, str group) -> Tensor[]"
 )
 def all_to_all(
-    xs: list[Tensor], scatter_dim: int, scatter_frame: Frame, gather_dim: int, gather_frame: Frame, n: int, group: str
+    xs: list[Tensor], scatter_dim: int, scatter: FrameArg, gather_dim: int, gather: FrameArg, n: int, group: str
 ) -> list[Tensor]:
     """Shard(gather_dim) -> Shard(scatter_dim), for every x.
 
@@ -135,9 +135,9 @@ def all_to_all(
     Errors: ValueError when the dims are equal or a frame's outer is not 1.
     """
     ndim = xs[0].ndim
-    route = _Route(scatter_dim % ndim, scatter_frame, gather_dim % ndim, gather_frame, n, group)
-    if route.scatter_dim == route.gather_dim:
-        raise ValueError(f"sp::all_to_all: scatter and gather dim are both {route.scatter_dim}")
-    if not (known(scatter_frame[0] == 1) and known(gather_frame[0] == 1)):
+    reshard = _Reshard(scatter_dim % ndim, scatter, gather_dim % ndim, gather, n, group)
+    if reshard.scatter_dim == reshard.gather_dim:
+        raise ValueError(f"sp::all_to_all: scatter and gather dim are both {reshard.scatter_dim}")
+    if not (known(scatter[0] == 1) and known(gather[0] == 1)):
         raise ValueError("sp::all_to_all: both frames need outer == 1")
-    return list(_AllToAll.apply(route, True, *xs))
+    return list(_AllToAllFunction.apply(reshard, True, *xs))

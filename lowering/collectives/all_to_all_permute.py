@@ -32,7 +32,7 @@ from sp_compile.lowering.frames import known
 from sp_compile.lowering.library import composite
 from sp_compile.lowering.table import Table
 
-from .all_to_all import equal_route, exchange
+from .all_to_all import equal_reshard, exchange
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _torchs(problem: Packing) -> Tensor:
 def _packed(problem: Packing) -> Tensor:
     x, scatter, gather, n, group = problem
     if not all(known(size == 1) for size in x.shape[:scatter]):
-        return exchange([x], equal_route(*problem[1:]))[0]
+        return exchange([x], equal_reshard(*problem[1:]))[0]
     # The scatter dim leads: its blocks can be sent as they lie, and only what arrives is permuted.
     received = current().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
     blocks = received.movedim(0, gather)
@@ -163,7 +163,7 @@ TABLE.register("packed", PackingRow(lambda p: True, _packed))
 choose, using = TABLE.choose, TABLE.using
 
 
-class _Permute(torch.autograd.Function):
+class _PermuteFunction(torch.autograd.Function):
     """The exchange; its adjoint, and that one's, is the exchange along the way back."""
 
     @staticmethod
@@ -179,17 +179,17 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Permute.apply(grad, ctx.gather_dim, ctx.scatter_dim, *ctx.ranks), None, None, None, None
+        return _PermuteFunction.apply(grad, ctx.gather_dim, ctx.scatter_dim, *ctx.ranks), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
-        return _Permute.apply(tangent, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks)
+        return _PermuteFunction.apply(tangent, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], x: Tensor, scatter: int, gather: int, *ranks: Any
     ) -> tuple[Tensor, int]:
-        return _Permute.apply(x.movedim(in_dims[0], 0), scatter + 1, gather + 1, *ranks), 0
+        return _PermuteFunction.apply(x.movedim(in_dims[0], 0), scatter + 1, gather + 1, *ranks), 0
 
 
 @composite("all_to_all_permute(Tensor x, int scatter_dim, int gather_dim, int n, str group) -> Tensor")
@@ -204,4 +204,4 @@ def all_to_all_permute(x: Tensor, scatter_dim: int, gather_dim: int, n: int, gro
         raise ValueError(f"sp::all_to_all_permute: scatter and gather dim are both {scatter_dim}")
     if known(x.shape[scatter_dim] % n != 0):
         raise ValueError(f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of {list(x.shape)}")
-    return x if n == 1 else _Permute.apply(x, scatter_dim, gather_dim, n, group)
+    return x if n == 1 else _PermuteFunction.apply(x, scatter_dim, gather_dim, n, group)

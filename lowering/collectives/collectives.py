@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import (
-    Frame,
+    FrameArg,
     by_rank,
     in_order,
     is_padded,
@@ -31,12 +31,12 @@ from sp_compile.lowering.frames import (
     rows_within,
     trim,
 )
-from sp_compile.lowering.library import Pair, composite, opaque
+from sp_compile.lowering.library import LinearMap, composite, opaque
 
 # The maps. Each pair below names two of them.
 
 
-def _take(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def _take(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """This rank's rows of a whole x; positions outside the window get the nearest row inside."""
     if n == 1 and not is_padded(frame, n):
         return x
@@ -45,12 +45,12 @@ def _take(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     return x.index_select(dim, nearest_rows(positions, frame, inner))
 
 
-def _take_zeroed(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def _take_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """This rank's rows of a whole cotangent; zeros at positions outside the window."""
     return _zero_outside(_take(x, dim, frame, n, group), dim, frame, n, group)
 
 
-def _whole(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def _whole(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """All ranks' rows of the window. Rows travel in front, so that the result is a view (outer 1)."""
     outer = frame[0]
     inner = rows_within(x.shape[dim], outer * rows_held(frame, n))
@@ -58,7 +58,7 @@ def _whole(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
     return rows_back(trim(rows, 0, frame, n, inner), dim, outer)
 
 
-def _reduced(x: Tensor, dim: int, frame: Frame, n: int, group: str, edge: bool) -> Tensor:
+def _reduced(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge: bool) -> Tensor:
     """Sum whole tensors over the ranks; this rank's rows, with padding as `pad` has it.
 
     Values (edge) by the collective of that name, for those who look for it; cotangents in the fastest way.
@@ -99,46 +99,46 @@ def rank(group: str, device: torch.device) -> Tensor:
 
 
 @composite("shard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
-def shard(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def shard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Invariant -> Shard(dim).
 
     Shapes: dim of outer * length * inner -> outer * s * inner, s = ceil(size / n). Bytes: none.
     Backward: all_gather of the shards, (n - 1) * bytes(result): the window's rows, invariant.
     Source: one index_select, which a compiler fuses into the reader.
     """
-    return Pair.apply(x, _take, _whole, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _take, _whole, dim % x.ndim, frame, n, group)
 
 
 @composite("unshard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
-def unshard(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def unshard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Shard(dim) -> invariant: for values that every rank goes on to use alike.
 
     Shapes: dim of outer * s * inner -> outer * length * inner. Bytes: (n - 1) * bytes(x).
     Backward: this rank's rows of the cotangent, zeros at padding; no bytes.
     Source: all_gather_into_tensor, then views (outer 1).
     """
-    return Pair.apply(x, _whole, _take_zeroed, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _whole, _take_zeroed, dim % x.ndim, frame, n, group)
 
 
 @composite("all_gather(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
-def all_gather(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def all_gather(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Shard(dim) -> replicated: for values that each rank uses in its own way, as K and V.
 
     Shapes: dim of outer * s * inner -> outer * length * inner. Bytes: (n - 1) * bytes(x).
     Backward: reduce_scatter of the cotangents, as many bytes.
     Source: all_gather_into_tensor, then views (outer 1).
     """
-    return Pair.apply(x, _whole, _reduced_cotangents, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _whole, _reduced_cotangents, dim % x.ndim, frame, n, group)
 
 
 @composite("reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
-def reduce_scatter(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Partial(sum) -> Shard(dim): each rank gets its rows of the sum, and copies of valid rows as padding.
 
     Shapes: dim of outer * length * inner -> outer * s * inner. Bytes: (n - 1) / n * bytes(x).
     Backward: all_gather of the shards, as many bytes. Source: reduce_scatter_tensor.
     """
-    return Pair.apply(x, _reduced_values, _whole, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _reduced_values, _whole, dim % x.ndim, frame, n, group)
 
 
 @composite("all_reduce(Tensor x, int n, str group) -> Tensor")
@@ -149,7 +149,7 @@ def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
     ``_c10d_functional.all_reduce`` is another all_reduce and belongs to another pair of types.
     Source: all_reduce(sum).
     """
-    return x if n == 1 else Pair.apply(x, _sum, _same, n, group)
+    return x if n == 1 else LinearMap.apply(x, _sum, _same, n, group)
 
 
 @composite("broadcast(Tensor x, str group) -> Tensor")
@@ -160,7 +160,7 @@ def broadcast(x: Tensor, group: str) -> Tensor:
     be equal, so each rank's own computation of them takes the invariant cotangent.
     Source: broadcast from the group's rank 0.
     """
-    return Pair.apply(x, _first, _same, group)
+    return LinearMap.apply(x, _first, _same, group)
 
 
 @composite("broadcast_grad(Tensor x, str group) -> Tensor")
@@ -170,11 +170,11 @@ def broadcast_grad(x: Tensor, group: str) -> Tensor:
     Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0. With ``broadcast``
     behind a random op it makes value and gradient those of rank 0's draw.
     """
-    return Pair.apply(x, _same, _first, group)
+    return LinearMap.apply(x, _same, _first, group)
 
 
 @composite("mask(Tensor x, int dim, SymInt[] frame, Scalar value, int n, str group) -> Tensor")
-def mask(x: Tensor, dim: int, frame: Frame, value: float, n: int, group: str) -> Tensor:
+def mask(x: Tensor, dim: int, frame: FrameArg, value: float, n: int, group: str) -> Tensor:
     """Shard(dim) -> Shard(dim): ``value`` at the positions outside the window.
 
     Shapes: any -> same; dtype kept. Bytes: none. Backward: the cotangent, zero where masked.
@@ -185,29 +185,29 @@ def mask(x: Tensor, dim: int, frame: Frame, value: float, n: int, group: str) ->
     return x.masked_fill(outside_window(x, dim % x.ndim, frame, n, group), value)
 
 
-def _inside(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def _inside(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     kept = ~outside_window(x, dim, frame, n, group).flatten()
     kept_row = kept.to(torch.uint8).argmax()
     rows = x.index_select(dim, torch.where(kept, torch.arange(x.shape[dim], device=x.device), kept_row))
     return rows.masked_fill(~kept.any(), 1)
 
 
-def _zero_outside(grad: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def _zero_outside(grad: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     return mask(grad, dim, frame, 0, n, group)
 
 
 @composite("window(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
-def window(x: Tensor, dim: int, frame: Frame, n: int, group: str) -> Tensor:
+def window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Shard(dim) -> Shard(dim) of a shorter window: the rows that it cuts off repeat one that it keeps.
 
     Shapes: any -> same; outer and inner must be 1. A rank that keeps no row gets ones. Bytes: none. Backward: the
     cotangent, with exact zeros (whatever stands there, NaN too) outside the window.
     Source: index_select and masked_fill.
     """
-    return Pair.apply(x, _inside, _zero_outside, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _inside, _zero_outside, dim % x.ndim, frame, n, group)
 
 
-class _ReduceGrad(torch.autograd.Function):
+class _ReduceGradFunction(torch.autograd.Function):
     """Identity whose cotangents are summed over the ranks."""
 
     @staticmethod
@@ -251,4 +251,4 @@ def reduce_grad(xs: list[Tensor], how: str, n: int, group: str) -> list[Tensor]:
     """
     if how not in ("reduce", "partial"):
         raise ValueError(f"sp::reduce_grad: how must be 'reduce' or 'partial', got {how!r}")
-    return list(xs) if n == 1 else list(_ReduceGrad.apply(how, n, group, *xs))
+    return list(xs) if n == 1 else list(_ReduceGradFunction.apply(how, n, group, *xs))

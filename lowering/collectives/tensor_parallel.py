@@ -22,7 +22,7 @@ from torch import Tensor
 from sp_compile.errors import SpError
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import own_positions
-from sp_compile.lowering.library import Pair, composite, opaque
+from sp_compile.lowering.library import LinearMap, composite, opaque
 
 from .checksums import PIECE, total
 
@@ -47,7 +47,7 @@ def reduce_pair(x: Tensor, forward: list[str], backward: list[str]) -> Tensor:
     Megatron's f is ([], ["sum g"]) and its g (["sum g"], []). Shapes: any -> same. Bytes: those of the all-reduces.
     Source: _c10d_functional.all_reduce.
     """
-    return Pair.apply(x, _reduced, _reduced_back, list(forward), list(backward))
+    return LinearMap.apply(x, _reduced, _reduced_back, list(forward), list(backward))
 
 
 @composite("own_rows(Tensor x, int dim, int n, str group) -> Tensor")

@@ -32,12 +32,12 @@ from .monoids import MONOIDS, Pair, accumulate_dtype, wins
 
 def scan(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob) -> Tensor:
     """The scan of x, in job.dtype. Differentiable in x as often as wanted."""
-    return _Scan.apply(x, cuts, first, last, job)[0]
+    return _ScanFunction.apply(x, cuts, first, last, job)[0]
 
 
 def extremes(x: Tensor, op: str, way: ExchangeWay) -> Pair:
     """The running extreme, differentiable, and its position, int64."""
-    best, index, _ = _Extremes.apply(x, op, way)
+    best, index, _ = _ExtremesFunction.apply(x, op, way)
     return best, index
 
 
@@ -45,10 +45,10 @@ def recurrence(
     a: Tensor, b: Tensor, initial: Tensor | None, job: Recurrence
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """h, and as in `recurred` what is carried in and what comes out, of which h alone is differentiable."""
-    return _Recurrence.apply(a, b, initial, job)
+    return _RecurrenceFunction.apply(a, b, initial, job)
 
 
-class _Scan(Function):
+class _ScanFunction(Function):
     generate_vmap_rule = True
     forward = staticmethod(scanned)
 
@@ -75,7 +75,7 @@ class _Scan(Function):
         return dx, None, None, None, None
 
 
-class _Extremes(Function):
+class _ExtremesFunction(Function):
     generate_vmap_rule = True
     forward = staticmethod(selected)
 
@@ -95,7 +95,7 @@ class _Extremes(Function):
         return _pulled_back(grad, x, y, carry, None, ctx.job), None, None
 
 
-class _Recurrence(Function):
+class _RecurrenceFunction(Function):
     generate_vmap_rule = True
     forward = staticmethod(recurred)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_compile._compat import is_functorch_tensor
-from sp_compile.lowering.frames import Frame, folds_of, is_padded, known
+from sp_compile.lowering.frames import FrameArg, folds_of, is_padded, known
 from sp_compile.lowering.library import composite
 
 from . import autograd
@@ -31,7 +31,7 @@ Cuts = tuple[Tensor | None, Tensor | None, Tensor | None]
 class ScanShards(NamedTuple):
     """How ranks share operands and results: the last arguments of every operator here (``_ACROSS``)."""
 
-    frame: Frame | None = None
+    frame: FrameArg | None = None
     exchange: str = "gather"
     n: int = 1
     group: str = ""

@@ -33,7 +33,7 @@ TILE = 16384  # bytes
 LOOPS = 4
 
 
-class Dim(NamedTuple):
+class Stride(NamedTuple):
     """Positions, and the distance between them where they are read and where they are written."""
 
     size: int
@@ -41,7 +41,7 @@ class Dim(NamedTuple):
     written: int
 
 
-NONE = Dim(1, 0, 0)
+NONE = Stride(1, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Tiling:
 
     unit: int
     run: int
-    rows: Dim
-    columns: Dim
-    loops: tuple[Dim, ...]
+    rows: Stride
+    columns: Stride
+    loops: tuple[Stride, ...]
     tile: tuple[int, int, int]
 
     @property
@@ -82,12 +82,12 @@ def tiling(
     aligned: bytes that divide both addresses, and every other distance that is added to them. None where too many
     dims are left to loop over.
     """
-    dims = _merged([Dim(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
+    dims = _merged([Stride(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
     run = next((dim.size for dim in dims if dim.read == dim.written == 1), 1)
     others = [dim for dim in dims if not dim.read == dim.written == 1]
     distances = [run, *(d for dim in others for d in (dim.read, dim.written))]
     unit = math.gcd(WIDEST, aligned, *(d * itemsize for d in distances))
-    run, others = run * itemsize // unit, [Dim(size, *(d * itemsize // unit for d in far)) for size, *far in others]
+    run, others = run * itemsize // unit, [Stride(size, *(d * itemsize // unit for d in far)) for size, *far in others]
     rows = min(others, key=lambda dim: dim.written, default=NONE)
     others = [dim for dim in others if dim is not rows]
     columns = NONE
@@ -100,13 +100,13 @@ def tiling(
     return Tiling(unit, run, rows, columns, loops, _tile(run, rows.size, columns.size, unit))
 
 
-def _merged(dims: list[Dim]) -> list[Dim]:
+def _merged(dims: list[Stride]) -> list[Stride]:
     """From the outermost of what is written to the innermost; neighbours on both sides as one."""
-    out: list[Dim] = []
+    out: list[Stride] = []
     for dim in sorted(dims, key=lambda dim: (-dim.written, -dim.read)):
         last = out[-1] if out else None
         if last is not None and (last.read, last.written) == (dim.size * dim.read, dim.size * dim.written):
-            out[-1] = Dim(last.size * dim.size, dim.read, dim.written)
+            out[-1] = Stride(last.size * dim.size, dim.read, dim.written)
         else:
             out.append(dim)
     return out

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current, off_the_wire, on_the_wire
-from sp_compile.lowering.frames import Frame, known, rows_held
-from sp_compile.lowering.library import Pair
+from sp_compile.lowering.frames import FrameArg, known, rows_held
+from sp_compile.lowering.library import LinearMap
 
 
 class Part(NamedTuple):
@@ -49,7 +49,7 @@ def parts_of(low: int, high: int, s: int) -> list[Part]:
     return found
 
 
-def around(x: Tensor, dim: int, low: int, high: int, frame: Frame, fill: float, n: int, group: str) -> Tensor:
+def around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
     """Positions [low, high) around this rank's shard, and ``fill`` for those outside the window. Differentiable.
 
     Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks hold, backward too.
@@ -78,7 +78,7 @@ def _collected(x: Tensor, dim: int, parts: list[Part], wraps: bool, fill: float,
     coming = tuple(part for part in parts if part.comes(n, wraps))
     arrived = iter(())
     if coming:
-        rows = Pair.apply(x, _fetch, _return, dim, x.shape[dim], coming, n, group)
+        rows = LinearMap.apply(x, _fetch, _return, dim, x.shape[dim], coming, n, group)
         arrived = iter(rows.split([part.rows for part in coming], dim))
     pieces: list[Tensor] = []
     for part in parts:
@@ -93,7 +93,7 @@ def _collected(x: Tensor, dim: int, parts: list[Part], wraps: bool, fill: float,
     return pieces
 
 
-def _filled(x: Tensor, dim: int, low: int, high: int, frame: Frame, fill: float, n: int, group: str) -> Tensor:
+def _filled(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
     """``fill`` where the rows at [low, high) around a rank's shard lie outside the window of some rank."""
     s, (start, length) = rows_held(frame, n), frame[2:4]
     early, late = not known(low >= start), not known((n - 1) * s + high <= start + length)
@@ -144,7 +144,7 @@ def _nearer(hop: int, n: int) -> int:
     return hop if 2 * hop <= n else hop - n
 
 
-def shifts_of(low: int, high: int, s: int, n: int, wraps: bool = False) -> list[tuple[int, Any]]:
+def ring_shifts(low: int, high: int, s: int, n: int, wraps: bool = False) -> list[tuple[int, Any]]:
     """(offset on the ring, rows) of every shift that a rank takes part in, forward; backward has the same negated."""
     found = [part for part in parts_of(low, high, s) if part.comes(n, wraps)]
     return [(_nearer(part.hop, n), part.rows) for part in found]

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.collectives.collectives import window
-from sp_compile.lowering.frames import Frame, folds_of, is_padded, known, own_positions, rows_held
+from sp_compile.lowering.frames import FrameArg, folds_of, is_padded, known, own_positions, rows_held
 from sp_compile.lowering.library import composite
 
-from .halo import around, around_ring, shifts_of
+from .halo import around, around_ring, ring_shifts
 
 AS_SHARDS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
 
 
-def _reach(before: int, width: int, stride: int, frame: Frame, result: Frame, n: int) -> tuple[int, int, int]:
+def _reach(before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int) -> tuple[int, int, int]:
     """The rows [low, high) that the results of one rank read, counted from its first; and s, the rows of a rank.
 
     Raises ValueError for the zigzag layout.
@@ -38,16 +38,18 @@ def _reach(before: int, width: int, stride: int, frame: Frame, result: Frame, n:
     return low, low + s + width - stride, s
 
 
-def window_shifts(before: int, width: int, stride: int, frame: Frame, result: Frame, n: int) -> list[tuple[int, int]]:
+def window_shifts(
+    before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int
+) -> list[tuple[int, int]]:
     """(ranks further on, rows) of every shift in the forward of a window on shards."""
-    return shifts_of(*_reach(before, width, stride, frame, result, n), n)
+    return ring_shifts(*_reach(before, width, stride, frame, result, n), n)
 
 
 class Where(NamedTuple):
     """Where the operand and the result lie (``AS_SHARDS``), and how a window reads the one for the other."""
 
-    frame: Frame | None = None
-    result: Frame | None = None
+    frame: FrameArg | None = None
+    result: FrameArg | None = None
     n: int = 1
     group: str = ""
 
@@ -165,7 +167,7 @@ class Turn(NamedTuple):
     high: int
 
 
-def turn_of(shift: int, frame: Frame, s: int) -> Turn:
+def turn_of(shift: int, frame: FrameArg, s: int) -> Turn:
     """Of a roll by 0 < abs(shift) < length along the window, s rows a rank."""
     _, _, start, length = frame[:4]
     first = start if shift > 0 else start + length + shift
@@ -175,19 +177,19 @@ def turn_of(shift: int, frame: Frame, s: int) -> Turn:
     return Turn(first, last, delta, low, high) if high <= s else Turn(first, last, delta, 0, s)
 
 
-def roll_shifts(shift: int, frame: Frame, n: int) -> list[tuple[int, int]]:
+def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
     """(ranks further on, rows) of every shift in the forward of a roll on shards."""
     s = rows_held(frame, n)
     if shift == 0 or known(s == 0):
         return []
     if not is_padded(frame, n):  # the first row follows the last one
-        return shifts_of(-shift, s - shift, s, n, wraps=True)
+        return ring_shifts(-shift, s - shift, s, n, wraps=True)
     turn = turn_of(shift, frame, s)
-    return shifts_of(-shift, s - shift, s, n) + shifts_of(turn.low + turn.delta, turn.high + turn.delta, s, n)
+    return ring_shifts(-shift, s - shift, s, n) + ring_shifts(turn.low + turn.delta, turn.high + turn.delta, s, n)
 
 
 @composite("roll(Tensor x, int dim, int shift, SymInt[]? frame=None, int n=1, str group='') -> Tensor")
-def roll(x: Tensor, dim: int, shift: int, frame: Frame | None = None, n: int = 1, group: str = "") -> Tensor:
+def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int = 1, group: str = "") -> Tensor:
     """Row i of the result is row i - shift of x, counted round the end. Any dtype.
 
     Shapes: any -> same; abs(shift) < the length, and sizes must be numbers if the ranks do not divide the length.

@@ -30,7 +30,7 @@ from sp_compile.lowering.scan.kernels import tree
 from sp_compile.lowering.scan.monoids import scannable
 from sp_compile.passes.base import Pass, Spelling, register
 from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import order_of, origin
+from sp_compile.sharding.matchers import order_of, origin, uncast
 
 from .scan_ops import flips_along, scan
 
@@ -87,7 +87,7 @@ _OPS: dict[Any, Callable[..., sympy.Expr]] = {
 def _results(function: GraphModule, env: dict[Node, sympy.Expr]) -> list[sympy.Expr]:
     for node in function.graph.nodes:
         if node.op == "call_function":
-            found = env.get(origin(node)) or _value(node, env)
+            found = env.get(origin(uncast(node) or node)) or _value(node, env)
             env.update({node: found} if found is not None else {})
         elif node.op not in ("placeholder", "output"):
             raise _Unknown

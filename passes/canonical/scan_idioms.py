@@ -26,8 +26,8 @@ from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import (
     Pad,
+    before_reshapes,
     dies_with,
-    in_order,
     is_cast,
     origin,
     piece_of,
@@ -273,7 +273,7 @@ def _is_total_of(term: Node, scan: ScanForm) -> bool:
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
     if not all_same(held, wanted):
         return False
-    term = in_order(term)
+    term = before_reshapes(term)
     if term.target is aten.sum.dim_IntList:
         call = Call(term)
         dims = [int(d) % call.ndim() for d in call["dim"] or ()]

@@ -36,7 +36,7 @@ HANDED_ON = (
     aten.constant_pad_nd.default,
 )
 ZERO, UNKNOWN = 0, 1
-Row = tuple[Any, ...]
+Term = tuple[Any, ...]
 """(op, leaf, i, j): its rows i to j by the op, None of one row alone; ("carried", a, b, i, j, k): what a linear
 recurrence of a and b carries from its rows i to j over to row k."""
 
@@ -50,8 +50,8 @@ class ScanRounds(Spelling):
     provides = frozenset({"canonical", "scans"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        self.rows: list[Row] = [("zero",), ("unknown",)]
-        self.number: dict[Row, int] = {}
+        self.terms: list[Term] = [("zero",), ("unknown",)]
+        self.number: dict[Term, int] = {}
         self.values: dict[Node, Tensor] = {}  # the number of what each row is; all other dims are 1
         self.dims: dict[Node, int] = {}  # of the leaves
         for node in self.graph.nodes:
@@ -79,11 +79,11 @@ class ScanRounds(Spelling):
         shape[dim] = value.shape[dim]
         return _numbers([self._numbered((None, node, i, i)) for i in range(shape[dim])], shape)
 
-    def _numbered(self, row: Row) -> int:
-        if row not in self.number:
-            self.number[row] = len(self.rows)
-            self.rows.append(row)
-        return self.number[row]
+    def _numbered(self, term: Term) -> int:
+        if term not in self.number:
+            self.number[term] = len(self.terms)
+            self.terms.append(term)
+        return self.number[term]
 
     def _value(self, node: Node) -> Tensor | None:
         if (same := origin(node)) in self.values:
@@ -115,16 +115,16 @@ class ScanRounds(Spelling):
             return ZERO if op == "prod" else max(a, b)
         if min(a, b) <= UNKNOWN:
             return UNKNOWN
-        row = _combine(op, self.rows[a], self.rows[b]) or _combine(op, self.rows[b], self.rows[a])
-        return UNKNOWN if row is None else self._numbered(row)
+        term = _combine(op, self.terms[a], self.terms[b]) or _combine(op, self.terms[b], self.terms[a])
+        return UNKNOWN if term is None else self._numbered(term)
 
     def _scan(self, node: Node) -> tuple[Any, Node] | None:
         """(op, leaf) if row t of the value combines the leaf's rows 0 to t."""
-        found = [self.rows[i] for i in self.values[node].flatten().tolist()]
+        found = [self.terms[i] for i in self.values[node].flatten().tolist()]
         if not found or len(found[-1]) != 4:
             return None
         op, leaf = found[-1][:2]
-        if op is None or any(row != (op if t else None, leaf, 0, t) for t, row in enumerate(found)):
+        if op is None or any(term != (op if t else None, leaf, 0, t) for t, term in enumerate(found)):
             return None
         value, whole = node.meta["val"], leaf.meta["val"]
         factor = op[1].meta["val"] if isinstance(op, tuple) else whole
@@ -170,7 +170,7 @@ def _leaves(node: Node) -> dict[Node, int]:
     return dict(zip(sources, dims))
 
 
-def _combine(op: str, before: Row, after: Row) -> Row | None:
+def _combine(op: str, before: Term, after: Term) -> Term | None:
     """What rows are that stand before others, combined with them."""
     if before[0] == "carried":
         _, factor, leaf, i, j, k = before

@@ -2,6 +2,7 @@
 
     new_zeros(x, size)   ->  zeros(size, dtype, device)        x need not be whole, nor anywhere
     type_as(x, y)        ->  to(x, dtype of y)
+    x.double().float()   ->  clone(x)                          where x is float32, or whatever is exact
     squeeze(x)           ->  squeeze(x, the dims of size 1)    a rank with one row must not lose the dim
     cat([empty, x])      ->  x
     assert x's dtype     ->  nothing                           the trace knows it; a rank's shard has the same
@@ -28,6 +29,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import size, sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
+from sp_compile.sharding.matchers import uncast
 
 aten = torch.ops.aten
 REMOVED = object()
@@ -48,10 +50,11 @@ class Explicit(Spelling):
             if spelling is REMOVED:
                 gm.graph.erase_node(node)
             elif isinstance(spelling, Node):
-                node.replace_all_uses_with(spelling)
-                gm.graph.erase_node(node)
+                self.replace(node, spelling)
             elif spelling is not None:
+                before = node.all_input_nodes
                 node.target, node.args, node.kwargs = spelling
+                self.drop(*before)
             changes += spelling is not None
         return changes
 
@@ -91,6 +94,7 @@ _SPELLINGS = {
     aten.new_ones.default: _made_like(aten.ones.default),
     aten.new_zeros.default: _made_like(aten.zeros.default),
     aten.squeeze.default: _squeeze,
+    aten.to.dtype: lambda node: (aten.clone.default, (x,), {}) if (x := uncast(node)) is not None else None,
     aten.to.other: _cast,
     aten.type_as.default: _cast,
 }

@@ -20,7 +20,7 @@ from sp_compile.errors import at
 from sp_compile.graph.edit import copied
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.record import erase
-from sp_compile.lowering.library import digest
+from sp_compile.lowering.library import sources_digest
 from sp_compile.passes import collectives
 from sp_compile.passes.base import CollectivePass, Pass, check_order, import_rooms, registered
 from sp_compile.passes.collectives.merge.chains import check_reductions
@@ -65,7 +65,7 @@ class JointPasses:
 
     def key(self) -> str | None:
         """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
-        version = digest(*passes.__path__, str(Path(__file__).parents[2]))
+        version = sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
         return None if self.session.groups else f"sp_compile joint {version} {self.merge} {self.cost} {declared()}"
 
     def __call__(self, gm: GraphModule) -> None:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.graph.edit import infer
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, same, sizes
-from sp_compile.graph.strides import order_of, restore, strides_differ
+from sp_compile.graph.strides import order_of_strides, restore, strides_differ
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 
@@ -62,11 +62,11 @@ def keep_order(local: GraphModule) -> None:
 
 def _in_order(here: Tensor, there: Tensor) -> bool:
     """Do the dims lie in memory in the order of the other's? Where that one has no gaps, without gaps."""
-    order = order_of(sizes(there.stride()))
+    order = order_of_strides(sizes(there.stride()))
     if _dense(there, order):
         return _dense(here, order)
     wide = [d for d in order if not same(sizes(here.shape)[d], 1)]
-    return wide == [d for d in order_of(sizes(here.stride())) if d in wide]
+    return wide == [d for d in order_of_strides(sizes(here.stride())) if d in wide]
 
 
 def _dense(x: Tensor, order: Sequence[int]) -> bool:

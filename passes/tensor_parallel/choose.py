@@ -22,7 +22,7 @@ from .varying import contracts, differing, lost_factors, moved_from, moves, wait
 sp = torch.ops.sp
 
 
-def choose(
+def choose_cuts(
     axes: Axes, gm: GraphModule, summed: Sequence[Node], varying: Collection[Node], n: int
 ) -> dict[Node, Shard | None]:
     """Where the sum of a linear's parts would be cut, for each of those; None if it has no place to be cut.

@@ -36,7 +36,7 @@ from sp_compile.sharding.placement import VARYING, Placement, Plan, Shard
 from sp_compile.spmd.inputs import Facts
 
 from .bucket import bucket_reductions
-from .choose import choose, common_inputs, declined, work_on_rows
+from .choose import choose_cuts, common_inputs, declined, work_on_rows
 from .gather import GatherOnce
 from .tidy import draw_whole, drop_overwrites
 from .varying import differing, mark_collectives, mark_numbers, reductions, respell, varying_inputs, wait_of
@@ -118,7 +118,7 @@ class SequenceParallelLinear(Pass):
         axes = name_axes(gm)
         varying = varying_inputs(gm, axes, summed, self.facts)
         draw_whole(gm, differing(gm, axes, varying))
-        chosen = choose(name_axes(gm), gm, summed, varying, self.ranks.n)
+        chosen = choose_cuts(name_axes(gm), gm, summed, varying, self.ranks.n)
         self.inputs: dict[Node, Placement] = dict.fromkeys(varying, VARYING)
         found = {node: self._layer(node, chosen) for node in summed}
         kept = {self._scattered(gm, node, shard): found.pop(node) for node, shard in chosen.items() if shard}

@@ -109,7 +109,7 @@ def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[...,
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class Pass(CustomGraphPass):
+    class CustomPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             transform(graph.owning_module)
 
@@ -119,7 +119,7 @@ def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[...,
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         theirs = config.joint_custom_pre_pass
         earlier = theirs if isinstance(theirs, list | tuple) else [theirs]
-        with config.patch(joint_custom_pre_pass=Pass() if theirs is None else [*earlier, Pass()]):
+        with config.patch(joint_custom_pre_pass=CustomPass() if theirs is None else [*earlier, CustomPass()]):
             return compile_fx(gm, list(inputs))
 
     return run

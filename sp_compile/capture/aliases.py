@@ -11,6 +11,7 @@ from torch.fx import Graph, Node, map_arg
 from sp_compile._compat import is_functorch_tensor, pytree, set_grad_enabled, storage_of
 from sp_compile.graph.call import overloads
 from sp_compile.graph.mutation import SILENT
+from sp_compile.graph.record import record
 
 aten = torch.ops.aten
 
@@ -56,7 +57,7 @@ class Aliases:
         """Learn what `node`, whose call is known, is a view of, and whether it has a gradient. True for a view."""
         inputs = nodes_in(self.calls[node])
         if node.op == "placeholder" or node.op == "get_attr":
-            flows = bool(node.meta.get("requires_grad"))
+            flows = bool(record(node).requires_grad)
         else:
             floats = any(t.is_floating_point() or t.is_complex() for t in _tensors(node))
             flows = self.grad and floats and node.target not in _STOPS_GRADIENT

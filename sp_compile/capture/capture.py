@@ -27,6 +27,7 @@ from sp_compile._compat import (
 )
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.record import mark
 
 from .collectives import functional_collectives
 from .form import require_ops
@@ -51,7 +52,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
     _lift_constants(captured, fake_mode)
     _keep_dynamo_meta(captured, gm)
     for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        node.meta["requires_grad"] = isinstance(value, torch.Tensor) and value.requires_grad
+        mark(node, requires_grad=getattr(value, "requires_grad", None))
     functionalize(captured)
     _refuse_written_aliases(captured, example_inputs)
     return _finish(captured)
@@ -162,10 +163,10 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
         if node.target not in known:
             delattr(gm, node.target)
             gm.register_buffer(node.target, value, persistent=False)
-            node.meta["constant"] = True
+            mark(node, constant=True)
         if "val" not in node.meta:
             node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True) if fake_mode else value
-        node.meta["requires_grad"] = value.requires_grad
+        mark(node, requires_grad=value.requires_grad or None)  # which the user may still change
 
 
 def _finish(gm: GraphModule) -> GraphModule:

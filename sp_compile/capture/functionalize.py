@@ -28,6 +28,7 @@ from sp_compile._compat import (
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import Editor, drop_dead
 from sp_compile.graph.mutation import Mutation, functional_form, is_mutation, is_view_change, mutation_of, positional
+from sp_compile.graph.record import record
 
 from . import view_inverses
 from .aliases import Aliases
@@ -38,8 +39,8 @@ aten = torch.ops.aten
 def functionalize(gm: GraphModule) -> GraphModule:
     """Make `gm` and the bodies of its region ops functional, in place; returns `gm`.
 
-    Every node needs meta["val"]; inputs may say meta["requires_grad"]. A changed placeholder is un-marked as a static
-    input. Raises SpError for a mutation that has no functional form, and for one made outside autograd (no_grad,
+    Every node needs meta["val"]; inputs may have requires_grad on record. A changed placeholder is un-marked as a
+    static input. Raises SpError for a mutation that has no functional form, and for one made outside autograd (no_grad,
     detach, .data) of a value whose gradient is wanted: renaming would lose that gradient.
     """
     for _, child in gm.named_children():
@@ -257,7 +258,7 @@ class _Renaming:
 
     def write_back(self) -> None:
         for root, value in self.current.items():
-            if root.op == "placeholder" or (root.op == "get_attr" and not root.meta.get("constant")):
+            if root.op == "placeholder" or (root.op == "get_attr" and not record(root).constant):
                 unmark_static(root)
                 copy = self.graph.call_function(aten.copy_.default, (root, value))
                 copy.meta["val"] = root.meta["val"]

@@ -186,7 +186,7 @@ class Strategy:
         return self.rewrite.op
 
 
-def strategies() -> list[Strategy]:
+def attention_strategies() -> list[Strategy]:
     """All that are registered, in the order of their preference."""
     return sorted(STRATEGIES.values(), key=lambda s: s.preference)
 
@@ -196,7 +196,7 @@ def candidates(shape: Shape, machine: Machine) -> list[Candidate]:
     # A window leaves little to balance, and zigzag order would spread its few neighbours over all ranks.
     halves = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
     layouts = ("contiguous", "zigzag") if halves else ("contiguous",)
-    ways = [s for s in strategies() if shape.n > 1 or s.op is None]
+    ways = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
     found = [c for layout in layouts for s in ways for c in s.candidates(shape, machine, layout)]
     return [_finished(c, shape, machine) for c in found]
 

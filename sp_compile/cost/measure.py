@@ -1,7 +1,7 @@
 """The constants of the cost model on these ranks: measured once, the same on every rank, kept on disk.
 
-Every path from `machine` and `reductions` issues the same collectives on every rank, whatever the ranks find on their
-disks.
+Every path from `machine` and `lines_of_reductions` issues the same collectives on every rank, whatever the ranks find
+on their disks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ Named: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
 """What this rank calls its communicator (None if it has none), and the ranks of all communicators of that kind."""
 
 
-def reductions(
+def lines_of_reductions(
     groups: Named, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device
 ) -> tuple[dict[str, Line], dict[frozenset[str], Line]]:
     """The lines of all_reduces over this rank's communicators, and over several in turn; equal on all ranks.
@@ -195,7 +195,7 @@ def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: 
             rounds = [[_time(call, device, group) for call, device in calls] for _ in range(repeats + 1)]
         slowest = torch.tensor(rounds[1:], dtype=torch.float64, device=where)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        for job, seconds in zip(turn, typical(slowest).tolist()):
+        for job, seconds in zip(turn, mean_of_middle(slowest).tolist()):
             points[job.key].append(job.point(job.sizes[k], seconds))
     return [fitted(*zip(*points[job.key])) for job in jobs]
 
@@ -215,7 +215,7 @@ def _time(call: Callable[[], object] | None, device: torch.device, group: Any) -
     return time.perf_counter() - start
 
 
-def typical(rounds: Tensor) -> Tensor:
+def mean_of_middle(rounds: Tensor) -> Tensor:
     """(rounds, ...) -> (...), the mean of the middle half: without what disturbed a round, steadier than a median."""
     quarter = len(rounds) // 4
     return rounds.sort(0).values[quarter : len(rounds) - quarter].mean(0)

@@ -36,7 +36,7 @@ from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import ShardArgs
 from sp_compile.lowering.attention.masked import autocast
-from sp_compile.lowering.frames import Frame
+from sp_compile.lowering.frames import FrameArg
 from sp_compile.lowering.library import tag_programs
 
 from .call import LAYOUTS, RankCall, frame, needs_gradient, unknown, wrong_choice
@@ -110,7 +110,7 @@ class AttentionCall(RankCall):
             return sp.ring_attention(*args, steps, self.kv_grads)
         return sp.hybrid_attention(*args, width, self.kv_grads)
 
-    def frames(self) -> tuple[Frame, Frame]:
+    def frames(self) -> tuple[FrameArg, FrameArg]:
         """Where the shards of queries and keys lie."""
         n, given = self.ranks.n, self.options
         of_keys = frame(self.k.shape[2], n, given.kv_length, given.layout)

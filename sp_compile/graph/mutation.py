@@ -16,7 +16,7 @@ from sp_compile.errors import SpError, at
 
 aten = torch.ops.aten
 
-Value = Callable[[Any, Any, Callable[..., Node]], Node]
+NewValue = Callable[[Any, Any, Callable[..., Node]], Node]
 
 
 _NORMS = [aten.batch_norm, aten.native_batch_norm, aten._batch_norm_impl_index, aten.cudnn_batch_norm]
@@ -37,7 +37,7 @@ class Mutation:
     """What an in-place op changes, and how to compute the new value."""
 
     targets: list[Node]
-    value: Value | None  # makes the new value of the only target; None where the op has no functional form
+    value: NewValue | None  # makes the new value of the only target; None where the op has no functional form
     returns_target: bool  # the op's result is the target itself
 
 
@@ -143,7 +143,7 @@ def _base_name(name: str) -> str | None:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else None
 
 
-def _value_of(target: OpOverload) -> Value | None:
+def _value_of(target: OpOverload) -> NewValue | None:
     if target in _SPECIAL:
         return _SPECIAL[target]
     op = functional_form(target)
@@ -159,7 +159,7 @@ def _copied(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
     return source
 
 
-_SPECIAL: dict[OpOverload, Value] = {
+_SPECIAL: dict[OpOverload, NewValue] = {
     aten.copy_.default: _copied,
     aten.zero_.default: lambda args, kwargs, emit: emit(aten.full_like.default, args[0], 0),
     aten.fill_.Scalar: lambda args, kwargs, emit: emit(aten.full_like.default, *args),

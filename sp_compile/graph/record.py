@@ -19,6 +19,7 @@ class Record:
     """What is known of one node; every field has a default that says nothing.
 
     requires_grad: of an input, as it was given; of a local node, whether gradients reach it.
+    constant: is an attribute a tensor that the trace has written down?
     parameter: is an input a parameter, or state of a module? None: nobody looked.
     local: an input's own value under inputs='local', a shard. scale: how many times longer the whole is.
     origin: the node of the global view that a local node stands for.
@@ -30,6 +31,7 @@ class Record:
     """
 
     requires_grad: bool | None = None
+    constant: bool = False
     parameter: bool | None = None
     local: Any = None
     scale: int | None = None

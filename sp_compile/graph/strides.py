@@ -28,7 +28,7 @@ def restore(graph: Graph, node: Node, value: Tensor) -> Node:
 
 def restored(graph: Graph, node: Node, value: Tensor) -> Node:
     """Right behind the node: its values, contiguous in the order of the strides of `value`."""
-    order = order_of(sizes(value.stride()))
+    order = order_of_strides(sizes(value.stride()))
     back = [order.index(d) for d in range(len(order))]
     dense = {"memory_format": torch.contiguous_format}
     last, value = node, node.meta["val"]
@@ -53,7 +53,7 @@ def strides_differ(x: Tensor, y: Tensor) -> bool:
     return any(not same(a, b) for extent, a, b in pairs if not same(extent, 1))
 
 
-def order_of(strides: Sequence[Size]) -> list[int]:
+def order_of_strides(strides: Sequence[Size]) -> list[int]:
     """The dims from the largest stride to the smallest; as they are where a dim is broadcast."""
     values = [typical(s) for s in strides]
     return sorted(range(len(values)), key=lambda d: -values[d]) if all(values) else list(range(len(values)))

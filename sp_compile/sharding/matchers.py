@@ -76,6 +76,18 @@ def is_cast(node: Any) -> bool:
     return found is not None and not _alike(found[0], node) and _is_identity(_order(node, *found))
 
 
+def uncast(node: Any) -> Node | None:
+    """x, if the node is x in a wider dtype, which has all its values, and in its own again."""
+    wide = source_of(node) if is_cast(node) else None
+    x = source_of(wide) if is_cast(wide) else None
+    if wide is None or x is None or not _alike(x, node):
+        return None
+    a, b = (n.meta["val"].dtype for n in (x, wide))
+    kinds = [(d.is_floating_point, d.is_complex, d.is_signed) for d in (a, b)]
+    wider = kinds[0] == kinds[1] and b.itemsize > a.itemsize >= 1 + a.is_floating_point  # one byte has any exponent
+    return x if wider or a is torch.bool else None
+
+
 def is_copy(node: Any) -> bool:
     """The same values at the same places: clone, contiguous, alias, a view to its own shape, a cast to its own dtype.
 
@@ -144,7 +156,7 @@ def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | 
     return source, tuple(coords)
 
 
-def in_order(node: Node) -> Node:
+def before_reshapes(node: Node) -> Node:
     """The value that all changes of the shape began with."""
     node = origin(node)
     while keeps_order(node):
@@ -351,7 +363,7 @@ def _in_dtype(held: Number, dtype: torch.dtype) -> Number | None:
 def _held(x: Node) -> Number | None:
     """Written down by a trace, make_fx's or export's: neither a parameter nor a buffer, which the user may change."""
     held = operator.attrgetter(x.target)(x.graph.owning_module)
-    constant = x.meta.get("constant") or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
+    constant = record(x).constant or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
     return held.item() if constant and not isinstance(held, FakeTensor) else None
 
 

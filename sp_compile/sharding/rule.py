@@ -57,7 +57,7 @@ def lookup(node: Node) -> tuple[Call, Factors | None] | None:
     return call, function(call) if function is not None else None
 
 
-def registered() -> Mapping[Any, RuleFunction]:
+def registered_rules() -> Mapping[Any, RuleFunction]:
     """A copy of the registry: op overload (or POINTWISE) to rule function."""
     return dict(_REGISTRY)
 

@@ -43,7 +43,7 @@ def hashed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's object, in the order of the group's ranks; None: the default group."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)

@@ -19,7 +19,7 @@ from sp_compile._compat import real_tensors
 from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError
 
-from .check_call import gathered
+from .check_call import gather_objects
 from .check_run import COMPILES, exchange_words, failures, of_two_minds, stop
 
 
@@ -84,7 +84,7 @@ class Lockstep:
         if not ranks.exchanges:
             return [(mine, error)] * ranks.n
         with real_tensors():
-            return gathered((mine, error), ranks.process_group)
+            return gather_objects((mine, error), ranks.process_group)
 
 
 def rounds(groups: Sequence[Ranks], question: str) -> list[tuple[Ranks, str]]:

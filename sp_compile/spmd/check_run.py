@@ -19,7 +19,7 @@ from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
-from .check_call import gathered, hashed
+from .check_call import gather_objects, hashed
 from .fingerprint import Program, TextLine, names_group
 
 SMALL = 64  # values of a constant that are compared
@@ -163,7 +163,7 @@ class CheckedProgram:
 
     def _disagreement(self, everyone: list[list[int]], given: Mapping[str, str]) -> str:
         """Every rank is here, so more exchanges, of words this time, are safe."""
-        told: list[tuple[str, dict[str, str]]] = gathered((_words(self.error), given), self.ranks.process_group)
+        told: list[tuple[str, dict[str, str]]] = gather_objects((_words(self.error), given), self.ranks.process_group)
         if isinstance(self.error, RemoteError) and not any(error for error, _ in told):
             return str(self.error)
         failed = failures([error for error, _ in told], range(self.ranks.n))

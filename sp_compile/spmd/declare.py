@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile._compat import default_timeout, process_groups
-from sp_compile.cost.measure import reductions
+from sp_compile.cost.measure import lines_of_reductions
 from sp_compile.errors import SpError
 
-from .check_call import gathered
+from .check_call import gather_objects
 from .groups import Groups, Partition, reduced, subsets
 
 _declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
@@ -53,7 +53,7 @@ def declare_groups(
     """
     if not dist.is_initialized():
         raise SpError("declare_groups: there is no process group: call torch.distributed.init_process_group()")
-    every: list[_Declaration] = gathered(_declaration(mesh, unions, measure), dist.group.WORLD)
+    every: list[_Declaration] = gather_objects(_declaration(mesh, unions, measure), dist.group.WORLD)
     axes = _agreed(every)
     names, turns = _communicators(axes, every)
     near = _reached(dist.get_rank(), [groups for _, groups in names])
@@ -62,7 +62,7 @@ def declare_groups(
     table = Groups(members, {r: hosts.index(host) for r, host in enumerate(hosts)})
     where = _where(every)
     if every[0].measure and where is not None:
-        lines, in_turn = reductions(names, turns, _device(every[0].device), _device(where))
+        lines, in_turn = lines_of_reductions(names, turns, _device(every[0].device), _device(where))
         table = replace(table, lines=lines, turns=in_turn)
     world = dist.group.WORLD
     _declared[world] = _declared.get(world, Groups()).with_(table)

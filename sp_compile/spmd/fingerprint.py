@@ -21,7 +21,7 @@ from sp_compile.config import Ranks
 from sp_compile.errors import source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
-from .check_call import gathered, hashed
+from .check_call import gather_objects, hashed
 from .named_groups import every_node, is_collective
 
 WIDTH = 160  # characters of a line in an error message
@@ -48,17 +48,17 @@ class Program:
         Empty if they do not differ. Two exchanges: of a digest a line, then of one line a rank.
         """
         group = ranks.process_group
-        hashes: list[list[int]] = gathered([hashed(line.text) for line in self.lines], group)
+        hashes: list[list[int]] = gather_objects([hashed(line.text) for line in self.lines], group)
         shortest, longest = min(map(len, hashes)), max(map(len, hashes))
         differ = (i for i in range(shortest) if len({one[i] for one in hashes}) > 1)
         first = next(differ, shortest)
         if first == longest:
             return []
         if first == len(self.lines):
-            return gathered("nothing more", group)
+            return gather_objects("nothing more", group)
         _, name, trace = self.lines[first]
         short = name if len(name) <= WIDTH else name[: WIDTH - 3] + "..."
-        return gathered(f"{short} at {source_line(trace)}", group)
+        return gather_objects(f"{short} at {source_line(trace)}", group)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Facts:
         return replace(self, gradients=gradients, tangents=tangents)
 
 
-def known(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
+def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
     """What this rank can say of a Dynamo graph, its inputs and options; nothing is exchanged."""
     tensors = local_tensors(inputs)
     values = {label: digest(_local(x)) for label, x in zip(_labels(inputs), inputs) if label}

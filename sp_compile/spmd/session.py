@@ -24,7 +24,7 @@ from .check_compile import Lockstep, connected, rounds
 from .check_run import CheckedProgram, fingerprint, input_names
 from .fingerprint import Program, program_of, text_of, unlike
 from .grid import grids
-from .inputs import Facts, are_apart, check_options, equal_arguments, equal_inputs, facts_of, known, sized_inputs
+from .inputs import Facts, are_apart, check_options, digests_of, equal_arguments, equal_inputs, facts_of, sized_inputs
 from .named_groups import check_groups, cut_exchanges, groups_of
 
 ALONE = Ranks(1, "")
@@ -95,7 +95,7 @@ class Session:
         self._check_axis()
         if not self.groups:
             return
-        mine = known(gm, inputs, self.options)
+        mine = digests_of(gm, inputs, self.options)
         for ranks in self.groups:
             everyone = self._talk.ask(ranks, "inputs", mine)
             check_options(everyone)

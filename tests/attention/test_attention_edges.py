@@ -129,6 +129,7 @@ def test_second_derivatives_are_refused(op: str) -> None:
     run_ranks(2, live)
 
 
+@pytest.mark.slow
 def test_axes_of_a_mesh_in_the_wrong_order(ranks) -> None:
     told = ranks.run(4, _ulysses_first)
     assert len(set(told)) == 1

@@ -88,7 +88,7 @@ class AttentionDropout(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("attention", ["ring", "gather", "hybrid", "ulysses"])
 def test_dropout_follows_the_seed(ranks: Ranks, attention: str) -> None:
     results = ranks.run(4, dropped, attention)

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def one_step(seq: int, dynamic: bool | None = None, compiler: str = "aot_eager", **model: Any) -> Outcome:
-    return against_eager(build(**model), *text(seq), mesh=worker.mesh(), dynamic=dynamic, compiler=compiler)
+def one_step(model: type, seq: int = 9, layers: int = 1) -> Outcome:
+    return against_eager(build(model, layers=layers), *text(seq), mesh=worker.mesh())
 
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("n", [3, 2, 4])
 def test_decoder(ranks: Ranks, n: int) -> None:
-    check(ranks.run(n, one_step, 13))
+    check(ranks.run(n, one_step, Decoder, 13, 2))
 
 
 def mostly_prompt() -> Outcome:
@@ -47,7 +47,7 @@ def test_ranks_without_a_valid_label(ranks: Ranks) -> None:
 
 
 def test_fewer_positions_than_ranks(ranks: Ranks) -> None:
-    check(ranks.run(3, one_step, 2))
+    check(ranks.run(3, one_step, Decoder, 2))
 
 
 def test_one_device_needs_no_process_group() -> None:
@@ -177,11 +177,7 @@ class Checkpointed(Decoder):
 
 
 def test_checkpointed_blocks(ranks: Ranks) -> None:
-    check(ranks.run(2, one_step_of, Checkpointed))
-
-
-def one_step_of(model: type, seq: int = 9, **how: Any) -> Outcome:
-    return against_eager(build(model), *text(seq), mesh=worker.mesh(), **how)
+    check(ranks.run(2, one_step, Checkpointed))
 
 
 class Autocast(Decoder):
@@ -244,7 +240,7 @@ class Breaks(Decoder):
 
 
 def test_graph_breaks(ranks: Ranks) -> None:
-    check(ranks.run(2, one_step_of, Breaks))
+    check(ranks.run(2, one_step, Breaks, 9, 2))
 
 
 class LossInItsOwnFrame(Decoder):
@@ -260,7 +256,7 @@ def spoken_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_pieces_without_a_sequence_are_no_error(ranks: Ranks) -> None:
-    check(ranks.run(2, one_step_of, LossInItsOwnFrame))
+    check(ranks.run(2, one_step, LossInItsOwnFrame))
 
 
 def recomputes() -> tuple[int, int]:

@@ -95,7 +95,7 @@ def calls(recorder: Recorder, name: str) -> list[str]:
     return [route.split(":")[0] or op for op, route in found if op != "all_reduce"]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 2, 4])
 def test_rounds_of_a_ring(ranks: Ranks, n: int) -> None:
     first, *others = ranks.run(n, strategy, "ring", "zigzag", 13)
@@ -125,7 +125,7 @@ def test_memory_falls_with_the_ranks(ranks: Ranks, attention: str) -> None:
     assert four <= 0.52 * two
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_gathered_keys_are_gathered_again(ranks: Ranks, layout: str) -> None:
     first, *others = ranks.run(3, strategy, "gather", layout, 13)

@@ -168,6 +168,29 @@ def test_an_option_is_honoured_or_refused(mesh: DeviceMesh, entry: Callable[...,
         assert found != plain
 
 
+@pytest.mark.parametrize("entry", [of_backend, of_explain])
+@pytest.mark.parametrize(
+    "options",
+    [{"seq_dims": {"x": 1}}, {"attention": "ring"}, {"layout": "zigzag"}, {"inputs": "local"}, {"outputs": "local"}],
+)
+def test_options_of_a_sequence_that_no_ranks_are_left_for(mesh: DeviceMesh, entry: Any, options: Options) -> None:
+    (option,) = options
+    found = outcome(entry, TensorParallel(mesh), options, option)
+    assert re.match(rf"refused: .*\b{option}=.* has no ranks left to split a sequence over", found, re.DOTALL), found
+
+
+def test_options_of_a_sequence_in_another_piece(mesh: DeviceMesh) -> None:
+    """Between graph breaks one piece may have the sequence, and another the exchanges."""
+
+    class Broken(TensorParallel):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.sin()
+            torch._dynamo.graph_break()
+            return super().forward(h)
+
+    assert not outcome(of_backend, Broken(mesh), {"attention": "ring"}, "attention").startswith("refused: attention=")
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_compiler_of_a_program_with_a_sequence(mesh: DeviceMesh, entry: Callable[..., str]) -> None:
     """It gets the local graph, or there is no use for it."""

@@ -50,7 +50,7 @@ def with_ddp(order: str, param_grads: str, seq: int) -> Outcome:
 @pytest.mark.parametrize(
     ("order", "param_grads"),
     [
-        ("compile(DDP)", "reduce"),
+        pytest.param("compile(DDP)", "reduce", marks=pytest.mark.slow),
         ("DDP(compile)", "partial"),
         pytest.param("compile(DDP)", "partial", marks=pytest.mark.slow),
         pytest.param("DDP(compile)", "reduce", marks=pytest.mark.slow),

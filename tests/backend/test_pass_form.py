@@ -17,7 +17,7 @@ import sp_compile
 from sp_compile import passes
 from sp_compile.graph.edit import copied
 from sp_compile.graph.record import erase, mark, record
-from sp_compile.passes import Job, Pass, check_order, flat, register, settings, unregister
+from sp_compile.passes import Job, Pass, check_order, passes_in, register, settings, unregister
 from sp_compile.passes.base import CollectivePass, Spelling, ordered, registered
 from sp_compile.pipeline import Pipeline, strategies
 
@@ -37,7 +37,7 @@ def doubled() -> Iterator[None]:
 
 
 def test_the_order_of_the_pipeline_has_its_reasons() -> None:
-    check_order(flat(Pipeline))
+    check_order(passes_in(Pipeline))
     check_order(registered(CollectivePass))
 
 
@@ -61,7 +61,7 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     ],
 )
 def test_a_swapped_order_is_refused(first: str, second: str) -> None:
-    order = flat(Pipeline)
+    order = passes_in(Pipeline)
     names = [one.name for one in order]
     i, j = names.index(first), names.index(second)
     assert i < j
@@ -88,10 +88,10 @@ def test_passes_that_require_each_other_are_refused() -> None:
 
 
 def test_every_pass_says_what_it_is() -> None:
-    for one in flat(Pipeline):
+    for one in passes_in(Pipeline):
         assert one.name
         assert one.__doc__
-    names = [one.name for one in flat(Pipeline)]
+    names = [one.name for one in passes_in(Pipeline)]
     assert len(set(names)) == len(names)
     assert {one.name for one in strategies()} <= set(names)
 
@@ -117,7 +117,7 @@ def test_without_it_nothing_is_left_of_it() -> None:
     report = sp_compile.explain(Sums(), torch.randn(1, 8, 4), seq_dims={"x": 1})
     assert "doubled" not in [lap.name for lap in report.passes]
     assert "Passes, in order" not in str(report)
-    assert list(report.seconds) == [one.name for one in flat(Pipeline) if one.name in report.seconds]
+    assert list(report.seconds) == [one.name for one in passes_in(Pipeline) if one.name in report.seconds]
 
 
 def test_graphs_go_to_tlparse_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_by_hand_twice() -> None:
 
 def test_every_name_is_there() -> None:
     every = {one.__name__ for kind in (Spelling, CollectivePass) for one in registered(kind)}
-    in_order = [one for one in (*flat(Pipeline), *strategies()) if one.__module__ != Pipeline.__module__]
+    in_order = [one for one in (*passes_in(Pipeline), *strategies()) if one.__module__ != Pipeline.__module__]
     every |= {one.__name__ for one in in_order}
     assert every <= set(dir(passes))
     for name in every:

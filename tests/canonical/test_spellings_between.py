@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.golden import captured
+from support.parallel.tensor_parallel import all_reduce
+from support.spellings.between import BETWEEN, Between, plain
+from support.spellings.tracing_exchanges import one_of, traced
 from torch import Tensor
 
 from sp_compile._compat import associative_scan_op
@@ -21,41 +25,6 @@ from sp_compile.passes.canonical.canonicalize import Canonicalize
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SDPA = aten.scaled_dot_product_attention.default
-Between = Callable[[Tensor], Tensor]
-
-
-def plain(x: Tensor) -> Tensor:
-    return x
-
-
-def folded(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(x.shape)
-
-
-def turned(x: Tensor) -> Tensor:
-    return x.transpose(0, -1).transpose(-1, 0)
-
-
-def turned_around(x: Tensor) -> Tensor:
-    """A copy between two permutations, and a dim that comes and goes."""
-    order = list(range(x.ndim))
-    return x.permute(order[1:] + order[:1]).contiguous().unsqueeze(0).squeeze(0).permute(order[-1:] + order[:-1])
-
-
-BETWEEN: dict[str, Between] = {
-    "nothing": plain,
-    "view": lambda x: x.view(x.shape),
-    "folded": folded,
-    "unsqueezed": lambda x: x.unsqueeze(1).squeeze(1),
-    "turned": turned,
-    "turned around": turned_around,
-    "clone": lambda x: x.clone(),
-    "to": lambda x: x.to(x.dtype, copy=True),
-    "detach": lambda x: aten.alias(x.detach()),
-    "expand": lambda x: x.expand(x.shape),
-    "all rows": lambda x: x[:, :],
-    "two copies": lambda x: x.clone().view(x.shape).contiguous(),
-}
 
 
 def exclusive_cat(x: Tensor, b: Between) -> Tensor:
@@ -152,6 +121,10 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
     return torch.cat([b(F.scaled_dot_product_attention(*part)) for part in parts], -1)
 
 
+def repeated(x: Tensor, b: Between) -> Tensor:
+    return b(b(x).repeat_interleave(2, 1))
+
+
 def padded_convolution(x: Tensor, b: Between) -> Tensor:
     return F.conv1d(b(F.pad(b(x.mT), (2, 0))), torch.ones(3, 1, 3), groups=3)
 
@@ -186,8 +159,10 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "padded convolution": (padded_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
     "cut convolution": (cut_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
     "shift": (shift, "sp.shift(*, 1, 2, -2, 0)"),
+    "repeats": (repeated, ""),  # an expand, of which there may be others
 }
 CANONICAL = {sp.scan.default, sp.linear_scan.default, aten.cumsum.default, SDPA, sp.conv1d.default, sp.shift.default}
+NOT_CANONICAL = {aten.repeat_interleave.self_int}
 
 
 def canonical_ops(spelling: Callable[..., Tensor], between: Between) -> list[str]:
@@ -204,7 +179,7 @@ def canonical_ops(spelling: Callable[..., Tensor], between: Between) -> list[str
     Canonicalize()(gm)
     (found, *_), wanted = gm(*xs) if isinstance(gm(*xs), tuple) else (gm(*xs),), spelling(*xs, plain)
     torch.testing.assert_close(found, wanted)
-    return [said(n) for n in gm.graph.nodes if n.target in CANONICAL]
+    return [said(n) for n in gm.graph.nodes if n.target in CANONICAL | NOT_CANONICAL]
 
 
 def said(node: torch.fx.Node) -> str:
@@ -220,4 +195,31 @@ def said(node: torch.fx.Node) -> str:
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_found_whatever_is_between(name: str, between: str) -> None:
     spelling, op = SPELLINGS[name]
-    assert canonical_ops(spelling, BETWEEN[between]) == [op]
+    assert canonical_ops(spelling, BETWEEN[between]) == ([op] if op else [])
+
+
+def reducing(group: str, b: Between) -> type[torch.autograd.Function]:
+    """Sums in both directions, as a pair of a mesh of two axes does."""
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return b(all_reduce(b(x), group))
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return b(all_reduce(b(grad), group))
+
+    return Both
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_pairs_that_reduce(between: str) -> None:
+    with one_of(2) as group:
+        function = reducing(group.group_name, BETWEEN[between])
+        gm = traced(lambda x: function.apply(x) * 2, torch.randn(2, 4, requires_grad=True))
+        Canonicalize()(gm)
+    found = [said(n) for n in gm.graph.nodes if n.op == "call_function"]
+    assert found[0] == f"sp.reduce_pair(*, ['sum {group.group_name}'], ['sum {group.group_name}'])"
+    assert "autograd" not in str(found)

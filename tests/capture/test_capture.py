@@ -134,7 +134,7 @@ def tiny(name: str) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_language_model_with_a_dynamic_sequence(name: str) -> None:
     model = tiny(name)
     backend = Backend()

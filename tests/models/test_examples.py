@@ -49,6 +49,7 @@ def test_data_and_sequence(kind):
     assert f"{kind}: largest relative error" in torchrun(4, "examples/data_and_sequence.py", kind)
 
 
+@pytest.mark.slow
 def test_attention_by_hand():
     assert torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
 
@@ -65,7 +66,7 @@ def test_attention_strategies():
 SCANS = {"moe_routing": 4, "packed_sequences": 5, "cumulative_masks": 6, "batch_slicing": 3, "distributed_softmax": 3}
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", SCANS)
 def test_scans_alone(name):
     out = run(f"examples/{name}.py")

@@ -20,7 +20,7 @@ def _run(program: Program, sizes: tuple[int, int, int], ranks: int, dim: int, dy
 SETTINGS = settings(suppress_health_check=list(HealthCheck))
 
 
-@settings(SETTINGS, max_examples=60)
+@settings(SETTINGS, max_examples=30)
 @given(programs(), st.sampled_from([2, 3]))
 def test_random_programs_equal_one_device(program: tuple[Program, tuple[int, int, int]], ranks: int) -> None:
     _run(*program, ranks, dim=1)

@@ -153,7 +153,7 @@ def spread() -> list[Any]:
     return out
 
 
-@pytest.mark.sampled(every=12)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize(("name", "n", "seq"), spread())
 def test_training_step(ranks: Ranks, name: str, n: int, seq: int) -> None:
     check(ranks.run(n, one_step, name, seq), tolerance(name))

@@ -161,6 +161,7 @@ def zigzag(names: list[str], seq: int) -> list[Outcome]:
     return one_step(names, seq, layout="zigzag")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("seq", [13, 16])
 def test_zigzag(ranks: Ranks, seq: int) -> None:
@@ -190,6 +191,7 @@ class Tagging(Scanning):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.slow
 def test_local_inputs(ranks: Ranks) -> None:
     check(ranks.run(3, local_shards))
 
@@ -236,7 +238,7 @@ LOSS = ["all_reduce"]  # forward: of the loss; backward: of the parameters' grad
 COUNTED = ["cumsum", "cumprod", "cummax", "extremes", "logcumsumexp", "segments", "exclusive", "linear_scan"]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", COUNTED)
 def test_one_exchange_each_way(ranks: Ranks, name: str) -> None:
     found = ranks.run(3, recorded, name)

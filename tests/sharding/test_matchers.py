@@ -12,7 +12,17 @@ from support.golden import captured
 from torch import Tensor
 from torch.fx import Node
 
-from sp_compile.sharding.matchers import constant_of, is_cast, is_copy, keeps_order, order_of, origin, pad_of, piece_of
+from sp_compile.sharding.matchers import (
+    constant_of,
+    is_cast,
+    is_copy,
+    keeps_order,
+    order_of,
+    origin,
+    pad_of,
+    piece_of,
+    uncast,
+)
 
 
 def last(function: Callable[[Tensor], Tensor]) -> Node:
@@ -92,3 +102,21 @@ def test_pads() -> None:
 )
 def test_origins(function: Callable[[Tensor], Tensor], undone: bool) -> None:
     assert (origin(last(function)).op == "placeholder") == undone
+
+
+@pytest.mark.parametrize(
+    ("function", "exact"),
+    [
+        (lambda x: x.double().float(), True),
+        (lambda x: (x > 0).half().bool(), True),
+        (lambda x: x.int().long().int(), True),
+        (lambda x: x.half().float().half(), True),
+        (lambda x: x.half().bfloat16().half(), False),
+        (lambda x: x.half().float(), False),
+        (lambda x: x.int().float().int(), False),
+        (lambda x: x.byte().int().byte(), False),  # it is, but of another sign
+        (lambda x: x.double().mT.float(), False),
+    ],
+)
+def test_casts_there_and_back(function: Callable[[Tensor], Tensor], exact: bool) -> None:
+    assert (uncast(last(function)) is not None) == exact

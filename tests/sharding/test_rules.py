@@ -21,7 +21,7 @@ from sp_compile.graph.call import Call
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import Frame, Shard
 from sp_compile.sharding.reshape import reshaping
-from sp_compile.sharding.rule import POINTWISE, Factors, Pattern, lookup, registered, rule
+from sp_compile.sharding.rule import POINTWISE, Factors, Pattern, lookup, registered_rules, rule
 
 aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")
@@ -30,7 +30,7 @@ RUNS = ("pass", "sum", "mean", "total")
 EXCHANGES = (torch.ops.sp.own_rows.default, torch.ops.sp.all_rows.default, torch.ops.sp.reduce_pair.default)
 RULES = {
     op: function
-    for op, function in registered().items()
+    for op, function in registered_rules().items()
     if op not in (POINTWISE, *EXCHANGES) and not strategy_of(op) and op.namespace != "_c10d_functional"
 }
 OWN = samples.build()
@@ -50,7 +50,7 @@ TIMID_ON_PURPOSE = {
 
 
 def is_pointwise(op: Any) -> bool:
-    return RULES.get(op) is registered()[POINTWISE]
+    return RULES.get(op) is registered_rules()[POINTWISE]
 
 
 def samples_of(op: Any) -> list[samples.Sample]:
@@ -81,7 +81,7 @@ def test_parts_make_the_whole_on_torch_samples() -> None:
 
 def test_the_check_finds_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rules that look right: causal attention by its queries alone, and a bias beside a sum."""
-    table = dict(registered())
+    table = dict(registered_rules())
     monkeypatch.setattr("sp_compile.sharding.rule._REGISTRY", table)
     rule(aten.scaled_dot_product_attention.default, "b h q d, b h k d, b h k e -> b h q e", attend="k", whole="d")
     rule(aten.linear.default, "... i, o i, o -> ... o", sum="i")

@@ -34,7 +34,7 @@ sum_rows.register_autograd(
 
 @pytest.fixture(autouse=True)
 def rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "_REGISTRY", dict(rule.registered()))
+    monkeypatch.setattr(rule, "_REGISTRY", dict(rule.registered_rules()))
     sp_compile.sharding_rule(torch.ops.sp_tests.merge_rows.default, "b s d -> (b s) d")
     sp_compile.sharding_rule(torch.ops.sp_tests.sum_rows.default, "(b s) d, b s e -> b d", sum="s", whole="e")
 

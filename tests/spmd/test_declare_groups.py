@@ -56,6 +56,7 @@ def fitted(folder: str) -> tuple[list[dict], int, list[int]]:
     return [{labels[k]: v for k, v in found.items()} for found in lines], len(os.listdir(folder)), timed
 
 
+@pytest.mark.slow
 def test_lines_are_measured_once_and_alike(ranks: Ranks, tmp_path: Path) -> None:
     results = ranks.run(4, fitted, str(tmp_path))
     assert results == [results[0]] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from support.parallel.parallel_models import Split, build, tokens
 from support.parallel.parallel_training import Trained, watched
@@ -34,6 +35,7 @@ def measured_apart() -> list[str]:
     return one.modes
 
 
+@pytest.mark.slow
 def test_groups_that_measured_apart_split_attention_the_same_way(ranks: Ranks) -> None:
     """Else the tensor-parallel ranks have two programs, and all layers stay full."""
     assert ranks.run(4, measured_apart) == [["ssss"]] * 4

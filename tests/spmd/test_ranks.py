@@ -40,6 +40,7 @@ def test_errors_name_the_rank(ranks: Ranks) -> None:
         ranks.run(2, fails_on_1)
 
 
+@pytest.mark.slow
 def test_silent_ranks_are_named_and_replaced(ranks: Ranks) -> None:
     with pytest.raises(RanksError, match=r"no answer from ranks \[1\] of 2"):
         ranks.run(2, sleeps_on_1, timeout=1.0)

@@ -1,14 +1,13 @@
-"""The parts of ARCHITECTURE.md that are made from the code: the rooms, the layers, and a graph on its way through them."""
+"""The parts of ARCHITECTURE.md that are made from the code: the layers, and a graph on its way through the rooms."""
 
 from __future__ import annotations
 
-import ast
 import difflib
 import itertools
 import re
 
 import torch
-from test_layers import FILES, LAYERS, ROOT
+from test_layers import LAYERS, ROOT
 from torch.fx import GraphModule
 
 from sp_compile.config import Ranks
@@ -16,8 +15,9 @@ from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import analyse, settings
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.strategies.attention.ulysses import Ulysses
-from sp_compile.passes.strategies.reduce import Means, Reduce
+from sp_compile.passes.localize.prove import validate
+from sp_compile.passes.strategies.reduce import Reduce
+from sp_compile.passes.strategies.scan import Scan
 
 from .golden import captured, show
 
@@ -26,29 +26,31 @@ TWO = Ranks(2, GROUP)
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Attention as eager code spells it; x is (batch, sequence, width), 1 x 6 x 8."""
-    q = (x @ w).unflatten(-1, (2, 4)).transpose(1, 2)
-    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
-    scores = (q @ q.transpose(-2, -1) / 2).masked_fill(later, float("-inf"))
-    return (scores.softmax(-1) @ q).transpose(1, 2).flatten(2).square().mean()
+    """What stands before each token, as eager code spells it; x is (batch, sequence, width), 1 x 6 x 4."""
+    h = x @ w
+    return (h.cumsum(1) - h).sum()
 
 
-def example() -> dict[str, str]:
+def example() -> str:
     """What each room makes of the program: the whole graph first, then the lines that change."""
-    gm = captured(program, torch.randn(1, 6, 8), torch.randn(8, 8))
+    gm = captured(program, torch.randn(1, 6, 4), torch.randn(4, 4))
     first = show(gm)
     Canonicalize()(gm)
     canonical, placed = show(gm), _placed(gm)
-    for rewrite in (Means(TWO), Ulysses(TWO), Reduce(TWO)):
+    for rewrite in (Scan(TWO), Reduce(TWO)):
         rewrite(gm)
-    rewritten, local = show(gm), show(Localize(TWO)(gm).graph_module)
-    return {
-        "capture": first,
+    rewritten, plan = show(gm), analyse(gm, settings(TWO))[1]
+    local = Localize(TWO)(gm).graph_module
+    validate(local, plan, TWO.n)
+    made = {
+        "capture": "  " + first.replace("\n", "\n  "),
         "canonical": _changed(first, canonical),
-        "propagate": placed,
+        "propagate": "  " + placed.replace("\n", "\n  "),
         "strategies": _changed(canonical, rewritten),
-        "localize": _changed(rewritten, local),
+        "localize": _changed(rewritten, show(local)),
     }
+    lines = [(room if i == 0 else "", line) for room, text in made.items() for i, line in enumerate(text.split("\n"))]
+    return "\n".join(f"{room:10} {line}" for room, line in lines)
 
 
 def _changed(before: str, after: str) -> str:
@@ -65,24 +67,9 @@ def _placed(gm: GraphModule) -> str:
     return "\n".join(lines + demands)
 
 
-def rooms() -> str:
-    """Every folder with a module in it, and what its docstring says it is for."""
-    rows = ["| room | what it makes |", "|---|---|"]
-    for file in sorted(FILES.values()):
-        if file.stem == "__init__":
-            said = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
-            rows.append(f"| `{file.parent.relative_to(ROOT).as_posix()}/` | {said} |")
-    return "\n".join(rows)
-
-
-def layers() -> str:
-    return "```\n" + LAYERS.strip("\n") + "\n```"
-
-
 def parts() -> dict[str, str]:
     """Name of each generated part of the page -> its text."""
-    made: dict[str, str] = {"rooms": rooms(), "layers": layers()}
-    return made | {name: f"```\n{text}\n```" for name, text in example().items()}
+    return {name: f"```\n{text}\n```" for name, text in (("example", example()), ("layers", LAYERS.strip("\n")))}
 
 
 def filled(page: str) -> str:

@@ -136,6 +136,7 @@ def with_data(shape: tuple[int, int], by_ddp: bool) -> Trained:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_ddp", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_beside_data_parallelism(ranks: Ranks, by_ddp: bool) -> None:
     for one in ranks.run(4, with_data, (2, 2), by_ddp):

@@ -79,7 +79,7 @@ def a_variant(name: str) -> Trained:
     return trained(VARIANTS[name][0], split(), ids(2, 7), against_one=name not in NOT_OF_ONE)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(ranks: Ranks, name: str) -> None:
     check(ranks.run(2, a_variant, name), VARIANTS[name][1])

@@ -16,12 +16,12 @@ from sp_compile._compat import pytree
 from sp_compile.lowering.scan.monoids import Combine
 from sp_compile.lowering.scan.table import register
 
-from .generic import Kernels, Map, joined, length, rows, same
+from .generic import Kernels, Map, as_is, joined, length, rows
 
 BLOCK = 32
 
 
-def inclusive(combine: Combine, states: Any, dim: int, lift: Map = same, lower: Map = same) -> tuple[Any, Any]:
+def inclusive(combine: Combine, states: Any, dim: int, lift: Map = as_is, lower: Map = as_is) -> tuple[Any, Any]:
     """lower(each state combined with all before it along ``dim``), and the last of these not lowered.
 
     As `tree.inclusive`, of lift(rows of states).
@@ -43,7 +43,7 @@ def inclusive(combine: Combine, states: Any, dim: int, lift: Map = same, lower: 
     return results, rows(last, dim, -1, None)
 
 
-def total(combine: Combine, states: Any, dim: int, lift: Map = same) -> Any:
+def total(combine: Combine, states: Any, dim: int, lift: Map = as_is) -> Any:
     """The combination of all states, as `tree.total`, of lift(rows of states)."""
     n = length(states, dim)
     if n > BLOCK:

@@ -55,7 +55,7 @@ class Kernels:
         """The running max or min, like x, and its index, int64."""
         index = torch.arange(x.shape[DIM], device=x.device)[:, None].expand_as(x)
         x, index, starts = _in_scan_order(problem.reverse, x, index, starts)
-        (values, index), _ = self._scan(selecting(problem.op), (x, index), starts, same, same)
+        (values, index), _ = self._scan(selecting(problem.op), (x, index), starts, as_is, as_is)
         values, index = _in_scan_order(problem.reverse, values, index)
         return _own(values, x), index.contiguous()
 
@@ -104,7 +104,7 @@ def _to(dtype: torch.dtype) -> Map:
     return lambda states: pytree.tree_map(lambda leaf: leaf.to(dtype), states)
 
 
-def same(states: Any) -> Any:
+def as_is(states: Any) -> Any:
     return states
 
 

@@ -40,7 +40,7 @@ GRAIN = 1 << 15
 """Elements from which on threads are worth their start."""
 POINTERS = ("x", "b", "initial", "starts", "out", "indices", "total", "factor")
 
-Kernel = Callable[[bytes], None]
+EntryPoint = Callable[[bytes], None]  # takes a packed _PROBLEM
 _PROBLEM = struct.Struct("8Q7qd5i")  # as in native_tensors.cpp
 _lock = threading.Lock()
 _failures: list[str] = []
@@ -79,7 +79,7 @@ def _steps(kind: str, op: str, compute: torch.dtype) -> str:
     return f"Linear<{c}>" if kind == "linear" else f"LinearTotal<{c}>"
 
 
-def _kernel(problem: Problem) -> Kernel | None:
+def _kernel(problem: Problem) -> EntryPoint | None:
     compute = _computed(problem)
     if compute not in COMPUTED:
         return None
@@ -88,7 +88,7 @@ def _kernel(problem: Problem) -> Kernel | None:
 
 
 @cache
-def _compiled(steps: str) -> Kernel | None:
+def _compiled(steps: str) -> EntryPoint | None:
     if not has_cpp_compiler():
         return None
     try:

@@ -16,24 +16,24 @@ from sp_compile._compat import schema_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.sizes import Size, same, sizes
 
-from .elements import Coords, NotSymbolic, Positions, Value, cases, choose, combine, handles, number, truth
+from .elements import Coords, Element, NotSymbolic, Positions, by_cases, cases, handles, number, truth, where
 
 # Made from nothing.
 
 
 @handles("arange")
-def _arange(p: Positions, call: Call, at: Coords) -> Value:
+def _arange(p: Positions, call: Call, at: Coords) -> Element:
     start, step = (p.integer(number(call.get(name, default))) for name, default in (("start", 0), ("step", 1)))
     return ((sympy.true, sympy.expand(start + step * at[0])),)
 
 
 @handles("full", "new_full", "full_like", "scalar_tensor")
-def _full(p: Positions, call: Call, at: Coords) -> Value:
+def _full(p: Positions, call: Call, at: Coords) -> Element:
     return number(call["fill_value"] if "fill_value" in call.args else call["s"])
 
 
 @handles("eye")
-def _eye(p: Positions, call: Call, at: Coords) -> Value:
+def _eye(p: Positions, call: Call, at: Coords) -> Element:
     return p.box.zero(at[0] - at[1])
 
 
@@ -41,20 +41,20 @@ def _eye(p: Positions, call: Call, at: Coords) -> Value:
 
 
 @handles("slice", "narrow")
-def _slice(p: Positions, call: Call, at: Coords) -> Value:
+def _slice(p: Positions, call: Call, at: Coords) -> Element:
     dim, step = call.dim(), call.get("step", 1)
     start = _from_front(p, call["start"] if call["start"] is not None else 0, call.shape()[dim])
     return p.at(call.operands[0], (*at[:dim], start + step * at[dim], *at[dim + 1 :]))
 
 
 @handles("select")
-def _select(p: Positions, call: Call, at: Coords) -> Value:
+def _select(p: Positions, call: Call, at: Coords) -> Element:
     dim = call.dim()
     return p.at(call.operands[0], (*at[:dim], _from_front(p, call["index"], call.shape()[dim]), *at[dim:]))
 
 
 @handles("flip")
-def _flip(p: Positions, call: Call, at: Coords) -> Value:
+def _flip(p: Positions, call: Call, at: Coords) -> Element:
     dims = {d % len(at) for d in call["dims"]}
     return p.at(
         call.operands[0], tuple(s - 1 - c if d in dims else c for d, (s, c) in enumerate(zip(call.shape(), at)))
@@ -71,21 +71,21 @@ def _from_front(p: Positions, index: Any, extent: Size) -> sympy.Expr:
 
 
 @handles("cat")
-def _cat(p: Positions, call: Call, at: Coords) -> Value:
+def _cat(p: Positions, call: Call, at: Coords) -> Element:
     return _pieces(p, call.operands, at, int(call["dim"]) % len(at))
 
 
 @handles("stack")
-def _stack(p: Positions, call: Call, at: Coords) -> Value:
+def _stack(p: Positions, call: Call, at: Coords) -> Element:
     dim = int(call["dim"]) % len(at)
     pieces = [p.at(x, (*at[:dim], *at[dim + 1 :])) for x in call.operands]
     return _first([(p.box.at_least_zero(i - at[dim]), piece) for i, piece in enumerate(pieces)])
 
 
-def _pieces(p: Positions, parts: list[Any], at: Coords, dim: int) -> Value:
+def _pieces(p: Positions, parts: list[Any], at: Coords, dim: int) -> Element:
     """One after the other along `dim`; pieces where the coordinate cannot be are not looked at."""
     start: Size = 0
-    found: list[tuple[Any, Value]] = []
+    found: list[tuple[Any, Element]] = []
     for part in parts:
         extent = sizes(part.meta["val"].shape)[dim]
         before_end = p.box.at_least_zero(start + extent - 1 - at[dim])
@@ -97,18 +97,18 @@ def _pieces(p: Positions, parts: list[Any], at: Coords, dim: int) -> Value:
     return _first(found)
 
 
-def _first(found: list[tuple[Any, Value]]) -> Value:
+def _first(found: list[tuple[Any, Element]]) -> Element:
     """The value of the first condition that holds; the last holds where no other does."""
     if not found:
         raise NotSymbolic
     value = found[-1][1]
     for condition, piece in reversed(found[:-1]):
-        value = choose(condition, piece, value)
+        value = where(condition, piece, value)
     return value
 
 
 @handles("index")
-def _index(p: Positions, call: Call, at: Coords) -> Value:
+def _index(p: Positions, call: Call, at: Coords) -> Element:
     """x[i, j, ...] with index tensors that broadcast together; None keeps a dim."""
     indices = list(call["indices"]) + [None] * (call.ndim("self") - len(call["indices"]))
     given = [d for d, i in enumerate(indices) if i is not None]
@@ -127,24 +127,24 @@ def _index(p: Positions, call: Call, at: Coords) -> Value:
 
 
 @handles("tril", "triu")
-def _triangle(p: Positions, call: Call, at: Coords) -> Value:
+def _triangle(p: Positions, call: Call, at: Coords) -> Element:
     below = at[-2] + p.integer(number(call["diagonal"])) - at[-1]
     lower = "tril" in schema_of(call.node.target).name
-    return choose(p.box.at_least_zero(below if lower else -below), p.at(call.operands[0], at), number(0))
+    return where(p.box.at_least_zero(below if lower else -below), p.at(call.operands[0], at), number(0))
 
 
 @handles("diff")
-def _diff(p: Positions, call: Call, at: Coords) -> Value:
+def _diff(p: Positions, call: Call, at: Coords) -> Element:
     dim = call.dim()
     if call["n"] != 1 or (call["append"] is not None and call["prepend"] is None):
         raise NotSymbolic
     parts = [x for x in (call["prepend"], call["self"], call["append"]) if x is not None]
     here, there = ((*at[:dim], at[dim] + i, *at[dim + 1 :]) for i in (0, 1))
-    return combine(lambda a, b: b - a, _pieces(p, parts, here, dim), _pieces(p, parts, there, dim))
+    return by_cases(lambda a, b: b - a, _pieces(p, parts, here, dim), _pieces(p, parts, there, dim))
 
 
 @handles("cumsum")
-def _cumsum(p: Positions, call: Call, at: Coords) -> Value:
+def _cumsum(p: Positions, call: Call, at: Coords) -> Element:
     """Of a constant."""
     dim = call.dim()
     each = cases(p.at(call.operands[0], at))
@@ -154,20 +154,20 @@ def _cumsum(p: Positions, call: Call, at: Coords) -> Value:
 
 
 def _pointwise(function: Callable[..., Any], *names: str) -> None:
-    def handler(p: Positions, call: Call, at: Coords) -> Value:
-        return combine(function, *(p.operand(call[n], at) for n in ("self", "other") if n in call.args))
+    def handler(p: Positions, call: Call, at: Coords) -> Element:
+        return by_cases(function, *(p.operand(call[n], at) for n in ("self", "other") if n in call.args))
 
     handles(*names)(handler)
 
 
 @handles("add", "sub", "rsub")
-def _add(p: Positions, call: Call, at: Coords) -> Value:
+def _add(p: Positions, call: Call, at: Coords) -> Element:
     a, b = p.operand(call["self"], at), p.operand(call["other"], at)
     alpha = p.integer(number(call["alpha"]))
     name = schema_of(call.node.target).name
     if "rsub" in name:
-        return combine(lambda x, y: y - alpha * x, a, b)
-    return combine(lambda x, y: x + (-alpha if "sub" in name else alpha) * y, a, b)
+        return by_cases(lambda x, y: y - alpha * x, a, b)
+    return by_cases(lambda x, y: x + (-alpha if "sub" in name else alpha) * y, a, b)
 
 
 _pointwise(lambda a, b: a * b, "mul", "multiply")
@@ -178,7 +178,7 @@ _pointwise(sympy.Min, "minimum")
 
 
 @handles("floor_divide", "div", "remainder")
-def _divide(p: Positions, call: Call, at: Coords) -> Value:
+def _divide(p: Positions, call: Call, at: Coords) -> Element:
     a, b = p.operand(call["self"], at), p.operand(call["other"], at)
     name = schema_of(call.node.target).name
     rounds = call.get("rounding_mode") == "floor" or "div" not in name or "floor" in name
@@ -187,14 +187,14 @@ def _divide(p: Positions, call: Call, at: Coords) -> Value:
     truncates = call.get("rounding_mode") == "trunc" and all(p.box.nonnegative(v) for _, v in cases(a))
     if not rounds and not truncates:
         raise NotSymbolic
-    return combine(lambda x, y: sympy.Mod(x, y) if "rem" in name else sympy.floor(x / y), a, b)
+    return by_cases(lambda x, y: sympy.Mod(x, y) if "rem" in name else sympy.floor(x / y), a, b)
 
 
 Compare = Callable[[Any, sympy.Expr, sympy.Expr], Any]
 
 
 def _compare(relation: Compare, *names: str) -> None:
-    def handler(p: Positions, call: Call, at: Coords) -> Value:
+    def handler(p: Positions, call: Call, at: Coords) -> Element:
         a, b = p.operand(call["self"], at), p.operand(call["other"], at)
         pairs = [(And(c, d), x, y) for c, x in cases(a) for d, y in cases(b)]
         return Or(*(And(c, _related(p, relation, x, y)) for c, x, y in pairs if c != sympy.false))
@@ -218,7 +218,7 @@ _compare(lambda box, x, y: box.at_least_zero(x - y - 1), "gt", "greater")
 
 
 def _logical(function: Callable[..., Any], *names: str) -> None:
-    def handler(p: Positions, call: Call, at: Coords) -> Value:
+    def handler(p: Positions, call: Call, at: Coords) -> Element:
         bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
         if bitwise and call.node.meta["val"].dtype != torch.bool:
             raise NotSymbolic
@@ -234,14 +234,14 @@ _logical(Not, "bitwise_not", "logical_not")
 
 
 @handles("where")
-def _where(p: Positions, call: Call, at: Coords) -> Value:
+def _where(p: Positions, call: Call, at: Coords) -> Element:
     if "self" not in call.args:
         raise NotSymbolic
     yes, no = (p.operand(call[name], at) for name in ("self", "other"))
-    return choose(truth(p.operand(call["condition"], at)), yes, no)
+    return where(truth(p.operand(call["condition"], at)), yes, no)
 
 
 @handles("masked_fill")
-def _masked_fill(p: Positions, call: Call, at: Coords) -> Value:
+def _masked_fill(p: Positions, call: Call, at: Coords) -> Element:
     fill = p.operand(call["value"], ())
-    return choose(truth(p.operand(call["mask"], at)), fill, p.operand(call["self"], at))
+    return where(truth(p.operand(call["mask"], at)), fill, p.operand(call["self"], at))

@@ -28,9 +28,9 @@ from sp_compile.sharding.matchers import constant_of, element_of, origin
 from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
 
 Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]  # disjoint conditions that cover everything
-Value: TypeAlias = Boolean | Cases
+Element: TypeAlias = Boolean | Cases
 Coords: TypeAlias = tuple[sympy.Expr, ...]
-Handler: TypeAlias = Callable[["Positions", Call, Coords], Value]
+Handler: TypeAlias = Callable[["Positions", Call, Coords], Element]
 HANDLERS: dict[str, Handler] = {}
 MOST_CASES = 8
 LEAVES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -57,16 +57,16 @@ class Positions:
     def __init__(self, box: Box, sizes: dict[sympy.Symbol, Any]) -> None:
         self.box, self.sizes = box, sizes
         self.leaves: dict[str, Node] = {}
-        self.known: dict[tuple[Node, Coords], Value] = {}
+        self.known: dict[tuple[Node, Coords], Element] = {}
 
-    def at(self, node: Node, coords: Sequence[Any]) -> Value:
+    def at(self, node: Node, coords: Sequence[Any]) -> Element:
         """The element of a tensor at the coordinates. Raises NotSymbolic."""
         key = (origin(node), tuple(sympy.sympify(c) for c in coords))
         if key not in self.known:
             self.known[key] = self._element(*key)
         return self.known[key]
 
-    def _element(self, node: Node, coords: Coords) -> Value:
+    def _element(self, node: Node, coords: Coords) -> Element:
         inner: NotSymbolic | None = None
         if _name(node):
             handler = HANDLERS.get(_name(node), _moved)
@@ -82,7 +82,7 @@ class Positions:
         except NotSymbolic as error:
             raise inner if inner is not None and inner.args else error from None
 
-    def _leaf(self, node: Node, coords: Coords) -> Value:
+    def _leaf(self, node: Node, coords: Coords) -> Element:
         value = node.meta["val"]
         if value.dtype not in LEAVES:
             raise NotSymbolic(f"{node.name} ({node.target}) holds {value.dtype} that no position gives")
@@ -108,7 +108,7 @@ class Positions:
             raise NotSymbolic
         return None
 
-    def operand(self, x: Any, coords: Coords) -> Value:
+    def operand(self, x: Any, coords: Coords) -> Element:
         """The element of a pointwise op's operand, which may broadcast or be a number."""
         if not is_tensor(x):
             return number(x)
@@ -116,7 +116,7 @@ class Positions:
         own = coords[len(coords) - len(shape) :]
         return self.at(x, tuple(0 if s == 1 else c for s, c in zip(shape, own)))
 
-    def integer(self, value: Value) -> sympy.Expr:
+    def integer(self, value: Element) -> sympy.Expr:
         """The value where it is one integer expression. Raises NotSymbolic."""
         found = cases(value)
         if len(found) != 1 or not found[0][1].is_integer:
@@ -130,7 +130,7 @@ def _name(node: Node) -> str:
     return ""
 
 
-def _moved(p: Positions, call: Call, at: Coords) -> Value:
+def _moved(p: Positions, call: Call, at: Coords) -> Element:
     """By the op's rule, for all that only moves or casts: the element of its operand. Raises NotSymbolic for others."""
     found = element_of(call.node, at)
     if found is None:
@@ -138,7 +138,7 @@ def _moved(p: Positions, call: Call, at: Coords) -> Value:
     return p.at(*found)
 
 
-def number(x: Any) -> Value:
+def number(x: Any) -> Element:
     """A Python number, or the node or symbol of a size, as a value. Raises NotSymbolic for NaN."""
     if isinstance(x, bool):
         return sympy.true if x else sympy.false
@@ -153,7 +153,7 @@ def number(x: Any) -> Value:
     return ((sympy.true, sympy.sympify(size(x))),)
 
 
-def cases(value: Value) -> Cases:
+def cases(value: Element) -> Cases:
     """A number by cases; bools count as 1 and 0."""
     if isinstance(value, tuple):
         return value
@@ -161,14 +161,14 @@ def cases(value: Value) -> Cases:
     return tuple((c, v) for c, v in both if c != sympy.false)
 
 
-def truth(value: Value) -> Boolean:
+def truth(value: Element) -> Boolean:
     """A bool; numbers count as true unless they are 0."""
     if not isinstance(value, tuple):
         return value
     return Or(*(And(c, Ne(v, 0)) for c, v in value))
 
 
-def cast(value: Value, dtype: torch.dtype) -> Value:
+def cast(value: Element, dtype: torch.dtype) -> Element:
     """The value in another dtype. Raises NotSymbolic where that might round or wrap."""
     if dtype == torch.bool:
         return truth(value)
@@ -181,7 +181,7 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     return found
 
 
-def combine(function: Callable[..., Any], *values: Value) -> Cases:
+def by_cases(function: Callable[..., Any], *values: Element) -> Cases:
     """function of every combination of cases, equal results together. Raises NotSymbolic for too many, and for NaN."""
     out: dict[sympy.Expr, Boolean] = {}
     for chosen in itertools.product(*map(cases, values)):
@@ -202,10 +202,10 @@ def _pinned(condition: Boolean) -> dict[sympy.Symbol, int]:
     return {i: 0 for i in INDICES if any(term == (i < 1) for term in And.make_args(condition))}
 
 
-def choose(condition: Boolean, yes: Value, no: Value) -> Value:
+def where(condition: Boolean, yes: Element, no: Element) -> Element:
     """yes where the condition holds, else no."""
     if condition in (sympy.true, sympy.false):
         return yes if condition == sympy.true else no
     if not isinstance(yes, tuple) and not isinstance(no, tuple):
         return Or(And(condition, yes), And(Not(condition), no))
-    return combine(lambda c, a, b: a if c == 1 else b, condition, yes, no)
+    return by_cases(lambda c, a, b: a if c == 1 else b, condition, yes, no)

@@ -33,7 +33,7 @@ from sp_compile.graph.sizes import Size, all_same, product, quotient, same, size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import attention_nodes
-from sp_compile.sharding.matchers import dies_with, in_order, keeps_order, origin, source_of, steps_to
+from sp_compile.sharding.matchers import before_reshapes, dies_with, keeps_order, origin, source_of, steps_to
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -183,7 +183,7 @@ def _before_repeat(node: Node) -> Node | None:
     if node.target is aten.repeat_interleave.self_int:
         call = Call(node)
         return call.operands[0] if call["dim"] is not None and call.dim() == call.ndim() + HEADS else None
-    expanded = in_order(node)
+    expanded = before_reshapes(node)
     if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
         return None
     batch, heads, repeats, length, width = sizes(expanded.meta["val"].shape)

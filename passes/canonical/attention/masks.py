@@ -26,7 +26,7 @@ from sp_compile.passes import base
 from sp_compile.passes.job import Job
 
 from . import element_ops  # noqa: F401  (registers how ops get their elements)
-from .elements import NotSymbolic, Positions, Value
+from .elements import Element, NotSymbolic, Positions
 from .proofs import BATCH, HEAD, INDICES, KEY, QUERY, Boolean, Box
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -75,7 +75,7 @@ def understood(node: Node, shape: tuple[Size, ...]) -> Mask:
     return mask
 
 
-def _allowed(value: Value) -> tuple[Boolean, bool]:
+def _allowed(value: Element) -> tuple[Boolean, bool]:
     """(where a query may attend, whether the others are filled with a finite number)"""
     if not isinstance(value, tuple):
         return value, False

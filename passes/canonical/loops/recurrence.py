@@ -56,7 +56,7 @@ class Scans(BatchedOps):
         schema = schema_of(node.target).arguments
         named = {a.name: a.default_value for a in schema if a.has_default_value()}
         named.update(zip((a.name for a in schema), args), **kwargs)
-        pair = rule(_Pairs(self, node), named)
+        pair = rule(_Arithmetic(self, node), named)
         return None if pair is None else Affine(states[0], *pair)
 
     def scanned(self, affine: Affine, seed: Value, reverse: bool) -> Steps:
@@ -95,16 +95,16 @@ class Scans(BatchedOps):
         return self.compute(target, (out, self.unsqueezed(state, time)), like)
 
 
-Pair = tuple[Value, Value]
+Coefficients = tuple[Value, Value]
 
 
-class _Pairs:
+class _Arithmetic:
     """Arithmetic that folds numbers."""
 
     def __init__(self, scans: Scans, like: Node) -> None:
         self.scans, self.like = scans, like
 
-    def of(self, x: Value) -> Pair:
+    def of(self, x: Value) -> Coefficients:
         """a and b of any operand."""
         return (x.a, x.b) if isinstance(x, Affine) else x if isinstance(x, tuple) else (0, x)
 
@@ -140,15 +140,15 @@ class _Pairs:
         return self.scans.pointwise(target, condition, x, y, like=self.like)
 
 
-Rule = Callable[[_Pairs, dict[str, Any]], Pair | None]
+Rule = Callable[[_Arithmetic, dict[str, Any]], Coefficients | None]
 
 
-def _sum(p: _Pairs, x: Value, y: Value, alpha: Value = 1) -> Pair:
+def _sum(p: _Arithmetic, x: Value, y: Value, alpha: Value = 1) -> Coefficients:
     (a, b), (c, d) = p.of(x), p.of(y)
     return p.plus(a, p.times(c, alpha)), p.plus(b, p.times(d, alpha))
 
 
-def _scaled(p: _Pairs, x: Value, y: Value) -> Pair | None:
+def _scaled(p: _Arithmetic, x: Value, y: Value) -> Coefficients | None:
     if isinstance(x, Affine) and isinstance(y, Affine):
         return None
     if isinstance(y, Affine):
@@ -157,18 +157,18 @@ def _scaled(p: _Pairs, x: Value, y: Value) -> Pair | None:
     return p.times(a, y), p.times(b, y)
 
 
-def _divided(p: _Pairs, x: dict[str, Any]) -> Pair | None:
+def _divided(p: _Arithmetic, x: dict[str, Any]) -> Coefficients | None:
     if isinstance(x["other"], Affine) or x.get("rounding_mode") is not None:
         return None
     return p.over(x["self"].a, x["other"]), p.over(x["self"].b, x["other"])
 
 
-def _addcmul(p: _Pairs, x: dict[str, Any]) -> Pair | None:
+def _addcmul(p: _Arithmetic, x: dict[str, Any]) -> Coefficients | None:
     scaled = _scaled(p, x["tensor1"], x["tensor2"])
     return _sum(p, x["self"], scaled, x["value"]) if scaled is not None else None
 
 
-def _lerp(p: _Pairs, x: dict[str, Any]) -> Pair | None:
+def _lerp(p: _Arithmetic, x: dict[str, Any]) -> Coefficients | None:
     weight = x["weight"]
     if isinstance(weight, Affine):
         return None
@@ -176,7 +176,7 @@ def _lerp(p: _Pairs, x: dict[str, Any]) -> Pair | None:
     return _sum(p, _scaled(p, x["self"], rest), _scaled(p, x["end"], weight))
 
 
-def _picked(p: _Pairs, condition: Value, x: Value, y: Value) -> Pair | None:
+def _picked(p: _Arithmetic, condition: Value, x: Value, y: Value) -> Coefficients | None:
     if isinstance(condition, Affine):
         return None
     (a, b), (c, d) = p.of(x), p.of(y)

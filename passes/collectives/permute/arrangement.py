@@ -165,7 +165,7 @@ DIMS = {
     for op in _ops(names)
 }
 
-Value = Arrangement | list[Arrangement]
+Arrangements = Arrangement | list[Arrangement]
 
 
 def op_of(node: Node) -> Any:
@@ -205,19 +205,19 @@ class Mover:
 
     def __init__(self, index: IndexMap, leaves: Mapping[Node, Arrangement]) -> None:
         self.index = index
-        self.known: dict[Node, Value | None] = dict(leaves)
+        self.known: dict[Node, Arrangements | None] = dict(leaves)
 
     def tensor(self, node: Node) -> Arrangement | None:
         """Where the leaves' elements are in this tensor; None if it holds others, or that is not known."""
         found = self._value(node)
         return found if isinstance(found, Arrangement) else None
 
-    def _value(self, node: Node) -> Value | None:
+    def _value(self, node: Node) -> Arrangements | None:
         if node not in self.known:
             self.known[node] = self._moved(node) if is_move(node) else None
         return self.known[node]
 
-    def _moved(self, node: Node) -> Value | None:
+    def _moved(self, node: Node) -> Arrangements | None:
         given = [self._value(x) for x in operands(node)]
         if any(x is None for x in given):
             return None
@@ -242,7 +242,7 @@ class Mover:
         ndim, dim = len(parts[0].dims), DIMS[op] if op in DIMS else call["dim"]
         return None if dim >= ndim + new else self.index.join(parts, dim % (ndim + new), new)
 
-    def _pieces(self, call: Call, op: Any, x: Arrangement) -> Value | None:
+    def _pieces(self, call: Call, op: Any, x: Arrangement) -> Arrangements | None:
         dim = DIMS[op] if op in DIMS else call["dim"]
         if dim >= len(x.dims):
             return None

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile.config import STRATEGIES, Ranks
-from sp_compile.cost.attention import Strategy, strategies
+from sp_compile.cost.attention import Strategy, attention_strategies
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, all_same, divides, product, same, sizes
@@ -52,7 +52,7 @@ class AttentionPass(Rewrite):
 
     def others(self) -> str:
         """What to ask for instead: the other strategies and "auto"."""
-        names = [repr(s.name) for s in strategies() if s.rewrite.name != self.name]
+        names = [repr(s.name) for s in attention_strategies() if s.rewrite.name != self.name]
         return f"{', '.join(names)} or 'auto'"
 
 
@@ -71,7 +71,7 @@ def register(strategy: Strategy, rule: RuleFunction = sharded_attention) -> Exit
 
 def attention_passes() -> list[type[AttentionPass]]:
     """Of all strategies, in the order in which they take their turns."""
-    return sorted((s.rewrite for s in strategies()), key=lambda p: p.takes_rest)
+    return sorted((s.rewrite for s in attention_strategies()), key=lambda p: p.takes_rest)
 
 
 class ShardedAttention(AttentionPass):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from sp_compile.config import STRATEGIES
-from sp_compile.cost.attention import Candidate, Shape, candidates, choose, strategies
+from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates, choose
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
@@ -143,7 +143,7 @@ def _allows(c: Candidate, job: Settings) -> bool:
 
 def _asked(job: Settings) -> str:
     """The strategy that the user asked for, by name or by the mesh; or "auto"."""
-    on_mesh = [s.name for s in strategies() if s.rewrite.on_mesh(job.ranks)]
+    on_mesh = [s.name for s in attention_strategies() if s.rewrite.on_mesh(job.ranks)]
     return on_mesh[0] if on_mesh and job.attention == "auto" else job.attention
 
 

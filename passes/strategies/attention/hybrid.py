@@ -29,7 +29,7 @@ from sp_compile.lowering import routes
 
 from .base import ShardedAttention, register
 from .ring import candidate, ring_grads, sends
-from .ulysses import exchange, exchanged_bytes
+from .ulysses import exchange_seconds, exchanged_bytes
 
 
 class Hybrid(ShardedAttention):
@@ -75,7 +75,7 @@ class Hybrid(ShardedAttention):
 def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
     for u in range(2, shape.n):
         if shape.n % u == 0 and shape.heads % u == 0:
-            ring, heads = candidate(shape, machine, layout, u), exchange(shape, machine, u)
+            ring, heads = candidate(shape, machine, layout, u), exchange_seconds(shape, machine, u)
             yield replace(
                 ring,
                 kind="hybrid",

@@ -31,7 +31,7 @@ from .base import SEQUENCE, AttentionPass, register, sequence_shard
 
 sp = torch.ops.sp
 HEADS = -3
-Cut = tuple[int, tuple[Size, ...]]
+DimFrame = tuple[int, tuple[Size, ...]]  # a dim from behind, and the frame in which that is cut
 
 
 class Ulysses(AttentionPass):
@@ -104,8 +104,7 @@ class Ulysses(AttentionPass):
         heads = sizes(x.meta["val"].shape)[HEADS]
         return self.repeat_each(x, HEADS, math.lcm(heads, self.job.ranks.n) // heads, node)
 
-    def _exchange(self, operands: list[Node], scattered: Cut, gathered: Cut, node: Node) -> list[Node]:
-        """Each is a dim from behind, and the frame in which that is cut."""
+    def _exchange(self, operands: list[Node], scattered: DimFrame, gathered: DimFrame, node: Node) -> list[Node]:
         ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
         cuts = [x for dim, frame in (scattered, gathered) for x in (ndim + dim, self.sizes.list(frame))]
         values = [o.meta["val"] for o in operands]
@@ -131,13 +130,13 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
         return
     legal = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
     compute = machine.attention(shape.flops, shape.kv_len)
-    fixed = exchange(shape, machine, n) + machine.call
+    fixed = exchange_seconds(shape, machine, n) + machine.call
     backward = BACKWARD_FLOPS * compute + fixed
     memory, rounds = (exchanged_bytes(shape, n), (2, 2)) if n > 1 else (0, (0, 0))
     yield Candidate("ulysses", n, 1, layout, compute + fixed, backward, memory, rounds, legal=legal)
 
 
-def exchange(shape: Shape, machine: Machine, ranks: int) -> float:
+def exchange_seconds(shape: Shape, machine: Machine, ranks: int) -> float:
     """Seconds of the all-to-all of q, k and v over so many neighbours, that of the result, and their packing."""
     if ranks == 1:
         return 0.0

@@ -38,7 +38,7 @@ def replaced(dims: Dims, at: Iterable[int], by: str) -> Dims:
     return tuple((f"{by}{i}" if by else "") if i in at else f for i, f in enumerate(dims))
 
 
-def broadcast(shape: Sequence[Size], full: Sequence[Size], dims: Dims) -> Dims:
+def aligned(shape: Sequence[Size], full: Sequence[Size], dims: Dims) -> Dims:
     """The names of `shape`'s dims, aligned right to the dims (of sizes `full`) that it broadcasts to."""
     skip = len(full) - len(shape)
     return tuple("" if s == 1 and f != 1 else name for s, f, name in zip(shape, full[skip:], dims[skip:], strict=True))

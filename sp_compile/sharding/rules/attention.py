@@ -8,7 +8,7 @@ from sp_compile.sharding.attention import ATTENTION, reads_position
 from sp_compile.sharding.placement import REPLICATE, Placement, Replicate, Shard
 from sp_compile.sharding.rule import Dims, Factors, rule_of
 
-from ._build import broadcast
+from ._build import aligned
 from .exchanges import frame_of
 
 
@@ -25,7 +25,7 @@ def _attention(call: Call) -> Factors:
     others = range(len(call.operands) - 3)
     masks = [(*batch, f"vector{i}") if "predicate" in call.args else (*leading, "q", "k") for i in others]
     dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *masks)
-    operands = tuple(broadcast(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims))
+    operands = tuple(aligned(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims))
     whole = {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
     kinds = {"k": "attend", "d": "whole"} | ({"q": "attend"} if reads_position(call) else {}) | whole
     return Factors(operands, ((*leading, "q", "e"),), kinds, masks=tuple(range(3, max(4, len(operands)))))

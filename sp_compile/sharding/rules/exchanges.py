@@ -55,7 +55,7 @@ def _reduce_scatter(call: Call) -> tuple[Placement, ...]:
     return (Shard(dim, frame, outer, inner or 1),)
 
 
-def fits(call: Call, have: Placement) -> bool:
+def lies_as_written(call: Call, have: Placement) -> bool:
     """Is the operand placed as the exchange was written for? A later rewrite upstream may have moved it."""
     op = call.node.target
     if op in (sp.all_reduce.default, sp.reduce_scatter.default):

@@ -8,7 +8,7 @@ from sp_compile.graph.call import Call, overloads
 from sp_compile.graph.sizes import Size, same
 from sp_compile.sharding.rule import Dims, Factors, rule, rule_of
 
-from ._build import bind, broadcast, dims_of, names, replaced, wrap
+from ._build import aligned, bind, dims_of, names, replaced, wrap
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def _index_dims(shapes: list[tuple[Size, ...]]) -> tuple[Dims, tuple[Dims, ...]]
         for d, s in enumerate(shape, ndim - len(shape)):
             full[d] = s if full[d] == 1 else full[d]
     picked = names(ndim, "index")
-    return picked, tuple(broadcast(s, full, picked) for s in shapes)
+    return picked, tuple(aligned(s, full, picked) for s in shapes)
 
 
 @rule_of(aten.index_put.default, aten._unsafe_index_put.default)
@@ -81,7 +81,7 @@ def _index_put(call: Call) -> Factors | None:
     target = _instead(dims, at, names(max(len(s) for s in shapes), "put"))
     extent = dict(zip(dims, call.shape(), strict=True))
     shape = call.shape(len(call.operands) - 1)
-    values = broadcast(shape, [extent.get(f, 0) for f in target], target)
+    values = aligned(shape, [extent.get(f, 0) for f in target], target)
     whole = {f for group in drawn for f in group} | {f for f in values if f.startswith("put")} | {dims[d] for d in at}
     return Factors((dims, *drawn, values), (dims,), dict.fromkeys(sorted(whole), "whole"))
 
@@ -96,7 +96,7 @@ def _masked_put(call: Call) -> Factors | None:
     if len(values) > len(rest) and not all(same(s, 1) for s in values[: len(values) - len(rest)]):
         return None
     target, extents = ("", *rest), (0, *call.shape()[len(mask) :])
-    return Factors((dims, mask, broadcast(values, extents, target)), (dims,))
+    return Factors((dims, mask, aligned(values, extents, target)), (dims,))
 
 
 @rule_of(aten.select_scatter.default, aten.slice_scatter.default)
@@ -168,8 +168,8 @@ def _take_along_dim(call: Call) -> Factors | None:
         return None
     dims = names(len(result))
     at = wrap(call["dim"], len(dims))
-    x = broadcast(call.shape("self"), [s if d != at else 1 for d, s in enumerate(result)], replaced(dims, [at], "x"))
-    return Factors((x, broadcast(call.shape("indices"), result, dims)), (dims,), {f"x{at}": "whole"})
+    x = aligned(call.shape("self"), [s if d != at else 1 for d, s in enumerate(result)], replaced(dims, [at], "x"))
+    return Factors((x, aligned(call.shape("indices"), result, dims)), (dims,), {f"x{at}": "whole"})
 
 
 @rule_of(aten.embedding.default)

@@ -18,7 +18,7 @@ from sp_compile.graph.sizes import Size, from_front, same, size
 from sp_compile.sharding.reshape import reshaping
 from sp_compile.sharding.rule import Dims, Factors, RuleFunction, rule, rule_of
 
-from ._build import along, bind, broadcast, dims_of, names, replaced, wrap
+from ._build import aligned, along, bind, dims_of, names, replaced, wrap
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def _expand(call: Call) -> Factors:
     """A dim of size 1 that grows has no name in its operand: the size argument, or another operand, says how far."""
     result = call.result_shapes()[0]
     dims = names(len(result))
-    operands = tuple(broadcast(call.shape(i), result, dims) for i in range(len(call.operands)))
+    operands = tuple(aligned(call.shape(i), result, dims) for i in range(len(call.operands)))
     sizes = "size" if "size" in call.args else None
     return Factors(operands, tuple(dims for _ in call.results()), sizes=sizes, lazy=True)
 

@@ -14,7 +14,7 @@ from sp_compile.graph.sizes import Size
 from sp_compile.sharding.placement import Placement, Replicate, Shard
 from sp_compile.sharding.rule import Dims, Factors, rule_of
 
-from ._build import along, broadcast, names
+from ._build import aligned, along, names
 from .exchanges import frame_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -31,7 +31,7 @@ def _scan(call: Call) -> Factors:
     dims = names(call.ndim())
     at = dims[call.dim() :][:1]
     segments = [
-        at if len(shape) == 1 else broadcast(shape, call.shape(), dims)
+        at if len(shape) == 1 else aligned(shape, call.shape(), dims)
         for shape in map(call.shape, range(1, len(call.operands)))
     ]
     return _framed(call, (dims, *segments), dims, at)
@@ -43,9 +43,9 @@ def _linear_scan(call: Call) -> Factors:
     full: tuple[Size, ...] = call.result_shapes()[0]
     dims = names(len(full))
     at = call.dim(operand=1)
-    rows = tuple(broadcast(call.shape(i), full, dims) for i in range(2))
+    rows = tuple(aligned(call.shape(i), full, dims) for i in range(2))
     before = [
-        broadcast(call.shape(i), full[:at] + full[at + 1 :], dims[:at] + dims[at + 1 :])
+        aligned(call.shape(i), full[:at] + full[at + 1 :], dims[:at] + dims[at + 1 :])
         for i in range(2, len(call.operands))
     ]
     return _framed(call, (*rows, *before), dims, dims[at : at + 1], invariant=(2,))

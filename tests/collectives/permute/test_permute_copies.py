@@ -94,6 +94,7 @@ def by_function() -> tuple[Exchange, Exchange]:
     return lambda t: all_to_all_permute(t, 2, 1), lambda t: all_to_all_permute(t, 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_q_and_k_are_packed_by_rope(group: Any, batch: int) -> None:
     """No copy of q and k, one of v, and of the result one each time it changes its place in memory."""

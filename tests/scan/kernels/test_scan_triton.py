@@ -33,6 +33,7 @@ def test_way(way: str) -> None:
     python(f"from support.scans import triton_scans as t; t.check_way({way!r})")
 
 
+@pytest.mark.slow
 @needs_triton
 def test_row() -> None:
     calls = "t.check_operators(); t.check_public(); t.check_empty(); t.check_choice()"

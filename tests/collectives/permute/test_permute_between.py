@@ -1,0 +1,47 @@
+"""What changes no value may stand between the permutes of an exchange: it is found all the same, or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.golden import notes_of
+from support.spellings.between import BETWEEN, Between
+from support.spellings.exchange_spellings import swap_functional
+from support.spellings.tracing_exchanges import N, exported, one_of
+from torch import Tensor
+
+from sp_compile.lowering.simulate import run_ranks
+from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
+
+
+def heads(x: Tensor, group: Any, b: Between) -> Tensor:
+    rows, length, count, width = x.shape
+    x = b(b(b(x).reshape(rows, length, N, count // N, width)).permute(2, 0, 1, 3, 4)).contiguous()
+    y = b(b(swap_functional(b(x), N, group)).permute(1, 0, 2, 3, 4))
+    return b(y.reshape(rows, N * length, count // N, width))
+
+
+def pieces(x: Tensor, group: Any, b: Between) -> Tensor:
+    sent = b(torch.cat([b(piece) for piece in b(x).chunk(N, 2)]))
+    received = swap_functional(sent.contiguous(), N, group)
+    return b(torch.cat([b(piece) for piece in b(received).chunk(N)], 1))
+
+
+ENDS = ("to", "wider", "detach")  # which the index algebra has no table of, and a detach stops a gradient
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("spelling", [heads, pieces])
+def test_found_whatever_is_between(spelling: Callable[..., Tensor], between: str) -> None:
+    xs = [torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(N)]
+    with one_of(N) as group:
+        gm = exported(lambda x: spelling(x, group, BETWEEN[between]), xs[0])
+    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == [
+        "not permute_all_to_all" if between in ENDS else "permute_all_to_all"
+    ]
+    for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))) if between not in ENDS else ():
+        assert torch.equal(y, torch.cat([x.chunk(N, 2)[rank] for x in xs], 1))

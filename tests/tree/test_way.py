@@ -1,0 +1,84 @@
+"""Whoever follows a graph from `backend.sp` by calls is soon in capture, and does not come to any file again and again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from support.spellings.tracing_exchanges import one_of
+from test_layers import FILES, ROOT
+
+from sp_compile import backend
+from sp_compile.spmd.check_run import CheckedProgram
+
+PRODUCT = {str(file) for file in FILES.values()}
+VOCABULARY = {
+    "sp_compile/graph/sizes.py",
+    "sp_compile/graph/call.py",
+    "sp_compile/sharding/placement.py",
+    "sp_compile/sharding/rule.py",
+    "lowering/frames.py",  # placements as operators take them
+}
+Step = tuple[str, str]  # a file, and a function or a class of it
+
+
+@cache
+def in_product(file: str) -> str:
+    """The file's path in the repository; "" if it is not the product's."""
+    found = Path(file).resolve()
+    return found.relative_to(ROOT).as_posix() if str(found) in PRODUCT else ""
+
+
+def place(frame: FrameType) -> Step | None:
+    """Where a call of the product is; a class is read once, whichever of its methods is called."""
+    code = frame.f_code
+    file = in_product(code.co_filename)
+    return (file, code.co_qualname.partition(".")[0]) if file and not code.co_name.startswith("<") else None
+
+
+def followed(run: Callable[[], Any]) -> list[tuple[Step, Step]]:
+    """The steps of `backend.sp` in the order of their first calls, each with where it was called from."""
+    found: dict[Step, Step] = {}
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        step = place(frame) if event == "call" else None
+        if step is None or step in found:
+            return
+        above, caller = frame.f_back, None
+        while above is not None and caller is None:
+            above, caller = above.f_back, place(above)
+        if step == ("sp_compile/backend.py", "sp") or caller in found:
+            found[step] = caller or step
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return list(found.items())
+
+
+def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    q = (x @ w).unflatten(-1, (4, 4)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2).sin()
+
+
+def test_the_way_of_a_graph() -> None:
+    torch._dynamo.reset()
+    with one_of(2), mock.patch.object(CheckedProgram, "_agree"):
+        compiled = torch.compile(program, backend=backend.sp, options={"compiler": "eager"})
+        steps = followed(lambda: compiled(torch.randn(2, 8, 16), torch.randn(16, 16)))
+    files = list(dict.fromkeys(file for (file, _), _ in steps if "/_compat/" not in file))
+    assert any(file.startswith("sp_compile/capture/") for file in files[:5]), files[:5]
+    entered = [file for (file, _), (caller, _) in steps if file != caller and file not in VOCABULARY]
+    often = {file: entered.count(file) for file in entered if entered.count(file) > 6}
+    assert not often
+    assert len(files) > 50  # the way has been followed
