@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile.graph.record import record
+from sp_compile.graph.strides import strides_differ
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note
 from sp_compile.passes.report import Report
 from sp_compile.spmd.session import Session
 
-from . import _compat
 from .backend import NO_PLACE, Lowered, compile_local, lower
 from .config import Ranks, SPConfig
 from .errors import SpError
+from .pipeline import BEHIND
 
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
@@ -34,8 +35,8 @@ def explain(
     of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers.
     sp: how many ranks share the sequence; 2, or as many as a `mesh` has along the axis for it. passes: show every pass
     that ran, with its order's words, rewrites, nodes and seconds. config: the fields of SPConfig, and `kwargs`, a dict
-    of keyword arguments of the model. Raises SpError as the backend would, and for an option that has no effect on a
-    report.
+    of keyword arguments of the model. Raises SpError as the backend would, for an option that has no effect on a
+    report, and where nothing of the model is compiled.
     """
     report = _each_graph("explain", IN_A_LOOK, model, args, sp, config, None)
     report.show_passes = passes
@@ -45,18 +46,25 @@ def explain(
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
     """Run `model(*args)` on `sp` simulated ranks against one device, forward and backward.
 
-    The report's `errors` holds the largest relative error of every result and every gradient over the ranks; a random
-    model (dropout) is compared as drawn, so expect its errors to be large. sp, config: as for `explain`.
+    The report's `errors` holds the largest relative error over the ranks of every result, every gradient, and every
+    input or buffer that one device or a rank has changed; infinite, and said in words, where a dtype, a shape or the
+    strides of a result are others. A random model (dropout) is compared as drawn, so expect its errors to be large.
+    sp, config: as for `explain`. Raises SpError where there is nothing to compare.
     """
 
     def compare(gm: GraphModule, lowered: Lowered, inputs: Sequence[Any]) -> None:
-        reference = _run(gm, inputs)
+        worst, alone = dict(lowered.report.errors), _run(gm, inputs)
         for rank in run_ranks(lowered.ranks.n, lambda _: _run(lowered.graph, inputs)):
-            new = _errors(lowered.graph, reference, rank)
-            old = lowered.report.errors or new
-            lowered.report.errors = [(name, max(a, b)) for (name, a), (_, b) in zip(old, new)]
+            for name, error in _errors(gm, inputs, alone, rank):
+                worst[name] = max(worst.get(name, 0.0), error)
+        lowered.report.errors = list(worst.items())
 
-    return _each_graph("verify", IN_A_COMPARISON, model, args, sp, config, compare)
+    behind = dict.fromkeys(BEHIND, "compiles nothing: leave it out")
+    report = _each_graph("verify", behind | IN_A_COMPARISON, model, args, sp, config, compare)
+    if not report.errors:
+        why = "the program splits no sequence, and its own exchanges are not simulated; explain shows those"
+        raise SpError(f"verify: nothing was compared: {why}")
+    return report
 
 
 _WHOLE = "compares whole results and gradients: leave it out"
@@ -82,25 +90,25 @@ def _each_graph(
     compare: what to do with each that was split, over simulated ranks; None: the ranks of a mesh are taken as they are.
     """
     kwargs = config.pop("kwargs", {})
-    options = SPConfig.of(config)
-    options.refuse(entry, **refused)
+    options = given = SPConfig.of(config)
+    given.refuse(entry, **refused)
     if sp is not None and sp < 1:
         raise SpError(f"sp={sp}: expected a number of ranks, 1 or more")
     if options.has_place:
         options = replace(options, compiler="aot_eager")
     total = Report(2 if sp is None else sp)
     failure: list[SpError] = []
+    seen: list[GraphModule] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        seen.append(gm)
         try:
             session = Session(gm, example_inputs, vars(options), measures=False)
             if session.splits:
                 total.n = _look(session, options, sp, simulate=compare is not None)
             lowered = lower(gm, example_inputs, vars(options), session)
-            if lowered.joint is None and "compiler" in config:
-                named = f"compiler={config['compiler']!r}"
-                raise SpError(f"{named}: {entry} compiles nothing of a program without exchanges: leave it out")
-            _joint_report(lowered, example_inputs)
+            if compare is None:
+                _joint_report(lowered, example_inputs, given)
         except SpError as error:
             failure.append(error)
             return gm.forward
@@ -119,6 +127,11 @@ def _each_graph(
     torch.compiler.reset()
     if failure:
         raise failure[0]
+    if not seen:
+        raise SpError(
+            f"{entry}: torch.compile finds nothing to compile in the model: it calls no operator, or is under "
+            "torch.compiler.disable, TORCHDYNAMO_DISABLE or a stance that compiles nothing"
+        )
     return total
 
 
@@ -134,11 +147,11 @@ def _look(session: Session, options: SPConfig, sp: int | None, simulate: bool) -
     return session.ranks.n
 
 
-def _joint_report(lowered: Lowered, example_inputs: Sequence[Any]) -> None:
+def _joint_report(lowered: Lowered, example_inputs: Sequence[Any], given: SPConfig) -> None:
     """Add to the report what becomes of a tensor-parallel program's layers and collectives: compiled and not run."""
     if lowered.joint is None:
-        return
-    if lowered.config.has_place:
+        given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")
+    elif lowered.config.has_place:
         compile_local(lowered, example_inputs)
         lowered.report.merge(lowered.joint.report)
     else:
@@ -159,18 +172,26 @@ def _restored_buffers(model: Callable[..., Any]) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _run(gm: GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor | None], dict[int, Tensor]]:
-    """Results and gradients of a graph for fresh leaves; the cotangents are fixed, so that runs can be compared."""
+class Outcome(NamedTuple):
+    """What a graph computes: its results, the gradients of the inputs that require one, and its inputs afterwards."""
+
+    results: list[Any]
+    gradients: list[Tensor]
+    inputs: list[Any]
+
+
+def _run(gm: GraphModule, inputs: Sequence[Any]) -> Outcome:
+    """Run a graph on fresh leaves; the cotangents are fixed, so that runs can be compared."""
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     with torch.enable_grad():
         results = gm.forward(*leaves)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
-    grads: list[Tensor | None] = [None] * len(wanted)
+    gradients = [torch.zeros_like(x) for x in wanted]
     if outs and wanted:
-        grads = list(torch.autograd.grad(outs, wanted, [_cotangent(y) for y in outs], allow_unused=True))
-    written = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and _compat.version_of(x)}
-    return [y.detach() if isinstance(y, Tensor) else y for y in results], grads, written
+        gradients = list(torch.autograd.grad(outs, wanted, list(map(_cotangent, outs)), materialize_grads=True))
+    results, leaves = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, leaves))
+    return Outcome(results, gradients, leaves)
 
 
 def _cotangent(y: Tensor) -> Tensor:
@@ -181,22 +202,37 @@ def _cotangent(y: Tensor) -> Tensor:
     return torch.sin(index * 12.9898).view(y.shape).to(y.dtype)
 
 
-def _errors(gm: GraphModule, reference: Any, found: Any) -> list[tuple[str, float]]:
-    (results, grads, state), (here, here_grads, here_state) = reference, found
-    names = [n.name for n in gm.graph.find_nodes(op="placeholder") if record(n).requires_grad]
+def _errors(gm: GraphModule, before: Sequence[Any], alone: Outcome, rank: Outcome) -> Iterator[tuple[str, float]]:
+    """What is compared, and its error. before: the inputs of the graph as they were."""
+    traced = [getattr(y, "meta", {}).get("example_value") for y in gm.graph.output_node().args[0]]  # may lie otherwise
+    for i, (a, b, fake) in enumerate(zip_longest(alone.results, rank.results, traced)):
+        yield _row(f"result {i}", a, b, layouts=[x for x in (a, fake) if isinstance(x, Tensor)])
+    names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
+    for name, x, a, b in zip(names, before, alone.inputs, rank.inputs):
+        if _error(x, a) or _error(x, b):
+            yield _row(f"mutated input {name}", a, b)
     # A gradient that is zero but for rounding (a key's bias) is measured against the largest one.
-    known = [g for g in grads if g is not None and g.numel()]
+    known = [g for g in alone.gradients if g.numel()]
     floor = max((g.abs().max().item() * max(ROUNDING, torch.finfo(g.dtype).eps ** 0.5) for g in known), default=0.0)
-    rows = [(f"result {i}", _error(a, b)) for i, (a, b) in enumerate(zip(results, here)) if isinstance(a, Tensor)]
-    rows += [(f"mutated input {i}", _error(a, here_state[i])) for i, a in state.items()]
-    rows += [(f"gradient of {name}", _error(a, b, floor)) for name, a, b in zip(names, grads, here_grads)]
-    return rows
+    wanted = [name for name, x in zip(names, before) if isinstance(x, Tensor) and x.requires_grad]
+    for name, a, b in zip(wanted, alone.gradients, rank.gradients):
+        yield _row(f"gradient of {name}", a, b, floor)
 
 
-def _error(expected: Tensor | None, found: Tensor | None, floor: float = 0.0) -> float:
-    if expected is None or found is None:
-        missing = found if expected is None else expected
-        return 0.0 if missing is None or not missing.any() else float("inf")
+def _row(name: str, expected: Any, found: Any, floor: float = 0.0, layouts: Sequence[Tensor] = ()) -> tuple[str, float]:
+    """The error under a name, which says what is not alike besides values. layouts: one of them it has to have."""
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        facts = [(x.dtype, tuple(x.shape)) for x in (expected, found)]
+        if facts[0] != facts[1]:
+            return f"{name}: {facts[1]}, on one device {facts[0]}", float("inf")
+        if layouts and expected.numel() and all(strides_differ(x, found) for x in layouts):
+            return f"{name}: strides {found.stride()}, on one device {expected.stride()}", float("inf")
+    return name, _error(expected, found, floor)
+
+
+def _error(expected: Any, found: Any, floor: float = 0.0) -> float:
+    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
+        return 0.0 if expected is found or expected == found else float("inf")
     if expected.shape != found.shape:
         return float("inf")
     if not expected.is_floating_point() and not expected.is_complex():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_compile.lowering import triton
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, known, pad, rows_held, trim
+from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, known, pad, rows_held, rows_within, trim
 from sp_compile.lowering.library import composite
 
 
@@ -78,7 +78,7 @@ def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Res
 def exchange(xs: list[Tensor], reshard: _Reshard) -> list[Tensor]:
     """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks. Not differentiable."""
     rows = xs[0].shape[reshard.gather_dim]
-    inner = rows // rows_held(reshard.gather_frame, reshard.n)
+    inner = rows_within(rows, rows_held(reshard.gather_frame, reshard.n))
     if reshard.n == 1:
         return [trim(x, reshard.gather_dim, reshard.gather_frame, 1, inner) for x in xs]
     blocks = [_blocks(x, reshard) for x in xs]

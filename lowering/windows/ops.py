@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.collectives.collectives import window
-from sp_compile.lowering.frames import FrameArg, folds_of, is_padded, own_positions, rows_held
+from sp_compile.lowering.frames import FrameArg, folds_of, is_padded, known, own_positions, rows_held
 from sp_compile.lowering.library import composite
 
 from .halo import around, around_ring, ring_shifts
@@ -180,7 +180,7 @@ def turn_of(shift: int, frame: FrameArg, s: int) -> Turn:
 def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
     """(ranks further on, rows) of every shift in the forward of a roll on shards."""
     s = rows_held(frame, n)
-    if shift == 0:
+    if shift == 0 or known(s == 0):
         return []
     if not is_padded(frame, n):  # the first row follows the last one
         return ring_shifts(-shift, s - shift, s, n, wraps=True)
@@ -200,7 +200,7 @@ def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int 
     if frame is None:
         return x.roll(shift, dim)
     s = rows_held(frame, n)
-    if shift == 0:
+    if shift == 0 or known(s == 0):
         return x
     if not is_padded(frame, n):  # the first row follows the last one
         return around_ring(x, dim, -shift, s - shift, s, n, group)

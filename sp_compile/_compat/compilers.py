@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -61,14 +62,29 @@ def has_cpp_compiler() -> bool:
         return False
 
 
-def compile_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
+def compile_cpp(source: str, flags: Sequence[str], keep: Callable[[str], str], check: Callable[[str], None]) -> Any:
     """The shared library of C++ source, from Inductor's cache on disk if it is there.
 
-    Of processes that want the same one, the first compiles and the others wait.
+    Of processes that want the same one, the first compiles and the others wait. keep: the folder to keep it in, given
+    Inductor's own. check: called with the library's path before that is loaded.
     """
     from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return CppCodeCache.load(source, extra_flags=tuple(flags))
+    class Checked(CppCodeCache):
+        cache: dict[str, Any] = {}  # noqa: RUF012
+
+        @staticmethod
+        def _load_library_inner(path: str, key: str) -> ctypes.CDLL:
+            check(path)
+            return ctypes.CDLL(os.path.realpath(path))
+
+    inductor = cache_dir()  # which names it in the environment
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = keep(inductor)
+    try:
+        return Checked.load(source, extra_flags=tuple(flags))
+    finally:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor
 
 
 def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, key: str | None) -> Callable[..., Any]:

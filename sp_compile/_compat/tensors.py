@@ -19,11 +19,6 @@ def storage_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def version_of(x: torch.Tensor) -> int:
-    """How often the tensor has been written in place."""
-    return x._version
-
-
 def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
     """Does the fact (a sympy relation) follow from guards that the program already has?
 

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node, map_arg
 
 from sp_compile._compat import is_functorch_tensor, pytree, set_grad_enabled, storage_of
 from sp_compile.graph.call import overloads
+from sp_compile.graph.mutation import SILENT
 from sp_compile.graph.record import record
 
 aten = torch.ops.aten
@@ -91,8 +92,9 @@ class Aliases:
         return node in self._wants_grad or (node not in self._cut and self.root(node) in self._wants_grad)
 
     def any_differentiable(self, node: Node) -> bool:
-        """Does a gradient reach an argument of `node`, or the memory that one lies in?"""
-        return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in nodes_in(self.calls[node]))
+        """Does a gradient reach an argument of `node`, or the memory that one lies in, and so what it writes?"""
+        read = [] if node.target in SILENT else nodes_in(self.calls[node])
+        return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in read)
 
     def receive_gradient(self, target: Node) -> None:
         """`target` has been changed to something differentiable."""

@@ -4,7 +4,7 @@ Renaming, as in SSA. Aliases are read off the fake values (same storage), each w
 in-place op on a view becomes the functional op; the new value of the view's base follows by inverting the view ops,
 and the other views are taken anew from the new base when they are next read. A changed placeholder or buffer is
 written back by one aten.copy_ at the end. Two kinds of mutation stay: those copies, and ops with no functional form
-(custom ops, out= variants), which work on a private clone.
+(custom ops, out= variants, norms with running statistics), which work on a private clone.
 """
 
 from __future__ import annotations
@@ -182,9 +182,12 @@ class _Renaming:
             )
         unrecorded = not self.aliases.grad or self.aliases.cut(target)
         if self.aliases.any_grad and unrecorded and self.aliases.differentiable(root):
+            instead = "make a new tensor instead, for example x = x.clone()"
+            if node.target is aten.embedding_renorm_.default:
+                instead = "leave max_norm out, and call torch.embedding_renorm_ under no_grad before the compiled model"
             raise SpError(
                 f"{node.name}: {at(node)} changes {root.name} under no_grad or through detach() or .data, while its "
-                "gradient is wanted; make a new tensor instead, for example x = x.clone()"
+                f"gradient is wanted; {instead}"
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:

@@ -269,7 +269,7 @@ def _read(path: Path) -> dict[str, Line]:
     try:
         found = json.loads(path.read_text())
         lines = {key: Line(*map(float, line)) for key, line in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
         return {}
     return {key: line for key, line in lines.items() if line.latency >= 0 and line.bandwidth > 0}
 
@@ -278,6 +278,7 @@ def _write(path: Path, lines: Mapping[str, Line]) -> None:
     """The whole file or nothing; a disk that refuses costs only the next run's time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump({key: [line.latency, line.bandwidth] for key, line in lines.items()}, file, indent=1)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # nothing stays where the file is refused
+            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+                json.dump({key: [line.latency, line.bandwidth] for key, line in lines.items()}, file, indent=1)
+            os.replace(file.name, path)

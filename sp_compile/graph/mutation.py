@@ -19,6 +19,19 @@ aten = torch.ops.aten
 NewValue = Callable[[Any, Any, Callable[..., Node]], Node]
 
 
+_NORMS = [aten.batch_norm, aten.native_batch_norm, aten._batch_norm_impl_index, aten.cudnn_batch_norm]
+_UPDATES = [aten.batch_norm_update_stats, aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts]
+SILENT: dict[OpOverload, str] = {
+    **{op.default: "training" for op in (*_NORMS, aten.miopen_batch_norm)},
+    **{op.default: "input" for op in _UPDATES},
+    aten.instance_norm.default: "use_input_stats",
+}
+"""Ops that write running statistics, which their schema does not say, and the argument that has them do it.
+
+No gradient passes through these.
+"""
+
+
 @dataclass(frozen=True)
 class Mutation:
     """What an in-place op changes, and how to compute the new value."""
@@ -29,8 +42,21 @@ class Mutation:
 
 
 def is_mutation(node: Node) -> bool:
-    """Does the schema of the node's op say that it changes an argument?"""
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
+    """Does the node's op change an argument?"""
+    op = node.target
+    silently = op in SILENT and bool(_targets(op, node.args, node.kwargs))
+    return silently or (isinstance(op, OpOverload) and schema_of(op).is_mutable)
+
+
+def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
+    """What a call changes: what the op's schema says, and what `SILENT` does."""
+    arguments = schema_of(op).arguments
+    given = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
+    unsaid = ("running_mean", "running_var") if op in SILENT and given[SILENT[op]] else ()
+    names = [a.name for a in arguments if a.is_write or a.name in unsaid]
+    targets: dict[Node, None] = {}
+    map_arg([given.get(name) for name in names], lambda n: targets.setdefault(n))
+    return list(targets)
 
 
 def is_view_change(node: Node) -> bool:
@@ -44,7 +70,8 @@ def is_written(node: Node) -> bool:
     What the node computes is then not what its other users read. Inputs do not count: they are written back once, at
     the end of the program.
     """
-    return node.op == "call_function" and any(is_mutation(user) for user in node.users)
+    users = [user for user in node.users if is_mutation(user)] if node.op == "call_function" else []
+    return any(node in _targets(user.target, user.args, user.kwargs) for user in users)
 
 
 def is_pure(node: Node) -> bool:
@@ -60,15 +87,7 @@ def is_pure(node: Node) -> bool:
     if not isinstance(target, OpOverload):
         return target is operator.getitem
     random = torch.Tag.nondeterministic_seeded in target.tags
-    return not schema_of(target).is_mutable and not random and not _keeps_statistics(node) and not node.is_impure()
-
-
-def _keeps_statistics(node: Node) -> bool:
-    """Is it a norm that updates running statistics? Its schema does not say so."""
-    if node.target not in (aten.batch_norm.default, aten.instance_norm.default):
-        return False
-    _, _, _, mean, _, of_input, *_ = positional(node.target, node.args, node.kwargs)
-    return mean is not None and bool(of_input)
+    return not is_mutation(node) and not random and not node.is_impure()
 
 
 def positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -88,16 +107,12 @@ def mutation_of(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mu
     Raises SpError where the op returns some of several changed tensors: which is which can not be told.
     """
     schema = schema_of(node.target)
-    targets: dict[Node, None] = {}
-    for i, argument in enumerate(schema.arguments):
-        if argument.is_write:
-            written = args[i] if i < len(args) else kwargs.get(argument.name)
-            map_arg(written, lambda n: targets.setdefault(n))
+    targets = _targets(node.target, args, kwargs)
     aliased = [r for r in schema.returns if r.alias_info is not None]
     if aliased and len(targets) != 1:
         raise SpError(f"{node.name}: {node.target} at {at(node)} changes several tensors; use the variant without out=")
-    value = _value_of(node.target) if args and list(targets) == [args[0]] else None
-    return Mutation(list(targets), value, bool(aliased))
+    value = _value_of(node.target) if args and targets == [args[0]] else None
+    return Mutation(targets, value, bool(aliased))
 
 
 @cache

@@ -54,6 +54,11 @@ def test_fills_in_a_mask_of_floats(attention: str) -> None:
     assert attention not in ("ring", "hybrid") or taken >= {f"not {attention}", "gathered"}
 
 
+@pytest.mark.parametrize("attention", WAYS)
+def test_a_sequence_of_no_tokens(attention: str) -> None:
+    check(seeded(Decoder), tokens(0), sp=4, attention=attention)
+
+
 class Autocast(nn.Module):
     def __init__(self, kv_heads: int = 2) -> None:
         super().__init__()

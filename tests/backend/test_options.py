@@ -170,7 +170,7 @@ def outcome(entry: Callable[..., str], model: nn.Module, options: Options, optio
 @pytest.mark.parametrize("option", [f.name for f in fields(SPConfig)])
 def test_an_option_is_honoured_or_refused(mesh: DeviceMesh, entry: Callable[..., str], option: str) -> None:
     model, others, value = given(option, mesh)
-    if entry is of_parallelize:  # it refuses what is only there to have the other entries show something
+    if entry in (of_parallelize, of_verify):  # they refuse what is only there to have the others show something
         others = {name: one for name, one in others.items() if name not in pipeline.BEHIND}
     without = {name: one for name, one in others.items() if name != option}
     plain = outcome(entry, model, others, option)

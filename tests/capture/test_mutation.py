@@ -1,5 +1,6 @@
 """What shards must not hide: values that change in place, and gradients that count over the whole batch."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -80,3 +81,57 @@ def test_a_buffer_keeps_its_layout_when_it_is_written():
     for n in (1, 2, 3):
         report = sp_compile.verify(Filled(), torch.randn(2, 9, 8).double(), sp=n)
         assert report.worst < 1e-12, str(report)
+
+
+class Normed(nn.Module):
+    """Rows of the table that are looked up are cut to a length of one, in the table itself."""
+
+    def __init__(self, bag: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = bag
+        self.table, self.words = (make(5, 8, max_norm=1.0) for make in (nn.Embedding, nn.EmbeddingBag))
+
+    def forward(self, ids):
+        x = self.words(ids)[:, None] if self.bag else self.table(ids)
+        q = (x + torch.ones(ids.shape, dtype=x.dtype)[..., None]).unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).pow(2).sum() * self.table.weight.sum()
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_rows_of_a_table_that_are_renormalised(bag):
+    ids = torch.randint(0, 5, (2, 9))
+    with pytest.raises(sp_compile.SpError, match=r"leave max_norm out, and call torch.embedding_renorm_ under no_grad"):
+        sp_compile.verify(Normed(bag).double(), ids, sp=2)
+    report = sp_compile.verify(Normed(bag).double().requires_grad_(False), ids, sp=2)
+    assert report.worst < 1e-12, str(report)
+    assert sum("mutated" in name for name, _ in report.errors) == 1
+
+
+class Statistics(nn.Module):
+    """What a norm makes of its running statistics is read, written and read again; one is over the tokens alone."""
+
+    def __init__(self, length):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.tokens = nn.BatchNorm1d(8), nn.BatchNorm1d(length, affine=False)
+        self.instance = nn.InstanceNorm1d(length, track_running_stats=True)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.norm.running_var.mul_(3)
+        before = self.norm.running_mean * 2
+        x = self.norm(x.mT).mT * self.tokens.running_mean[:, None].exp()
+        after = self.norm.running_mean * 2
+        x = self.norm(x.mT).mT
+        x = (self.instance(x) + self.tokens(x)) * self.tokens.running_mean[:, None].exp()
+        q = (x + before - after).unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).pow(2).sum() * self.norm.running_var.sum()
+
+
+def test_running_statistics_change_when_the_norm_runs():
+    """The schema of these ops does not say that they write."""
+    for n in (2, 3):
+        report = sp_compile.verify(Statistics(9).double(), torch.randn(2, 9, 8).double(), sp=n)
+        assert report.worst < 1e-12, str(report)
+        assert sum("running" in name for name, _ in report.errors) == 6

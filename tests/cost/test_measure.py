@@ -116,6 +116,21 @@ def test_values_out_of_range_are_no_constants(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["lines.json"]
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, f'{{"a": [1{"0" * 400}, 1]}}', '{"a": [' * 40_000, "\ud800"])
+def test_no_text_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "lines.json"
+    path.write_text(text, errors="surrogatepass")
+    assert measure._read(path) == {}
+
+
+def test_nothing_is_left_where_the_file_cannot_be(tmp_path: Path) -> None:
+    path = tmp_path / "lines.json"
+    path.mkdir()
+    assert measure._read(path) == {}
+    measure._write(path, {"a": Line(1.0, 2.0)})
+    assert os.listdir(tmp_path) == ["lines.json"]
+
+
 def test_a_disk_that_refuses(ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

@@ -35,6 +35,20 @@ def test_a_dim_of_no_elements_beside_the_scanned_one(op):
     assert run_ranks(N, scan) == [((4, 0), (4, 0))] * N
 
 
+def scans(x):
+    return x.cumsum(1) - x.cummax(1).values + x.flip(1).cumprod(1) + x.logcumsumexp(1)
+
+
+def neighbours(x):
+    return F.pad(x.cumsum(1).roll(1, 1), (0, 0, 2, 0))[:, :-2] + x.flip(1)
+
+
+@pytest.mark.parametrize("model", [scans, neighbours])
+def test_a_sequence_of_no_rows(model):
+    x = torch.zeros(2, 0, 4, dtype=torch.float64, requires_grad=True)
+    assert sp_compile.verify(model, x, sp=N, seq_dims={"x": 1}).worst == 0
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 @pytest.mark.parametrize("widths", [(0, 2), (3, 0), (0, 7)])
 def test_a_shift_by_more_rows_than_there_are(length, widths):

@@ -9,7 +9,8 @@ import pytest
 from support.architecture import PAGE, filled
 from test_layers import ROOT
 
-PATHS = re.findall(r"`((?:sp_compile|passes|lowering|tests|examples|benchmarks)/[\w/.]*)`", PAGE.read_text())
+PLACE = re.compile(r"`((?:sp_compile|passes|lowering|tests|examples|benchmarks)/[\w/.]*)`")
+PATHS = PLACE.findall(PAGE.read_text()) + PLACE.findall((ROOT / "SECURITY.md").read_text())
 
 
 def test_generated_parts() -> None:

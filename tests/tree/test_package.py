@@ -68,7 +68,7 @@ def test_sdist(copy: Path, tmp_path: Path) -> None:
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert not sources() - held
+    assert not (sources() | {"README.md", "SECURITY.md", "LICENSE"}) - held
 
 
 def test_import_in_the_root_without_installation() -> None:

@@ -2,8 +2,8 @@
 
 x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1). Neighbouring columns go down
 the rows together, in registers; a line of neighbours is scanned vector by vector.
-One library for every operation and type to compute in, about a second to compile, kept in Inductor's cache on disk.
-Without a compiler no problem fits.
+One library for every operation and type to compute in, about a second to compile, kept in Inductor's cache on disk; if
+others may write there, in a folder of this process alone. Without a compiler no problem fits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from torch import Tensor
 from sp_compile._compat import compile_cpp, has_cpp_compiler
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
 from sp_compile.lowering.scan.table import Problem, register, strides_of
+
+from .trusted import check, open_to_others
 
 SOURCES = ("vectors", "steps", "walks", "tensors", "grid", "lines", "passes")
 FLAGS = ("-ffp-contract=fast", "-g0")
@@ -41,6 +44,7 @@ EntryPoint = Callable[[bytes], None]  # takes a packed _PROBLEM
 _PROBLEM = struct.Struct("8Q7qd5i")  # as in native_tensors.cpp
 _lock = threading.Lock()
 _failures: list[str] = []
+_private: list[TemporaryDirectory[str]] = []
 
 
 def fits(problem: Problem) -> bool:
@@ -88,14 +92,26 @@ def _compiled(steps: str) -> EntryPoint | None:
     if not has_cpp_compiler():
         return None
     try:
-        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS).scan
+        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS, _folder, check).scan
     except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
         _failures.append(steps)
         if len(_failures) == 1:
-            warnings.warn(f"scans are slower than they could be: {steps} does not compile: {error}", stacklevel=2)
+            warnings.warn(f"scans are slower than they could be: no library of {steps}: {error}", stacklevel=2)
         return None
     kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
     return kernel
+
+
+@cache
+def _folder(cache: str) -> str:
+    """Where libraries are kept: in Inductor's cache, unless others may write there."""
+    theirs = open_to_others(cache)
+    if theirs is None:
+        return cache
+    mend = f"chmod go-w {theirs}, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+    warnings.warn(f"every process compiles its scans anew: others may write to {theirs}; {mend}", stacklevel=2)
+    _private.append(TemporaryDirectory(prefix="sp_compile"))  # gone when the process ends
+    return _private[0].name
 
 
 @cache

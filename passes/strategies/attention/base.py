@@ -117,7 +117,8 @@ class ShardedAttention(AttentionPass):
             scores = self._scores(call, batch, node)
             ranks = self.job.ranks
             args = (q, k, v, *scores, q_frame, k_frame, ranks.n, ranks.group, self._balance(node), *self.last(node))
-            out = self._result(q, v, node.meta["val"].dtype)
+            value = node.meta["val"]  # in whose layout gathered rows have to lie
+            out = value if value.ndim == 4 else self._result(q, v, value.dtype)
             new = self.emit(self.op, args, out, node)
             self.note(new, self.says(node))
             new = self.reshaped(new, sizes(node.meta["val"].shape), node)

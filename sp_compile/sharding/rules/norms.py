@@ -31,7 +31,9 @@ def _affine(call: Call, text: str, each: str, whole: str = "") -> Factors | None
 
 @rule_of(aten.batch_norm.default)
 def _batch_norm(call: Call) -> Factors | None:
-    return _affine(call, "n c ...", "c", whole="n ..." if call["training"] else "")
+    """Running statistics are whole on every rank."""
+    whole = "n ..." if call["running_mean"] is None else "n c ..."
+    return _affine(call, "n c ...", "c", whole=whole if call["training"] else "")
 
 
 @rule_of(aten.group_norm.default)
@@ -41,10 +43,10 @@ def _group_norm(call: Call) -> Factors | None:
 
 @rule_of(aten.instance_norm.default)
 def _instance_norm(call: Call) -> Factors | None:
-    """Running statistics are means over the batch too."""
+    """Running statistics are means over the batch too, and whole on every rank."""
     if not call["use_input_stats"]:
         return _affine(call, "n c ...", "c")
-    return _affine(call, "n c ...", "c", whole="..." if call["running_mean"] is None else "n ...")
+    return _affine(call, "n c ...", "c", whole="..." if call["running_mean"] is None else "n c ...")
 
 
 @rule_of(aten.layer_norm.default, aten.rms_norm.default)

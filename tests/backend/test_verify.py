@@ -1,0 +1,153 @@
+"""verify: whatever a graph gives and writes is compared, and where nothing was compared it says so."""
+
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import sp_compile
+
+aten = torch.ops.aten
+
+
+class Counting(nn.Module):
+    """Attention, a buffer that is written, and results of two dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(4))
+        self.register_buffer("kept", torch.ones(4))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2).mean(0) * self.kept.sum()
+
+
+def unwritten(graph, output, x, kept):
+    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        graph.erase_node(copy)
+
+
+def overwritten(graph, output, x, kept):
+    graph.call_function(aten.fill_.Scalar, (kept, 2.0))
+
+
+def scribbled(graph, output, x, kept):
+    graph.call_function(aten.mul_.Tensor, (graph.call_function(aten.detach.default, (x,)), 2))
+
+
+def result(*calls):
+    """An edit by which each rank returns its result as these operators make it."""
+
+    def edit(graph, output, x, kept):
+        (value,) = output.args[0]
+        for op, *args in calls:
+            value = graph.call_function(op, (value, *args))
+        output.args = ((value,),)
+
+    return edit
+
+
+TURNED = result((aten.t.default,), (aten.contiguous.default,), (aten.t.default,))
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (unwritten, r"mutated input \w*calls\w*"),
+        (overwritten, r"mutated input \w*kept\w*"),
+        (scribbled, r"mutated input \w*x\w*"),
+        (result((aten.to.dtype, torch.float32)), r"result 0: .*float32.*, on one device .*float64.*"),
+        (result((aten.unsqueeze.default, 0)), r"result 0: .*\(1, 6, 8\).*, on one device .*\(6, 8\).*"),
+        (TURNED, r"result 0: strides \(1, 6\), on one device \(8, 1\)"),
+        (result((aten.add.Tensor, 1)), "result 0"),
+    ],
+)
+def test_verify_compares_all_that_a_graph_gives_and_writes(monkeypatch, edit, named):
+    verifying = sys.modules["sp_compile.verify"]
+    plain = verifying.lower
+
+    def lower(*args):
+        lowered = plain(*args)
+        graph = lowered.graph.graph
+        inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        (kept,), (x,) = ([node for name, node in inputs.items() if part in name] for part in ("kept", "x"))
+        with graph.inserting_before(graph.output_node()):
+            edit(graph, graph.output_node(), x, kept)
+        lowered.graph.recompile()
+        return lowered
+
+    x = torch.randn(2, 6, 8).double()
+    assert sp_compile.verify(Counting().double(), x, sp=2).worst < 1e-12
+    monkeypatch.setattr(verifying, "lower", lower)
+    report = sp_compile.verify(Counting().double(), x, sp=2)
+    wrong = [name for name, error in report.errors if error > 1e-3]
+    assert any(re.fullmatch(named, name) for name in wrong), report.errors
+    assert len(wrong) == 1 or edit is scribbled
+
+
+@torch.compiler.disable
+def hidden(x):
+    return x + 1
+
+
+class Hidden(nn.Module):
+    @torch.compiler.disable
+    def forward(self, x):
+        return x + 1
+
+
+class Half(Counting):
+    def forward(self, x):
+        return super().forward(hidden(x))
+
+
+@pytest.mark.parametrize("entry", [sp_compile.explain, sp_compile.verify])
+@pytest.mark.parametrize("model", [Hidden(), nn.Identity(), lambda x: 3])
+def test_there_is_nothing_to_compile(entry, model):
+    with pytest.raises(sp_compile.SpError, match=f"{entry.__name__}: torch.compile finds nothing to compile"):
+        entry(model, torch.randn(2, 6, 8), sp=2)
+    assert "2 ranks; the sequence is" in str(entry(Half(), torch.randn(2, 6, 8), sp=2)), "what is left is compiled"
+
+
+class Alone(nn.Module):
+    """A program of its own groups, which nobody simulates."""
+
+    def forward(self, x):
+        return all_reduce(x.sin(), "sum", "0").cos()
+
+
+def test_a_program_of_its_own_groups_is_not_compared():
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        with pytest.raises(sp_compile.SpError, match="verify: nothing was compared"):
+            sp_compile.verify(Alone(), torch.randn(2, 6, 8), sp=2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_compiler_is_refused_where_nothing_is_compiled():
+    x = torch.randn(2, 6, 8)
+    for entry, compiler in ((sp_compile.explain, "eager"), (sp_compile.verify, "aot_eager")):
+        with pytest.raises(sp_compile.SpError, match=f"compiler='{compiler}': {entry.__name__} compiles nothing"):
+            entry(Counting(), x, sp=2, compiler=compiler)
+    assert sp_compile.explain(Counting(), x, sp=2, compiler="inductor").n == 2, "the default"
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring", "gather", "hybrid"])
+def test_the_result_of_an_attention_lies_as_on_one_device(attention):
+    """A view behind a graph break was written for that."""
+
+    def heads(x):
+        q = (x * 2).unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q)
+
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    assert sp_compile.verify(heads, x, sp=4, attention=attention).worst < 1e-12
