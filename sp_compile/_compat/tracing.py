@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
@@ -56,12 +57,12 @@ def suspended_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """Compute for real inside a compilation: no tracing, no fake tensors.
+    """Compute for real inside a compilation or one of torch.func's transforms: no tracing, no fake tensors.
 
     Nor the Python dispatcher: under it c10d takes the GIL inside a collective, and then waits for a thread of Gloo that
     waits for the GIL.
     """
-    with torch._C._DisablePythonDispatcher(), suspended_trace(nullcontext()):
+    with torch._C._DisablePythonDispatcher(), temporarily_clear_interpreter_stack(), suspended_trace(nullcontext()):
         yield
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_compile._compat import gloo_group, group_store, group_timeout, keep_for_good, real_tensors
+from sp_compile._compat import gloo_group, group_store, group_timeout, is_lost, keep_for_good, real_tensors
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import Later
@@ -86,6 +86,8 @@ class Wire:
         except SpError:
             raise
         except RuntimeError as error:
+            if not is_lost(error):
+                raise
             raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
         finally:
             if not finished:  # an interrupt, too, leaves the others' words on the way
