@@ -24,6 +24,7 @@ from sp_compile.spmd import declare
 from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.groups import Groups, axis_of
 from sp_compile.spmd.session import Session
+from sp_compile.spmd.world import OfWorld
 
 WIDTH, WORLD = 16, (2, 4)
 Options = dict[str, Any]
@@ -93,7 +94,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
 
     def guarded(self: Session, *args: Any) -> Any:
         run = guard(self, *args)
-        seen.append(run.check_every)
+        seen.append((run.run if isinstance(run, OfWorld) else run).check_every)
         return run
 
     compiler = "aot_eager" if isinstance(model, TensorParallel) else keep
