@@ -15,8 +15,8 @@ Every rank passes its shard of q, k and v and gets its shard of the result; grad
     dropout_p, seed     weights are dropped by a hash of seed, batch, head, query and key: one seed, the same weights on
                 any number of ranks. Without one it is drawn from this rank's generator: torch.manual_seed decides
     scale       1 / sqrt(D) if None
-    check       compare the call over the ranks first (one all-gather of 16 bytes, for which a GPU is waited for), so
-                that calls which do not fit raise on every rank instead of hanging. Not done inside torch.compile
+    check       compare the call over the ranks first (24 bytes a rank, on the CPU), so that calls which do not fit
+                raise on every rank instead of hanging. Not done inside torch.compile
 
 and return (B, H, s, E). Modules that keep (B, s, H, D) pass q.transpose(1, 2) and transpose the result: views, which
 cost no copy that (B, H, s, D) would not. Under autocast q, k, v are cast as scaled_dot_product_attention casts them.

@@ -38,9 +38,8 @@ def all_to_all_permute(
     group       None: the default process group; a ProcessGroup; a DeviceMesh of one axis or with an axis "sp"
     out         a tensor like the result, of any strides that give each element a place of its own; it is written and
                 returned. Not differentiable
-    check       compare the call over the ranks first (one all-gather of 16 bytes, for which a GPU is waited for if
-                the group's backend has no CPU), so that calls which do not fit raise on every rank instead of hanging.
-                Not done inside torch.compile
+    check       compare the call over the ranks first (24 bytes a rank, on the CPU), so that calls which do not fit
+                raise on every rank instead of hanging. Not done inside torch.compile
 
     On one rank it is x itself. Bytes: (n - 1) / n of x sent, in one collective. The gradient is the exchange along the
     way back, one collective as well, and differentiable again; torch.func's grad, jvp and vmap know it too. x is copied

@@ -1,7 +1,7 @@
 """Scans of shards: how ranks share the scanned dim, and what they have to tell each other before and after.
 
 Whatever is wrong on one rank is raised on all of them. That takes exchanges of their own, which `check` asks for: one
-all-gather of 16 bytes a call, and where the values of integers or ids have to be looked at one or two more. Values are
+of 24 bytes a rank and call, and where the values of integers or ids have to be looked at one or two more. Values are
 looked at in eager mode only, and not those of a tensor without values.
 """
 

@@ -25,7 +25,7 @@ and, if every rank passes its shard of a sequence, like linear_scan
     exchange    how ranks learn what is carried to them: "gather", one all-gather forward and one backward; "steps",
                 ceil(log2 n) shifts each way; "auto" takes the faster one for the bytes to be carried
     check       compares the ranks' calls as well, so that what is wrong on one rank is raised on all and none hangs:
-                an all-gather of 16 bytes, for which a GPU is waited for, and more where values must be looked at:
+                24 bytes a rank on the CPU, and more where values must be looked at, for which a GPU is waited for:
                 integers that may overflow, and ids, of which all are gathered if they are not in order
 
 NaN, infinities, and of equal extremes which is the one whose index and gradient count, as torch.cumsum, cumprod,
