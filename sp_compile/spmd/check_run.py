@@ -217,7 +217,7 @@ class CheckedProgram:
                 raise
             if is_lost(error):
                 raise SpError(wire.lost(str(what), time.monotonic() - begun, error)) from error
-            stop(f"{type(error).__name__} when it {what}: {str(error)[:200]}", comes_back=True)
+            stop(f"{type(error).__name__} when it {what}: {str(error)[:200]}", goes_on=True)
             raise
 
     def _watch(self, out: Any, call: Message) -> None:

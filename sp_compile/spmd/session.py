@@ -30,12 +30,12 @@ from .inputs import Facts, are_apart, check_options, digests_of, equal_arguments
 from .message import spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
 from .settings import settings
-from .wire import here, stop, wire_of
+from .wire import stop, wire_of
 from .world import OfWorld
 
 ALONE = Ranks(1, "")
 spoken(Machine)
-on_recompile_limit(partial(stop, comes_back=True))
+on_recompile_limit(partial(stop, goes_on=True))
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
 OF_PASSES = ("rows", "text", "exchanges")  # what passes over one group's collectives ask
 
@@ -58,7 +58,6 @@ class Session:
         options: Mapping[str, Any] | None = None,
         measures: bool = True,
     ) -> None:
-        here.compilations += 1
         given = options or {}
         mesh, mesh_dim = given.get("mesh"), given.get("mesh_dim")
         self.check_every = int(given.get("check_every", SPConfig.check_every) or 0)

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -46,11 +46,10 @@ LIKELY = (
 class Wire:
     """One group's words. seen: what each rank said last. broken: why the group cannot be used any more.
 
-    calls: how often this rank has called each program, by its name. later: what of a call is said at the next, as the
-    names of fields and their checksums. models: the first parameter of each model that was called, by which two of one
-    class are told apart; known: how many there were. beats: of the last wait when it began, and how many
-    signs of life were seen, the last of them when. gloo: None
-    until all ranks have met.
+    talks: how many exchanges there were. calls: how often this rank has called each program, by its name. later: what
+    of a call is said at the next, as the names of fields and their checksums. models: the first parameter of each model
+    that was called, by which two of one class are told apart; known: how many there were. beats: of the last wait when
+    it began, and how many signs of life were seen, the last of them when. gloo: None until all ranks have met.
     """
 
     group: dist.ProcessGroup
@@ -63,6 +62,7 @@ class Wire:
     calls: Counter[str] = field(default_factory=Counter)
     later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
+    talks: int = 0
     beats: tuple[float, int, float] = (0.0, 0, 0.0)
     models: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
@@ -83,6 +83,7 @@ class Wire:
             while not _came(work):
                 self._look(saying, begun)
             finished = True
+            self.talks += 1
         except SpError:
             raise
         except RuntimeError as error:
@@ -106,7 +107,7 @@ class Wire:
     def _look(self, saying: str, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
         waited, alive = time.monotonic() - begun, self._someone_compiles(begun)
-        if waited > PATIENCE and self._stopped(here.compilations):
+        if waited > PATIENCE and not getattr(self._stopped(), "goes_on", True):
             raise SpError(self.lost(saying, waited))
         if waited > self.timeout.total_seconds() and not alive:
             raise SpError(self.lost(saying, waited))
@@ -131,7 +132,7 @@ class Wire:
         heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
         self.broken = "\n".join(
             [f"rank {dist.get_rank()} {saying} and waited {waited:.0f} s for ranks that did not come{heard}", *others]
-            + ([f"  {stopped}"] if stopped else [LIKELY])
+            + ([f"  rank {stopped.rank} stopped: {stopped.words}"] if stopped else [LIKELY])
         )
         return self.broken
 
@@ -150,11 +151,14 @@ class Wire:
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
 
-    def _stopped(self, since: int = -1) -> str:
-        """What the rank of this group said that stopped last; since: in this compilation or later ones."""
-        rank, words, compilation = _last_stop()
-        mine = rank in dist.get_process_group_ranks(self.group) and rank != dist.get_rank()
-        return f"rank {rank} stopped: {words}" if words and mine and compilation >= since else ""
+    def _stopped(self) -> Stop | None:
+        """What another rank of this group said, if it has stopped since the last exchange, and this one has not."""
+        last = _last_stop()
+        other = last.rank != dist.get_rank() and last.rank in dist.get_process_group_ranks(self.group)
+        return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else None
+
+    def _is_since(self, one: Stop) -> bool:
+        return one.talks.get(self.group.group_name, 0) == self.talks
 
     def _someone_compiles(self, begun: float) -> bool:
         """Has a rank that compiles shown a sign of life of late, during the wait that began then?"""
@@ -195,30 +199,35 @@ def _came(work: Any) -> bool:
     return True
 
 
-@dataclass
-class Process:
-    """compilations: how many this rank has begun."""
+@dataclass(frozen=True)
+class Stop:
+    """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group."""
 
-    compilations: int = 0
+    rank: int
+    words: str
+    goes_on: bool
+    talks: dict[str, int]
 
 
-here = Process()
+NOBODY = Stop(-1, "", True, {})
+_mine: list[Stop] = []  # what this rank said last
 
 
-def stop(words: str, comes_back: bool = False) -> None:
-    """Say why this rank stops, for whoever waits for it in vain. comes_back: it may go on with the next call."""
+def stop(words: str, goes_on: bool = False) -> None:
+    """Say why this rank stops, for whoever waits for it in vain. goes_on: with the next call, perhaps."""
     if dist.is_available() and dist.is_initialized():
-        compilation = -1 if comes_back else here.compilations
-        _of_all().set("stopped", json.dumps([dist.get_rank(), words, compilation]))
+        talks = {wire.group.group_name: wire.talks for wire in _wires.values()}
+        _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks)]
+        _of_all().set("stopped", json.dumps(astuple(_mine[0])))
 
 
-def _last_stop() -> tuple[int, str, int]:
-    """Which rank stopped last, why, and in which compilation if it does not come back."""
+def _last_stop() -> Stop:
+    """Which rank stopped last, and why."""
     store = _of_all()
     try:
-        return tuple(json.loads(store.get("stopped"))) if store.check(["stopped"]) else (-1, "", -1)
+        return Stop(*json.loads(store.get("stopped"))) if store.check(["stopped"]) else NOBODY
     except RuntimeError:  # the rank that keeps the store is gone
-        return -1, "", -1
+        return NOBODY
 
 
 def _of_all() -> Any:
