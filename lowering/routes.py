@@ -59,13 +59,10 @@ def _all(members: range) -> Ends:
     return list(members), list(members)
 
 
-def _owners(chunks: tuple[int, int], n: int) -> list[int]:
-    """Who holds these two of 2n chunks in a zigzag frame."""
-    return sorted(min(c, 2 * n - 1 - c) for c in chunks)
-
-
 def _fold_ends(rank: int, n: int) -> Ends:
-    return _owners((2 * rank, 2 * rank + 1), n), [rank // 2, (2 * n - 1 - rank) // 2]
+    """Who holds the rank's chunks, two of 2n, in a zigzag frame, and who has those that it is to hold."""
+    owners = sorted(min(chunk, 2 * n - 1 - chunk) for chunk in (2 * rank, 2 * rank + 1))
+    return owners, [rank // 2, (2 * n - 1 - rank) // 2]
 
 
 _ENDS: dict[str, Callable[..., Ends]] = {

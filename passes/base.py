@@ -3,7 +3,6 @@
     class Doubled(Spelling):                                # one file in passes/canonical is all that a spelling takes
         \"\"\"x + x -> 2 * x.\"\"\"
 
-        name = "doubled"
         requires = frozenset({"explicit"})
 
         def apply(self, gm, job):
@@ -19,6 +18,7 @@ come before all that require it. "captured" is what every pipeline begins with.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -46,12 +46,19 @@ ONE = Settings(Ranks(1, ""))
 
 
 class Pass(PassBase, Editor):
-    """One rewrite of a graph. After a run: `gm`, the graph that it made (most edit in place), `notes` and `changes`."""
+    """One rewrite of a graph. After a run: `gm`, the graph that it made (most edit in place), `notes` and `changes`.
+
+    name: that of the class, `a_pass` of APass, unless it says another.
+    """
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[str]] = CAPTURED
     provides: ClassVar[frozenset[str]] = frozenset()
     gm: GraphModule
+
+    def __init_subclass__(cls) -> None:
+        if "name" not in vars(cls):
+            cls.name = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
 
     def __init__(self, ranks: Ranks | int | Settings = ONE, **options: Any) -> None:
         super().__init__()
@@ -65,8 +72,8 @@ class Pass(PassBase, Editor):
         """The pass as a part of others, for one job; None where there is nothing for it."""
         return cls()
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        """Rewrite the graph; how many changes that took. 0 promises that the graph is as it was."""
+    def apply(self, gm: GraphModule, job: Any) -> int:
+        """Rewrite the graph, for a Job of the kind that the pass asks for. How many changes; 0: it is as it was."""
         raise NotImplementedError
 
     def run(self, gm: GraphModule, job: Job) -> list[Note]:
@@ -117,7 +124,7 @@ class Passes(Pass):
         """The passes, in order."""
         return cls.steps
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: Any) -> int:
         changes = 0
         for part in self.parts():
             one = part.of(job)

@@ -54,8 +54,6 @@ SCANNED = "every position needs what all before it combine to"
 NEIGHBOURS = "every position needs its neighbours"
 NO_PLACE = "the sequence has no single place in the result's shape"
 DIFFERS = "another operand differs from rank to rank, so every rank needs all rows of this one"
-
-
 Demands = tuple[Demand, ...]
 
 
@@ -73,7 +71,7 @@ def as_spelt(call: Call, rule: Factors, have: Sequence[Placement]) -> Step:
     assert rule.wants is not None
     assert rule.gives is not None
     demands = tuple(
-        Demand(call.node, i, "", "align", p, why="the op was written for another placement of it")
+        Demand(call.node, i, "align", p, why="the op was written for another placement of it")
         for i, (p, want) in enumerate(zip(have, rule.wants))
         if isinstance(p, Shard) and not (isinstance(want, Shard) and p.dim == want.dim and p.matches(want))
     )
@@ -91,7 +89,7 @@ def all_whole(node: Node, have: Sequence[Placement], kind: str, why: str, result
 
 def _demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_sharding: bool = False) -> Demands:
     shards = [(i, p) for i, p in enumerate(have) if isinstance(p, Shard)]
-    return tuple(Demand(node, i, "", kind, p, keeps_sharding, why) for i, p in shards)
+    return tuple(Demand(node, i, kind, p, keeps_sharding, why) for i, p in shards)
 
 
 def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
@@ -114,7 +112,7 @@ def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     if rule.kind(factor) == "scan":
         if record(node).whole or not (same(shard.outer, 1) and same(shard.inner, 1)):
             return None
-        demands = (Demand(node, 0, factor, "scan", REPLICATE, why=SCANNED),) if n > 1 else ()
+        demands = (Demand(node, 0, "scan", REPLICATE, why=SCANNED),) if n > 1 else ()
     return _run(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
 
 
@@ -133,14 +131,14 @@ def through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: int
         stays = kept is not None and factor not in flat(rule.operands[i])
         if not f or rule.kind(f) == "whole":
             why = f"needs all of {f!r}" if f and not rule.reshapes else NO_PLACE
-            demands.append(Demand(node, i, f, "whole", shards[i], stays, why))
+            demands.append(Demand(node, i, "whole", shards[i], stays, why))
         elif rule.kind(f) == "scan" and not (n == 1 and own.frame.exact(1)):
-            demands.append(Demand(node, i, f, "scan", shards[i], stays, SCANNED))
+            demands.append(Demand(node, i, "scan", shards[i], stays, SCANNED))
         elif rule.kind(f) == "attend":
-            demands.append(Demand(node, i, f, "attend", shards[i], stays, "attention mixes the sequence"))
+            demands.append(Demand(node, i, "attend", shards[i], stays, "attention mixes the sequence"))
         elif base is None or f != factor or not _same_place(call, rule, i, f, own, base, n):
             why = f"operand {kept} is sharded otherwise"
-            demands.append(Demand(node, i, f, "align", shards[i], stays, why))
+            demands.append(Demand(node, i, "align", shards[i], stays, why))
     if base is not None:
         return _run(call, rule, have, factor, base, n, tuple(demands))
     lent = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
@@ -161,10 +159,10 @@ def _slide(call: Call, rule: Factors, have: Sequence[Placement], base: Shard, n:
     others = _demands(node, rest, "whole", "every window reads all of it", keeps_sharding=not isinstance(placed, str))
     if isinstance(placed, str):
         why = f"every position needs its neighbours, and {placed}"
-        demand = Demand(node, 0, factor, "halo", have[0], why=why)
+        demand = Demand(node, 0, "halo", have[0], why=why)
         return Step(None, (REPLICATE,) * len(rule.results), (demand, *others))
     alone = n == 1 and base.frame.exact(1) and placed.frame.exact(1)
-    demands = () if alone else (Demand(node, 0, factor, "halo", have[0], why=NEIGHBOURS),)
+    demands = () if alone else (Demand(node, 0, "halo", have[0], why=NEIGHBOURS),)
     return Step((base, *[SUMMAND] * (len(have) - 1)), (placed,), (*demands, *others))
 
 
@@ -198,7 +196,7 @@ def _run(
     lost = REPLICATE if rule.kind(factor) == "attend" else Partial()
     if rule.kind(factor) in ("mean", "total"):
         demands += tuple(
-            Demand(call.node, i, factor, rule.kind(factor), w, why="a total over the whole sequence")
+            Demand(call.node, i, rule.kind(factor), w, why="a total over the whole sequence")
             for i, w in enumerate(wants)
             if isinstance(w, Shard) and isinstance(have[i], Shard)
         )
@@ -261,11 +259,11 @@ def _visit_output(plan: Plan, node: Node, gather: bool) -> None:
     for i, source in enumerate(node.all_input_nodes):
         have = plan.of(source)
         if isinstance(have, Partial):
-            plan.demands.append(Demand(node, i, "", "reduce", have, why="a result of the model"))
+            plan.demands.append(Demand(node, i, "reduce", have, why="a result of the model"))
         elif have == SUMMAND:
-            plan.demands.append(Demand(node, i, "", "invariant", have, why=INVARIANT))
+            plan.demands.append(Demand(node, i, "invariant", have, why=INVARIANT))
         elif isinstance(have, Shard) and gather:
-            plan.demands.append(Demand(node, i, "", "whole", have, why="a result of the model (outputs='gather')"))
+            plan.demands.append(Demand(node, i, "whole", have, why="a result of the model (outputs='gather')"))
 
 
 def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, declines: Declines | None = None) -> Step:
@@ -282,25 +280,26 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, decline
     transfer = transfer_of(node.target)
     if transfer is not None and call is not None:
         why = "the exchange was written for another placement of its operand"
-        stale = [Demand(node, i, "", "stale", p, why=why) for i, p in enumerate(have) if not lies_as_written(call, p)]
+        stale = [Demand(node, i, "stale", p, why=why) for i, p in enumerate(have) if not lies_as_written(call, p)]
         return Step(tuple(have), transfer(call), tuple(stale))
-    reduce = [Demand(node, i, "", "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
+    reduce = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _step(axes, node, call, rule, have, n, keep_whole)
     declined = declines(call, rule, have) if declines and call and step.wants else None
     if declined is not None:
         step = all_whole(node, have, "whole", declined, len(step.results))
-    if VARYING in have and not _takes_varying(rule, have):
+    wants = rule.wants if rule is not None else None
+    if VARYING in have and not (wants is not None and all(w == VARYING for w, p in zip(wants, have) if p == VARYING)):
         step = each_its_own(node, have, VARYING, len(step.results))
     left = record(node).result
     if left is not None:
         step = each_its_own(node, have, left, len(step.results))
     if step.wants is None and VARYING not in step.results:
-        reduce += [Demand(node, i, "", "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND]
+        reduce += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND]
     demands = [*reduce, *step.demands]
     if step.wants is None and n > 1 and is_random(node) and not _agreed(node):
         why = "a random draw that must be the same on every rank"
-        demands.append(Demand(node, 0, "", "draw", REPLICATE, why=why))
+        demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
     return Step(step.wants, step.results, tuple(demands))
 
 
@@ -327,8 +326,3 @@ def _step(
         return through_factors(call, rule, have, n)
     begun = None if keep_whole else start(axes, call, rule, n)
     return begun or Step(None, (REPLICATE,) * max(1, len(call.results())))
-
-
-def _takes_varying(rule: Factors | None, have: Sequence[Placement]) -> bool:
-    wants = rule.wants if rule is not None else None
-    return wants is not None and all(w == VARYING for w, p in zip(wants, have) if p == VARYING)

@@ -42,7 +42,6 @@ from .config import Ranks, SPConfig, resolve
 class Discharge(Rounds):
     """The strategies, round after round, until no demand is left."""
 
-    name = "discharge"
     requires = frozenset({"canonical", "attention is chosen"})
 
     @classmethod
@@ -53,7 +52,6 @@ class Discharge(Rounds):
 class Pipeline(Passes):
     """Captured graph in the global view -> the proved graph of one rank: all there is, in order."""
 
-    name = "pipeline"
     steps = (
         Canonicalize,
         Aligned,

@@ -20,6 +20,7 @@ from sp_compile.lowering.frames import FrameArg, by_rank, in_order, pad, trim
 
 from .args import SEQUENCE, LocalArgs
 from .blocks import whole
+from .ring import unpacked
 
 Cat = Callable[[list[Tensor], int], Tensor]
 
@@ -49,7 +50,7 @@ class GatheredKeys(NamedTuple):
         if n == 1:
             return trim(k, SEQUENCE, frame, 1, 1), trim(v, SEQUENCE, frame, 1, 1)
         rows = in_order(current().all_gather(_side_by_side(k, v, cat), n, self.group), frame, n)
-        return _apart(trim(rows, 0, frame, n, 1), k, v)
+        return unpacked(trim(rows, 0, frame, n, 1).movedim(0, SEQUENCE), k, v)
 
     def _scatter(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         frame, n = self.frame, self.n
@@ -58,15 +59,10 @@ class GatheredKeys(NamedTuple):
         if n == 1:
             return pad(dk, SEQUENCE, frame, 1, edge=False), pad(dv, SEQUENCE, frame, 1, edge=False)
         rows = pad(_side_by_side(dk, dv, torch.cat), 0, frame, n, edge=False)
-        return _apart(current().reduce_scatter(by_rank(rows, frame, n), n, self.group), dk, dv)
+        scattered = current().reduce_scatter(by_rank(rows, frame, n), n, self.group)
+        return unpacked(scattered.movedim(0, SEQUENCE), dk, dv)
 
 
 def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
     """(B, Hkv, s, D) and (B, Hkv, s, E) -> (s, B, Hkv, D + E), copied once."""
     return cat([x.movedim(SEQUENCE, 0) for x in (k, v)], 3)
-
-
-def _apart(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Undo `_side_by_side` for any number of rows; views."""
-    keys, values = (piece.movedim(0, SEQUENCE) for piece in rows.split([k.shape[3], v.shape[3]], 3))
-    return keys, values

@@ -69,7 +69,7 @@ class RingKeys(NamedTuple):
             if self.steps > 1:
                 carried.add(dk_, dv_)
         if self.steps > 1:
-            dk_, dv_ = _unpack(carried.home(), k, v)
+            dk_, dv_ = unpacked(carried.home(), k, v)
         assert dq is not None
         return dq, dk_, dv_, dmask
 
@@ -81,7 +81,7 @@ class RingKeys(NamedTuple):
             yield keys, values, span(self.frame, self.n, self.stride, step), coming
             if coming is not None:
                 both = current().wait(coming)
-                keys, values = _unpack(both, k, v)
+                keys, values = unpacked(both, k, v)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def _pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k, v], 3)
 
 
-def _unpack(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Undo `_pack`; views."""
+def unpacked(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `_pack`, for any number of rows; views."""
     keys, values = both.split([k.shape[3], v.shape[3]], 3)
     return keys, values
 

@@ -145,7 +145,6 @@ class _Operands:
 class AssociativeScans(Spelling):
     """Rewrites the calls whose combine function is recognised."""
 
-    name = "associative_scans"
     requires = frozenset({"explicit"})
     provides = frozenset({"canonical", "scans"})
 
@@ -219,7 +218,6 @@ def _source_dim(node: Node, dim: int) -> int | None:
 class Trees(Pass):
     """Writes out what is left, level by level: functional torch ops, in linear memory. Lengths become constants."""
 
-    name = "trees"
     requires = frozenset({"local"})
     provides = frozenset({"ops"})
 

@@ -30,7 +30,6 @@ import_rooms(str(__package__), folder)
 class Canonicalize(Passes):
     """Brings a captured graph to its canonical form, by every spelling that is registered."""
 
-    name = "canonicalize"
     provides = frozenset({"canonical"})
 
     @classmethod

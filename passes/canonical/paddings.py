@@ -33,7 +33,6 @@ aten, sp = torch.ops.aten, torch.ops.sp
 class Paddings(Spelling):
     """Rewrites the padded windows of one graph."""
 
-    name = "paddings"
     requires = frozenset({"scan idioms"})  # which are written with the same words
 
     def apply(self, gm: GraphModule, job: Job) -> int:

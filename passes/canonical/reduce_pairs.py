@@ -28,8 +28,6 @@ STEPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detach.default)
 class ReducePairs(Spelling):
     """Rewrites every autograd.Function that only reduces."""
 
-    name = "reduce_pairs"
-
     def apply(self, gm: GraphModule, job: Job) -> int:
         found = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
         return sum([self._respell(node) for node in found])

@@ -43,8 +43,6 @@ from .scan_ops import CUMULATIVE, flips_along, has_scan, scan
 aten, sp = torch.ops.aten, torch.ops.sp
 ADDS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 PARTS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
-
-
 SHIFTS = ((1, -1), (-1, 1))
 
 
@@ -95,7 +93,6 @@ def spelt(node: object) -> ScanForm | None:
 class ScanIdioms(Spelling):
     """Rewrites the scans of one graph."""
 
-    name = "scan_idioms"
     requires = frozenset({"scans", "masks are predicates"})  # a mask is read as it was written
     provides = frozenset({"canonical", "scan idioms"})
 

@@ -45,7 +45,6 @@ recurrence of a and b carries from its rows i to j over to row k."""
 class ScanRounds(Spelling):
     """Rewrites the unrolled scans of one graph."""
 
-    name = "scan_rounds"
     requires = frozenset({"loops are rolled"})  # whose states are read before all that only looks at rows
     provides = frozenset({"canonical", "scans"})
 

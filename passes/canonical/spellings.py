@@ -40,7 +40,6 @@ CallForm = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 class Explicit(Spelling):
     """Rewrites every node that has a plainer spelling."""
 
-    name = "explicit"
     provides = frozenset({"canonical", "explicit"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
@@ -104,7 +103,6 @@ _SPELLINGS = {
 class Repeats(Spelling):
     """Rewrites every repeat_interleave along a dim."""
 
-    name = "repeats"
     requires = frozenset({"heads are grouped"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:

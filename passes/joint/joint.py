@@ -68,13 +68,11 @@ class JointJob(Job):
 class ScatterLayers(Passes):
     """Layers over the job's group, if every rank of it would exchange the same."""
 
-    name = "scatter_layers"
     requires = frozenset({"captured", "own rows are marked"})
     provides = frozenset({"layers are scattered"})
     steps = (SequenceParallelLinear,)
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, JointJob)
+    def apply(self, gm: GraphModule, job: JointJob) -> int:
         ranks, session, scatter = job.ranks, job.session, job.config.sequence_parallel_linear != "never"
         local, numbers = copied(gm), session.numbers(gm, ranks)
         facts = joint_facts(local, session.facts[ranks.group], job.shapes)
@@ -109,12 +107,10 @@ class ScatterLayers(Passes):
 class LowerExchanges(Pass):
     """sp:: exchanges become the functional collectives and ATen ops that their bodies are."""
 
-    name = "lower_exchanges"
     requires = frozenset({"layers are scattered"})
     provides = frozenset({"exchanges are lowered"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, JointJob)
+    def apply(self, gm: GraphModule, job: JointJob) -> int:
         inductor = job.config.compiler == "inductor"
         return lower_exchanges(gm, _compat.inductor_decompositions() if inductor else None)
 
@@ -122,11 +118,9 @@ class LowerExchanges(Pass):
 class EachGroup(Passes):
     """Layers over one group after the other, of those that the program exchanges over."""
 
-    name = "each_group"
     steps = (OwnRows, ScatterLayers, LowerExchanges)
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, JointJob)
+    def apply(self, gm: GraphModule, job: JointJob) -> int:
         check_reductions(gm.graph)
         job.shared, alone, changes = [], job.ranks, 0
         for ranks in job.session.groups:
@@ -142,7 +136,6 @@ class JoinExchanges(Passes):
     What a rank's neighbour over one group sees, its neighbours over others have to know as well.
     """
 
-    name = "join_exchanges"
     requires = frozenset({"exchanges are lowered"})
     provides = frozenset({"exchanges are final"})
 
@@ -150,8 +143,7 @@ class JoinExchanges(Passes):
     def parts(cls) -> Sequence[type[Pass]]:
         return registered(CollectivePass)
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, JointJob)
+    def apply(self, gm: GraphModule, job: JointJob) -> int:
         if job.session.all_alike():
             return super().apply(gm, job)
         names = ", ".join(kind.name for kind in self.parts())
@@ -163,11 +155,9 @@ class JoinExchanges(Passes):
 class CompareGradients(Pass):
     """Lets every backward begin with a look whether the ranks were given alike the gradients that must be."""
 
-    name = "compare_gradients"
     requires = frozenset({"exchanges are final"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, JointJob)
+    def apply(self, gm: GraphModule, job: JointJob) -> int:
         shared = [(ranks, names) for ranks, names in job.shared if job.session.compares_gradients(ranks)]
         return sum(self._compare(ranks, names) for ranks, names in shared)
 

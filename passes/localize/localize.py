@@ -39,7 +39,6 @@ KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "
 class Localize(Pass):
     """The pass, by hand: `Localize(2)(graph_module)`. Raises SpError while the graph has demands left."""
 
-    name = "localize"
     requires = frozenset({"no demands", "checked"})
     provides = frozenset({"local"})
 

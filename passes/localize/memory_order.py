@@ -33,7 +33,6 @@ class RestoreStrides(Pass):
     both were written for the layout of one device. A copy where the layouts differ.
     """
 
-    name = "restore_strides"
     requires = frozenset({"proved"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
@@ -47,7 +46,6 @@ class RestoreStrides(Pass):
 class KeepOrder(Pass):
     """Every value below autograd, in a graph whose `meta["val"]` is local and whose `record(node).origin` is global."""
 
-    name = "keep_order"
     requires = frozenset({"proved"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:

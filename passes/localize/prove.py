@@ -37,7 +37,6 @@ PYTHON = ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "
 class Prove(Pass):
     """The proof as the pipeline runs it, behind Localize."""
 
-    name = "prove"
     requires = frozenset({"local", "ops"})
     provides = frozenset({"proved"})
 
@@ -79,7 +78,8 @@ def _check_waited(node: Node) -> None:
 def _infer(node: Node, plan: Plan) -> None:
     """The node's local value. A node that runs alike on every rank keeps its global one."""
     source = record(node).origin
-    if source is not None and source not in plan.wants and not _reads_local(node):
+    local = getattr(node.target, "namespace", "") == "sp" or getattr(node.target, "__name__", "") == "getitem"
+    if source is not None and source not in plan.wants and not local:
         return
     if not isinstance(node.target, OpOverload) and "val" in node.meta and source is None:
         return
@@ -91,10 +91,6 @@ def _infer(node: Node, plan: Plan) -> None:
         raise SpError(
             f"{node.name} ({node.target}) at {at(node)} does not run on local operands of shapes {shapes}: {e}"
         ) from e
-
-
-def _reads_local(node: Node) -> bool:
-    return getattr(node.target, "namespace", "") == "sp" or getattr(node.target, "__name__", "") == "getitem"
 
 
 def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:

@@ -31,7 +31,6 @@ sp = torch.ops.sp
 class Gather(Rewrite):
     """Claims every demand for a whole operand."""
 
-    name = "gather"
     requires = Rewrite.requires | {"claimed"}  # by whoever does better
     provides = frozenset({"gathered"})
     kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
@@ -102,7 +101,6 @@ def replace_operand(node: Node, index: int, new: Node) -> None:
 class Undo(Rewrite):
     """Claims the demands of exchanges whose operands are not placed as they were written for."""
 
-    name = "undo"
     kinds = frozenset({"stale"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:

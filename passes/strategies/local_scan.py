@@ -29,7 +29,6 @@ LARGE = 1 << 14  # elements; below them the call is what takes time
 class SlowScans(Pass):
     """Takes torch's scans that nothing has to be exchanged for."""
 
-    name = "slow_scans"
     requires = frozenset({"no demands"})
     provides = frozenset({"planned"})
 

@@ -24,7 +24,6 @@ aten = torch.ops.aten
 class Pick(Rewrite):
     """Claims the demand of a select, or a slice of one row, along the sharded dim."""
 
-    name = "pick"
     provides = frozenset({"claimed", "picked"})
     kinds = frozenset({"whole"})
 

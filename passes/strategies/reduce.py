@@ -100,7 +100,6 @@ class Means(Rewrite):
 class Reduce(Rewrite):
     """Turns Partial values into whole ones, once each, right after they are produced."""
 
-    name = "reduce"
     requires = Rewrite.requires | {"means are sums"}
     kinds = frozenset({"reduce"})
 

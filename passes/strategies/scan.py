@@ -49,7 +49,6 @@ COMBINE = {"sum": aten.add.Tensor, "prod": aten.mul.Tensor, "max": aten.maximum.
 class NestedScan(Rewrite):
     """Claims the demands of scans along a dim of several factors."""
 
-    name = "nested_scan"
     provides = frozenset({"claimed", "scans are flat"})
     kinds = frozenset({"scan"})
 
@@ -132,7 +131,6 @@ class _Nested:
 class Scan(Rewrite):
     """Claims the demands of scans. By hand, `Scan(1)(graph_module)` makes the slow scans of any graph fast."""
 
-    name = "scan"
     requires = Rewrite.requires | {"scans are flat"}
     kinds = frozenset({"scan"})
 

@@ -1,9 +1,4 @@
-"""What is said of a graph before and after the demands of its sequence are met; no value changes.
-
-Aligned         nodes that exchange with ranks which hold other rows run on whole values
-Sequences       where the inputs have the sequence; refuses a model in which there is none
-LocalOutputs    what the plan relies on; refuses outputs='local' where a rank's shard would hold padding
-"""
+"""What is said of a graph before and after the demands of its sequence are met; no value changes."""
 
 from __future__ import annotations
 
@@ -24,9 +19,8 @@ ALL = "the whole graph"
 
 
 class Aligned(Pass):
-    """Marks the exchanges of the program's own that no rank may make of its rows alone."""
+    """Marks the exchanges of the program's own that no rank may make of its rows alone: these run on whole values."""
 
-    name = "aligned"
     provides = frozenset({"exchanges are marked"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
@@ -39,7 +33,6 @@ class Aligned(Pass):
 class Sequences(Pass):
     """Finds the sequences of the inputs. Raises SpError if a whole model has none, or fallback='error' needs one."""
 
-    name = "sequences"
     requires = frozenset({"canonical", "exchanges are marked"})
     provides = frozenset({"sequences"})
 
@@ -75,7 +68,7 @@ class Sequences(Pass):
 
 
 class LocalOutputs(Pass):
-    """Checks results that stay sharded, and says how the plan cuts sequences and heads."""
+    """Says how the plan cuts sequences and heads. Refuses outputs='local' where a rank's shard would hold padding."""
 
     name = "outputs"
     requires = frozenset({"planned"})

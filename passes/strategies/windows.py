@@ -29,7 +29,6 @@ aten, sp = torch.ops.aten, torch.ops.sp
 class Halo(Rewrite):
     """Claims the demands of windows on shards, of a row in front of a shard, and of shards one beside the other."""
 
-    name = "halo"
     requires = Rewrite.requires | {"picked"}  # one row is sent alone
     kinds = frozenset({"halo", "whole", "align"})
 

@@ -30,7 +30,6 @@ aten, sp = torch.ops.aten, torch.ops.sp
 class BucketReductions(Pass):
     """Rewrites the graph of one rank. A sum that something else reads stays where it is."""
 
-    name = "bucket_reductions"
     requires = frozenset({"local"})
     provides = frozenset({"ops"})  # that are proved next
 

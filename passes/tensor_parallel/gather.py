@@ -8,11 +8,10 @@ Bytes sent per rank: (n - 1) times its shard of x.
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import product, same, sizes
-from sp_compile.passes.job import Job
 from sp_compile.passes.strategies.gather import Gather, operand_of, replace_operand
 from sp_compile.sharding.placement import Demand, Shard
 
@@ -29,11 +28,7 @@ class GatherOnce(Gather):
 
     name = "full"
     kinds = Gather.kinds | {"varying"}
-
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, ScatterJob)
-        self.wholes = job.wholes
-        return super().apply(gm, job)
+    job: ScatterJob
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         return None
@@ -48,7 +43,8 @@ class GatherOnce(Gather):
 
     def _whole(self, source: Node) -> Node:
         """The value with all rows, gathered as far up as it is only moved."""
-        if source not in self.wholes:
+        wholes = self.job.wholes
+        if source not in wholes:
             if _hands_on(source) and isinstance(self.plan.of(Call(source).operands[0]), Shard):
                 moved = self._whole(Call(source).operands[0])
                 args, kwargs = Call(source).rebuild([moved])
@@ -56,8 +52,8 @@ class GatherOnce(Gather):
                     whole = self.emit(source.target, args, source.meta["val"], source, kwargs)
             else:
                 whole = self._gathered(source)
-            self.wholes[source] = whole
-        return self.wholes[source]
+            wholes[source] = whole
+        return wholes[source]
 
     def _gathered(self, source: Node) -> Node:
         have = self.plan.of(source)

@@ -35,7 +35,6 @@ AskAll = Callable[[list[int]], list[list[int]]]
 class OwnRows(Pass):
     """By hand: `OwnRows(Ranks(n, group), ask_all)(graph_module)`, on every rank of the group."""
 
-    name = "own_rows"
     provides = frozenset({"own rows are marked"})
 
     def __init__(self, ranks: Ranks, ask_all: AskAll) -> None:

@@ -46,12 +46,10 @@ IDLE = "all its rows are needed at once"
 class Scatter(Pass):
     """All_reduces of linears become reduce_scatters, along the dims that `choose_cuts` finds best."""
 
-    name = "scatter"
     requires = frozenset({"differences are known", "draws are whole"})
     provides = frozenset({"sums are scattered"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, ScatterJob)
+    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
         chosen = choose_cuts(gm, job)
         found = {node: _layer(node, chosen) for node in job.summed}
         cut = {self._scattered(node, shard): found.pop(node) for node, shard in chosen.items() if shard}
@@ -76,12 +74,10 @@ def _layer(node: Node, chosen: Mapping[Node, Shard | None]) -> Layer:
 class LeaveIdle(Pass):
     """An all_reduce stays one where no work would be done on its rows: it would only be gathered again."""
 
-    name = "leave_idle"
     requires = frozenset({"sums are scattered"})
     provides = frozenset({"layers are chosen"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, ScatterJob)
+    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
         left = 0
         while True:
             plan = job.plan(gm)
@@ -101,7 +97,6 @@ class LeaveIdle(Pass):
 class MeetDemands(Rounds):
     """What is needed whole is gathered, and what is summed over rows is reduced."""
 
-    name = "meet_demands"
     requires = frozenset({"layers are chosen"})
     steps = (Means, Reduce, GatherOnce)
 
@@ -109,7 +104,6 @@ class MeetDemands(Rounds):
 class RunOnRows(Passes):
     """The graph of one rank, where anything of it would run on shards."""
 
-    name = "run_on_rows"
     requires = frozenset({"layers are chosen"})
     steps = (MeetDemands, Localize, BucketReductions, Prove, KeepOrder)
 
@@ -129,7 +123,6 @@ class SequenceParallelLinear(Passes):
     `facts` name nodes of it. Raises SpError if the group has another number of ranks.
     """
 
-    name = "sequence_parallel_linear"
     provides = frozenset({"layers are scattered"})
     steps = (DropOverwrites, MarkVarying, DrawWhole, Scatter, LeaveIdle, RunOnRows)
 

@@ -23,7 +23,6 @@ from sp_compile.graph.edit import Editor
 from sp_compile.graph.random import is_random
 from sp_compile.graph.sizes import sizes
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job
 from sp_compile.sharding.axes import name_axes
 
 from .varying import ScatterJob, differing
@@ -36,12 +35,10 @@ DROPOUT = (aten.dropout.default, aten.native_dropout.default)
 class DrawWhole(Pass):
     """Rewrites the draws that are alike on every rank."""
 
-    name = "draw_whole"
     requires = frozenset({"differences are known"})
     provides = frozenset({"draws are whole"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, ScatterJob)
+    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
         drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE, *DROPOUT)]
         differ = differing(gm, name_axes(gm), job.varying) if drawn else set()
         alike = [node for node in drawn if node not in differ]
@@ -79,11 +76,9 @@ def _drop(editor: Editor, node: Node) -> None:
 class DropOverwrites(Pass):
     """What is written over a value stands for it. A write that converts or broadcasts stays."""
 
-    name = "drop_overwrites"
     provides = frozenset({"nothing is overwritten"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, ScatterJob)
+    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
         gone: dict[Node, Node] = {}
         copied = 0
         for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):

@@ -147,12 +147,10 @@ def respell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...], lik
 class MarkVarying(Pass):
     """Says of exchanges, and of what is made with other numbers, where it lies, and finds the inputs that differ."""
 
-    name = "mark_varying"
     requires = frozenset({"captured", "nothing is overwritten"})
     provides = frozenset({"differences are known"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert isinstance(job, ScatterJob)
+    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
         mark_collectives(gm, job.ranks.group, job.facts.grid)
         mark_numbers(gm, job.facts)
         for node in gm.graph.nodes:

@@ -21,8 +21,7 @@ def functional_collectives(gm: GraphModule) -> None:
     """Edit the graph in place. Left alone: a buffer of another shape, shares that are not known."""
     if not dist.is_available():
         return
-    editor = Editor()
-    editor.edit(gm.graph)
+    editor = Editor().edit(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.c10d.alltoall_base_.default):
         holder = node.args[2]
         group = dist.ProcessGroup.unbox(getattr(gm, holder.target))

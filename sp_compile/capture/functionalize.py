@@ -56,8 +56,7 @@ class _Renaming:
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm, self.graph = gm, gm.graph
-        self.editor = Editor()
-        self.editor.edit(gm.graph)
+        self.editor = Editor().edit(gm.graph)
         self.aliases = Aliases(gm.graph)
         self.version: dict[Node, int] = {}
         self.current: dict[Node, Node] = {}  # changed root -> its value

@@ -204,9 +204,7 @@ Evidence = Iterable[tuple[Node, Dim]]  # an op, and a dim that is a sequence bec
 def _attended(gm: GraphModule, axes: Axes) -> Evidence:
     """q and k of attention."""
     for node in attending_nodes(gm):
-        query, key = Call(node).operands[:2]
-        yield node, axes.dims[query, 0][-2]
-        yield node, axes.dims[key, 0][-2]
+        yield from ((node, axes.dims[operand, 0][-2]) for operand in Call(node).operands[:2])
 
 
 def _softmax_attended(gm: GraphModule, axes: Axes) -> Evidence:

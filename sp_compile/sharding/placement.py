@@ -116,7 +116,7 @@ VARYING = Varying()
 
 @dataclass(frozen=True)
 class Demand:
-    """`node` needs its operand whole (or scanned, reduced, attended) along `factor`, and it is placed as `have`.
+    """`node` needs its operand whole (or scanned, reduced, attended), and it is placed as `have`.
 
     kind: whole | align | reduce | mean | total | attend | scan | halo | draw | invariant | varying | stale | no rule:
         the reason; what strategies claim it by
@@ -125,7 +125,6 @@ class Demand:
 
     node: Node
     operand: int
-    factor: str
     kind: str
     have: Placement
     keeps_sharding: bool = False

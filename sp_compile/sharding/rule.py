@@ -23,7 +23,7 @@ The notation is that of einops and of Shardy's op sharding rules (openxla.org/sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,7 @@ from .placement import Placement
 __all__ = ["POINTWISE", "Call", "Dims", "Factors", "Pattern", "RuleFunction", "rule", "rule_of"]
 
 RuleFunction = Callable[[Call], Factors | None]
-RuleFunctionT = TypeVar("RuleFunctionT", bound=RuleFunction)  # a decorated function keeps its own type
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # a decorated function keeps its own type
 TransferFunction = Callable[[Call], tuple[Placement, ...]]
 POINTWISE = torch.Tag.pointwise  # registering this key gives the rule of every op that carries the tag
 _REGISTRY: dict[Any, RuleFunction] = {}
@@ -62,14 +62,19 @@ def registered_rules() -> Mapping[Any, RuleFunction]:
     return dict(_REGISTRY)
 
 
-def rule_of(*ops: Any) -> Callable[[RuleFunctionT], RuleFunctionT]:
-    """Decorator: the rule of these op overloads depends on their arguments."""
+def entry(table: dict[Any, Any], keys: Iterable[Any]) -> Callable[[FunctionT], FunctionT]:
+    """Decorator: the function is what the table has under these keys."""
 
-    def register(function: RuleFunctionT) -> RuleFunctionT:
-        _REGISTRY.update(dict.fromkeys(ops, function))
+    def register(function: FunctionT) -> FunctionT:
+        table.update(dict.fromkeys(keys, function))
         return function
 
     return register
+
+
+def rule_of(*ops: Any) -> Callable[[FunctionT], FunctionT]:
+    """Decorator: the rule of these op overloads depends on their arguments."""
+    return entry(_REGISTRY, ops)
 
 
 def forget(op: Any) -> None:
@@ -77,14 +82,9 @@ def forget(op: Any) -> None:
     del _REGISTRY[op]
 
 
-def transfer(*ops: Any) -> Callable[[TransferFunction], TransferFunction]:
+def transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
     """Decorator: where the results of an op lie that changes placements and nothing else (the sp:: exchanges)."""
-
-    def register(function: TransferFunction) -> TransferFunction:
-        _TRANSFERS.update(dict.fromkeys(ops, function))
-        return function
-
-    return register
+    return entry(_TRANSFERS, ops)
 
 
 def transfer_of(target: Any) -> TransferFunction | None:

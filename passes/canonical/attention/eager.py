@@ -51,7 +51,6 @@ class Weights:
 class EagerAttention(Spelling):
     """Rewrites every attention that is spelled out around a softmax."""
 
-    name = "eager_attention"
     requires = frozenset({"explicit", "loops are rolled"})
     provides = frozenset({"canonical", "attention is fused"})
 

@@ -24,6 +24,7 @@ from sp_compile._compat import OpOverload, schema_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.sizes import same, size, sizes
 from sp_compile.sharding.matchers import constant_of, element_of, origin
+from sp_compile.sharding.rule import entry
 
 from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
 
@@ -43,12 +44,7 @@ class NotSymbolic(Exception):
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
     """Decorator: how the aten ops of these names (every overload) get their elements."""
-
-    def register(handler: Handler) -> Handler:
-        HANDLERS.update(dict.fromkeys(names, handler))
-        return handler
-
-    return register
+    return entry(HANDLERS, names)
 
 
 class Positions:

@@ -43,7 +43,6 @@ SDPA = aten.scaled_dot_product_attention.default
 class StackHeads(Spelling):
     """Rewrites the attentions of one graph that differ in their head alone."""
 
-    name = "stack_heads"
     requires = frozenset({"attention is fused"})
     provides = frozenset({"canonical", "heads are stacked"})
 
@@ -145,7 +144,6 @@ HEADS = -3
 class GroupHeads(Spelling):
     """Gives every attention the key and value heads before their repetition."""
 
-    name = "group_heads"
     requires = frozenset({"masks are predicates"})  # a mask is recognised by the scores of all heads
     provides = frozenset({"canonical", "heads are grouped"})
 

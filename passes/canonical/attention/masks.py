@@ -125,7 +125,6 @@ class MaskForm:
 class Masks(base.Spelling):
     """Rewrites the attentions of one graph."""
 
-    name = "masks"
     requires = frozenset({"attention is fused", "heads are stacked"})  # one mask for all heads
     provides = frozenset({"canonical", "masks are predicates"})
 

@@ -42,7 +42,6 @@ class Write:
 class WrittenLists(Spelling):
     """Rewrites the chains of writes of one graph."""
 
-    name = "written_lists"
     requires = frozenset({"explicit"})
     provides = frozenset({"canonical", "lists"})
 

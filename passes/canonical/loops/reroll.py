@@ -174,7 +174,6 @@ STATE_CALLS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CA
 class Reroll(Spelling, Scans):
     """Rolls up the unrolled loops of one graph."""
 
-    name = "reroll"
     requires = frozenset({"explicit", "lists"})
     provides = frozenset({"canonical", "loops are rolled"})
 

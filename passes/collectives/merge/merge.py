@@ -62,7 +62,6 @@ class MergeReductions(CollectivePass):
     Raises SpError: an unknown policy or reduction, a graph without shapes, an undeclared group.
     """
 
-    name = "merge_reductions"
     requires = frozenset({"captured", "exchanges are joined"})
     provides = frozenset({"reductions are merged"})
 

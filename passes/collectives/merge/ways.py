@@ -73,7 +73,8 @@ class Chooser:
             fastest = min(way.time for way in ways)
             ways = [way for way in ways if way.time <= fastest * TIE] or [apart(ways)]
         elif self.policy == "intra_node":
-            ways = [way for way in ways if self._stays_inside(way)]
+            inside = self.groups.in_one_node
+            ways = [way for way in ways if all(len(b) == 1 or inside(name) for b, name in way.blocks.items())]
         return min(ways, key=lambda way: (len(way.blocks), way.time))
 
     def why_apart(self, chain: Chain, ways: list[MergeWay]) -> str:
@@ -113,9 +114,6 @@ class Chooser:
         first = chain.links[block[0]]
         rows = value_of(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
         return bool(statically_known_true(rows % ranks == 0))
-
-    def _stays_inside(self, way: MergeWay) -> bool:
-        return all(len(block) == 1 or self.groups.in_one_node(name) for block, name in way.blocks.items())
 
     def _time(self, chain: Chain, block: LinkSet, name: str) -> float:
         """Predicted seconds of a block done at once."""

@@ -51,7 +51,6 @@ class PermuteAllToAll(CollectivePass):
     packed: put independent exchanges together.
     """
 
-    name = "permute_all_to_all"
     provides = frozenset({"exchanges are joined"})
 
     @classmethod

@@ -5,7 +5,6 @@ A file holds all that is known of its strategy and registers it; no other file n
     from sp_compile.passes.strategies.attention import Candidate, ShardedAttention, Strategy, register
 
     class Mine(ShardedAttention):           # the pass: what it claims, and the op that it puts in an attention's place
-        name = "mine"
         op = torch.ops.sp.mine.default
 
     register(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))

@@ -46,7 +46,6 @@ class NodeDecision(Decision):
 class ChooseAttention(Pass):
     """Notes the choice for every attention, and the layout for the whole program."""
 
-    name = "choose_attention"
     requires = frozenset({"canonical", "sequences"})
     provides = frozenset({"attention is chosen"})
 

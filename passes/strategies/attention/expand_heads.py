@@ -27,7 +27,6 @@ HEADS = 1
 class ExpandHeads(Rewrite):
     """Repeats key and value heads in front of masked attention on devices other than the CPU (or on `devices`)."""
 
-    name = "expand_heads"
     requires = frozenset({"no demands"})
     provides = frozenset({"planned"})
 

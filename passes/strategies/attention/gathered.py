@@ -30,7 +30,6 @@ from .base import ShardedAttention, register
 class Gathered(ShardedAttention):
     """Claims attention that was chosen to gather its keys, and what is left of attention when its turn comes."""
 
-    name = "gathered"
     op = torch.ops.sp.gathered_attention.default
     merges = moves_keys = False
     takes_rest = True

@@ -35,7 +35,6 @@ from .ulysses import exchange_seconds, exchanged_bytes
 class Hybrid(ShardedAttention):
     """Claims attention that was chosen to run as a hybrid (by hand: `Hybrid(4)(graph_module)`, any)."""
 
-    name = "hybrid"
     op = torch.ops.sp.hybrid_attention.default
 
     @classmethod

@@ -34,7 +34,6 @@ from .base import ShardedAttention, register, sequence_shard
 class Ring(ShardedAttention):
     """Claims attention that was chosen to run as a ring (by hand: `Ring(4)(graph_module)`, any)."""
 
-    name = "ring"
     op = torch.ops.sp.ring_attention.default
 
     def last(self, node: Node) -> tuple[Any, ...]:

@@ -37,7 +37,6 @@ DimFrame = tuple[int, tuple[Size, ...]]  # a dim from behind, and the frame in w
 class Ulysses(AttentionPass):
     """Claims the demands of attention where the ranks divide the query heads."""
 
-    name = "ulysses"
     merges = False
     explains = True
 
