@@ -57,7 +57,6 @@ new_zeros: [1, 2] = aten.zeros([1, 2], dtype=float32, device=cpu)
 type_as: [3, 2] = aten.to.dtype(y, float32)
 cat: [4, 2] = aten.cat([new_zeros, type_as])
 squeeze: [4, 2] = aten.squeeze.dims(cat, [])
-empty: [0] = aten.empty.memory_format([0], device=cpu, pin_memory=False)
 new_full: [2] = aten.full([2], 3, dtype=float32, device=cpu)
 add: [4, 2] = aten.add.Tensor(squeeze, new_full)
 return (add,)""",
