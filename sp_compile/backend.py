@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ CHANGING_LENGTHS = (
 WHOLE_DTENSORS = (
     "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
     "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
+)
+CUT_BY_DDP = (
+    "DistributedDataParallel has cut the model at its buckets of gradients, and what crosses a cut is gathered: set "
+    "torch._dynamo.config.optimize_ddp = False, or compile what is in it, DistributedDataParallel(torch.compile(model))"
 )
 NO_PLACE = "compiler={!r} has no place for passes on collectives: they stay"
 OF_SEQUENCE = dict.fromkeys(
@@ -119,6 +124,8 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     A program with a sequence is split along it. One that exchanges by itself and has no ranks left for a sequence stays
     whole, and its exchanges are a matter of passes on the joint graph. One without a sequence runs as it is written.
     """
+    if _compat.is_cut_by_ddp(gm):
+        _warn_once(CUT_BY_DDP)
     session.learn(gm, example_inputs)
     if not session.splits:
         config = _of_whole(gm, options)
@@ -146,6 +153,11 @@ def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:
     if not _compat.is_fragment(gm):
         config.refuse("a program that exchanges by itself", **OF_SEQUENCE)
     return config
+
+
+@cache
+def _warn_once(words: str) -> None:
+    log.warning("%s", words)
 
 
 def _joint(example_inputs: Sequence[Any], config: SPConfig, session: Session) -> JointPasses | None:

@@ -54,6 +54,12 @@ def is_fragment(gm: GraphModule) -> bool:
     return _called_by_user_code() or (ddp and reason is None)
 
 
+def is_cut_by_ddp(gm: GraphModule) -> bool:
+    """Is this Dynamo graph a bucket of DDPOptimizer?"""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and "DDPOptimizer" in reason.reason
+
+
 def _called_by_user_code() -> bool:
     """Was Dynamo entered from a Python frame that it could not compile, inside the function given to torch.compile?
 

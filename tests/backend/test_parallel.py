@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+from sp_compile import backend
 
 BATCHES = 2  # one for each of the two data-parallel rows of the mesh
 
@@ -84,10 +87,15 @@ def with_small_buckets() -> Outcome:
     model = build(layers=2, dim=128)
     alone = copy.deepcopy(model)
     run = sp(DDP(model, bucket_cap_mb=1), mesh=mesh, param_grads="partial")
-    return outcome(*step(run, model, mesh, 8), *expected(alone, 8))
+    backend._warn_once.cache_clear()
+    with TestCase().assertLogs("sp_compile.backend") as logs:
+        found = outcome(*step(run, model, mesh, 8), *expected(alone, 8))
+    assert ["optimize_ddp" in line for line in logs.output].count(True) == 1
+    return found
 
 
 def test_ddp_in_pieces(ranks: Ranks) -> None:
+    """As torch's default has it, which is said once."""
     check(ranks.run(4, with_small_buckets))
 
 

@@ -16,7 +16,7 @@ from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-SECONDS = 3
+SECONDS = 5
 
 
 class Floats(nn.Module):
