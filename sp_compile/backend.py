@@ -90,8 +90,8 @@ def sp(
     if lowered is None:
         return session.guard(None, error, gm, example_inputs, None)
     scattered = lowered.joint.given.scattered if lowered.joint is not None else ()
-    inputs = lowered.config.inputs
-    return session.guard(run, error, gm, example_inputs, lowered.graph, inputs, scattered)
+    config = lowered.config
+    return session.guard(run, error, gm, example_inputs, lowered.graph, config.inputs, config.outputs, scattered)
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:

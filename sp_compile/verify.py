@@ -220,12 +220,13 @@ def _errors(gm: GraphModule, before: Sequence[Any], alone: Outcome, rank: Outcom
 
 
 def _row(name: str, expected: Any, found: Any, floor: float = 0.0, layouts: Sequence[Tensor] = ()) -> tuple[str, float]:
-    """The error under a name, which says what is not alike besides values. layouts: one of them it has to have."""
+    """The error under a name, which says what is not alike besides values. layouts: it has one, or is contiguous."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         facts = [(x.dtype, tuple(x.shape)) for x in (expected, found)]
         if facts[0] != facts[1]:
             return f"{name}: {facts[1]}, on one device {facts[0]}", float("inf")
-        if layouts and expected.numel() and all(strides_differ(x, found) for x in layouts):
+        moved = layouts and expected.numel() and all(strides_differ(x, found) for x in layouts)
+        if moved and not found.is_contiguous():  # as what was gathered is
             return f"{name}: strides {found.stride()}, on one device {expected.stride()}", float("inf")
     return name, _error(expected, found, floor)
 

@@ -16,6 +16,7 @@ import torch
 from sp_compile.lowering import triton
 
 PIECE = 1 << 19  # elements; their bits, positions and what is made of them are 12 MiB of int64
+FEW = 1 << 16  # elements that a summary looks at
 _GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # logical shift, then factor
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,16 +37,16 @@ def checksum(a: Any) -> str:
 
 @dataclass(frozen=True)
 class Later:
-    """Checksums on their way from a device. values: (n,) int64 of the CPU; there: None if they have been all along."""
+    """Checksums on their way from a device: (n,) int64, or (n, 2) of summaries. there: None if they are on the CPU."""
 
     values: torch.Tensor
     there: Any = None
 
     def read(self) -> list[str]:
-        """The checksums; waits for the device only where it has not come to them yet."""
+        """One text each; waits for the device only where it has not come to them yet."""
         if self.there is not None and not self.there.query():
             self.there.synchronize()
-        return [str(one) for one in self.values.tolist()]
+        return [str(one) if isinstance(one, int) else f"{one[0]!r} {one[1]!r}" for one in self.values.tolist()]
 
 
 def later(xs: Sequence[torch.Tensor]) -> Later:
@@ -68,6 +69,14 @@ def sent(x: torch.Tensor) -> Later:
     values, there = x.to("cpu", non_blocking=True), torch.Event(x.device.type)
     there.record()
     return Later(values, there)
+
+
+def summary(x: torch.Tensor) -> torch.Tensor:
+    """How large the elements are and where: (2,) float64, of at most FEW elements, which lie at equal distances."""
+    flat = x.detach().reshape(-1)
+    few = flat[:: max(1, -(-flat.numel() // FEW))].abs().double()
+    place = torch.arange(1, few.numel() + 1, device=x.device) / max(1, few.numel())
+    return torch.stack([few.sum(), (few * place).sum()])
 
 
 def total(x: torch.Tensor) -> torch.Tensor:

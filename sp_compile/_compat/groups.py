@@ -97,5 +97,6 @@ def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch
 def is_lost(error: BaseException) -> bool:
     """Has a collective waited for a rank in vain, or lost it?"""
     named = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
-    words = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error")
+    words = """Timed out waiting, Application timeout, Connection closed by peer, Connection reset by peer, Broken pipe,
+    Read error""".split(", ")
     return isinstance(error, named) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))

@@ -16,15 +16,16 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError, trace_of
-from sp_compile.lowering.collectives.checksums import checksum, later
+from sp_compile.lowering.collectives.checksums import checksum, later, sent, summary
 
 from .fingerprint import Program, TextLine, names_group
-from .message import BACKWARD, STOPS, Message, agree, astray, exchanged, failures, hashed, unlike_fields
+from .message import ABOUT, BACKWARD, STOPS, Message, agree, astray, exchanged, failures, hashed, unlike_fields
 from .wire import Wire, stop, wire_of
 
 SMALL = 64  # values of a constant that are compared
@@ -78,6 +79,8 @@ def _is_unused_symbol(node: Node) -> bool:
     return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
 
 
+OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
+SAME_LOSS = "every rank computes the same loss of it, from the same targets, weights and random numbers"
 INPUT = "input "  # fields of a message that tell of an input
 CHECKED = " with checksum "
 EARLIER = "value "  # of fields that tell of an earlier call
@@ -92,7 +95,7 @@ class CheckedProgram:
     equal: the inputs whose values must be the same on every rank; compared on the first call of each model and again
     every `check_every` calls, as checksums. always: the ones that are compared on every call, and so are `arguments`
     if they are small; shared: those that were found equal when the program was compiled. backward: compare the
-    backwards, too.
+    backwards, too; whole: and the gradients of its results, of which every rank has all rows.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -107,6 +110,7 @@ class CheckedProgram:
     subject: str = "a program"
     options: Mapping[str, str] = field(default_factory=dict)
     backward: bool = False
+    whole: bool = False
     check_every: int = 0
     arguments: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
@@ -224,10 +228,21 @@ class CheckedProgram:
         """Compare the backward of a call over the ranks, when it begins."""
         mine = Message(BACKWARD, call.subject, call.number)
         for node in compiled_backwards(pytree.tree_leaves(out), lambda: self._told(mine)):
-            node.register_prehook(lambda grads: self._begin(mine))
+            node.register_prehook(lambda grads: self._begin(mine, grads))
 
-    def _begin(self, mine: Message) -> None:
-        agree(self.ranks, mine, "", "")
+    def _begin(self, mine: Message, grads: Sequence[Any]) -> None:
+        """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own."""
+        fields, wire = {}, wire_of(self.ranks)
+        for i, grad in enumerate(grads if self.whole else ()):
+            name = f"gradient of result {i}"
+            if wire is not None and is_away(grad):
+                call = f"{EARLIER}of the {name} when it {mine}"
+                wire.later.append(([call], sent(summary(grad)[None])))
+            elif isinstance(grad, torch.Tensor) and not isinstance(grad, (FakeTensor, DTensor)):
+                fields[name] = ABOUT + sent(summary(grad)[None]).read()[0]
+            else:
+                fields[name] = "none" if grad is None else ""
+        agree(self.ranks, replace(mine, fields=fields), OTHER_GRADIENTS, SAME_LOSS)
 
 
 def is_small(a: Any) -> bool:

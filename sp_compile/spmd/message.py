@@ -25,6 +25,8 @@ from sp_compile.errors import SpError
 
 from .wire import gather, wire_of
 
+ABOUT = "about "  # of a value of numbers that need not be the same to the bit
+CLOSE = 1e-3  # of the first of them
 SHOWN = 8  # fields that differ, in an error message
 WIDTH = 1000  # characters of a value
 
@@ -156,12 +158,19 @@ def failures(errors: Sequence[str], ranks: Sequence[int]) -> str:
 def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
     """Which fields differ that all ranks have? "" if none does."""
     names = [name for name in everyone[0].fields if all(name in one.fields for one in everyone)]
-    names = [name for name in names if len({one.fields[name] for one in everyone}) > 1]
+    names = [name for name in names if not all(_alike(everyone[0].fields[name], one.fields[name]) for one in everyone)]
     if not names:
         return ""
     rows = [", ".join(f"{name} {one.fields[name][:WIDTH]}".strip() for name in names[:SHOWN]) for one in everyone]
     each = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
     return f"{what}; {advice}. What differs:\n{each}"
+
+
+def _alike(a: str, b: str) -> bool:
+    if a == b or not (a.startswith(ABOUT) and b.startswith(ABOUT)):
+        return a == b
+    first, second = ([float(x) for x in one.removeprefix(ABOUT).split()] for one in (a, b))
+    return all(abs(x - y) <= CLOSE * first[0] for x, y in zip(first, second))
 
 
 def hashed(text: str) -> int:

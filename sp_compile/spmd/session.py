@@ -218,6 +218,7 @@ class Session:
         example_inputs: Sequence[Any],
         local: GraphModule | None,
         inputs: str = "global",
+        outputs: str = "gather",
         scattered: Collection[str] = (),
     ) -> Callable[..., Any]:
         """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
@@ -240,6 +241,7 @@ class Session:
                 subject=subject,
                 options=settings(self.given),
                 backward=True,
+                whole=outputs == "gather",
                 check_every=self.check_every,
                 arguments=arguments,
             )

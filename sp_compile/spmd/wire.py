@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -92,7 +92,9 @@ class Wire:
             raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
         finally:
             if not finished:  # an interrupt, too, leaves the others' words on the way
-                self.broken = self.broken or f"rank {dist.get_rank()} {saying} and was interrupted"
+                if not self.broken:
+                    self.broken = f"rank {dist.get_rank()} {saying} and was interrupted"
+                    stop(f"it was interrupted when it {saying}", goes_on=True)
                 keep_for_good(self.gloo)  # whose end would wait for the ranks that did not come
         return out
 
@@ -138,13 +140,15 @@ class Wire:
 
     def model(self, args: Sequence[Any]) -> int:
         """Which of the models it is whose parameters these are, in the order of their first calls; 0: none has any."""
-        first = next((a for a in args if isinstance(a, torch.nn.Parameter)), None)
-        if first is None:
+        parameters = [a for a in args if isinstance(a, torch.nn.Parameter)]
+        if not parameters:
             return 0
-        if first not in self.models:
+        tied = self.models.setdefault(parameters[0], {})  # to other models, perhaps
+        key = tuple(map(id, parameters))
+        if key not in tied:
             self.known += 1
-            self.models[first] = self.known
-        return self.models[first]
+            tied[key] = self.known
+        return tied[key]
 
     def told_later(self) -> dict[str, str]:
         """The checksums that earlier calls left to be read."""
@@ -218,7 +222,8 @@ def stop(words: str, goes_on: bool = False) -> None:
     if dist.is_available() and dist.is_initialized():
         talks = {wire.group.group_name: wire.talks for wire in _wires.values()}
         _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks)]
-        _of_all().set("stopped", json.dumps(astuple(_mine[0])))
+        with suppress(RuntimeError):  # the rank that keeps the store is gone
+            _of_all().set("stopped", json.dumps(astuple(_mine[0])))
 
 
 def _last_stop() -> Stop:

@@ -75,6 +75,11 @@ def backward_twice(run: Any, net: nn.Module, number: int) -> None:
         loss.backward()
 
 
+def other_scale(run: Any, net: nn.Module, number: int) -> None:
+    loss = run(*text(8, seed=number))
+    (loss * (2 if odd() and number == FAULT else 1)).backward()
+
+
 def no_grad(run: Any, net: nn.Module, number: int) -> None:
     with torch.set_grad_enabled(not (odd() and number == FAULT)):
         loss = run(*text(8, seed=number))
@@ -100,6 +105,7 @@ CASES: dict[Callable[..., None], tuple[int, str, dict[str, Any]]] = {
     skipped_batch: (FAULT, r"different values.*l_ids_", {}),
     skipped_backward: (FAULT, r"rank 0 runs the backward of forward at .*number 3.*rank 1 calls forward.*number 4", {}),
     backward_twice: (FAULT, r"rank 0 calls forward at .*number 4.*rank 1 runs the backward of .*number 3", {}),
+    other_scale: (FAULT, r"other gradients.*rank 0: gradient of result 0 about 1.0.*rank 1: .* about 2.0", {}),
     no_grad: (FAULT, r"mode grad.*mode no_grad", {}),
     weights_drift: (FAULT, r"different values.*weight", {"check_every": 1}),
     buffer_differs: (0, r"different values.*scale", {}),
@@ -152,9 +158,11 @@ class Floats(nn.Module):
         return self.inner(x).cumsum(1).sin().sum()
 
 
-def two_models() -> str:
+def two_models(tied: bool = False) -> str:
     """Of one class, called in another order."""
     first, second = build(Floats), build(Floats)
+    if tied:
+        second.inner.weight = first.inner.weight
     runs = [sp(net, mesh=worker.mesh()) for net in (first, second)]
     x = torch.ones(2, 8, 16, dtype=torch.float64)
     for run in runs:
@@ -165,6 +173,10 @@ def two_models() -> str:
     except SpError as error:
         return str(error)
     return ""
+
+
+def two_tied_models() -> str:
+    return two_models(tied=True)
 
 
 def two_threads() -> str:
@@ -192,6 +204,7 @@ def two_threads() -> str:
         (options, r"option fallback 'gather'.*option fallback 'error'"),
         (requires_grad, r"different programs|gradients of different inputs"),
         (two_models, r"rank 0 calls forward .*rank 1 calls forward .*of model"),
+        (two_tied_models, r"rank 0 calls forward .*rank 1 calls forward .*of model"),
         (two_threads, r"two threads of this process"),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
