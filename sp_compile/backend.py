@@ -77,7 +77,8 @@ def sp(
     error: Exception | None = None
     try:
         with session.compiling():
-            lowered = lower(gm, example_inputs, given, session)
+            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around it
+                lowered = lower(gm, example_inputs, given, session)
             if mode is not None:
                 use = "set torch._inductor.config instead, which backend='sp' compiles with"
                 raise SpError(f"mode={mode!r} is Inductor's; {use}")
@@ -153,6 +154,10 @@ def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:
     if not _compat.is_fragment(gm):
         config.refuse("a program that exchanges by itself", **OF_SEQUENCE)
     return config
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
 
 
 @cache

@@ -180,6 +180,14 @@ def test_checkpointed_blocks(ranks: Ranks) -> None:
     check(ranks.run(2, one_step, Checkpointed))
 
 
+def test_a_checkpoint_around_the_first_call() -> None:
+    """What compiling saves is not what the model saves."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).double()
+    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
+    loss = checkpoint(sp(net, seq_dims={0: 1}), x, use_reentrant=False).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(net(x).sum(), x))
+
+
 class Autocast(Decoder):
     def hidden(self, ids: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
