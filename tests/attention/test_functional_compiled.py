@@ -69,6 +69,7 @@ def _inductor(op: str, mesh: str) -> list[float]:
     return _differences(op, mesh, [8], backend="inductor", fullgraph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "mesh", "op"),
     [(2, "process group", "ring"), pytest.param(4, "ring x ulysses", "hybrid", marks=pytest.mark.slow)],

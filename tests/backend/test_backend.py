@@ -176,6 +176,7 @@ class Checkpointed(Decoder):
         return self.norm(x)
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks(ranks: Ranks) -> None:
     check(ranks.run(2, one_step, Checkpointed))
 

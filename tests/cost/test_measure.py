@@ -55,6 +55,7 @@ def two(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "rank0"), str(tmp_path / "rank1")]
 
 
+@pytest.mark.slow
 def test_measured_once_and_kept(ranks: Ranks, tmp_path: Path) -> None:
     (first, fits, files), (other, other_fits, other_files) = ranks.run(2, asked, two(tmp_path))
     assert first == other

@@ -66,7 +66,7 @@ def test_attention_strategies():
 SCANS = {"moe_routing": 4, "packed_sequences": 5, "cumulative_masks": 6, "batch_slicing": 3, "distributed_softmax": 3}
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCANS)
 def test_scans_alone(name):
     out = run(f"examples/{name}.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from support import ranks as worker
@@ -37,6 +38,7 @@ def mixed_zigzag() -> Outcome:
     return mixed(attention="ring", layout="zigzag")
 
 
+@pytest.mark.slow
 def test_beside_attention(ranks: Ranks) -> None:
     check(ranks.run(2, mixed))
     check(ranks.run(2, mixed_zigzag))

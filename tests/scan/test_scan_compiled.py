@@ -112,6 +112,7 @@ def recurrent() -> Outcome:
     return outcome(*found, *train_step(alone, alone, text(13)))
 
 
+@pytest.mark.slow
 def test_associative_scan(ranks: Ranks) -> None:
     check(ranks.run(3, recurrent))
 
