@@ -44,7 +44,8 @@ LIKELY = (
 
 @dataclass(eq=False)
 class Wire:
-    """One group's words. seen: what each rank said last. broken: why the group cannot be used any more.
+    """One group's words. name, ranks: as torch knows the group. seen: what each rank said last. broken: why the group
+    cannot be used any more.
 
     talks: how many exchanges there were. calls: how often this rank has called each program, by its name. later: what
     of a call is said at the next, as the names of fields and their checksums. models: the first parameter of each model
@@ -52,7 +53,8 @@ class Wire:
     it began, and how many signs of life were seen, the last of them when. gloo: None until all ranks have met.
     """
 
-    group: dist.ProcessGroup
+    name: str
+    ranks: list[int]
     store: Any
     timeout: timedelta
     seen: list[str]
@@ -104,7 +106,7 @@ class Wire:
         while self.store.add("here", 0) < len(self.seen):
             time.sleep(POLL)
             self._look(saying, begun)
-        self.gloo = gloo_group(self.store, dist.get_rank(self.group), len(self.seen))
+        self.gloo = gloo_group(self.store, self.ranks.index(dist.get_rank()), len(self.seen))
 
     def _look(self, saying: str, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
@@ -126,10 +128,7 @@ class Wire:
 
     def lost(self, saying: str, waited: float, error: BaseException | None = None) -> str:
         """What is known of a wait that ends in nothing; the group is broken since."""
-        others = [
-            f"  rank {rank} was last seen when it {seen}"
-            for rank, seen in zip(dist.get_process_group_ranks(self.group), self.seen)
-        ]
+        others = [f"  rank {rank} was last seen when it {seen}" for rank, seen in zip(self.ranks, self.seen)]
         stopped = self._stopped()
         heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
         self.broken = "\n".join(
@@ -158,11 +157,11 @@ class Wire:
     def _stopped(self) -> Stop | None:
         """What another rank of this group said, if it has stopped since the last exchange, and this one has not."""
         last = _last_stop()
-        other = last.rank != dist.get_rank() and last.rank in dist.get_process_group_ranks(self.group)
+        other = last.rank != dist.get_rank() and last.rank in self.ranks
         return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else None
 
     def _is_since(self, one: Stop) -> bool:
-        return one.talks.get(self.group.group_name, 0) == self.talks
+        return one.talks.get(self.name, 0) == self.talks
 
     def _someone_compiles(self, begun: float) -> bool:
         """Has a rank that compiles shown a sign of life of late, during the wait that began then?"""
@@ -220,7 +219,7 @@ _mine: list[Stop] = []  # what this rank said last
 def stop(words: str, goes_on: bool = False) -> None:
     """Say why this rank stops, for whoever waits for it in vain. goes_on: with the next call, perhaps."""
     if dist.is_available() and dist.is_initialized():
-        talks = {wire.group.group_name: wire.talks for wire in _wires.values()}
+        talks = {wire.name: wire.talks for wire in _wires.values()}
         _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks)]
         with suppress(RuntimeError):  # the rank that keeps the store is gone
             _of_all().set("stopped", json.dumps(astuple(_mine[0])))
@@ -253,7 +252,8 @@ def wire_of(ranks: Ranks) -> Wire | None:
         made = _made.setdefault(dist.group.WORLD, Counter())
         made[ranks.group] += 1
         store = dist.PrefixStore(f"sp_compile/{ranks.group}/{made[ranks.group]}", group_store(group))
-        _wires[group] = Wire(group, store, group_timeout(group), ["joined the group"] * ranks.n)
+        members = dist.get_process_group_ranks(group)  # of the group itself nothing is kept: it may be destroyed
+        _wires[group] = Wire(ranks.group, members, store, group_timeout(group), ["joined the group"] * ranks.n)
     return _wires[group]
 
 
