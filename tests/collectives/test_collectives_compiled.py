@@ -134,7 +134,11 @@ def test_aot_eager(ranks: Ranks, fn, dynamic: bool) -> None:
     check(fn, ranks.run(2, compiled, fn, "aot_eager", dynamic, sizes), sizes)
 
 
-@pytest.mark.parametrize(("fn", "dynamic"), [(program, True), (shifted, False)], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("fn", "dynamic"),
+    [pytest.param(program, True, marks=pytest.mark.slow), (shifted, False)],
+    ids=["dynamic", "static"],
+)
 def test_inductor(ranks: Ranks, fn, dynamic: bool) -> None:
     sizes = [7, 12] if dynamic else [7]
     check(fn, ranks.run(2, compiled, fn, "inductor", dynamic, sizes), sizes)
