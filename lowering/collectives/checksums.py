@@ -16,7 +16,7 @@ import torch
 from sp_compile.lowering import triton
 
 PIECE = 1 << 19  # elements; their bits, positions and what is made of them are 12 MiB of int64
-FEW = 1 << 16  # elements that a summary looks at
+SAMPLE = 1 << 16  # elements that a summary looks at
 _GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # logical shift, then factor
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,9 +72,9 @@ def sent(x: torch.Tensor) -> Later:
 
 
 def summary(x: torch.Tensor) -> torch.Tensor:
-    """How large the elements are and where: (2,) float64, of at most FEW elements, which lie at equal distances."""
+    """How large the elements are and where: (2,) float64, of at most SAMPLE elements, which lie at equal distances."""
     flat = x.detach().reshape(-1)
-    few = flat[:: max(1, -(-flat.numel() // FEW))].abs().double()
+    few = flat[:: max(1, -(-flat.numel() // SAMPLE))].abs().double()
     place = torch.arange(1, few.numel() + 1, device=x.device) / max(1, few.numel())
     return torch.stack([few.sum(), (few * place).sum()])
 

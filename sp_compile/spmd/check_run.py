@@ -192,10 +192,7 @@ class CheckedProgram:
         same = "every rank passes the same options and is in the same mode"
         other = unlike_fields(
             common, "the ranks of this group were given different options, or are in different modes", same
-        )
-        if other:
-            return other
-        other = unlike_fields(
+        ) or unlike_fields(
             [replace(one, fields={k: v for k, v in one.fields.items() if k.startswith(EARLIER)}) for one in everyone],
             "the ranks of this group were given different values at an earlier call; what lies on a device is compared "
             "one call later, so the steps since then are wrong",

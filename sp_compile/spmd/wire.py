@@ -111,7 +111,7 @@ class Wire:
     def _look(self, saying: str, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
         waited, alive = time.monotonic() - begun, self._someone_compiles(begun)
-        if waited > PATIENCE and not getattr(self._stopped(), "goes_on", True):
+        if waited > PATIENCE and not self._stopped().goes_on:
             raise SpError(self.lost(saying, waited))
         if waited > self.timeout.total_seconds() and not alive:
             raise SpError(self.lost(saying, waited))
@@ -133,7 +133,7 @@ class Wire:
         heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
         self.broken = "\n".join(
             [f"rank {dist.get_rank()} {saying} and waited {waited:.0f} s for ranks that did not come{heard}", *others]
-            + ([f"  rank {stopped.rank} stopped: {stopped.words}"] if stopped else [LIKELY])
+            + ([f"  rank {stopped.rank} stopped: {stopped.words}"] if stopped.words else [LIKELY])
         )
         return self.broken
 
@@ -154,11 +154,11 @@ class Wire:
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
 
-    def _stopped(self) -> Stop | None:
+    def _stopped(self) -> Stop:
         """What another rank of this group said, if it has stopped since the last exchange, and this one has not."""
         last = _last_stop()
         other = last.rank != dist.get_rank() and last.rank in self.ranks
-        return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else None
+        return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else NOBODY
 
     def _is_since(self, one: Stop) -> bool:
         return one.talks.get(self.name, 0) == self.talks

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 from support import ranks as worker
-from support.parity import Decoder, build, sp, text
+from support.parity import Decoder, Sums, build, sp, text
 from support.ranks import Ranks
 from torch import Tensor, nn
 
@@ -139,7 +139,7 @@ def options() -> str:
 
 
 def requires_grad() -> str:
-    net = build(Floats)
+    net = build(Sums)
     run = sp(net, mesh=worker.mesh())
     x = torch.ones(2, 8, 16, dtype=torch.float64, requires_grad=odd())
     try:
@@ -149,18 +149,9 @@ def requires_grad() -> str:
     return ""
 
 
-class Floats(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).cumsum(1).sin().sum()
-
-
 def two_models(tied: bool = False) -> str:
     """Of one class, called in another order."""
-    first, second = build(Floats), build(Floats)
+    first, second = build(Sums), build(Sums)
     if tied:
         second.inner.weight = first.inner.weight
     runs = [sp(net, mesh=worker.mesh()) for net in (first, second)]
@@ -180,7 +171,7 @@ def two_tied_models() -> str:
 
 
 def two_threads() -> str:
-    net = build(Floats)
+    net = build(Sums)
     run, told = sp(net, mesh=worker.mesh()), []
     x = torch.ones(2, 8, 16, dtype=torch.float64)
     run(x).backward()

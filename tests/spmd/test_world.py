@@ -8,26 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support.parity import sp
-from torch import Tensor, nn
+from support.parity import Sums, build, sp
+from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
-
-
-class Sums(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).cumsum(1).sin().sum()
 
 
 def _losses(rank: int, folder: str) -> None:
     """Before there are processes, with two, with two others, with none: twice each; and what one device gives."""
     torch.set_num_threads(1)
-    net, x, out = Sums(), torch.ones(2, 8, 4, dtype=torch.float64), []
+    net, x, out = build(Sums, width=4), torch.ones(2, 8, 4, dtype=torch.float64), []
     run = sp(net, compiler=_noting)
     for connected in (False, True, True, False):
         if connected:
@@ -54,7 +44,7 @@ def _noting(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 
 
 def test_other_processes() -> None:
-    net, x = Sums(), torch.ones(2, 8, 4, dtype=torch.float64)
+    net, x = build(Sums, width=4), torch.ones(2, 8, 4, dtype=torch.float64)
     net(x).backward()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_losses, (folder,), nprocs=2)

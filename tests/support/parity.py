@@ -75,6 +75,17 @@ def text(seq: int, batch: int = 2, prompt: float = 0.3, seed: int = 0) -> tuple[
     return ids, labels
 
 
+class Sums(nn.Module):
+    """(..., S, width) in, one number out: a linear layer and a sum over the tokens before each."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).cumsum(1).sin().sum()
+
+
 def build(model: Callable[..., nn.Module] = Decoder, **kwargs: Any) -> nn.Module:
     """A model in float64 with the same random weights on every rank."""
     torch.manual_seed(0)
