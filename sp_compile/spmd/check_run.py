@@ -25,7 +25,19 @@ from sp_compile.errors import RemoteError, SpError, trace_of
 from sp_compile.lowering.collectives.checksums import checksum, later, sent, summary
 
 from .fingerprint import Program, TextLine, names_group
-from .message import ABOUT, BACKWARD, STOPS, Message, agree, astray, exchanged, failures, hashed, unlike_fields
+from .message import (
+    ABOUT,
+    BACKWARD,
+    STOPS,
+    Message,
+    Standing,
+    agree,
+    astray,
+    exchanged,
+    failures,
+    hashed,
+    unlike_fields,
+)
 from .wire import Wire, stop, wire_of
 
 SMALL = 64  # values of a constant that are compared
@@ -83,6 +95,7 @@ OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of w
 SAME_LOSS = "every rank computes the same loss of it, from the same targets, weights and random numbers"
 INPUT = "input "  # fields of a message that tell of an input
 CHECKED = " with checksum "
+PROGRAM = "program"
 EARLIER = "value "  # of fields that tell of an earlier call
 
 
@@ -93,9 +106,10 @@ class CheckedProgram:
     run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the same.
     names: as `input_names` gives them. subject: what a person calls it. options: as `settings` gives them.
     equal: the inputs whose values must be the same on every rank; compared on the first call of each model and again
-    every `check_every` calls, as checksums. always: the ones that are compared on every call, and so are `arguments`
-    if they are small; shared: those that were found equal when the program was compiled. backward: compare the
-    backwards, too; whole: and the gradients of its results, of which every rank has all rows.
+    every `check_every` calls, as checksums. So are the sizes of parameters, without which a program is another one.
+    always: the inputs whose values are compared on every call, and so are `arguments` if they are small; shared: those
+    that were found equal when the program was compiled. backward: compare the backwards, too; whole: and the gradients
+    of its results, of which every rank has all rows.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -115,6 +129,10 @@ class CheckedProgram:
     arguments: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     called: set[str] = field(default_factory=set)
+    standing: Standing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.standing = Standing({**self.options, PROGRAM: str(self.program.digest)})
 
     def __call__(self, *args: Any) -> Any:
         if any(isinstance(a, FakeTensor) for a in args):  # somebody traces the call, and nothing runs
@@ -142,7 +160,7 @@ class CheckedProgram:
         again = bool(self.check_every) and number % self.check_every == 0
         earlier = wire.told_later() if wire is not None else {}
         fields = {**earlier, **self._fields(args, first or again, wire, f"{subject} (number {number})")}
-        mine = Message("calls", subject, number, fields, _words(self.error))
+        mine = Message("calls", subject, number, fields, self.standing, _words(self.error))
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem:
@@ -160,11 +178,11 @@ class CheckedProgram:
         """
         compared = self.always | self.equal if everything else self.always
         small = frozenset() if everything else self.arguments
-        out = {"mode": mode(), **self.options}
+        out = {"mode": mode()}
         wanted = []
         away: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, a in zip(self.names, args):
-            if not name:
+            if not name or (isinstance(a, torch.nn.Parameter) and not everything and name not in compared):
                 continue
             asked = self.error is None and (name in compared or (name in small and is_small(a)))
             apart = asked and wire is not None and is_away(a)
@@ -176,7 +194,7 @@ class CheckedProgram:
                 wanted.append(name)
         if wire is not None:
             wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in away.values()]
-        return {**out, "gradients": " ".join(wanted), "program": str(self.program.digest)}
+        return {**out, "gradients": " ".join(wanted)}
 
     def _difference(self, everyone: Sequence[Message]) -> str:
         """Why ranks cannot go on; "" if they can: what only some of them say is not compared."""
@@ -188,12 +206,12 @@ class CheckedProgram:
         failed = failures([one.error for one in everyone], range(self.ranks.n))
         if failed:
             return failed
-        common = [_only(one, "mode", *self.options) for one in everyone]
+        common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
         same = "every rank passes the same options and is in the same mode"
         other = unlike_fields(
             common, "the ranks of this group were given different options, or are in different modes", same
         ) or unlike_fields(
-            [replace(one, fields={k: v for k, v in one.fields.items() if k.startswith(EARLIER)}) for one in everyone],
+            [_only(one, lambda name: name.startswith(EARLIER)) for one in everyone],
             "the ranks of this group were given different values at an earlier call; what lies on a device is compared "
             "one call later, so the steps since then are wrong",
             "every rank has to call the same model, with the same weights, on the same arguments",
@@ -201,7 +219,7 @@ class CheckedProgram:
         if other:
             return other
         lines: list[str] = []
-        if len({one.fields["program"] for one in everyone}) > 1:
+        if len({one.fields[PROGRAM] for one in everyone}) > 1:
             lines = self.program.first_difference(self.ranks)
         return explained(everyone, lines, self.shared)
 
@@ -260,8 +278,8 @@ def mode() -> str:
     return ", ".join([grad, *(f"autocast {cast}" for cast in casts)])
 
 
-def _only(message: Message, *names: str) -> Message:
-    return replace(message, fields={name: message.fields.get(name, "") for name in names})
+def _only(message: Message, wanted: Callable[[str], bool]) -> Message:
+    return replace(message, fields={name: value for name, value in message.fields.items() if wanted(name)})
 
 
 LATER = (
@@ -281,7 +299,7 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozens
     names.sort(key=lambda name: "(" not in first.get(name, "("))  # tensors before symbols
     rows = [", ".join(f"{name} {one.get(name, 'missing')}" for name in names[:SHOWN]) for one in inputs]
     what, differs = "different programs", "What differs"
-    same_program = len({one.fields["program"] for one in everyone}) == 1
+    same_program = len({one.fields[PROGRAM] for one in everyone}) == 1
     if all(one.keys() == first.keys() for one in inputs):
         if len({str([v.partition(CHECKED)[0] for v in one.values()]) for one in inputs}) > 1:
             numbers = bool(names) and "(" not in first[names[0]]
@@ -289,7 +307,7 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozens
         elif same_program and names:
             what = "different values"
         elif same_program:
-            wanted = [_only(one, "gradients") for one in everyone]
+            wanted = [_only(one, "gradients".__eq__) for one in everyone]
             return unlike_fields(
                 wanted,
                 "the ranks of this group want gradients of different inputs",

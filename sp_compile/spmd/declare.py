@@ -22,7 +22,7 @@ from sp_compile.cost.measure import lines_of_reductions
 from sp_compile.errors import SpError
 
 from .groups import Groups, Partition, reduced, subsets
-from .message import Message, ask, spoken
+from .message import answers, spoken
 
 _declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 
@@ -56,8 +56,7 @@ def declare_groups(
         raise SpError("declare_groups: there is no process group: call torch.distributed.init_process_group()")
     world = dist.group.WORLD
     ranks = Ranks(world.size(), world.group_name)
-    mine = Message("declares groups", asks=True, answer=_declaration(mesh, unions, measure))
-    every: list[_Declaration] = [one.answer for one in ask(ranks, mine)]
+    every: list[_Declaration] = answers(ranks, "declares", "groups", _declaration(mesh, unions, measure))
     axes = _agreed(every)
     names, turns = _communicators(axes, every)
     near = _reached(dist.get_rank(), [groups for _, groups in names])

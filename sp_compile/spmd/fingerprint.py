@@ -21,7 +21,7 @@ from sp_compile.config import Ranks
 from sp_compile.errors import first_frame, source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
-from .message import Message, ask, hashed, spoken
+from .message import answers, hashed, spoken
 from .named_groups import every_node, is_collective
 
 WIDTH = 160  # characters of a line in an error message
@@ -62,7 +62,7 @@ class Program:
 
 def _told(ranks: Ranks, mine: Any) -> list[Any]:
     """What every rank tells of its program."""
-    return [one.answer for one in ask(ranks, Message("compares", "programs", asks=True, answer=mine))]
+    return answers(ranks, "compares", "programs", mine)
 
 
 @spoken

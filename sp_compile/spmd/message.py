@@ -4,7 +4,7 @@ There is one exchange for all situations: before an eager call, while compiling,
 where groups are declared. Ranks that are about to do different things therefore meet and hear of it, all of them.
 
     agree(ranks, Message("calls", "forward", 7, {"input ids": "(2, 4096)", ...}))
-    ask(ranks, Message("compiles", ..., answer=facts))      every rank's answer
+    answers(ranks, "declares", "groups", mine)      every rank's
 
 First go 24 bytes a rank: a digest. Only where these differ, or somebody asks or has failed, does the message itself
 follow, as JSON: it cannot execute anything.
@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,10 +32,19 @@ SHOWN = 8  # fields that differ, in an error message
 WIDTH = 1000  # characters of a value
 
 
+class Standing(dict[str, str]):
+    """Fields that are the same in many messages, and hashed once. Not to be written to."""
+
+    @cached_property
+    def digest(self) -> int:
+        return hashed(json.dumps([*self.items()]))
+
+
 @dataclass(frozen=True)
 class Message:
     """doing: a verb; with subject and number of what: the program and its call. All of it has to be the same on every
     rank, and so have the fields that ranks have in common; the field "" is all that there is to say of a call.
+    standing: more fields, which other ranks receive among the `fields`.
     error: why this rank stops. asks: does every rank want to know every other's `answer`?
     """
 
@@ -42,6 +52,7 @@ class Message:
     subject: str = ""
     number: int = 0
     fields: Mapping[str, str] = field(default_factory=dict)
+    standing: Standing = field(default_factory=Standing)
     error: str = ""
     asks: bool = False
     answer: Any = None
@@ -53,13 +64,15 @@ class Message:
     @property
     def header(self) -> list[int]:
         """Equal on all ranks where nobody has to read the bodies."""
-        compared = hashed(json.dumps([self.doing, self.subject, self.number, *self.fields.items()]))
+        told = [self.doing, self.subject, self.number, self.standing.digest, *self.fields.items()]
+        compared = hashed(json.dumps(told))
         return [compared, bool(self.error), self.asks]
 
     @property
     def body(self) -> bytes:
         """All of it."""
-        return json.dumps([_packed(getattr(self, f.name)) for f in fields(self)]).encode()
+        whole = replace(self, fields={**self.standing, **self.fields}, standing=Standing())
+        return json.dumps([_packed(getattr(whole, f.name)) for f in fields(self)]).encode()
 
 
 COMPILES = "compiles"
@@ -111,6 +124,11 @@ def ask(ranks: Ranks, mine: Message) -> list[Message]:
     if strayed:
         raise SpError(strayed)
     return everyone
+
+
+def answers(ranks: Ranks, doing: str, subject: str, mine: Any) -> list[Any]:
+    """Every rank's answer, in the order of the ranks. Raises what `ask` does."""
+    return [one.answer for one in ask(ranks, Message(doing, subject, asks=True, answer=mine))]
 
 
 def difference(everyone: Sequence[Message], what: str, advice: str) -> str:
