@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -44,6 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[name] % mark.kwargs["every"]:
                 item.add_marker(pytest.mark.slow)
             seen[name] += 1
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

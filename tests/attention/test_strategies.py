@@ -93,7 +93,7 @@ def test_equals_one_device(strategy: str, mask: str, heads: str) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strategy", NAMES)
 def test_layouts(strategy: str, layout: str) -> None:

@@ -97,7 +97,7 @@ def inputs(*names: str) -> dict[str, Tensor]:
 HAVE_SDPA = sorted(set(CONFIGS) - {"gemma2"})
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", HAVE_SDPA)
 def test_decoder(name: str) -> None:
     assert masks(name, **inputs()) == SLIDES.get(name, [CAUSAL, CAUSAL])

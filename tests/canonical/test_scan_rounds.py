@@ -95,6 +95,7 @@ def gradients(model: Callable[..., Tensor], length: int) -> list[Tensor | None]:
     return [out, *torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("combine", COMBINES)
 @pytest.mark.parametrize("rounds", ["odd and even", "doubling"])
@@ -155,6 +156,7 @@ def test_what_stays(name: str) -> None:
     assert show(gm) == before
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("length", [9, 12])
 def test_associative_scan_on_ranks(length: int) -> None:
     """torch unrolls combine_mode="generic" under torch.compile."""

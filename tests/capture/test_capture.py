@@ -35,6 +35,7 @@ def mutations(gm: GraphModule) -> list[torch.fx.Node]:
     ]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name: str) -> None:
     torch.manual_seed(2)
@@ -134,6 +135,7 @@ def tiny(name: str) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_language_model_with_a_dynamic_sequence(name: str) -> None:
     model = tiny(name)

@@ -128,17 +128,14 @@ def test_eager(ranks: Ranks, fn, n: int) -> None:
 
 
 @pytest.mark.parametrize("fn", PROGRAMS)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"])
 def test_aot_eager(ranks: Ranks, fn, dynamic: bool) -> None:
     sizes = [7, 12] if dynamic else [7]
     check(fn, ranks.run(2, compiled, fn, "aot_eager", dynamic, sizes), sizes)
 
 
-@pytest.mark.parametrize(
-    ("fn", "dynamic"),
-    [pytest.param(program, True, marks=pytest.mark.slow), (shifted, False)],
-    ids=["dynamic", "static"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("fn", "dynamic"), [(program, True), (shifted, False)], ids=["dynamic", "static"])
 def test_inductor(ranks: Ranks, fn, dynamic: bool) -> None:
     sizes = [7, 12] if dynamic else [7]
     check(fn, ranks.run(2, compiled, fn, "inductor", dynamic, sizes), sizes)

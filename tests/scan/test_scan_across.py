@@ -47,7 +47,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS)
@@ -83,7 +83,7 @@ def test_windows(window: str, layout: str, n: int) -> None:
 STEPS = [(op, n) for op in OPS for n in (2, 3, 4, 7, 16)]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize(("op", "n"), STEPS)
 def test_exchange_in_steps(op: str, n: int) -> None:
     for runs in RUNS.values():

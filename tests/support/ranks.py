@@ -29,6 +29,8 @@ GRACE = 5.0
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
+PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.tensor", "sp_compile.backend", "sp_compile.functional"]
+
 
 class RanksError(AssertionError):
     """Some rank raised, died or did not answer."""
@@ -128,7 +130,8 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which has imported what takes each rank seconds
+        context.set_forkserver_preload(PRELOADED)
         store = tempfile.mktemp(dir=self._folder.name)
         for rank in range(WORLD):
             ours, theirs = context.Pipe()

@@ -1,5 +1,6 @@
 """Ranks of their own, for what needs more of them than the pool has."""
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from .ranks import PRELOADED
 
 
 def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: str) -> None:
@@ -24,5 +27,6 @@ def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: s
 def spawned(world: int, fn: Callable[[], Any]) -> list[Any]:
     """What the function returns on so many ranks of their own."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        mp.spawn(_spawned, (world, f"{folder}/store", fn, folder), nprocs=world)
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        mp.start_processes(_spawned, (world, f"{folder}/store", fn, folder), world, start_method="forkserver")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]

@@ -70,7 +70,7 @@ def against_eager(kind: type[Hidden], shape: tuple[int, ...], freeze: bool) -> f
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("kind", "shape", "freeze"),
     [

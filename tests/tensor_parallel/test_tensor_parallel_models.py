@@ -79,7 +79,7 @@ def a_variant(name: str) -> Trained:
     return trained(VARIANTS[name][0], split(), ids(2, 7), against_one=name not in NOT_OF_ONE)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(ranks: Ranks, name: str) -> None:
     check(ranks.run(2, a_variant, name), VARIANTS[name][1])
@@ -104,7 +104,7 @@ def longer_each_time() -> Trained:
     return trained(lambda tp: build(tp, layers=1), split(), ids(2, 6, longer=1), dynamic=True, against_one=False)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [with_frozen_matrices, in_place])
 def test_other_spellings(ranks: Ranks, how: Callable[[], Trained]) -> None:
     check(ranks.run(2, how), "s" * 8)

@@ -43,7 +43,7 @@ def programs(draw: st.DrawFn) -> tuple[Groups, list]:
     return groups, draw(st.lists(link, min_size=2, max_size=4))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(programs(), st.sampled_from([torch.float64, torch.float32, torch.int64]))
 def test_any_chain(program: tuple[Groups, list], dtype: torch.dtype) -> None:
     groups, links = program
@@ -74,7 +74,7 @@ def scatter(x: Tensor, op: str, n: int, name: str, dim: int) -> Tensor:
     return rs(torch.cat(torch.split(x, x.shape[dim] // n, dim)) if dim else x, op, n, name)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(AXES)),
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0, 1, 1])), min_size=2, max_size=3),

@@ -61,6 +61,7 @@ def test_spelling(group: Any, name: str, tracer: str) -> None:
     check(spelling, gm)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("tracer", ["capture", "strict export"])
 @pytest.mark.parametrize("name", MORE)
 def test_more_spellings(group: Any, name: str, tracer: str) -> None:
@@ -97,6 +98,7 @@ def joint(fn: Fn, x: Tensor) -> GraphModule:
     return found[0]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", ALL)
 def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
     """Backward too, where cats and slices have become sums of padded pieces."""

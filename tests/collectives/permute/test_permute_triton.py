@@ -15,7 +15,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 
 @needs_triton
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("check", ["copies", "narrow_runs", "many_dims", "peers", "row"])
 def test_kernel(check: str) -> None:
     python(f"from support.attention import triton_moves as t; t.check_{check}()")

@@ -26,7 +26,7 @@ def python(program: str, interpret: bool = True) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("way", ["one", "parts"])
 def test_way(way: str) -> None:
