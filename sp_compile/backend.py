@@ -89,10 +89,9 @@ def sp(
         error = _taught(failure, gm, example_inputs)
     session.finish(error)
     if lowered is None:
-        return session.guard(None, error, gm, example_inputs, None)
+        return session.guard(None, error, gm, example_inputs)
     scattered = lowered.joint.given.scattered if lowered.joint is not None else ()
-    config = lowered.config
-    return session.guard(run, error, gm, example_inputs, lowered.graph, config.inputs, config.outputs, scattered)
+    return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, scattered)
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:
@@ -127,6 +126,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     """
     if _compat.is_cut_by_ddp(gm):
         _warn_once(CUT_BY_DDP)
+        _compat.keep_first_call_fake()
     session.learn(gm, example_inputs)
     if not session.splits:
         config = _of_whole(gm, options)

@@ -102,11 +102,11 @@ class SPConfig:
                 f"merge_reductions={self.merge_reductions!r}: compiler={self.compiler!r} has no place for passes on "
                 f"collectives; use one of {', '.join(map(repr, JOINT_COMPILERS))}"
             )
-        if not isinstance(self.check_every, int) or self.check_every < 0:
+        if type(self.check_every) is not int or self.check_every < 0:
             raise SpError(f"check_every={self.check_every!r}: expected a number of calls, 0 for never")
         budget = self.activation_memory_budget
-        if budget is not None and not 0 <= budget <= 1:
-            raise SpError(f"activation_memory_budget={budget}: expected a number from 0 to 1")
+        if budget is not None and not (isinstance(budget, (int, float)) and 0 <= budget <= 1):
+            raise SpError(f"activation_memory_budget={budget!r}: expected a number from 0 to 1")
 
     @property
     def has_place(self) -> bool:

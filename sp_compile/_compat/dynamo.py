@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
 
@@ -58,6 +60,18 @@ def is_cut_by_ddp(gm: GraphModule) -> bool:
     """Is this Dynamo graph a bucket of DDPOptimizer?"""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason is not None and "DDPOptimizer" in reason.reason
+
+
+def keep_first_call_fake() -> None:
+    """See to it that DDPOptimizer's first call of the bucket that is compiled now computes on fake tensors.
+
+    Its sign for that is taken away when the frame in which the bucket before was compiled is collected. If that is only
+    now, torch takes the bucket for one without a backward and reads other gradients' memory. Collect it first.
+    """
+    gc.collect()
+    context = TracingContext.try_get()
+    if context is not None:
+        context.fakify_first_call = True
 
 
 def _called_by_user_code() -> bool:

@@ -60,7 +60,6 @@ class Session:
     ) -> None:
         given = options or {}
         mesh, mesh_dim = given.get("mesh"), given.get("mesh_dim")
-        self.check_every = int(given.get("check_every", SPConfig.check_every) or 0)
         self.given = given
         self.options = str({name: given[name] for name in JOINT_OPTIONS if name in given})
         self.groups = groups_of(gm, inputs) if gm is not None else []
@@ -216,21 +215,21 @@ class Session:
         error: Exception | None,
         gm: GraphModule,
         example_inputs: Sequence[Any],
-        local: GraphModule | None,
-        inputs: str = "global",
-        outputs: str = "gather",
+        local: GraphModule | None = None,
+        config: SPConfig | None = None,
         scattered: Collection[str] = (),
     ) -> Callable[..., Any]:
         """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
 
-        run, local: what this rank compiled, of which graph; None where that failed with `error`, which every call
-        raises on all ranks. inputs: the option. scattered: the groups that share work where values are equal.
+        run, local, config: what this rank compiled, of which graph and how; None where that failed with `error`, which
+        every call raises on all ranks. scattered: the groups that share work where values are equal.
         """
+        config = config or SPConfig()
         subject = subject_of(gm)
         if self.split:
             done = run is not None and local is not None
             program = fingerprint(local) if done else Program()
-            equal, arguments = equal_inputs(gm, example_inputs, inputs) if done else (frozenset(), frozenset())
+            equal, arguments = equal_inputs(gm, example_inputs, config.inputs) if done else (frozenset(), frozenset())
             run = CheckedProgram(
                 run,
                 self.ranks,
@@ -241,8 +240,8 @@ class Session:
                 subject=subject,
                 options=settings(self.given),
                 backward=True,
-                whole=outputs == "gather",
-                check_every=self.check_every,
+                whole=config.outputs == "gather",
+                check_every=config.check_every,
                 arguments=arguments,
             )
             error = None
@@ -258,7 +257,7 @@ class Session:
                 run, ranks, program_of(gm), names, error, always=always, subject=subject, shared=always
             )
         assert run is not None
-        return run if self.groups else OfWorld(run, gm.forward, inputs == "global")
+        return run if self.groups else OfWorld(run, gm.forward, config.inputs == "global")
 
 
 def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:

@@ -116,6 +116,8 @@ def with_options(options: dict[str, Any]) -> str:
         ({"seq_dims": {"tokens": 1}}, ["no input is called 'tokens'", "ids", "labels"]),
         ({"seq_dims": {"ids": 2}}, ["seq_dims", "ids", "2"]),
         ({"activation_memory_budget": 2}, ["activation_memory_budget=2"]),
+        ({"activation_memory_budget": "half"}, ["activation_memory_budget='half'"]),
+        ({"check_every": "often"}, ["check_every='often'", "0 for never"]),
         ({"mesh": "sp"}, ["expected a torch.distributed DeviceMesh, got str"]),
         ({"compiler": "inductr"}, ["compiler='inductr'", "did you mean 'inductor'?"]),
     ],

@@ -200,7 +200,7 @@ class Reroll(Spelling, Scans):
                 return True
             except NotALoop as reason:
                 self._forget()
-                reasons.append(reason)
+                reasons.append(str(reason))  # the exception itself would keep every frame of the compilation
             finally:
                 self.budget = loop.budget
         if _goes_on(values):

@@ -1,0 +1,92 @@
+"""A compilation leaves no frame of its own alive: not its fake tensors, and not what torch does at a frame's end."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.models import Decoder, seeded, tokens
+from support.spellings.attention_spellings import EXCHANGED, LONGEST, OTHERS
+from support.spellings.attention_spellings import Model as Attending
+from support.spellings.loops import LOOPS, inputs
+from torch._guards import TracingContext, tracing
+
+from sp_compile import explain
+from sp_compile._compat import keep_first_call_fake
+
+Signs = list["weakref.ref[Sign]"]
+
+
+class Sign:
+    """What dies with the frame that holds it."""
+
+
+@pytest.fixture
+def signs() -> Iterator[Signs]:
+    """Of the frames that have called `lower`; nothing collects garbage meanwhile."""
+    entries = importlib.import_module("sp_compile.verify")
+    found: Signs = []
+    lower = entries.lower
+
+    def watched(*args: Any) -> Any:
+        sign = Sign()
+        found.append(weakref.ref(sign))
+        return lower(*args)
+
+    gc.disable()
+    with mock.patch.object(entries, "lower", watched):
+        yield found
+    gc.enable()
+
+
+def check(signs: Signs) -> None:
+    assert signs
+    assert [one() for one in signs] == [None] * len(signs)
+
+
+def test_decoder(signs: Signs) -> None:
+    explain(seeded(Decoder), tokens(8), sp=2)
+    check(signs)
+
+
+@pytest.mark.sampled(every=8)
+@pytest.mark.parametrize("name", {**EXCHANGED, **OTHERS})
+def test_attention(signs: Signs, name: str) -> None:
+    attend = {**EXCHANGED, **OTHERS}[name]
+    padding = torch.arange(LONGEST) < torch.tensor([[LONGEST - 3], [LONGEST]])
+    positions = torch.arange(LONGEST).expand(2, -1) % 5
+    explain(seeded(lambda: Attending(attend)), tokens(LONGEST), padding, positions, sp=2)
+    check(signs)
+
+
+@pytest.mark.sampled(every=6)
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop(signs: Signs, name: str) -> None:
+    explain(LOOPS[name][0], *inputs(name), sp=2)
+    check(signs)
+
+
+class Late:
+    """DDPOptimizer's sign on a frame that only the garbage collector frees."""
+
+    def __init__(self, context: TracingContext) -> None:
+        self.context, self.itself = context, self
+        context.fakify_first_call = True
+
+    def __del__(self) -> None:
+        self.context.fakify_first_call = False
+
+
+def test_the_first_call_of_a_bucket_is_fake() -> None:
+    context = TracingContext(None)
+    with tracing(context):
+        Late(context)
+        keep_first_call_fake()
+        gc.collect()
+        assert context.fakify_first_call
