@@ -83,7 +83,7 @@ def tried(folder: Path, tests: list[str], count: int, workers: int) -> Found:
     start = time.monotonic()
     imported = execute([python, "-c", IMPORT], capture_output=True)
     demo = execute([python, *DEMO, str(folder / "demo.png")], capture_output=True)
-    sample = ["-p", "support.sampling", "--of-each-folder", str(count), "-m", "not slow", f"--junitxml={results}"]
+    sample = ["-p", "measuring.sampling", "--of-each-folder", str(count), "-m", "not slow", f"--junitxml={results}"]
     results.unlink(missing_ok=True)
     execute([python, "-m", "pytest", "-q", "-n", str(workers), *sample, *tests])
     version = execute([python, "-V"], capture_output=True).stdout.split()[-1]
@@ -99,7 +99,7 @@ def tried(folder: Path, tests: list[str], count: int, workers: int) -> Found:
 
 
 def execute(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT / "tests")}
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT / "benchmarks")}
     return subprocess.run(command, cwd=ROOT, env=environment, text=True, **options)
 
 

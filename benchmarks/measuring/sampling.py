@@ -1,4 +1,4 @@
-"""A few tests of every folder: `pytest -p support.sampling --of-each-folder 5`, with this folder's parent on PYTHONPATH."""
+"""A few tests of every folder: `pytest -p measuring.sampling --of-each-folder 5`, with benchmarks on PYTHONPATH."""
 
 from pathlib import Path
 
