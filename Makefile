@@ -8,10 +8,12 @@ export OMP_NUM_THREADS ?= 1
 # Test processes side by side, and what they run: make test FILES="tests/scan tests/cost"
 WORKERS ?= 2
 FILES ?=
+# Torch and Python of `make test-versions`, as in VERSIONS=2.11.0/3.11; all that are claimed by default
+VERSIONS ?=
 # Each test compiles something small, so torch's garbage collection behind each compilation is a tenth of the time.
 PYTEST := TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow fuzz quick bench lint format clean
+.PHONY: demo test test-slow test-versions fuzz quick bench lint format clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py
@@ -24,6 +26,10 @@ quick: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow $(FILES)
+
+# Other versions of torch and Python: gigabytes the first time, half an hour each time.
+test-versions: $(VENV)/.versions
+	$(BIN)/python benchmarks/versions.py --uv $(BIN)/uv $(VERSIONS)
 
 # Other random programs than the ones that `make test` always draws.
 fuzz: $(VENV)/.test
@@ -49,9 +55,12 @@ $(VENV)/.torch:
 	$(BIN)/pip install -q $(TORCH)
 	touch $@
 
-$(VENV)/.test $(VENV)/.examples $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
-	$(BIN)/pip install -q -e .[$*]
+$(VENV)/.test $(VENV)/.examples $(VENV)/.dev $(VENV)/.versions: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
+	$(BIN)/pip install -q -e .[$*] $(WITH)
 	touch $@
+
+# The triton that torch 2.13 is built with: its CPU build asks for none, and pip would take the newest.
+$(VENV)/.test: WITH = "triton<3.8; platform_system == 'Linux' and platform_machine == 'x86_64'"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -120,22 +120,32 @@ def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, ke
 
 
 def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[..., Any]:
-    """Inductor with one more pass on the joint graph, after those of the user's own."""
+    """Inductor with one more pass on the joint graph, after those of the user's own.
+
+    2.11 and 2.12 take one pass there, 2.13 and newer a list, too: ours calls theirs.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class CustomPass(CustomGraphPass):
+        def __init__(self, earlier: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
+            self.earlier = earlier
+
         def __call__(self, graph: torch.fx.Graph) -> None:
+            for one in self.earlier:
+                one(graph)
             transform(graph.owning_module)
 
-        def uuid(self) -> str | None:
-            return key
+        def uuid(self) -> tuple[Any, ...] | None:
+            """None if one of them has none, so that no cache keeps what they did."""
+            keys = (*(one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.earlier), key)
+            return None if None in keys else keys
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         theirs = config.joint_custom_pre_pass
-        earlier = theirs if isinstance(theirs, list | tuple) else [theirs]
-        with config.patch(joint_custom_pre_pass=CustomPass() if theirs is None else [*earlier, CustomPass()]):
+        earlier = theirs if isinstance(theirs, list | tuple) else [] if theirs is None else [theirs]
+        with config.patch(joint_custom_pre_pass=CustomPass(earlier)):
             return compile_fx(gm, list(inputs))
 
     return run

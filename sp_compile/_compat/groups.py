@@ -77,7 +77,7 @@ def flat_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
 
 
 def symmetric_all_to_all() -> Callable[..., None] | None:
-    """torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), which 2.11 to 2.13 do not have."""
+    """torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), from 2.14 on."""
     from torch.distributed import _symmetric_memory
 
     return getattr(_symmetric_memory, "all_to_all_nd", None)

@@ -9,7 +9,6 @@ import torch.nn.attention
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._higher_order_ops.associative_scan import associative_scan_op
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
-from torch._higher_order_ops.register_hook import register_hook_op
 from torch._higher_order_ops.wrap import (
     tag_activation_checkpoint,
     wrap,
@@ -21,6 +20,11 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.utils._sympy.functions import FloorDiv
+
+try:
+    from torch._higher_order_ops.register_hook import register_hook_op
+except ImportError:  # 2.11 and 2.12: there Dynamo writes a hook as an autograd function
+    register_hook_op = None
 
 set_grad_enabled = torch._C._set_grad_enabled  # the function that Dynamo writes into its graphs
 
