@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,9 @@ LIBRARY = torch.library.Library("sp", "DEF")
 
 COMPOSITES: set[OpOverload] = set()
 """Operators whose bodies are ordinary operators; all others are opaque."""
+
+SOURCES: set[Path] = set()
+"""The files in which operators are defined, wherever they lie."""
 
 Body = TypeVar("Body", bound=Callable[..., object])
 
@@ -33,6 +37,7 @@ def composite(schema: str) -> Callable[[Body], Body]:
         name = schema.split("(")[0]
         LIBRARY.impl(name, body, "CompositeImplicitAutograd")
         COMPOSITES.add(getattr(torch.ops.sp, name).default)
+        _remember(body)
         return body
 
     return register
@@ -52,9 +57,16 @@ def opaque(schema: str, fake: Callable[..., object], waits: bool = False) -> Cal
         LIBRARY.define(schema, tags=tags)
         LIBRARY.impl(name, torch.no_grad()(body), "CompositeExplicitAutograd")
         torch.library.register_fake(f"sp::{name}", fake, lib=LIBRARY)
+        _remember(body)
         return body
 
     return register
+
+
+def _remember(body: Callable[..., object]) -> None:
+    source = Path(inspect.unwrap(body).__code__.co_filename)
+    if source.is_file():  # what is typed at a prompt has none
+        SOURCES.add(source.resolve())
 
 
 class LinearMap(torch.autograd.Function):
@@ -70,15 +82,19 @@ class LinearMap(torch.autograd.Function):
         return (LinearMap.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
 
 
-@cache
 def sources_digest(*folders: str) -> str:
     """Changes with every edit of an operator, and of what else lies in these folders.
 
     A compiler's caches see the operators' names only, and would bring back code made from an older body.
     """
-    places = [Path(__file__).parent, *map(Path, folders)]
-    files = sorted(file for place in places for file in place.rglob("*.py"))
-    return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
+    places = [Path(__file__).resolve().parent, *(Path(folder).resolve() for folder in folders)]
+    return _digest(frozenset(places), frozenset(SOURCES))
+
+
+@cache
+def _digest(folders: frozenset[Path], sources: frozenset[Path]) -> str:
+    files = sources.union(file for folder in folders for file in folder.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(f.read_bytes() for f in sorted(files))).hexdigest()[:16]
 
 
 def tag_programs() -> None:

@@ -23,7 +23,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, same, size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import CATS, Pad, constant_of, origin, pad_of, readers, slice_of
+from sp_compile.sharding.matchers import Pad, constant_of, join_of, origin, pad_of, readers, slice_of
 from sp_compile.sharding.windows import Sliding, WindowCall, plain, slides_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -53,7 +53,7 @@ class Paddings(Spelling):
             padded = wider
         rows = rows_of(padded.source, padded.dim)
         whole = _shift(padded, 0, length)
-        shifts = _fits(length, padded) and (node.target in CATS or padded is not pad)
+        shifts = _fits(length, padded) and (join_of(node) is not None or padded is not pad)
         if shifts and _spelt(whole, rows):
             self._slide([node], padded.source, padded.dim, whole)
             return True
@@ -134,13 +134,14 @@ def _fits(length: Size, padded: Pad) -> bool:
 
 def padding(node: Node) -> Pad | None:
     """A pad of one dim by a constant, or a cat of constants and one other value."""
-    if node.target in CATS:
-        return _joined(node)
+    along, is_new = join_of(node) or (None, True)
+    if along is not None and not is_new:
+        return _joined(node, along)
     pad = pad_of(node)
     return replace(pad, source=origin(pad.source)) if pad is not None else None
 
 
-def _joined(node: Node) -> Pad | None:
+def _joined(node: Node, dim: int) -> Pad | None:
     call, dtype = Call(node), node.meta["val"].dtype
     fills = [_fill(x, dtype) for x in call.operands]
     others = [i for i, fill in enumerate(fills) if fill is None]
@@ -149,7 +150,7 @@ def _joined(node: Node) -> Pad | None:
         return None
     if len({call.ndim(i) for i in range(len(fills))}) > 1:
         return None  # cat takes empty ones of one dim too
-    (at,), dim = others, call.dim()
+    (at,) = others
     extents = [call.shape(i)[dim] for i in range(len(fills))]
     before, after = (plain(sum(rows, start=0)) for rows in (extents[:at], extents[at + 1 :]))
     return Pad(origin(call.operands[at]), dim, before, after, known.pop())

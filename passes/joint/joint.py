@@ -20,7 +20,7 @@ from sp_compile.config import Ranks, SPConfig
 from sp_compile.errors import at
 from sp_compile.graph.edit import copied
 from sp_compile.graph.inline import lower_exchanges
-from sp_compile.graph.record import erase
+from sp_compile.graph.record import erase, mark
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes import collectives
 from sp_compile.passes.base import (
@@ -187,6 +187,11 @@ class JointPasses(Passes):
     def __init__(self, job: JointJob | None = None) -> None:
         check_order(passes_in(JointPasses), JOINT)
         super().__init__(job or JointJob())
+
+    def apply(self, gm: GraphModule, job: JointJob) -> int:
+        for node in gm.graph.find_nodes(op="placeholder"):
+            mark(node, requires_grad=False)  # the gradients are in the graph itself: no detach stops any
+        return super().apply(gm, job)
 
     @property
     def report(self) -> Report:

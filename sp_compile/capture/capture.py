@@ -32,6 +32,7 @@ from sp_compile.graph.record import mark
 from .collectives import functional_collectives
 from .form import require_ops
 from .functionalize import functionalize
+from .grad_modes import detach_regions
 from .regions import inline_regions
 from .trace import trace
 
@@ -163,15 +164,17 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
         if node.target not in known:
             delattr(gm, node.target)
             gm.register_buffer(node.target, value, persistent=False)
-            mark(node, constant=True)
+            mark(node, constant=True, requires_grad=value.requires_grad)
+        else:
+            mark(node, requires_grad=value.requires_grad or None)  # which the user may still change
         if "val" not in node.meta:
             node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True) if fake_mode else value
-        mark(node, requires_grad=value.requires_grad or None)  # which the user may still change
 
 
 def _finish(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)
+    detach_regions(gm.graph)
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -41,15 +41,17 @@ FILLED: dict[Any, Number] = {
     **dict.fromkeys(overloads("ones ones_like new_ones"), 1),
 }
 FILLS = overloads("full full_like new_full")
-CATS = overloads("cat concat concatenate")
-JOINS = CATS + overloads("stack hstack vstack row_stack dstack")
+JOINS = overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PADS = overloads("constant_pad_nd pad")
 NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
 
 
 def _movement(node: Any) -> tuple[Node, Factors] | None:
-    """The operand whose elements are all that the result has, and the rule that says where they go."""
-    found = lookup(node) if is_tensor(node) and not _is_private(node) else None
+    """The operand whose elements are all that the result has, and the rule that says where they go.
+
+    None of a detach that stops a gradient: what is behind it is another value to whoever differentiates.
+    """
+    found = lookup(node) if is_tensor(node) and not _is_private(node) and not _stops_gradient(node) else None
     if found is None or node.target.namespace not in ("aten", "prims") or NO_MOVES.match(str(node.target)[5:]):
         return None
     call, rule = found
@@ -63,6 +65,22 @@ def _movement(node: Any) -> tuple[Node, Factors] | None:
 def _is_private(node: Node) -> bool:
     """Is it the clone that functionalize has made for an op without a functional form, which writes it?"""
     return node.target is aten.clone.default and is_written(node)
+
+
+def _stops_gradient(node: Node) -> bool:
+    return node.target is aten.detach.default and carries_gradient(node)
+
+
+def carries_gradient(node: Node) -> bool:
+    """Is it made of floats that may need a gradient?"""
+    inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) else ())
+    return any(
+        n.op in ("placeholder", "get_attr") and _floats(n) and record(n).requires_grad is not False for n in inputs
+    )
+
+
+def _floats(node: Node) -> bool:
+    return not is_tensor(node) or node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
 
 
 def source_of(node: Any) -> Node | None:
@@ -94,7 +112,7 @@ def is_copy(node: Any) -> bool:
 
     A detach is one where no gradient would pass.
     """
-    return _is_identity(order_of(node)) and (node.target is not aten.detach.default or not _carries_gradient(node))
+    return _is_identity(order_of(node))
 
 
 def _alike(a: Node, b: Node) -> bool:
@@ -104,18 +122,6 @@ def _alike(a: Node, b: Node) -> bool:
 
 def _is_identity(order: tuple[int, ...] | None) -> bool:
     return order is not None and order == tuple(range(len(order)))
-
-
-def _carries_gradient(node: Node) -> bool:
-    """Is it made of floats that may need a gradient?"""
-    inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) else ())
-    return any(
-        n.op in ("placeholder", "get_attr") and _floats(n) and record(n).requires_grad is not False for n in inputs
-    )
-
-
-def _floats(node: Node) -> bool:
-    return not is_tensor(node) or node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
 
 
 def order_of(node: Any) -> tuple[int, ...] | None:
@@ -190,8 +196,7 @@ def origin(node: Any) -> Any:
 
 def rearranges(node: Any) -> bool:
     """The same elements, each once, in other places or another shape, and all of the gradient: can that be undone?"""
-    stops = getattr(node, "target", None) is aten.detach.default and not is_copy(node)
-    return not stops and (order_of(node) is not None or keeps_order(node))
+    return order_of(node) is not None or keeps_order(node)
 
 
 def _undone(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
@@ -304,8 +309,8 @@ def _strided(call: Call) -> Piece | None:
 
 
 def slice_of(node: Any) -> Piece | None:
-    """A contiguous piece that keeps its dim, cut off by one op."""
-    piece = piece_of(node) if getattr(node, "target", None) is not operator.getitem else None
+    """A contiguous piece that keeps its dim: a slice, a narrow, or one result of a split or a chunk."""
+    piece = piece_of(node)
     return piece if piece is not None and piece.keeps and piece.step == 1 else None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compile
-from sp_compile.lowering.library import sources_digest
+from sp_compile.lowering.library import SOURCES, _digest, sources_digest
 from sp_compile.passes.joint import joint
 
 EXCHANGES = re.compile(r"_c10d_functional\.(\w+)\.default")
@@ -190,8 +190,20 @@ def test_cached_code_is_forgotten_when_a_pass_changes(tmp_path: Path, monkeypatc
     (tmp_path / "one.py").write_text("a = 1")
     monkeypatch.setattr(sp_compile.passes, "__path__", [str(tmp_path)])
     before = joint.JointPasses().key()
-    sources_digest.cache_clear()
+    _digest.cache_clear()
     assert joint.JointPasses().key() == before
     (tmp_path / "one.py").write_text("a = 2")
-    sources_digest.cache_clear()
+    _digest.cache_clear()
     assert joint.JointPasses().key() != before
+
+
+def test_an_operator_from_outside_the_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import support.attention.toy_strategy as toy
+
+    assert Path(toy.__file__).resolve() in SOURCES
+    monkeypatch.setattr(sp_compile.lowering.library, "SOURCES", {tmp_path / "op.py"})
+    (tmp_path / "op.py").write_text("a = 1")
+    before = sources_digest()
+    (tmp_path / "op.py").write_text("a = 2")
+    _digest.cache_clear()
+    assert sources_digest() != before

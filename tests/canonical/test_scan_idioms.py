@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.golden import captured, show
 from torch import Tensor
 
+from sp_compile.graph.edit import drop_dead
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 
 sp = torch.ops.sp
@@ -49,6 +50,10 @@ IDIOMS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "slice, pad": (lambda x: F.pad(x.cumsum(1)[:, :-1], (0, 0, 1, 0)), EXCLUSIVE),
     "pad by -1": (lambda x: F.pad(x.cumsum(1), (0, 0, 1, -1)), EXCLUSIVE),
     "cat": (lambda x: torch.cat([torch.zeros(2, 1, 3), x.cumsum(1)[:, :-1]], 1), EXCLUSIVE),
+    "cat of a narrow": (lambda x: torch.cat([row(x), x.cumsum(1).narrow(1, 0, x.shape[1] - 1)], 1), EXCLUSIVE),
+    "cat of a split": (lambda x: torch.cat([row(x), x.cumsum(1).split([x.shape[1] - 1, 1], 1)[0]], 1), EXCLUSIVE),
+    "hstack": (lambda x: torch.hstack([row(x), x.cumsum(1)[:, :-1]]), EXCLUSIVE),
+    "shift by a split": (lambda x: torch.cat([row(x), x.split([x.shape[1] - 1, 1], 1)[0]], 1).cumsum(1), EXCLUSIVE),
     "cat like": (lambda x: torch.cat([row(x), x.cumsum(1)[:, :-1]], 1), EXCLUSIVE),
     "cat of new zeros": (lambda x: torch.cat([x.new_zeros(2, 1, 3), x.cumsum(1)[:, :-1]], 1), EXCLUSIVE),
     "cat first": (lambda x: torch.cat([row(x), x[:, :-1]], 1).cumsum(1), EXCLUSIVE),
@@ -84,6 +89,7 @@ def test_idiom(name: str) -> None:
     idiom, scan = IDIOMS[name]
     x = torch.randn(2, 6, 3)
     gm = captured(idiom, x)
+    drop_dead(gm.graph)  # as behind Dynamo
     Canonicalize()(gm)
     calls = [line.split(" = ")[1] for line in show(gm).split("\n") if " = sp." in line or " = aten." in line]
     if scan == "-":

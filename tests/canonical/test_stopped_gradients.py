@@ -1,0 +1,96 @@
+"""Where a gradient stops inside of a spelling, it stops in what becomes of it: detach and no_grad between the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sp_compile import verify
+
+TOLERANCE = 1e-9
+WIDTH = 8
+
+
+class Model(nn.Module):
+    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.f = nn.Linear(WIDTH, WIDTH).double(), f
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(3 * self.linear(x)).square().sum()
+
+
+def without_gradient(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*xs: Tensor) -> Tensor:
+        with torch.no_grad():
+            return f(*xs)
+
+    return run
+
+
+STOPS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
+    "detach": lambda f: lambda *xs: f(*xs).detach(),
+    "no_grad": without_gradient,
+}
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (4, -1)).transpose(1, 2)
+
+
+def scores(x: Tensor) -> Tensor:
+    return x @ x.mT
+
+
+def weights(x: Tensor) -> Tensor:
+    return scores(x).softmax(-1)
+
+
+def total(x: Tensor) -> Tensor:
+    return x.sum(1, keepdim=True)
+
+
+def sums(x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.flip(1).cumsum(1)
+
+
+def normal(x: Tensor) -> Tensor:
+    s = scores(x)
+    return (s - s.amax(-1, keepdim=True)).exp()
+
+
+Stop = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+SPELLINGS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
+    "total - cumsum": lambda stop, x: stop(total)(x) - sums(x),
+    "total - stopped cumsum": lambda stop, x: total(x) - stop(sums)(x),
+    "cumsum - x": lambda stop, x: stop(sums)(x) - x,
+    "last row - cumsum": lambda stop, x: stop(lambda y: sums(y)[:, -1:])(x) - sums(x),
+    "padded": lambda stop, x: F.pad(stop(sums)(x), (0, 0, 1, -1)) * x,
+    "flips": lambda stop, x: stop(turned)(x).flip(1) + x,
+    "difference stops": lambda stop, x: stop(lambda y: sums(y) - y)(x) + x,
+    "scores": lambda stop, x: stop(scores)(x).softmax(-1) @ x,
+    "weights": lambda stop, x: stop(weights)(x) @ x,
+    "scaled scores": lambda stop, x: (stop(scores)(x) * 0.5).softmax(-1) @ x,
+    "product": lambda stop, x: stop(lambda y: weights(y) @ y)(x) + x,
+    "keys": lambda stop, x: (x @ stop(lambda y: y * 2)(x).mT).softmax(-1) @ x,
+    "denominator": lambda stop, x: normal(x) / stop(lambda y: normal(y).sum(-1, keepdim=True))(x) @ x,
+    "key heads": lambda stop, x: F.scaled_dot_product_attention(
+        heads(x), *[stop(lambda y: heads(y)[:, :2].repeat_interleave(2, 1))(x)] * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("how", STOPS)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_gradients(name: str, how: str) -> None:
+    model = Model(lambda x: SPELLINGS[name](STOPS[how], x))
+    assert verify(model, torch.randn(2, 12, WIDTH).double(), sp=2, seq_dims={"x": 1}).worst <= TOLERANCE
