@@ -41,6 +41,7 @@ FILLED: dict[Any, Number] = {
     **dict.fromkeys(overloads("ones ones_like new_ones"), 1),
 }
 FILLS = overloads("full full_like new_full")
+LITERALS = overloads("lift_fresh lift_fresh_copy")  # of a number that the program writes down
 JOINS = overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PADS = overloads("constant_pad_nd pad")
 NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
@@ -73,7 +74,7 @@ def _stops_gradient(node: Node) -> bool:
 
 def carries_gradient(node: Node) -> bool:
     """Is it made of floats that may need a gradient?"""
-    inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) else ())
+    inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) and n.target not in LITERALS else ())
     return any(
         n.op in ("placeholder", "get_attr") and _floats(n) and record(n).requires_grad is not False for n in inputs
     )
