@@ -13,7 +13,7 @@ VERSIONS ?=
 # Each test compiles something small, so torch's garbage collection behind each compilation is a tenth of the time.
 PYTEST := TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-versions fuzz quick bench lint format clean
+.PHONY: demo test test-slow test-versions fuzz properties quick bench lint format clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py
@@ -31,8 +31,13 @@ test-slow: $(VENV)/.test
 test-versions: $(VENV)/.versions
 	$(BIN)/python benchmarks/versions.py --uv $(BIN)/uv $(VERSIONS)
 
-# Other random programs than the ones that `make test` always draws.
+# Random programs, every op of torch's op_db and faults on real ranks, for so many minutes.
+MINUTES ?= 10
 fuzz: $(VENV)/.test
+	TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 PYTHONPATH=tests $(BIN)/python -m support.fuzz --minutes $(MINUTES) --workers $(WORKERS)
+
+# What tests state of any value, on other values than the ones that `make test` always draws.
+properties: $(VENV)/.test
 	$(PYTEST) -m hypothesis --hypothesis-profile=fuzz $(FILES)
 
 bench: $(VENV)/.examples

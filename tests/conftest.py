@@ -16,7 +16,7 @@ logging.getLogger("torch.__trace").propagate = True
 
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
-settings.load_profile("suite")  # the same programs each time; `make fuzz` draws others
+settings.load_profile("suite")  # the same programs each time; `make properties` draws others
 
 QUICK = """
 test_layers.py capture cost sharding/test_rules.py

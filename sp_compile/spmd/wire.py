@@ -16,11 +16,12 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,14 @@ from sp_compile.lowering.communicator import FunctionalCommunicator, current
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
 PATIENCE = 2.0  # seconds of a wait before a rank that has stopped is looked for
 POLL = 0.005  # seconds between looks for ranks that have not connected
+ANSWERS = 2.0  # seconds within which the store answers: it may lie in a rank that has stopped
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
 LIKELY = (
     "Likely causes: a rank that has skipped a batch or a backward, runs this part of the model eagerly (the recompile "
     "limit, torch.compiler.disable, another backend), or has caught an exception of this step and gone on"
 )
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -102,8 +106,8 @@ class Wire:
 
     def _meet(self, saying: str, begun: float) -> None:
         """Connect all ranks, once all are here: connecting cannot be interrupted."""
-        self.store.add("here", 1)
-        while self.store.add("here", 0) < len(self.seen):
+        answered(lambda: self.store.add("here", 1), 0)
+        while answered(lambda: self.store.add("here", 0), 0) < len(self.seen):
             time.sleep(POLL)
             self._look(saying, begun)
         self.gloo = gloo_group(self.store, self.ranks.index(dist.get_rank()), len(self.seen))
@@ -165,8 +169,8 @@ class Wire:
 
     def _someone_compiles(self, begun: float) -> bool:
         """Has a rank that compiles shown a sign of life of late, during the wait that began then?"""
-        count, now = self.store.add("compiles", 0), time.monotonic()
         wait, seen, _ = self.beats
+        count, now = answered(lambda: self.store.add("compiles", 0), seen), time.monotonic()
         if wait != begun:
             self.beats = begun, count, begun - 4 * BEAT
         elif count != seen:
@@ -188,7 +192,7 @@ class Wire:
             yield
         finally:
             done.set()
-            thread.join()
+            thread.join(ANSWERS)
 
 
 def _came(work: Any) -> bool:
@@ -222,16 +226,43 @@ def stop(words: str, goes_on: bool = False) -> None:
         talks = {wire.name: wire.talks for wire in _wires.values()}
         _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks)]
         with suppress(RuntimeError):  # the rank that keeps the store is gone
-            _of_all().set("stopped", json.dumps(astuple(_mine[0])))
+            answered(lambda: _of_all().set("stopped", json.dumps(astuple(_mine[0]))), None)
 
 
 def _last_stop() -> Stop:
     """Which rank stopped last, and why."""
     store = _of_all()
     try:
-        return Stop(*json.loads(store.get("stopped"))) if store.check(["stopped"]) else NOBODY
+        words = answered(lambda: store.get("stopped") if store.check(["stopped"]) else b"", b"")
     except RuntimeError:  # the rank that keeps the store is gone
         return NOBODY
+    return Stop(*json.loads(words)) if words else NOBODY
+
+
+def answered(ask: Callable[[], T], otherwise: T) -> T:
+    """What the store says; `otherwise` if it says nothing, as one that lies in a rank that was stopped.
+
+    Raises what `ask` raises.
+    """
+    if _asking and _asking[0].is_alive():
+        return otherwise
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    _asking[:] = [threading.Thread(target=run, daemon=True)]
+    _asking[0].start()
+    try:
+        return answer.result(ANSWERS)
+    except TimeoutError:
+        return otherwise
+
+
+_asking: list[threading.Thread] = []  # of the last question to the store, which may be without an answer
 
 
 def _of_all() -> Any:

@@ -1,44 +1,46 @@
-"""Random small programs over ruled ops: on simulated ranks they equal one device in value and gradient."""
+"""Samples of the fuzzer with fixed seeds, and the programs that it has found: `make fuzz` draws others."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from support.models import check
-from support.random_programs import Program, Step, _inputs, programs
+from support.fuzz import op_db, oracle, programs
+from support.fuzz.fault_table import FAULTS
+from support.fuzz.faults import judged
+from support.fuzz.loop import AFTER, Event, Scene
+from support.fuzz.outcomes import Outcome, Result
+from support.fuzz.programs import Setting, made, minimal, without
+from support.fuzz.random_programs import Program, Step
+from support.fuzz.runner import Fuzzing, run
+from torch.fx import GraphModule
+
+from sp_compile.backend import lower
+
+SEEDS = Random(0).sample(range(10**9), 400)
+RIGHT = (Outcome.EXACT, Outcome.GATHERED)
 
 
-def _run(program: Program, sizes: tuple[int, int, int], ranks: int, dim: int, dynamic: bool = False) -> None:
-    with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
-        check(program, *_inputs(sizes), sp=ranks, seq_dims={"x": dim})
+@pytest.mark.sampled(every=25)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_programs_equal_one_device(seed: int) -> None:
+    result = programs.run(f"programs:{seed}")
+    assert not result.outcome.is_bad, f"{result}\n{result.program}"
 
 
-SETTINGS = settings(suppress_health_check=list(HealthCheck))
-
-
-@settings(SETTINGS, max_examples=30)
-@given(programs(), st.sampled_from([2, 3]))
-def test_random_programs_equal_one_device(program: tuple[Program, tuple[int, int, int]], ranks: int) -> None:
-    _run(*program, ranks, dim=1)
-
-
-@settings(SETTINGS, max_examples=10)
-@given(programs(4), st.sampled_from([2, 3]))
-def test_random_programs_of_dynamic_sizes(program: tuple[Program, tuple[int, int, int]], ranks: int) -> None:
-    _run(*program, ranks, dim=1, dynamic=True)
-
-
-@pytest.mark.slow
-@settings(SETTINGS, max_examples=2000)
-@given(programs(12), st.sampled_from([2, 3, 4]), st.integers(0, 2), st.booleans())
-def test_many_random_programs_equal_one_device(
-    program: tuple[Program, tuple[int, int, int]], ranks: int, dim: int, dynamic: bool
-) -> None:
-    _run(*program, ranks, dim, dynamic)
+@pytest.mark.sampled(every=40)
+@pytest.mark.parametrize("name", list(itertools.islice(op_db.infos(), 0, None, 3)))
+def test_ops_behind_attention_equal_one_device(name: str) -> None:
+    for variant, ranks in (("function", 3), ("inplace", 2)):
+        if op_db.samples(name) and (variant == "function" or op_db.infos()[name].inplace_variant):
+            result = op_db.run(f"op_db:{name}:{variant}:0:{ranks}")
+            assert not result.outcome.is_bad, result
 
 
 FOUND = {
@@ -72,4 +74,114 @@ FOUND = {
 
 @pytest.mark.parametrize(("steps", "where"), FOUND.values(), ids=FOUND)
 def test_programs_that_were_wrong_once(steps: list[Step], where: tuple[Any, ...]) -> None:
-    _run(Program(steps), *where)
+    sizes, ranks, dim, *dynamic = where
+    result = Setting(sizes, ranks, dim, bool(dynamic), {}).outcome(steps)
+    assert result.outcome in RIGHT, result
+
+
+def test_a_seed_makes_one_program() -> None:
+    assert made(7) == made(7)
+    assert len({str(made(seed)) for seed in range(20)}) == 20
+
+
+# What the oracle notices.
+
+
+def spoilt(change: Callable[[GraphModule], None]) -> Any:
+    """`lower`, but for the graph of one rank."""
+
+    def lowered(*args: Any) -> Any:
+        found = lower(*args)
+        change(found.graph)
+        found.graph.recompile()
+        return found
+
+    return mock.patch.object(oracle, "lower", lowered)
+
+
+def drops_the_scans(gm: GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.sp.scan.default):
+        node.replace_all_uses_with(node.args[0])
+
+
+def breaks(gm: GraphModule) -> None:
+    raise ZeroDivisionError("in a pass")
+
+
+STEPS = [Step("sin", (0,)), Step("tanh", (1,)), Step("cumsum", (2,), (1,)), Step("sin", (3,))]
+SETTING = Setting((2, 5, 3), 3, 1, False, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(drops_the_scans, Outcome.WRONG), (breaks, Outcome.RAW)],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_a_program_that_is_lowered_wrongly(change: Callable[[GraphModule], None], expected: Outcome) -> None:
+    assert SETTING.outcome(STEPS).outcome is Outcome.EXACT
+    with spoilt(change):
+        assert SETTING.outcome(STEPS).outcome is expected
+
+
+def test_what_is_wrong_is_made_small() -> None:
+    with spoilt(drops_the_scans):
+        setting, steps, result = minimal(SETTING, STEPS, SETTING.outcome(STEPS))
+    assert steps == [Step("cumsum", (0,), (1,))]
+    assert (setting, result.outcome) == (SETTING, Outcome.WRONG)
+
+
+def test_a_step_is_left_out() -> None:
+    steps = [Step("sin", (0,)), Step("cumsum", (1,), (1,)), Step("add", (1, 2))]
+    assert str(Program(without(steps, 1))) == "v1 = sin(v0); v2 = add(v1, v1)"
+    assert str(Program(without(steps, 0))) == "v1 = cumsum(v0, 1); v2 = add(v0, v1)"
+
+
+def test_random_results_are_not_compared() -> None:
+    x = torch.ones(1, 6, 2, dtype=torch.float64)
+    case = oracle.Case(lambda x: torch.dropout(x.cumsum(1), 0.5, True), [x], 2)
+    assert oracle.outcome(case).outcome is Outcome.SKIPPED
+
+
+def test_a_refusal_is_no_bug() -> None:
+    x = torch.ones(1, 6, 2, dtype=torch.float64)
+    result = oracle.outcome(oracle.Case(lambda x: x.sort(1)[0], [x], 2, {"seq_dims": {"x": 1}, "fallback": "error"}))
+    assert result.outcome is Outcome.REFUSED
+
+
+RIGHT_STEP = Event(0, "right")
+TOLD = Event(1, "refused", "the 2 ranks of this group were given different values: l_ids_")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP, TOLD, None], Outcome.REFUSED),
+        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP], Outcome.HANG),
+        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP, Event(1, "right"), None], Outcome.WRONG),
+        ([RIGHT_STEP, Event(1, "wrong"), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
+        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP, Event(1, "raw"), None], Outcome.RAW),
+        ([Event(3, "refused", TOLD.words), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
+        ([Event(1, "refused", "no"), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
+        ([TOLD, Event(AFTER, "raw"), None], [TOLD, Event(AFTER, "right"), None], Outcome.RAW),
+    ],
+)
+def test_the_judgement_of_what_ranks_told(first: list, second: list, expected: Outcome) -> None:
+    scene = Scene("other tokens", world=2, odd=1, step=1, tcp=False, folder="")
+    assert judged(scene, FAULTS["other tokens"], {0: first, 1: second}).outcome is expected
+
+
+@pytest.mark.slow
+def test_the_fuzzer_itself(tmp_path: Path) -> None:
+    """Cases run in a process of their own, are counted, and can be run again by their names."""
+    counts = Fuzzing(["programs", "op_db"], 0, tmp_path).run(15, workers=1)
+    assert all(count.total() for count in counts.values())
+    name = (tmp_path / "cases.log").read_text().split()[2].rstrip(":")
+    assert isinstance(run(name), Result)
+
+
+@pytest.mark.parametrize("options", programs.OPTIONS, ids=str)
+def test_no_tokens(options: dict[str, Any]) -> None:
+    """A sequence of no rows: as one device has it, or refused."""
+    steps = [Step("heads", (0,), (1, 2, 2, "causal")), Step("sin", (1,))]
+    result = Setting((2, 0, 3), 2, 1, False, options).outcome(steps)
+    assert not result.outcome.is_bad, result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,8 @@ from support.parity import error_text, sp
 from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compile.spmd import wire
 
 SECONDS = 5
 
@@ -129,3 +132,23 @@ def recompiled_too_often() -> str:
 def test_a_rank_that_runs_eagerly_since_it_recompiled_too_often(ranks: Ranks) -> None:
     first, *_ = ranks.run(4, recompiled_too_often)
     assert "rank 1 stopped: torch._dynamo hit config.recompile_limit" in first, first
+
+
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a stopped rank: nobody waits for it, asks it again meanwhile, or leaves threads in it."""
+    monkeypatch.setattr(wire, "ANSWERS", 0.1)
+    awake, asked = threading.Event(), []
+
+    def ask() -> str:
+        asked.append(1)
+        awake.wait(60)
+        return "found"
+
+    assert wire.answered(ask, "nothing") == "nothing"
+    assert wire.answered(ask, "nothing") == "nothing"
+    assert len(asked) == 1
+    awake.set()
+    wire._asking[0].join()
+    assert wire.answered(ask, "nothing") == "found"
+    with pytest.raises(ZeroDivisionError):
+        wire.answered(lambda: 1 // 0, 0)

@@ -1,4 +1,4 @@
-"""Random small programs over ruled ops, drawn by Hypothesis.
+"""Random small programs over ruled ops, each made from the number of its seed alone.
 
 A program is a list of steps; each makes a new value from earlier ones. Sizes come from a tiny range, so that dims of
 equal size meet all the time: sizes alone do not say which dim is the sequence.
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import assume
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sp_compile
 
+Sizes = tuple[int, int, int]
 LIMIT = 2000  # elements of a value: programs stay quick
-Draw = Callable[[st.SearchStrategy], Any]
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,57 @@ def _norm(weight: Tensor, ids: Tensor, x: Tensor, ndim: int) -> Tensor:
 
 def _attention(weight: Tensor, ids: Tensor, q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, k.sin(), is_causal=causal)
+
+
+MASKS = ["none", "causal", "window", "prefix", "padding", "bias"]
+
+
+def _heads(weight: Tensor, ids: Tensor, x: Tensor, dim: int, heads: int, kv_heads: int, mask: str) -> Tensor:
+    """Attention of several heads along any dim but the last, as models write it, under one of MASKS."""
+    rows = x.movedim(dim, -2)
+    flat = rows.reshape(-1, *rows.shape[-2:])
+    size, width = flat.shape[1], flat.shape[2]
+    q, k, v = (
+        F.linear(flat, _table(weight[100 * i :], 2 * n, width)).unflatten(-1, (n, 2)).transpose(1, 2)
+        for i, n in enumerate((heads, kv_heads, kv_heads))
+    )
+    at = torch.arange(size)
+    behind = at[:, None] - at
+    masks = {
+        "window": (behind >= 0) & (behind < 3),
+        "prefix": (behind >= 0) | (at < 2),
+        "padding": (at < max(size - 1, 1)).expand(size, size),
+        "bias": -0.5 * behind.abs().to(x.dtype),
+    }
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=masks.get(mask), is_causal=mask == "causal", enable_gqa=heads != kv_heads
+    )
+    return y.transpose(1, 2).flatten(2).reshape(*rows.shape[:-1], 2 * heads).movedim(-2, dim)
+
+
+def _add(x: Tensor, d: int) -> Tensor:
+    x.narrow(d, 0, 1).add_(1)
+    return x
+
+
+def _copy(x: Tensor, d: int) -> Tensor:
+    x.narrow(d, 1, x.shape[d] - 1).copy_(x.narrow(d, 0, x.shape[d] - 1) * 0.5)
+    return x
+
+
+def _fill(x: Tensor, d: int) -> Tensor:
+    x.select(d, -1).zero_()
+    return x
+
+
+def _index(x: Tensor, d: int) -> Tensor:
+    rows = x.movedim(d, 0)
+    rows[torch.tensor([0])] = 2.0
+    return x
+
+
+WRITES: dict[str, Callable[[Tensor, int], Tensor]] = {"add": _add, "copy": _copy, "fill": _fill, "index": _index}
+"""What changes a value in place along a dim."""
 
 
 def _masked(weight: Tensor, ids: Tensor, x: Tensor, dim: int, end: int) -> Tensor:
@@ -130,6 +180,26 @@ WINDOWS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "last in front": lambda x, d: torch.cat([x.narrow(d, -1, 1), x.narrow(d, 0, x.shape[d] - 1)], d),
 }
 
+
+def _mixed_channels(x: Tensor) -> Tensor:
+    channels = x.shape[1]
+    weight = torch.linspace(-1, 1, 3 * channels * channels, dtype=x.dtype).view(channels, channels, 3)
+    return F.conv1d(x, weight, padding=1)
+
+
+CONVOLVED = _lines(_mixed_channels)
+
+
+def _loop(x: Tensor, d: int) -> Tensor:
+    """A recurrence that a model writes as a loop over time."""
+    state = torch.zeros_like(x.select(d, 0))
+    out = []
+    for row in x.unbind(d):
+        state = row.sigmoid() * state + row
+        out.append(state)
+    return torch.stack(out, d)
+
+
 OPS: dict[str, Callable[..., Tensor]] = {
     "sin": lambda w, i, x: x.sin(),
     "tanh": lambda w, i, x: x.tanh(),
@@ -172,21 +242,31 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "picked": _picked,
     "embedded": _embedded,
     "attention": _attention,
+    "heads": _heads,
+    "written": lambda w, i, x, d, how: WRITES[how](x.clone(), d),
+    "sorted": lambda w, i, x, d: x.sort(d)[0],
+    "gathered": lambda w, i, x, d: x.gather(d, x.detach().argsort(d)),
+    "highest": lambda w, i, x, d: x.topk(1, d)[0],
+    "normalized": lambda w, i, x, d: F.normalize(x, dim=d),
+    "einsum": lambda w, i, x, d: torch.einsum("...a,...a->...", x.movedim(d, -1), x.movedim(d, -1).cos()),
+    "loop": lambda w, i, x, d: _loop(x, d),
+    "triangle": lambda w, i, x, d: x.tril() + x.triu(1).sin(),
+    "convolved": lambda w, i, x, d: CONVOLVED(x, d),
     "class_loss": _class_loss,
     "mse": lambda w, i, x, y, how: F.mse_loss(x, y, reduction=how),
 }
 
 
-@st.composite
-def programs(draw: Draw, steps: int = 8) -> tuple[Program, tuple[int, int, int]]:
-    """A program and the sizes (B, S, D) of its input; every step was tried on meta tensors."""
-    sizes = draw(st.tuples(st.integers(1, 3), st.integers(2, 6), st.integers(1, 5)))
+def random_program(random: Random, steps: int) -> tuple[Program, Sizes]:
+    """A program of at most so many steps and the sizes (B, S, D) of its input; every step was tried on meta tensors."""
+    sizes = random.randint(1, 3), random.randint(2, 7), random.randint(1, 5)
+    made: list[Step] = []
     with torch.device("meta"):
         values = [torch.empty(sizes, dtype=torch.float64)]
         context = torch.empty(4000, dtype=torch.float64), torch.empty(4, dtype=torch.int64)
-        made: list[Step] = []
-        for _ in range(draw(st.integers(1, steps))):
-            step = _step(draw, values)
+        wanted = random.randint(1, steps)
+        while len(made) < wanted:
+            step = _step(random, values)
             try:
                 value = OPS[step.name](*context, *(values[i] for i in step.operands), *step.args)
             except (RuntimeError, IndexError, ValueError):
@@ -194,43 +274,43 @@ def programs(draw: Draw, steps: int = 8) -> tuple[Program, tuple[int, int, int]]
             if 0 < value.numel() <= LIMIT and value.ndim <= 5:
                 values.append(value)
                 made.append(step)
-    assume(made)
     return Program(made), sizes
 
 
-def _step(draw: Draw, values: list[Tensor]) -> Step:
-    name = draw(st.sampled_from(sorted(OPS)))
-    newest = st.integers(0, min(len(values) - 1, 3)).map(lambda back: len(values) - 1 - back)
-    first = draw(newest)
+def _step(random: Random, values: list[Tensor]) -> Step:
+    name = random.choice(sorted(OPS))
+    newest = [len(values) - 1 - back for back in range(min(len(values), 4))]
+    first = random.choice(newest)
     x = values[first]
     alike = [i for i, v in enumerate(values) if v.shape == x.shape]
-    dim = draw(st.integers(0, max(x.ndim - 1, 0)))
+    dim = random.randrange(max(x.ndim, 1))
     extent = x.shape[dim] if x.ndim else 1
-    keep = draw(st.booleans())
+    keep = random.random() < 0.5
     if name in ("add", "mul", "where", "matmul", "gram", "view_as"):
-        return Step(name, (first, draw(newest)))
+        return Step(name, (first, random.choice(newest)))
     if name in ("cat", "stack", "mse", "attention"):
-        second = draw(st.sampled_from(alike))
-        how = draw(st.sampled_from(["mean", "sum", "none"]))
-        return Step(name, (first, second), ({"mse": how, "attention": keep}.get(name, dim),))
+        how = random.choice(["mean", "sum", "none"])
+        return Step(name, (first, random.choice(alike)), ({"mse": how, "attention": keep}.get(name, dim),))
     arguments: dict[str, Callable[[], tuple[Any, ...]]] = {
-        "linear": lambda: (draw(st.integers(1, 5)), keep),
-        "mix": lambda: (dim, draw(st.integers(1, 5))),
-        "norm": lambda: (draw(st.integers(1, 2)),),
-        "permute": lambda: (tuple(draw(st.permutations(range(x.ndim)))),),
-        "unflatten": lambda: (dim, draw(st.sampled_from(_divisions(extent)))),
-        "reshape": lambda: (draw(st.sampled_from(_shapes(tuple(x.shape)))),),
+        "linear": lambda: (random.randint(1, 5), keep),
+        "mix": lambda: (dim, random.randint(1, 5)),
+        "norm": lambda: (random.randint(1, 2),),
+        "permute": lambda: (tuple(random.sample(range(x.ndim), x.ndim)),),
+        "unflatten": lambda: (dim, random.choice(_divisions(extent))),
+        "reshape": lambda: (random.choice(_shapes(tuple(x.shape))),),
         "expand": lambda: (tuple(3 if s == 1 else s for s in x.shape),),
-        "slice": lambda: (dim, *_bounds(draw, extent), draw(st.sampled_from([1, 1, 1, 2]))),
-        "select": lambda: (dim, draw(st.integers(-extent, extent - 1))),
-        "chunk": lambda: (dim, 2, draw(st.integers(0, 1))),
-        "roll": lambda: (draw(st.integers(-2, 2)), dim),
-        "pad": lambda: (dim, *draw(st.tuples(st.integers(-1, 2), st.integers(-1, 2)))),
+        "slice": lambda: (dim, *_bounds(random, extent), random.choice([1, 1, 1, 2])),
+        "select": lambda: (dim, random.randint(-extent, extent - 1)),
+        "chunk": lambda: (dim, 2, random.randint(0, 1)),
+        "roll": lambda: (random.randint(-2, 2), dim),
+        "pad": lambda: (dim, random.randint(-1, 2), random.randint(-1, 2)),
         "repeat": lambda: (tuple(2 if d == dim else 1 for d in range(x.ndim)),),
-        "masked": lambda: (dim, draw(st.integers(0, extent))),
-        "scan": lambda: (dim, draw(st.sampled_from(sorted(SCANS)))),
-        "window": lambda: (dim, draw(st.sampled_from(sorted(WINDOWS)))),
-        "class_loss": lambda: (draw(st.sampled_from(["mean", "sum", "none"])),),
+        "masked": lambda: (dim, random.randint(0, extent)),
+        "scan": lambda: (dim, random.choice(sorted(SCANS))),
+        "window": lambda: (dim, random.choice(sorted(WINDOWS))),
+        "heads": lambda: (dim, *random.choice([(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 2)]), random.choice(MASKS)),
+        "written": lambda: (dim, random.choice(sorted(WRITES))),
+        "class_loss": lambda: (random.choice(["mean", "sum", "none"]),),
     }
     if name in ("sum", "mean", "amax", "logsumexp", "var"):
         return Step(name, (first,), (dim, keep))
@@ -239,9 +319,10 @@ def _step(draw: Draw, values: list[Tensor]) -> Step:
     return Step(name, (first,), arguments.get(name, lambda: (dim,))())
 
 
-def _bounds(draw: Draw, extent: int) -> tuple[int | None, int | None]:
-    ends = st.one_of(st.none(), st.integers(-extent, extent))
-    return draw(ends), draw(ends)
+def _bounds(random: Random, extent: int) -> tuple[int | None, int | None]:
+    return random.choice([None, random.randint(-extent, extent)]), random.choice(
+        [None, random.randint(-extent, extent)]
+    )
 
 
 def _divisions(extent: int) -> list[tuple[int, int]]:
@@ -256,7 +337,8 @@ def _shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [shape[::-1], (numel,), (*shape[1:], *shape[:1]), (numel, 1)]
 
 
-def _inputs(sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_of(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """x of these sizes, the weights and the ids of a program, in float64."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sizes, dtype=torch.float64, generator=generator)
     weight = torch.randn(4000, dtype=torch.float64, generator=generator) / 2

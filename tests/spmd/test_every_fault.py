@@ -1,0 +1,15 @@
+"""Each fault of the fuzzer's table on real ranks: what every living rank is told, when, and what comes afterwards."""
+
+from __future__ import annotations
+
+import pytest
+from support.fuzz import faults
+from support.fuzz.fault_table import FAULTS
+from support.fuzz.outcomes import Outcome
+
+
+@pytest.mark.slow  # of which test_faults.py and test_waits.py have a sample on ranks that are there already
+@pytest.mark.parametrize(("seed", "fault"), enumerate(FAULTS), ids=FAULTS)
+def test_fault(seed: int, fault: str) -> None:
+    result = faults.run(f"faults:{fault}:{seed}")
+    assert result.outcome is (Outcome.REFUSED if FAULTS[fault].hears else Outcome.EXACT), result

@@ -1,0 +1,442 @@
+"""What may go wrong on one rank of a training loop, and what every living rank has to be told of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch.distributed as dist
+from support.fuzz.loop import TIMEOUT, Left, Loop
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from sp_compile.cost import measure
+
+Acts = Callable[[Loop, int], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """hears: what the ranks are told, as a regular expression; "" where the loop goes on and stays right.
+
+    acts: what the odd rank does on the step of the fault, in place of what every rank does. everyone: what every rank
+    does on that step. prepares, begins: before the model is compiled, on every rank and on the odd one. options: of
+    every rank's backend. own: what the fault raises, which the loop catches. ends: the odd rank tells nothing after it.
+    deaf: the odd rank runs no program of ours that could tell it. anew: it is met when a program is compiled again. connected: with a process group from the beginning.
+    """
+
+    hears: str
+    acts: Acts | None = None
+    everyone: Acts | None = None
+    begins: Callable[[Loop], None] | None = None
+    prepares: Callable[[Loop], None] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    own: tuple[type[BaseException], ...] = ()
+    ends: bool = False
+    deaf: bool = False
+    anew: bool = False
+    connected: bool = True
+
+
+# On the step.
+
+
+def skip_batch(loop: Loop, step: int) -> None:
+    loop.shift = 1
+    loop.train(step)
+
+
+def skip_step(loop: Loop, step: int) -> None:
+    """No call at all, as where an error is caught and the batch left out."""
+
+
+def skip_backward(loop: Loop, step: int) -> None:
+    loop.run(*loop.batch(step))
+
+
+def backward_twice(loop: Loop, step: int) -> None:
+    loss = loop.run(*loop.batch(step))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def other_scale(loop: Loop, step: int) -> None:
+    (2 * loop.run(*loop.batch(step))).backward()
+
+
+def other_input(place: int) -> Acts:
+    def act(loop: Loop, step: int) -> None:
+        batch = loop.batch(step)
+        batch[place] = loop.batch(step, seed=100)[place]
+        loop.train(step, batch)
+
+    return act
+
+
+def other_length(loop: Loop, step: int) -> None:
+    loop.length = lambda step: 9
+    loop.train(step)
+
+
+def other_batch_size(loop: Loop, step: int) -> None:
+    loop.train(step, [torch.cat([x, x]) for x in loop.batch(step)])
+
+
+def other_dtype(loop: Loop, step: int) -> None:
+    ids, labels, noise = loop.batch(step)
+    loop.train(step, [ids, labels, noise.float()])
+
+
+def input_requires_grad(loop: Loop, step: int) -> None:
+    ids, labels, noise = loop.batch(step)
+    loop.train(step, [ids, labels, noise.requires_grad_()])
+
+
+def changed(name: str) -> Acts:
+    """A weight or a buffer."""
+
+    def act(loop: Loop, step: int) -> None:
+        loop.honest = False
+        with torch.no_grad():
+            loop.net.get_parameter(name).add_(1) if "weight" in name else loop.net.get_buffer(name).add_(1)
+        loop.train(step)
+
+    return act
+
+
+def under(context: Callable[[], Any]) -> Acts:
+    def act(loop: Loop, step: int) -> None:
+        with context():
+            loop.train(step)
+
+    return act
+
+
+def evaluates(loop: Loop, step: int) -> None:
+    """Without dropout nothing of the program changes."""
+    loop.net.eval()
+    loop.train(step)
+
+
+def memory_budget(loop: Loop, step: int) -> None:
+    """Of a program that is compiled already."""
+    functorch_config.activation_memory_budget = 0.5
+    loop.train(step)
+
+
+def barrier(loop: Loop, step: int) -> None:
+    dist.barrier()
+    loop.train(step)
+
+
+def slow(loop: Loop, step: int) -> None:
+    time.sleep(TIMEOUT / 2)
+    loop.train(step)
+
+
+def fails_in_forward(error: type[BaseException]) -> Acts:
+    def act(loop: Loop, step: int) -> None:
+        loop.raises = error("of the fault")
+        loop.train(step)
+
+    return act
+
+
+def fails_before_backward(error: type[BaseException]) -> Acts:
+    def act(loop: Loop, step: int) -> None:
+        loss = loop.run(*loop.batch(step))
+        loss.register_hook(_raising(error))
+        loss.backward()
+
+    return act
+
+
+def fails_behind_backward(error: type[BaseException]) -> Acts:
+    def act(loop: Loop, step: int) -> None:
+        handle = loop.net.embed.weight.register_hook(_raising(error))
+        try:
+            loop.train(step)
+        finally:
+            handle.remove()
+
+    return act
+
+
+def _raising(error: type[BaseException]) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        raise error("of the fault")
+
+    return hook
+
+
+def kill(sign: signal.Signals) -> Acts:
+    def act(loop: Loop, step: int) -> None:
+        os.kill(os.getpid(), sign)
+
+    return act
+
+
+def forks(loop: Loop, step: int) -> None:
+    """A child that does nothing, as a data loader's worker, and goes."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    loop.train(step)
+
+
+def copies(loop: Loop, step: int) -> None:
+    """The compiled model gives way to a copy of itself."""
+    loop.net = copy.deepcopy(loop.net)
+    loop.compile()
+    loop.train(step)
+
+
+def loads(loop: Loop, step: int) -> None:
+    """A checkpoint, which has been on a disk."""
+    with io.BytesIO() as disk:
+        torch.save({name.removeprefix("_orig_mod."): x for name, x in loop.run.state_dict().items()}, disk)
+        disk.seek(0)
+        loop.net.load_state_dict(torch.load(disk))
+    loop.train(step)
+
+
+def interrupts_another(loop: Loop, step: int) -> None:
+    """Which waits for this rank."""
+    time.sleep(TIMEOUT / 4)
+    os.kill(loop.pid((loop.rank + 1) % loop.scene.world), signal.SIGINT)
+    time.sleep(1)
+    loop.train(step)
+
+
+def in_a_thread(loop: Loop, step: int) -> None:
+    raised: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            loop.run(*loop.batch(step))
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    for error in raised:
+        raise error
+
+
+def force_eager(loop: Loop, step: int) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        loop.train(step)
+
+
+def recompiles_too_often(loop: Loop, step: int) -> None:
+    """Every rank has a new length, which one of them does not compile any more."""
+    loop.length = lambda step: 11
+    if loop.is_odd:
+        torch._dynamo.config.recompile_limit = 1
+    loop.train(step)
+
+
+def fails_to_recompile(error: type[BaseException]) -> Acts:
+    def act(loop: Loop, step: int) -> None:
+        loop.length = lambda step: 11
+        if loop.is_odd:
+            loop.compile_raises = error("of the fault")
+        loop.train(step)
+
+    return act
+
+
+def compiles_for_long(loop: Loop, step: int) -> None:
+    loop.length = lambda step: 11
+    loop.compile_takes = 2 * TIMEOUT if loop.is_odd else 0.0
+    loop.train(step)
+
+
+def leaves(loop: Loop, step: int) -> None:
+    """The others go on among themselves."""
+    dist.destroy_process_group()
+    if loop.is_odd:
+        raise Left
+    loop.connect(1, [rank for rank in range(loop.scene.world) if rank != loop.scene.odd])
+    loop.train(step)
+
+
+def renumbered(loop: Loop, step: int) -> None:
+    """As many processes, in another order."""
+    dist.destroy_process_group()
+    loop.connect(1, list(range(loop.scene.world))[::-1])
+    loop.train(step)
+
+
+def connects_late(loop: Loop, step: int) -> None:
+    """The steps before this one were made without a group."""
+    loop.connect(0, range(loop.scene.world))
+    loop.train(step)
+
+
+def two_models(loop: Loop, step: int) -> None:
+    """Of one class; the odd rank calls the second one first."""
+    other = Loop(loop.scene, loop.rank, {})
+    other.compile()
+    for one in (other, loop) if loop.is_odd else (loop, other):
+        one.train(step)
+
+
+# Before the first step.
+
+
+def option(**given: Any) -> Callable[[Loop], None]:
+    def begin(loop: Loop) -> None:
+        loop.options.update(given)
+
+    return begin
+
+
+def budget_from_the_start(loop: Loop) -> None:
+    functorch_config.activation_memory_budget = 0.5
+
+
+def frozen(loop: Loop) -> None:
+    loop.net.head.weight.requires_grad_(False)
+
+
+def weight_from_the_start(loop: Loop) -> None:
+    loop.honest = False
+    with torch.no_grad():
+        loop.net.head.weight.add_(1)
+
+
+def buffer_from_the_start(loop: Loop) -> None:
+    loop.honest = False
+    loop.net.scale.add_(1)
+
+
+def two_meshes(loop: Loop) -> None:
+    """Every rank makes both, because that takes all of them."""
+    loop.options["mesh"] = init_device_mesh("cpu", (loop.scene.world,), mesh_dim_names=("sp",))
+    other = init_device_mesh("cpu", (loop.scene.world, 1), mesh_dim_names=("sp", "x"))
+    if loop.is_odd:
+        loop.options["mesh"] = other
+
+
+def disabled(loop: Loop) -> None:
+    loop.run = torch.compiler.disable(loop.net)
+
+
+def other_backend(loop: Loop) -> None:
+    loop.run = torch.compile(loop.net, backend="eager")
+
+
+def broken_constants(loop: Loop) -> None:
+    path = measure._path(dist.group.WORLD, torch.device("cpu"))
+    Path(path).write_text("[" * 100_000)
+
+
+def homeless(loop: Loop) -> None:
+    for name in ("HOME", "SP_COMPILE_CACHE_DIR"):
+        os.environ.pop(name, None)
+
+
+def fails_to_compile(error: type[BaseException]) -> Callable[[Loop], None]:
+    def begin(loop: Loop) -> None:
+        loop.compile_raises = error("of the fault")
+
+    return begin
+
+
+def compiles_for_long_at_first(loop: Loop) -> None:
+    loop.compile_takes = 2 * TIMEOUT
+
+
+VALUES = "different values"
+ASTRAY = "about to do different things"
+WAITS = "for ranks that did not come"
+STOPPED = f"{WAITS}|broken since"
+EVERY = {"check_every": 1}
+MEASURED = {"cost": None}
+CAUGHT = (MemoryError, KeyboardInterrupt)
+
+FAULTS: dict[str, Fault] = {
+    "a skipped batch": Fault(VALUES, skip_batch),
+    "a skipped call": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step),
+    "a skipped backward": Fault(f"{ASTRAY}|{STOPPED}", skip_backward),
+    "a second backward": Fault(f"{ASTRAY}|{STOPPED}", backward_twice),
+    "another scale of the loss": Fault("other gradients", other_scale),
+    "other tokens": Fault(f"{VALUES}.*ids", other_input(0)),
+    "other labels": Fault(f"{VALUES}.*labels", other_input(1)),
+    "other floats": Fault(f"{VALUES}.*noise", other_input(2)),
+    "another length": Fault("different sizes|compiles the program anew", other_length),
+    "another batch size": Fault("different sizes|compiles the program anew", other_batch_size),
+    "another dtype": Fault("different|compiles the program anew", other_dtype),
+    "an input that requires grad": Fault("different|compiles the program anew", input_requires_grad),
+    "a weight that differs": Fault(f"{VALUES}.*weight", changed("head.weight"), options=EVERY),
+    "a buffer that differs": Fault(f"{VALUES}.*scale", changed("scale"), options=EVERY),
+    "no_grad": Fault("mode", under(torch.no_grad)),
+    "inference_mode": Fault("mode", under(torch.inference_mode)),
+    "autocast": Fault("mode", under(lambda: torch.autocast("cpu", torch.bfloat16))),
+    "two models in another order": Fault(f"{VALUES}|{ASTRAY}", everyone=two_models),
+    "a later memory budget": Fault("", memory_budget),
+    "eval": Fault("", evaluates),
+    "a barrier": Fault(f"{VALUES}|{STOPPED}", barrier, own=(RuntimeError,)),
+    "a slow rank": Fault("", slow),
+    "MemoryError in forward": Fault(STOPPED, fails_in_forward(MemoryError), own=CAUGHT),
+    "KeyboardInterrupt in forward": Fault(STOPPED, fails_in_forward(KeyboardInterrupt), own=CAUGHT),
+    "MemoryError before backward": Fault(f"{ASTRAY}|{STOPPED}", fails_before_backward(MemoryError), own=CAUGHT),
+    "KeyboardInterrupt before backward": Fault(
+        f"{ASTRAY}|{STOPPED}", fails_before_backward(KeyboardInterrupt), own=CAUGHT
+    ),
+    "MemoryError behind backward": Fault("", fails_behind_backward(MemoryError), own=CAUGHT),
+    "SIGKILL": Fault(STOPPED, kill(signal.SIGKILL), ends=True),
+    "SIGSTOP": Fault(STOPPED, kill(signal.SIGSTOP), ends=True),
+    "SIGINT while waiting": Fault(f"{ASTRAY}|{STOPPED}", interrupts_another, own=CAUGHT),
+    "a second thread": Fault(f"two threads|{ASTRAY}|{STOPPED}", in_a_thread),
+    "force_eager": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", force_eager),
+    "the recompile limit": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", everyone=recompiles_too_often, deaf=True, anew=True),
+    "MemoryError while compiling anew": Fault(
+        "could not be compiled on rank", everyone=fails_to_recompile(MemoryError), anew=True
+    ),
+    "compiling anew for long": Fault("", everyone=compiles_for_long, anew=True),
+    "a rank that leaves": Fault("", everyone=leaves),
+    "ranks renumbered": Fault("", everyone=renumbered),
+    "a group that comes late": Fault("", everyone=connects_late, connected=False),
+    "another memory budget": Fault("activation_memory_budget", begins=budget_from_the_start),
+    "another fallback": Fault("option fallback", begins=option(fallback="error")),
+    "another attention": Fault("different", begins=option(attention="gather")),
+    "another layout": Fault("different", begins=option(layout="zigzag")),
+    "another compiler": Fault("different", begins=option(compiler="aot_eager")),
+    "other outputs": Fault("different", begins=option(outputs="local")),
+    "other seq_dims": Fault("different", begins=option(seq_dims={"ids": 1})),
+    "an unknown option": Fault("unknown option", begins=option(atention="ring")),
+    "frozen parameters": Fault("different|gradients of", begins=frozen),
+    "other weights": Fault(f"{VALUES}.*weight", begins=weight_from_the_start),
+    "another buffer": Fault(f"{VALUES}.*scale", begins=buffer_from_the_start),
+    "a mesh of two axes": Fault("", prepares=two_meshes),
+    "a mesh axis that is none": Fault(f"axis|{ASTRAY}|{STOPPED}", begins=option(mesh_dim="sq")),
+    "a mesh that is none": Fault(
+        f"expected a torch.distributed DeviceMesh|{ASTRAY}|{STOPPED}", begins=option(mesh="sp")
+    ),
+    "compiling is disabled": Fault(f"{ASTRAY}|{STOPPED}", begins=disabled, deaf=True),
+    "another backend": Fault(f"{ASTRAY}|{STOPPED}", begins=other_backend, deaf=True),
+    "a forked child": Fault("", forks),
+    "a deep copy": Fault("", everyone=copies),
+    "a checkpoint": Fault("", everyone=loads),
+    "no HOME": Fault("", begins=homeless, options=MEASURED),
+    "broken constants": Fault("", begins=broken_constants, options=MEASURED),
+    "MemoryError while compiling": Fault("could not be compiled on rank", begins=fails_to_compile(MemoryError)),
+    "KeyboardInterrupt while compiling": Fault(
+        f"{VALUES}|{ASTRAY}|{STOPPED}", begins=fails_to_compile(KeyboardInterrupt), own=CAUGHT
+    ),
+    "compiling for long": Fault("", begins=compiles_for_long_at_first),
+}

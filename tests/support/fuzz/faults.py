@@ -1,0 +1,138 @@
+"""Random faults on real ranks: who hears of it, when, and what the group is worth afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+from support.fuzz.fault_table import FAULTS, Fault
+from support.fuzz.loop import AFTER, STEPS, TIMEOUT, Event, Scene, live
+from support.fuzz.outcomes import Outcome, Result
+from support.ranks import ENVIRONMENT
+
+PATIENCE = 240.0  # seconds for all ranks of a case, on a busy machine
+Told = dict[int, list[Event | None]]
+"""What each rank has told, in order; None at the end if it came so far."""
+
+
+def cases(seed: int) -> Iterator[str]:
+    """Without end: every fault once in a random order, then again in other scenes."""
+    random = Random(seed)
+    while True:
+        for fault in random.sample(sorted(FAULTS), len(FAULTS)):
+            yield f"faults:{fault}:{random.randrange(10**6)}"
+
+
+def run(name: str) -> Result:
+    _, fault, seed = name.split(":")
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        scene = made(fault, int(seed), folder)
+        result = judged(scene, FAULTS[fault], lived(scene, FAULTS[fault]))
+    return Result(result.outcome, f"{_shown(scene)}: {result.words}")
+
+
+def made(fault: str, seed: int, folder: str) -> Scene:
+    """The scene of a seed."""
+    random, anew = Random(seed), FAULTS[fault].anew
+    world = random.choice([2, 2, 3])
+    step = 0 if FAULTS[fault].begins or FAULTS[fault].prepares else random.randrange(1 if anew else 0, STEPS - 1)
+    return Scene(fault, world, random.randrange(world), step, random.random() < 0.5, folder)
+
+
+def lived(scene: Scene, fault: Fault) -> Told:
+    """Let the ranks live; what they told."""
+    for number in range(2):
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            Path(scene.folder, f"port{number}").write_text(str(one.getsockname()[1]))
+    context = multiprocessing.get_context("forkserver")  # torch is imported once
+    context.set_forkserver_preload(["support.fuzz.warm"])
+    pipes, processes = [], []
+    for rank in range(scene.world):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=live, args=(scene, rank, theirs), daemon=True)
+        with mock.patch.dict(os.environ, ENVIRONMENT):
+            process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _heard(pipes, fault, scene)
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(timeout=1)
+            process.kill()
+            process.join()
+
+
+def _heard(pipes: list[Connection], fault: Fault, scene: Scene) -> Told:
+    told: Told = {rank: [] for rank in range(len(pipes))}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes) if not (fault.ends and rank == scene.odd)}
+    deadline = time.monotonic() + PATIENCE
+    while waiting and time.monotonic() < deadline:
+        for pipe in wait(list(waiting), timeout=1):
+            rank = waiting[pipe]
+            try:
+                told[rank].append(pipe.recv())
+            except (EOFError, ConnectionError):
+                del waiting[pipe]
+                continue
+            if told[rank][-1] is None:
+                del waiting[pipe]
+    return told
+
+
+def judged(scene: Scene, fault: Fault, told: Told) -> Result:
+    """Is it what has to come of the fault?"""
+    problems = [
+        (outcome, f"rank {rank} {words}") for rank in told for outcome, words in _of_rank(scene, fault, rank, told)
+    ]
+    for outcome in (Outcome.HANG, Outcome.WRONG, Outcome.RAW):
+        found = [words for one, words in problems if one is outcome]
+        if found:
+            return Result(outcome, "\n".join(found))
+    return Result(Outcome.REFUSED if fault.hears else Outcome.EXACT)
+
+
+def _of_rank(scene: Scene, fault: Fault, rank: int, told: Told) -> Iterator[tuple[Outcome, str]]:
+    """What is wrong with what one rank has told."""
+    odd = rank == scene.odd
+    if fault.ends and odd:
+        return
+    if None not in told[rank]:
+        yield Outcome.HANG, f"has told no more than {told[rank]}"
+        return
+    events = [event for event in told[rank] if event is not None]
+    for event in events:
+        if event.kind in ("wrong", "raw"):
+            yield (Outcome.WRONG if event.kind == "wrong" else Outcome.RAW), f"on step {event.step}: {event.words}"
+        waited = re.search(r"waited (\d+) s", event.words)
+        if event.kind == "refused" and waited and int(waited[1]) > 2 * TIMEOUT:
+            yield Outcome.HANG, f"was told on step {event.step}: {event.words}"
+    heard = [event for event in events if event.kind == "refused" and event.step != AFTER]
+    if not fault.hears:
+        for event in heard:
+            yield Outcome.WRONG, f"was refused what is right, on step {event.step}: {event.words}"
+    elif not heard and not (fault.deaf and odd) and not any(event.kind in ("raw", "wrong") for event in events):
+        yield Outcome.WRONG, f"has heard nothing: {events}"
+    for event in heard:
+        if event.step > scene.step + 1:
+            yield Outcome.WRONG, f"has heard of it on step {event.step} only: {event.words}"
+        elif not re.search(fault.hears, event.words, re.DOTALL):
+            yield Outcome.WRONG, f"was told something else: {event.words}"
+
+
+def _shown(scene: Scene) -> str:
+    how = f"step {scene.step}, rank {scene.odd} of {scene.world}"
+    return f"{scene.fault}, {how}{', tcp' * scene.tcp}"

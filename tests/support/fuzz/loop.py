@@ -1,0 +1,236 @@
+"""A rank's training loop, in which one thing may go wrong; every step is compared with one device.
+
+What happens is told step by step, through a pipe: the rank may be killed at any time.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch.distributed as dist
+from support.parity import VOCAB, Sums, build, difference, text
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+from sp_compile import SpError
+
+STEPS = 4
+AFTER = STEPS  # the step of what is tried afterwards
+TIMEOUT = 15.0  # seconds of a group: a busy machine takes some for a step
+TOLERANCE = 1e-9
+DIM = 8
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where a fault happens: to one rank of the world, on one step. tcp: the ranks meet at a port, not in a file."""
+
+    fault: str
+    world: int
+    odd: int
+    step: int
+    tcp: bool
+    folder: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a rank has to tell of a step. kind: right, wrong, refused, raw, own (raised by the fault itself), left."""
+
+    step: int
+    kind: str
+    words: str = ""
+    seconds: float = 0.0
+
+
+class Subject(nn.Module):
+    """Tokens, labels and floats, weights and a buffer: all that ranks may have differently; quick to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB)
+        self.register_buffer("scale", torch.ones(DIM))
+
+    def forward(self, ids: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
+        """(batch, seq) int64 twice, (batch, seq, dim) -> 0-d loss."""
+        x = self.inner(self.embed(ids) * self.scale + noise).cumsum(1).tanh()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Loop:
+    """The loop of one rank. options: of the backend. length: tokens of a step.
+
+    raises: what the compiled program, or the compiler before there is one, raises once. shift: batches that this rank
+    is ahead. passed: what the model was given last. honest: may its results be compared with one device's?
+    """
+
+    def __init__(self, scene: Scene, rank: int, options: dict[str, Any]) -> None:
+        self.scene, self.rank = scene, rank
+        self.net = build(Subject)
+        self.alone = copy.deepcopy(self.net)
+        self.options = {"compiler": self._compiler, "cost": {}, **options}
+        self.length: Callable[[int], int] = lambda step: 7
+        self.raises: BaseException | None = None
+        self.compile_raises: BaseException | None = None
+        self.compile_takes = 0.0
+        self.shift = 0
+        self.honest = True
+        self.run: Callable[..., Tensor] = self.net
+
+    @property
+    def is_odd(self) -> bool:
+        return self.rank == self.scene.odd
+
+    def connect(self, number: int, ranks: Sequence[int]) -> None:
+        """Join a default group of these ranks. number: how many there were."""
+        where = f"file://{self.scene.folder}/store{number}"
+        if self.scene.tcp:
+            where = f"tcp://127.0.0.1:{Path(self.scene.folder, f'port{number}').read_text()}"
+        given = {"rank": ranks.index(self.rank), "world_size": len(ranks), "timeout": timedelta(seconds=TIMEOUT)}
+        dist.init_process_group("gloo", init_method=where, **given)
+
+    def compile(self) -> None:
+        self.run = torch.compile(self.net, backend="sp", options=self.options)
+
+    def _compiler(self, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        time.sleep(self.compile_takes)
+        self._fail("compile_raises")
+        run = lookup_backend("aot_eager")(gm, inputs)
+
+        def call(*args: Any) -> Any:
+            self._fail("raises")
+            return run(*args)
+
+        return call
+
+    def _fail(self, name: str) -> None:
+        error = getattr(self, name)
+        setattr(self, name, None)
+        if error is not None:
+            raise error
+
+    def batch(self, step: int, seed: int | None = None) -> list[Tensor]:
+        """The arguments of a step, the same on every rank; other ones of another seed."""
+        number = step + self.shift if seed is None else seed
+        ids, labels = text(self.length(step), seed=number)
+        generator = torch.Generator().manual_seed(number)
+        return [ids, labels, torch.randn(*ids.shape, DIM, dtype=torch.float64, generator=generator)]
+
+    def train(self, step: int, batch: Sequence[Tensor] | None = None) -> None:
+        """One step as every rank makes it, of these arguments."""
+        given = self.batch(step) if batch is None else batch
+        self.net.zero_grad()
+        loss = self.run(*given)
+        if loss.requires_grad:
+            loss.backward()
+        self.compare(loss, given)
+
+    def compare(self, loss: Tensor, given: Sequence[Tensor]) -> None:
+        """Raise Wrong if the step gave something else than one device gives."""
+        if not self.honest:
+            return
+        self.alone.zero_grad()
+        expected = self.alone(*(x.detach() for x in given))
+        errors = [difference(loss.detach(), expected.detach())]
+        if loss.requires_grad:
+            expected.backward()
+            found, right = ([p.grad for p in net.parameters()] for net in (self.net, self.alone))
+            largest = max(g.abs().max().item() for g in right if g is not None)
+            errors += [difference(a, b, floor=1e-6 * largest) for a, b in zip(found, right)]
+        if not max(errors) <= TOLERANCE:
+            raise Wrong(f"relative error {max(errors):.1e} in entry {errors.index(max(errors))}")
+
+    def pid(self, rank: int) -> int:
+        return int(Path(self.scene.folder, f"{rank}.pid").read_text())
+
+    def afterwards(self) -> None:
+        """Another model over the same group: right, or an SpError that says that the group is no more."""
+        torch.manual_seed(0)
+        net, x = build(Sums), torch.ones(2, 8, 16, dtype=torch.float64)
+        run = torch.compile(net, backend="sp", options={"compiler": "aot_eager", "cost": {}})
+        if not difference(run(x), net(x)) <= TOLERANCE:
+            raise Wrong("another model afterwards")
+
+
+class Wrong(Exception):
+    """A result differs from that of one device, and nobody has said so."""
+
+
+class Left(Exception):
+    """This rank has no more part in the loop, as it was meant to be."""
+
+
+def live(scene: Scene, rank: int, pipe: Connection) -> None:
+    """All that one rank does."""
+    from support.fuzz.fault_table import FAULTS  # whose faults are made of loops
+
+    fault = FAULTS[scene.fault]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["SP_COMPILE_CACHE_DIR"] = tempfile.mkdtemp(dir=scene.folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    functorch_config.donated_buffer = False  # or torch refuses a second backward by itself
+    Path(scene.folder, f"{rank}.pid").write_text(str(os.getpid()))
+    loop = Loop(scene, rank, dict(fault.options))
+    if fault.connected:
+        loop.connect(0, range(scene.world))
+    for prepare in (fault.prepares, fault.begins if loop.is_odd else None):
+        if prepare is not None:
+            prepare(loop)
+    if loop.run is loop.net:
+        loop.compile()
+    step = 0
+    while step < STEPS and _told(pipe, step, fault.own, partial(_step, fault, loop, step)):
+        step += 1
+    if dist.is_initialized():
+        _told(pipe, AFTER, fault.own, loop.afterwards)
+    pipe.send(None)
+    with suppress(EOFError):
+        pipe.recv()  # a process may have the others' store in it: stay until all have told
+    os._exit(0)
+
+
+def _step(fault: Any, loop: Loop, step: int) -> None:
+    now = step == loop.scene.step
+    if now and fault.everyone is not None:
+        fault.everyone(loop, step)
+    elif now and loop.is_odd and fault.acts is not None:
+        fault.acts(loop, step)
+    else:
+        loop.train(step)
+
+
+def _told(pipe: Connection, step: int, own: tuple[type[BaseException], ...], do: Callable[[], None]) -> bool:
+    """Do it and tell what came of it; does the loop go on?"""
+    begun, words = time.monotonic(), ""
+    try:
+        do()
+        kind = "right"
+    except SpError as error:
+        kind, words = "refused", str(error)
+    except Wrong as error:
+        kind, words = "wrong", str(error)
+    except Left:
+        kind = "left"
+    except own as error:
+        kind, words = "own", repr(error)
+    except BaseException:
+        kind, words = "raw", traceback.format_exc()
+    pipe.send(Event(step, kind, words, time.monotonic() - begun))
+    return kind in ("right", "own")

@@ -1,0 +1,115 @@
+"""Every op of torch's op_db behind an attention, with torch's own samples of its arguments.
+
+The attention's result is added to the sample's tensors as zero, so that an op is called within its domain and yet on
+values that lie on shards of one of their dims; each sample takes another dim, of a size that the ranks do not divide
+where there is one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support.fuzz.oracle import Case, outcome, runs
+from support.fuzz.outcomes import Result
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils import _pytree as pytree
+
+DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
+VARIANTS = ("function", "inplace")
+RANKS = (2, 3)
+AT_FIRST = 2  # samples of each op before the others
+ALWAYS = 24  # samples of an op, at most
+LARGEST = 20_000  # elements of a sample
+
+
+@cache
+def infos() -> dict[str, OpInfo]:
+    return {info.formatted_name: info for info in op_db}
+
+
+@cache
+def samples(name: str) -> list[SampleInput]:
+    """The first samples of an op that have a dim to split, always the same."""
+    info = infos()[name]
+    dtype = next((d for d in DTYPES if d in info.dtypes), None)
+    if dtype is None:
+        return []
+    torch.manual_seed(0)
+    found = info.sample_inputs(torch.device("cpu"), dtype, requires_grad=False)
+    return list(itertools.islice(filter(_splits, found), ALWAYS))
+
+
+def _splits(sample: SampleInput) -> bool:
+    values = [x for x in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_value(x)]
+    return bool(values) and max(values[0].shape, default=0) > 1 and sum(x.numel() for x in values) <= LARGEST
+
+
+def cases(seed: int) -> Iterator[str]:
+    """Each op with its first samples, in a random order, then with the others: an end."""
+    random = Random(seed)
+    for numbers in (range(AT_FIRST), range(AT_FIRST, ALWAYS)):
+        names = sorted(infos())
+        random.shuffle(names)
+        for name in names:
+            variants = VARIANTS[: 1 + (infos()[name].inplace_variant is not None)]
+            for number, variant, ranks in itertools.product(numbers, variants, RANKS):
+                if number < len(samples(name)):
+                    yield f"op_db:{name}:{variant}:{number}:{ranks}"
+
+
+def run(name: str) -> Result:
+    _, op, variant, number, ranks = name.split(":")
+    made = behind_attention(op, variant, int(number), int(ranks))
+    result = outcome(made if runs(made) else made.without_gradients())
+    if not result.outcome.is_bad:
+        return result
+    script = f'"""{result}"""\n\nfrom support.fuzz.op_db import run\n\nprint(run({name!r}))\n'
+    return Result(result.outcome, result.words, script)
+
+
+def behind_attention(name: str, variant: str, number: int, ranks: int) -> Case:
+    info, sample = infos()[name], samples(name)[number]
+    given, spec = pytree.tree_flatten(((sample.input, *sample.args), dict(sample.kwargs)))
+    places = [i for i, x in enumerate(given) if _is_value(x)]
+    first = given[places[0]]
+    dims = [d for d in range(first.ndim) if first.shape[d] > 1]
+    dims = [d for d in dims if first.shape[d] % ranks] or dims
+    dim = dims[number % len(dims)]
+    size = first.shape[dim]
+    carrier = torch.randn(1, size, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    everywhere = number % 2  # or the first tensor alone
+    function = info.inplace_variant if variant == "inplace" else info.op
+
+    def model(carrier: Tensor, *tensors: Tensor) -> Any:
+        rows = 0 * F.scaled_dot_product_attention(carrier, carrier, carrier)[0, :, 0]
+        args = list(given)
+        for i, x in zip(places, tensors):
+            moves = i == places[0] or (everywhere and x.ndim > dim and x.shape[dim] == size)
+            args[i] = _moved(x, rows.view([-1 if d == dim else 1 for d in range(x.ndim)])) if moves else x
+        positional, named = pytree.tree_unflatten(args, spec)
+        return function(*positional, **named), rows
+
+    tensors = [_leaf(given[i], info) for i in places]
+    return Case(model, (carrier.requires_grad_(), *tensors), ranks)
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout == torch.strided
+
+
+def _moved(x: Tensor, rows: Tensor) -> Tensor:
+    """x, which lies where the rows do now; they are zeros."""
+    return x ^ (rows != 0) if x.dtype == torch.bool else x + rows.to(x.dtype)
+
+
+def _leaf(x: Tensor, info: OpInfo) -> Tensor:
+    x = x.detach().clone()
+    return x.requires_grad_(info.supports_autograd and (x.is_floating_point() or x.is_complex()))

@@ -1,0 +1,240 @@
+"""A model on simulated ranks against the unmodified model on one device: results, gradients, and what it writes.
+
+The whole way of a user's call runs, Dynamo and the unpacking of its results included, but for the compiler behind the
+graph of one rank, and for the exchange in front of it, which simulated ranks do not have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from support.fuzz.outcomes import Outcome, Result
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from sp_compile import SpError
+from sp_compile.backend import lower
+from sp_compile.config import Ranks
+from sp_compile.lowering.communicator import FunctionalCommunicator, current
+from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.passes.report import Report
+from sp_compile.spmd.session import Session
+
+TOLERANCES = {torch.float32: 1e-3, torch.complex64: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+TOLERANCE = 1e-9  # of float64
+NUDGES = 3  # how often one device is asked what a change of its inputs in the last bits does
+LAST_BITS = 1e-14
+SLACK = 100.0  # times what that change does
+ROUNDING = 1e-6  # of the largest gradient: less is a gradient that is zero but for rounding
+
+
+@dataclass(frozen=True)
+class Case:
+    """model(*inputs) on so many ranks. options: the fields of SPConfig. dynamic: sizes are symbols."""
+
+    model: Callable[..., Any]
+    inputs: Sequence[Tensor]
+    ranks: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool = False
+
+    def without_gradients(self) -> Case:
+        return replace(self, inputs=[x.detach() for x in self.inputs])
+
+
+@dataclass
+class Run:
+    """The values of one run, by what they are called in words; floors: below which they are rounding errors."""
+
+    values: dict[str, Any]
+    floors: dict[str, float]
+
+
+def outcome(case: Case) -> Result:
+    """What comes of the case: see `Outcome`."""
+    try:
+        expected = _run(case.model, case.inputs)
+    except Exception as error:
+        return Result(Outcome.SKIPPED, f"on one device: {_first_line(error)}")
+    ranks = _SimulatedRanks(case)
+    try:
+        found = ranks.run()
+    except Exception as error:
+        refused = ranks.refused or _cause(error, SpError)
+        if refused is not None:
+            return Result(Outcome.REFUSED, _first_line(refused))
+        if _fails_without_us(case):
+            return Result(Outcome.SKIPPED, f"torch.compile cannot: {_first_line(error)}")
+        return Result(Outcome.RAW, f"{type(error).__name__}: {error}"[:2000])
+    wrong = _differences(expected, found)
+    if wrong and not _is_determined(case, expected):
+        return Result(Outcome.SKIPPED, "random on one device, too")
+    if wrong and _fails_without_us(case, expected):
+        return Result(Outcome.SKIPPED, "torch.compile differs without ranks, too")
+    if wrong and _is_rounding(case, expected, wrong):
+        return Result(
+            Outcome.SKIPPED, f"one device is as far off where inputs differ in their last bits: {_listed(wrong)}"
+        )
+    if wrong:
+        return Result(Outcome.WRONG, _listed(wrong))
+    return Result(Outcome.GATHERED if ranks.fallbacks else Outcome.EXACT, ranks.fallbacks)
+
+
+def runs(case: Case) -> bool:
+    """Can one device do it, gradients and all?"""
+    try:
+        _run(case.model, case.inputs)
+    except Exception:
+        return False
+    return True
+
+
+class _SimulatedRanks:
+    """A backend of torch.compile that lowers each graph for one of the ranks, and what it was asked."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.refused: SpError | None = None
+        self.reports: list[Report] = []
+
+    @property
+    def fallbacks(self) -> str:
+        return ", ".join(dict.fromkeys(f"{note.done} {note.node}" for one in self.reports for note in one.fallbacks))
+
+    def run(self) -> list[Run]:
+        """Every rank's values."""
+        torch._dynamo.reset()
+        dynamic = {"assume_static_by_default": not self.case.dynamic, "automatic_dynamic_shapes": self.case.dynamic}
+        with torch._dynamo.config.patch(dynamic):
+            compiled = torch.compile(copy.deepcopy(self.case.model), backend=self)
+            _run(compiled, self.case.inputs)  # Dynamo compiles here, and the ranks find it compiled
+            return run_ranks(self.case.ranks, lambda _: _run(compiled, self.case.inputs))
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        options = {"compiler": "aot_eager", "cost": {}, **self.case.options}
+        try:
+            session = Session(gm, example_inputs, options, measures=False)
+            session.ranks = Ranks(self.case.ranks, GROUP)
+            lowered = lower(gm, example_inputs, options, session)
+        except SpError as error:
+            self.refused = error
+            raise
+        self.reports.append(lowered.report)
+
+        def call(*args: Any) -> Any:
+            return (gm if isinstance(current(), FunctionalCommunicator) else lowered.graph).forward(*args)
+
+        return call
+
+
+def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
+    """Forward and backward on fresh leaves; the cotangents are fixed, so that runs can be compared."""
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    results = pytree.tree_leaves(model(*leaves))
+    values: dict[str, Any] = {f"result {i}": y for i, y in enumerate(results)}
+    outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
+    wanted = {f"gradient {i}": x for i, x in enumerate(leaves) if x.requires_grad}
+    floors = {}
+    if outs and wanted:
+        grads = torch.autograd.grad(outs, list(wanted.values()), list(map(_cotangent, outs)), materialize_grads=True)
+        largest = max((_largest(g) for g in grads), default=0.0)
+        floors = dict.fromkeys(wanted, ROUNDING * largest)
+        values |= zip(wanted, grads)
+    values |= {f"input {i} afterwards": x for i, x in enumerate(leaves)}
+    return Run({name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}, floors)
+
+
+def _cotangent(y: Tensor) -> Tensor:
+    if y.numel() == 1:
+        return torch.ones_like(y)
+    return torch.sin(12.9898 * torch.arange(y.numel(), dtype=torch.float64)).view(y.shape).to(y.dtype)
+
+
+def _largest(x: Tensor) -> float:
+    known = x[x.isfinite()]
+    return known.abs().max().double().item() if known.numel() else 0.0
+
+
+def _differences(expected: Run, found: Sequence[Run]) -> dict[str, float]:
+    """The values of which some rank's error is more than rounding; the largest error of each."""
+    worst: dict[str, float] = {}
+    for one in found:
+        for (name, a), (other, b) in zip_longest(expected.values.items(), one.values.items(), fillvalue=("", None)):
+            error = _error(a, b, expected.floors.get(name, 0.0)) if name == other else float("inf")
+            tolerance = TOLERANCES.get(getattr(a, "dtype", None), TOLERANCE)
+            if not error <= tolerance:
+                worst[name] = max(worst.get(name, 0.0), error)
+    return worst
+
+
+def _error(expected: Any, found: Any, floor: float) -> float:
+    """Relative to the largest entry; infinite where type, shape or dtype is another."""
+    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
+        return 0.0 if expected is found or expected == found else float("inf")
+    if (expected.shape, expected.dtype, expected.layout) != (found.shape, found.dtype, found.layout):
+        return float("inf")
+    if expected.layout != torch.strided:
+        return _error(expected.to_dense(), found.to_dense(), floor)
+    alike = (expected == found) | (expected.isnan() & found.isnan())  # NaN and inf where one device has them
+    if alike.all():
+        return 0.0
+    if not expected.is_floating_point() and not expected.is_complex():
+        return float("inf")
+    apart = (expected - found)[~alike].abs().max().double().item()
+    return apart / (max(_largest(expected), floor) or 1e-30) if apart == apart else float("inf")
+
+
+def _is_rounding(case: Case, expected: Run, wrong: Mapping[str, float]) -> bool:
+    """Does one device itself differ as much where inputs differ in their last bits, in all that is wrong?"""
+    worst = dict.fromkeys(expected.values, 0.0)
+    for seed in range(NUDGES):
+        generator = torch.Generator().manual_seed(seed)
+        nudged = _run(case.model, [_nudged(x, generator) for x in case.inputs])
+        for (name, a), b in zip(expected.values.items(), nudged.values.values()):
+            worst[name] = max(worst[name], 0.0 if "afterwards" in name else _error(a, b, expected.floors.get(name, 0)))
+    return all(error <= SLACK * worst.get(name, 0.0) for name, error in wrong.items())
+
+
+def _listed(wrong: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}: {error:.1e}" for name, error in wrong.items())
+
+
+def _nudged(x: Tensor, generator: torch.Generator) -> Tensor:
+    if x.dtype != torch.float64:
+        return x
+    signs = torch.randint(-1, 2, x.shape, generator=generator)
+    return (x.detach() * (1 + LAST_BITS * signs)).requires_grad_(x.requires_grad)
+
+
+def _is_determined(case: Case, expected: Run) -> bool:
+    """Does one device find the same with other random numbers?"""
+    with torch.random.fork_rng():
+        torch.manual_seed(1234)
+        return not _differences(expected, [_run(case.model, case.inputs)])
+
+
+def _fails_without_us(case: Case, expected: Run | None = None) -> bool:
+    """Does torch.compile with its own eager backend fail, or find something else?"""
+    torch._dynamo.reset()
+    try:
+        with torch._dynamo.config.patch(assume_static_by_default=not case.dynamic):
+            found = _run(torch.compile(case.model, backend="aot_eager"), case.inputs)
+    except Exception:
+        return True
+    return expected is not None and bool(_differences(expected, [found]))
+
+
+def _cause(error: BaseException | None, kind: type[SpError]) -> SpError | None:
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or getattr(error, "inner_exception", None)
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

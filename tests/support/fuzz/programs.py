@@ -1,0 +1,117 @@
+"""Random programs, static and dynamic, along any dim, under every strategy; what is bad is made small."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from support.fuzz.oracle import Case, outcome
+from support.fuzz.outcomes import Result
+from support.fuzz.random_programs import Program, Sizes, Step, inputs_of, random_program
+
+STEPS = 12
+SHRINKING = 120.0  # seconds
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"attention": "ulysses"},
+    {"attention": "ring"},
+    {"attention": "ring", "layout": "zigzag"},
+    {"attention": "hybrid"},
+    {"attention": "gather"},
+    {"attention": "gather", "layout": "zigzag"},
+    {"layout": "zigzag"},
+]
+
+SCRIPT = '''\
+"""{result}
+
+The same case: PYTHONPATH=tests python -m support.fuzz --case {name}
+"""
+
+from support.fuzz.programs import Setting
+from support.fuzz.random_programs import Step
+
+print(Setting({setting}).outcome([
+{steps}
+]))
+'''
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a program runs in. sizes: (B, S, D) of x. dim: the sequence's of x."""
+
+    sizes: Sizes
+    ranks: int
+    dim: int
+    dynamic: bool
+    options: dict[str, Any]
+
+    def outcome(self, steps: Sequence[Step]) -> Result:
+        options = {**self.options, "seq_dims": {"x": self.dim}}
+        return outcome(Case(Program(list(steps)), inputs_of(self.sizes), self.ranks, options, self.dynamic))
+
+
+def cases(seed: int) -> Iterator[str]:
+    """Without end."""
+    numbers = Random(seed)
+    while True:
+        yield f"programs:{numbers.randrange(10**9)}"
+
+
+def made(seed: int) -> tuple[Setting, list[Step]]:
+    """The program of a seed, and where it runs."""
+    random = Random(seed)
+    program, sizes = random_program(random, random.choice([4, STEPS]))
+    dim = random.choice([1, 1, 1, 0, 2])
+    setting = Setting(sizes, random.choice([2, 3, 4]), dim, random.random() < 0.4, random.choice(OPTIONS))
+    return setting, program.steps
+
+
+def run(name: str) -> Result:
+    setting, steps = made(int(name.partition(":")[2]))
+    result = setting.outcome(steps)
+    if not result.outcome.is_bad:
+        return result
+    setting, steps, result = minimal(setting, steps, result)
+    fields = ", ".join(f"{key}={value!r}" for key, value in vars(setting).items())
+    lines = "\n".join(f"    Step({s.name!r}, {s.operands!r}, {s.args!r})," for s in steps)
+    return replace(result, program=SCRIPT.format(result=result, name=name, setting=fields, steps=lines))
+
+
+def minimal(setting: Setting, steps: list[Step], result: Result) -> tuple[Setting, list[Step], Result]:
+    """A smaller program of the same outcome, of which no step and no option can be left out."""
+    deadline = time.monotonic() + SHRINKING
+
+    def same(smaller: Setting, some: list[Step]) -> Result | None:
+        if time.monotonic() > deadline or not some:
+            return None
+        found = smaller.outcome(some)
+        return found if found.outcome is result.outcome else None
+
+    for plain in (replace(setting, dynamic=False), replace(setting, options={})):
+        if found := same(plain, steps):
+            setting, result = plain, found
+    i = len(steps)
+    while i:
+        i -= 1
+        fewer = without(steps, i)
+        if found := same(setting, fewer):
+            steps, result, i = fewer, found, len(fewer)
+    return setting, steps, result
+
+
+def without(steps: Sequence[Step], i: int) -> list[Step]:
+    """The steps but for one, whose value its first operand takes the place of. Value 0 is x; step i makes i + 1."""
+    instead = steps[i].operands[0]
+
+    def moved(value: int) -> int:
+        return instead if value == i + 1 else value - (value > i + 1)
+
+    return [
+        *steps[:i],
+        *(Step(step.name, tuple(moved(value) for value in step.operands), step.args) for step in steps[i + 1 :]),
+    ]

@@ -1,0 +1,161 @@
+"""Runs cases in processes that may hang or die, shares the time over the sources, and writes down what is bad."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from support.fuzz import faults, op_db, programs
+from support.fuzz.outcomes import Outcome, Result, table
+
+
+@dataclass(frozen=True)
+class Source:
+    """cases: their names, from the number of a seed. run: what comes of one. share: of the time."""
+
+    cases: Callable[[int], Iterator[str]]
+    run: Callable[[str], Result]
+    share: float
+
+
+SOURCES = {
+    "programs": Source(programs.cases, programs.run, 3),
+    "op_db": Source(op_db.cases, op_db.run, 2),
+    "faults": Source(faults.cases, faults.run, 1),
+}
+PATIENCE = 300.0  # seconds for one case, and for making it small
+WIDTH = 120  # of a table that goes to a file
+GRACE = 180.0  # seconds that cases under way are given when the time is over
+
+
+def run(name: str) -> Result:
+    """One case by its name, in this process."""
+    return SOURCES[name.partition(":")[0]].run(name)
+
+
+def _work(pipe: Connection) -> None:
+    """A worker's life: cases in, results out, until the pipe closes."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            name = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = run(name)
+        except Exception:
+            result = Result(Outcome.RAW, f"the fuzzer itself: {traceback.format_exc()}")
+        pipe.send(result)
+
+
+class Worker:
+    """A process and the case that it runs."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs,))
+        self.process.start()
+        theirs.close()
+        self.name = ""
+        self.begun = 0.0
+
+    def start(self, name: str) -> None:
+        self.name, self.begun = name, time.monotonic()
+        self.pipe.send(name)
+
+    def result(self) -> Result | None:
+        """What came of its case; None: nothing yet. A worker that has hung or died is of no use any more."""
+        if self.pipe.poll():
+            try:
+                return self.pipe.recv()
+            except EOFError:
+                return Result(Outcome.HANG, f"the process ended with {self.process.exitcode}")
+        if time.monotonic() - self.begun > PATIENCE:
+            return Result(Outcome.HANG, f"no end within {PATIENCE:.0f} s")
+        return None
+
+    def close(self) -> None:
+        self.pipe.close()
+        if self.name:
+            self.process.kill()
+        self.process.join()
+
+
+@dataclass
+class Fuzzing:
+    """One run of the fuzzer. names: the sources. folder: where programs of bad outcomes go, and a line
+    for each case."""
+
+    names: list[str]
+    seed: int
+    folder: Path
+    console: Console = field(default_factory=Console)
+    counts: dict[str, Counter[Outcome]] = field(default_factory=dict)
+    spent: Counter[str] = field(default_factory=Counter)
+
+    def run(self, seconds: float, workers: int) -> Mapping[str, Counter[Outcome]]:
+        """As many cases as that time allows; the outcomes of each source."""
+        self.counts = {name: Counter() for name in self.names}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        left = {name: SOURCES[name].cases(self.seed) for name in self.names}
+        crew, end = [Worker() for _ in range(workers)], time.monotonic() + seconds
+        while time.monotonic() < end + GRACE:
+            for i, worker in enumerate(crew):
+                crew[i] = self._collect(worker)
+                if not crew[i].name and time.monotonic() < end and (name := self._next(left)):
+                    crew[i].start(name)
+            if not any(worker.name for worker in crew):
+                break
+            wait([worker.pipe for worker in crew if worker.name], timeout=1)
+        for worker in crew:
+            worker.close()
+        return self.counts
+
+    def _next(self, left: dict[str, Iterator[str]]) -> str:
+        """A case of the source that has had the least of its share; "" if none has any."""
+        while left:
+            source = min(left, key=lambda name: self.spent[name] / SOURCES[name].share)
+            if name := next(left[source], ""):
+                return name
+            del left[source]
+        return ""
+
+    def _collect(self, worker: Worker) -> Worker:
+        """Take down the worker's result, if it has one; the worker, or another in its place."""
+        result = worker.result() if worker.name else None
+        if result is None:
+            return worker
+        source = worker.name.partition(":")[0]
+        self.spent[source] += time.monotonic() - worker.begun
+        self.counts[source][result.outcome] += 1
+        with (self.folder / "cases.log").open("a") as log:
+            log.write(f"{time.monotonic() - worker.begun:6.1f} s  {worker.name}: {result}\n")
+        if result.outcome.is_bad:
+            self._write(worker.name, result)
+        if result.outcome is Outcome.HANG:
+            worker.close()
+            return Worker()
+        worker.name = ""
+        return worker
+
+    def _write(self, name: str, result: Result) -> None:
+        path = self.folder / (re.sub(r"\W+", "_", name) + ".py")
+        alone = f"from support.fuzz.runner import run\n\nprint(run({name!r}))\n"
+        path.write_text(result.program or f'"""{result}"""\n\n{alone}')
+        self.console.print(f"{name}: {result}\n  {path}", markup=False, highlight=False)
+
+
+def shown(counts: Mapping[str, Counter[Outcome]]) -> bool:
+    """Print the table; is nothing of it bad?"""
+    Console(width=max(Console().width, WIDTH)).print(table(counts))
+    return not any(count[outcome] for count in counts.values() for outcome in Outcome if outcome.is_bad)
