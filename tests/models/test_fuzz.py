@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.models import check
-from support.random_programs import Program, Step, _inputs, programs
+from support.programs.random_programs import Program, Step, _inputs, programs
 
 
 def _run(program: Program, sizes: tuple[int, int, int], ranks: int, dim: int, dynamic: bool = False) -> None:
