@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import triton
+import triton.language as tl
 from support.cuda.absent import PROPERTIES
 from triton.runtime.jit import JITFunction
 
@@ -87,3 +88,11 @@ def _bits(instruction: str) -> int:
     """LDG.E.128.STRONG -> 128, LDG.E.U16 -> 16, LDG.E -> 32."""
     width = WIDTH.search(instruction)
     return 32 if width is None else int(width[1] or width[2])
+
+
+@triton.jit
+def crowded(x, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A kernel whose values cannot all be in registers, if it has few threads."""
+    at = tl.arange(0, N)
+    values = tl.load(x + at)
+    tl.store(out + at, tl.cumsum(values) * tl.sum(values))

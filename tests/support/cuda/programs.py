@@ -62,6 +62,6 @@ def inputs_of(sizes: Sizes, n: int) -> Callable[[], Sequence[Tensor]]:
 
 
 @cache
-def attention(strategy: str, n: int, sizes: Sizes) -> Rank:
+def attention(strategy: str, n: int, sizes: Sizes, ulysses: int | None = None) -> Rank:
     """One rank of n of `Attention`; where the absent GPU is."""
-    return compiled(Attention(sizes), inputs_of(sizes, n), n, attention=strategy)
+    return compiled(Attention(sizes), inputs_of(sizes, n), n, ulysses, attention=strategy)

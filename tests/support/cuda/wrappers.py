@@ -18,6 +18,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
@@ -60,9 +61,16 @@ def group_of(n: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def compiled(module: nn.Module, inputs: Callable[[], Sequence[Tensor]], n: int, **options: Any) -> Rank:
-    """What rank 0 of n does, forward and backward, for a module of which `inputs()` makes whole fake arguments."""
+def compiled(
+    module: nn.Module, inputs: Callable[[], Sequence[Tensor]], n: int, ulysses: int | None = None, **options: Any
+) -> Rank:
+    """What rank 0 of n does, forward and backward, for a module of which `inputs()` makes whole fake arguments.
+
+    ulysses: ranks of that axis of a mesh, whose other is "ring".
+    """
     with group_of(n):
+        if ulysses is not None:
+            options["mesh"] = init_device_mesh("cpu", (n // ulysses, ulysses), mesh_dim_names=("ring", "ulysses"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             program = torch.export.export(module, tuple(inputs()))
         local = sp_compile.parallelize(program, **options)
