@@ -19,7 +19,7 @@ settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=T
 settings.load_profile("suite")  # the same programs each time; `make properties` draws others
 
 QUICK = """
-test_layers.py capture cost sharding/test_rules.py
+tree/test_layers.py capture cost sharding/test_rules.py
 canonical/test_eager_attention.py canonical/test_masks.py canonical/test_reroll_graphs.py canonical/test_scan_idioms.py
 attention/test_attend.py attention/test_attention_passes.py attention/test_predicate.py
 backend/test_explain.py backend/test_pass_form.py backend/test_passes.py

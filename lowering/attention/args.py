@@ -82,7 +82,7 @@ class LocalArgs(AttentionArgs):
     group: str
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attention of local queries over these keys alone: (B, H, s, E), and its lse (B, H, s)."""
         return torch.ops.sp.attend(q, k, v, *replace(self, k_span=k_span).flat(), after)
@@ -95,7 +95,7 @@ class LocalArgs(AttentionArgs):
         v: Tensor,
         k_span: Span,
         mask_grad: bool,
-        after: Tensor | None = None,
+        after: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dq, dk, dv (and of the mask) from these keys; `given`: the cotangent, and the row's global out and lse."""
         grad, out, lse = given

@@ -129,7 +129,7 @@ def _fake_backward(
 
 
 @opaque(
-    f"attend(Tensor q, Tensor k, Tensor v, {LocalArgs.schema()}, Tensor? after=None) -> (Tensor out, Tensor lse)",
+    f"attend(Tensor q, Tensor k, Tensor v, {LocalArgs.schema()}, Tensor[]? after=None) -> (Tensor out, Tensor lse)",
     lambda q, k, v, *_: (
         q.new_empty([*q.shape[:3], v.shape[3]]),
         q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
@@ -140,7 +140,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, E), any strides, Hkv divides Hq -> out
     (B, Hq, Sq, E) in q's dtype and lse (B, Hq, Sq), the log-sum-exp of the scaled masked scores in float32 or
-    float64, both contiguous; 0 and -inf where a query attends to nothing. Bytes: none; ``after`` only orders.
+    float64, both contiguous; 0 and -inf where a query attends to nothing. Bytes: none. ``after`` only orders: what is
+    sent, or added up, before this block.
 
     The mask's rows are those of the local queries, (B | 1, Hq | 1, Sq | 1, whole key length | 1). Dropout keeps
     weights by a hash of ``seed``, batch, head, query and key. All else: see ``LocalArgs``.
@@ -167,7 +168,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 
 @opaque(
     "attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{LocalArgs.schema()}, bool mask_grad, Tensor? after=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    f"{LocalArgs.schema()}, bool mask_grad, Tensor[]? after=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     _fake_backward,
 )
 def attend_backward(
@@ -177,7 +178,7 @@ def attend_backward(
 
     Shapes: grad and out (B, Hq, Sq, E), lse (B, Hq, Sq) -> dq, dk, dv as q, k, v and dmask as mask (empty (0,)
     without ``mask_grad``), contiguous, in float32 for half types. The results of disjoint sets of keys add up
-    exactly. Bytes: none.
+    exactly. Bytes: none; ``after`` as above.
     """
     args, (mask_grad, *_) = LocalArgs.of(rest)
     q, sign, scale = _scaled(q, args.scale)

@@ -1,7 +1,7 @@
 """Ring attention: keys and values go round, queries stay (Liu et al. 2023, arXiv:2310.01889).
 
     step i of R     local queries x the keys that started i ranks back; the next keys are already on their way
-    merge           by log-sum-exp, accumulators in float32
+    merge           by log-sum-exp, into one accumulator in float32
     backward        keys go round again (see ``pack.py``); their gradients behind them, or home in one exchange
 
 Forward: R - 1 shifts of packed K and V. Backward: R - 1 of K and V, and R of dK and dV ("travel", overlapped with the
@@ -23,7 +23,6 @@ from sp_compile.lowering.frames import FrameArg
 
 from .args import LocalArgs
 from .blocks import Span, span
-from .merge import merge
 
 
 class RingKeys(NamedTuple):
@@ -50,8 +49,12 @@ class RingKeys(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
         out = lse = None
         for keys, values, where, coming in self._rounds(k, v, _pack(k, v) if self.steps > 1 else None):
-            block = args.attend(q, keys, values, where, coming)
-            out, lse = block if out is None else merge(out, lse, *block)
+            block = args.attend(q, keys, values, where, _made(coming, out))
+            if out is None:
+                # The accumulator of several blocks; a single one stays as it is.
+                out, lse = block if self.steps == 1 else (block[0].to(block[1].dtype), block[1])
+            else:
+                torch.ops.sp.merge_into(out, lse, *block)
         return out, lse
 
     def backward(
@@ -62,10 +65,9 @@ class RingKeys(NamedTuple):
         carried = _WAYS_HOME["travel" if self.steps < self.size else self.grads](self)
         both = torch.ops.sp.pack([k, v], 3, given[0]) if self.steps > 1 else None
         for keys, values, where, coming in self._rounds(k, v, both):
-            sent_first = coming if coming is not None else carried.coming
-            dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, where, mask_grad, sent_first)
-            dq = dq_ if dq is None else dq + dq_
-            dmask = dmask_ if dmask is None else dmask + dmask_
+            before = _made(coming, carried.coming, dq)
+            dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, where, mask_grad, before)
+            dq, dmask = _added(dq, dq_), _added(dmask, dmask_) if mask_grad else dmask_
             if self.steps > 1:
                 carried.add(dk_, dv_)
         if self.steps > 1:
@@ -82,6 +84,19 @@ class RingKeys(NamedTuple):
             if coming is not None:
                 both = current().wait(coming)
                 keys, values = unpacked(both, k, v)
+
+
+def _made(*tensors: Tensor | None) -> list[Tensor]:
+    """Those that are there: what is sent, and the accumulators, before a block is computed."""
+    return [x for x in tensors if x is not None]
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """part, or the total that it was added to in place."""
+    if total is None:
+        return part
+    torch.ops.sp.add_into(total, part)
+    return total
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:

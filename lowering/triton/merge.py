@@ -34,13 +34,20 @@ def _merge(  # type: ignore[no-untyped-def]
     x = tl.load(out_a + at_a, mask=inside, other=0.0).to(total.dtype)
     y = tl.load(out_b + at_b, mask=inside, other=0.0).to(total.dtype)
     tl.store(out + row * width + column, x * (a / divisor) + y * (b / divisor), mask=inside)
+    tl.debug_barrier()  # several threads read a row's lse, in whose place one of them writes
     tl.store(lse + row, finite + tl.log(total), mask=here)
 
 
-def launch(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., S, E), (..., S), (..., S, E), (..., S) -> (..., S, E), (..., S) in lse's dtype, contiguous."""
-    out = torch.empty(out_a.shape, dtype=lse_a.dtype, device=out_a.device)
-    lse = torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)
+def launch(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(..., S, E), (..., S), (..., S, E), (..., S) -> (..., S, E), (..., S) in lse's dtype, contiguous.
+
+    into: where the results go; out_a and lse_a themselves may be that, as every element is read before it is written.
+    """
+    if into is None:
+        into = tuple(torch.empty(x.shape, dtype=lse_a.dtype, device=x.device) for x in (out_a, lse_a))
+    out, lse = into
     a, b = _four_dims(out_a), _four_dims(out_b)
     _, heads, length, width = a.shape
     if lse.numel():

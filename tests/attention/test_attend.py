@@ -138,7 +138,9 @@ def test_opcheck() -> None:
     out, lse = sp.attend(p.q, p.k, p.v, *arguments)
     torch.library.opcheck(sp.attend.default, (p.q.transpose(0, 1).contiguous().transpose(0, 1), p.k, p.v, *arguments))
     for mask_grad in (True, False):
-        torch.library.opcheck(sp.attend_backward.default, (p.grad, p.q, p.k, p.v, out, lse, *arguments, mask_grad, out))
+        torch.library.opcheck(
+            sp.attend_backward.default, (p.grad, p.q, p.k, p.v, out, lse, *arguments, mask_grad, [out])
+        )
 
 
 def test_no_keys() -> None:

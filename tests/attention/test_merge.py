@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from sp_compile.lowering.attention.merge import merge
 
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -33,24 +35,44 @@ def halves(scale: float) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     return parts, attention(scores, v)
 
 
-def check(fn: object, dtype: torch.dtype = torch.float64, lse_dtype: torch.dtype = torch.float64) -> None:
+def check(fn: Merge, dtype: torch.dtype = torch.float64, lse_dtype: torch.dtype = torch.float64) -> None:
     for scale in (1.0, 1e4):
         (out_a, lse_a, out_b, lse_b), expected = halves(scale)
         given = out_a.to(dtype), lse_a.to(lse_dtype), out_b.to(dtype).mT.contiguous().mT, lse_b.to(lse_dtype)
-        got = fn(*given)  # type: ignore[operator]
+        got = fn(*given)
         assert [x.dtype for x in got] == [lse_dtype] * 2
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-3, torch.bfloat16: 2e-2}[dtype]
         for a, b in zip(got, expected):
             torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
+def in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """``merge`` by the operator that a ring accumulates with."""
+    out, lse = out_a.to(lse_a.dtype, copy=True), lse_a.clone()
+    torch.ops.sp.merge_into(out, lse, out_b, lse_b)
+    return out, lse
+
+
+@pytest.mark.parametrize("fn", [merge, in_place])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "lse_dtype"),
     [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
 )
-def test_merge(compiled: bool, dtype: torch.dtype, lse_dtype: torch.dtype) -> None:
-    check(torch.compile(merge, fullgraph=True) if compiled else merge, dtype, lse_dtype)
+def test_merge(fn: Merge, compiled: bool, dtype: torch.dtype, lse_dtype: torch.dtype) -> None:
+    check(torch.compile(fn, fullgraph=True) if compiled else fn, dtype, lse_dtype)
+
+
+def test_added_in_place() -> None:
+    total, part = torch.ones(2, 3), torch.arange(3.0).expand(2, 3)
+    torch.ops.sp.add_into(total, part)
+    assert torch.equal(total, part + 1)
+
+
+def test_opcheck() -> None:
+    (out, lse, *block), _ = halves(1.0)
+    torch.library.opcheck(torch.ops.sp.merge_into.default, (out, lse, *block))
+    torch.library.opcheck(torch.ops.sp.add_into.default, (out, block[0]))
 
 
 def test_order_does_not_matter() -> None:
@@ -73,6 +95,12 @@ import test_merge
 from sp_compile.lowering.triton.merge import launch
 for dtypes in ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
     test_merge.check(launch, *dtypes)
+
+def in_place(out_a, lse_a, out_b, lse_b):
+    out, lse = out_a.to(lse_a.dtype, copy=True), lse_a.clone()
+    return launch(out, lse, out_b, lse_b, into=(out, lse))
+
+test_merge.check(in_place)
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.capturing import Backend, assert_same, compile_function, step
-from support.programs import PROGRAMS, D, Model
+from support.programs.kinds import PROGRAMS, D, Model
 from torch import nn
 from torch.fx import GraphModule
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

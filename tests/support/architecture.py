@@ -7,8 +7,8 @@ import itertools
 import re
 
 import torch
-from test_layers import LAYERS, ROOT
 from torch.fx import GraphModule
+from tree.test_layers import LAYERS, ROOT
 
 from sp_compile.config import Ranks
 from sp_compile.lowering.simulate import GROUP

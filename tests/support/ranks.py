@@ -72,10 +72,10 @@ def _work(rank: int, store: str, pipe: Connection) -> None:
             _running, payload = pipe.recv()
         except EOFError:
             return
-        pipe.send_bytes(_answer(payload))
+        pipe.send_bytes(answer(payload))
 
 
-def _answer(payload: bytes) -> bytes:
+def answer(payload: bytes) -> bytes:
     """Run one pickled call; the pickled (True, result) or (False, traceback)."""
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from support.parallel.parallel_held_out import Flat, Mixture, Model, OneSum, Pos
 from support.parallel.parallel_models import Split, tokens
 from support.parallel.parallel_training import Trained, trained
 from support.ranks import Ranks
-from support.spawning import spawned
+from support.parallel.spawning import spawned
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sp_compile

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from support.architecture import PAGE, filled
-from test_layers import ROOT
+from tree.test_layers import ROOT
 
 PLACE = re.compile(r"`((?:sp_compile|passes|lowering|tests|examples|benchmarks)/[\w/.]*)`")
 PATHS = PLACE.findall(PAGE.read_text()) + PLACE.findall((ROOT / "SECURITY.md").read_text())

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from support.spellings.tracing_exchanges import one_of
-from test_layers import FILES, ROOT
+from tree.test_layers import FILES, ROOT
 
 from sp_compile import backend
 from sp_compile.spmd.check_run import CheckedProgram

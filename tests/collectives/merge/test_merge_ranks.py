@@ -12,7 +12,7 @@ from support import ranks as worker
 from support.golden import notes_of
 from support.parallel.merging import count, unflattened
 from support.ranks import Ranks
-from support.spawning import spawned
+from support.parallel.spawning import spawned
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .ranks import PRELOADED
+from support.ranks import PRELOADED
 
 
 def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: str) -> None:

@@ -1,0 +1,141 @@
+"""The project's Triton kernels, compiled for sm_90: registers, spills and the width of loads of whatever is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.cuda.worker import AbsentGpu
+from torch import Tensor
+
+bf16, f32, i32, i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+
+
+def empty(*shape: int, dtype: torch.dtype = f32) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def merge(width: int) -> None:
+    from sp_compile.lowering.triton.merge import launch
+
+    rows = 1, 8, 4096
+    out, lse = empty(*rows, width), empty(*rows)
+    launch(out, lse, empty(*rows, width, dtype=bf16), empty(*rows), into=(out, lse))
+
+
+def packs() -> dict[str, Tensor]:
+    """What exchanges of heads over 8 ranks pack: (B, s, H, D) and (B, H, s, D) into (ranks, ...)."""
+    rows_first = empty(1, 16384, 32, 128, dtype=bf16).unflatten(2, (8, 4)).movedim(2, 0)
+    heads_first = empty(1, 32, 16384, 128, dtype=bf16).unflatten(1, (8, 4)).movedim(1, 0).movedim(3, 1)
+    return {"rows first": rows_first, "heads first": heads_first, "transpose": empty(4096, 4096).T}
+
+
+def pack(name: str) -> None:
+    from sp_compile.lowering.triton.move import copy
+
+    source = packs()[name]
+    assert copy(torch.empty(source.shape, dtype=source.dtype), source)
+
+
+def checksum() -> None:
+    from sp_compile.lowering.triton.checksum import add
+
+    add(empty(1 << 22, dtype=i32), torch.empty((), dtype=i64))
+
+
+def scan(op: str, dtype: torch.dtype, shape: tuple[int, int, int], segmented: bool = False) -> None:
+    from sp_compile.lowering.scan.kernels.triton import scan as row
+    from sp_compile.lowering.scan.table import Problem
+
+    x, accumulate = empty(*shape, dtype=dtype), i64 if dtype is i32 and op == "sum" else f32 if dtype is bf16 else dtype
+    starts = torch.empty(1, shape[1], 1, dtype=torch.bool) if segmented else None
+    row.scan(Problem.of("scan", x, dtype, accumulate, op=op, segmented=segmented), x, starts)
+
+
+def linear(shape: tuple[int, int, int], reverse: bool) -> None:
+    from sp_compile.lowering.scan.kernels.triton import scan as row
+    from sp_compile.lowering.scan.table import Problem
+
+    a, b = empty(*shape), empty(*shape)
+    row.linear(Problem.of("linear", b, f32, f32, reverse=reverse, lagged=reverse), a, b, None)
+
+
+def launched(fn: Callable[..., None], *args: Any) -> list[Any]:
+    from support.cuda.kernels import launches
+
+    return launches(lambda: fn(*args))
+
+
+LINE, LANES, COLUMNS = (1, 1 << 20, 1), (1, 1 << 16, 64), (8, 4096, 1024)
+slow = pytest.mark.slow
+WIDE = pytest.mark.xfail(strict=True, reason="one pass of sums of 64 bits along lanes spills, by two instructions")
+NARROW = (
+    "rows of one head are the run that a program moves, and its tile takes no more: 8 bytes a thread, 1 KiB a program"
+)
+CASES: list[Any] = [
+    (merge, 128),
+    (pack, "rows first"),
+    (checksum,),
+    (scan, "sum", f32, LANES),
+    (linear, LANES, False),
+    *(pytest.param((merge, width), marks=slow) for width in (64, 96, 256)),
+    pytest.param((pack, "heads first"), marks=[slow, pytest.mark.xfail(strict=True, reason=NARROW)]),
+    pytest.param((pack, "transpose"), marks=slow),
+    *(
+        pytest.param(
+            (scan, op, dtype, shape), marks=[slow, *([WIDE] if (op, dtype, shape) == ("sum", i32, LANES) else [])]
+        )
+        for op in ("sum", "max", "logsumexp")
+        for dtype in (f32, bf16, i32)
+        for shape in (LINE, LANES, COLUMNS)
+        if op != "logsumexp" or dtype is not i32
+    ),
+    pytest.param((scan, "sum", f32, LANES, True), marks=slow),
+    *(pytest.param((linear, shape, reverse), marks=slow) for shape in (LANES, COLUMNS) for reverse in (False, True)),
+]
+
+
+def name_of(case: tuple[Any, ...]) -> str:
+    return " ".join([case[0].__name__, *(str(x).removeprefix("torch.") for x in case[1:])])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_no_kernel_spills_and_all_read_in_wide_words(gpu: AbsentGpu, case: tuple[Any, ...]) -> None:
+    """Seven programs of 128 threads have registers on a multiprocessor, and memory is read 128 bits a thread at a time.
+
+    But where neighbours in memory are apart in the result.
+    """
+    found = gpu.run(launched, *case)
+    assert found
+    for launch in found:
+        assert launch.spills == 0, launch
+        assert launch.registers <= 72, launch
+        assert max(launch.loads) == (32 if case == (pack, "transpose") else 128), launch
+        assert max(launch.stores, default=128) in (32, 64, 128), launch  # totals of lines are single words
+
+
+def bytes_a_program(name: str) -> float:
+    (launch,) = launched(pack, name)
+    return packs()[name].nbytes / launch.programs
+
+
+def test_a_pack_moves_enough_a_program(gpu: AbsentGpu) -> None:
+    assert gpu.run(bytes_a_program, "rows first") >= 4096
+
+
+@pytest.mark.xfail(strict=True, reason=NARROW)
+def test_a_pack_of_heads_first_moves_enough_a_program(gpu: AbsentGpu) -> None:
+    assert gpu.run(bytes_a_program, "heads first") >= 4096
+
+
+def spilling() -> None:
+    from support.cuda.kernels import crowded
+
+    crowded[(1,)](empty(1 << 14), empty(1 << 14), N=1 << 14, num_warps=1)
+
+
+@slow
+def test_a_spill_is_seen(gpu: AbsentGpu) -> None:
+    assert gpu.run(launched, spilling)[0].spills > 0

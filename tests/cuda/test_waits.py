@@ -1,0 +1,89 @@
+"""What the host does for attention on a GPU: kernels that it launches, and values of the device that it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.cuda.borrowed import Seen, Watch, borrow, give_back
+from support.cuda.worker import AbsentGpu
+from torch import Tensor
+
+from sp_compile.lowering.attention import attend as bodies
+from sp_compile.lowering.simulate import GROUP
+
+HEADS, ROWS, WIDTH = 2, 1024, 60
+SPAN = [1, 1, 1, 0, 0, ROWS]
+CAUSAL = "k <= q"
+SAME_DOCUMENT = "Eq(row0, col0)"
+
+
+def documents(count: int) -> Tensor:
+    """The number of the document that each of the rows is of, (1, rows)."""
+    return (torch.arange(ROWS) * count // ROWS)[None]
+
+
+def attend(on_gpu: bool, predicate: str, vectors: int, count: int) -> tuple[list[Tensor], Seen]:
+    """Results of attention and of its backward over `count` documents, named by `vectors` vectors on either side."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, HEADS, ROWS, WIDTH, generator=random).bfloat16() for _ in range(4))
+    place: Callable[[Tensor], Tensor] = borrow if on_gpu else lambda x: x
+    named = [place(documents(count)) for _ in range(vectors)]
+    args = None, named, named, [], predicate, None, 0.0, WIDTH**-0.5, SPAN, SPAN, 1, GROUP
+    q, k, v, grad = map(place, (q, k, v, grad))
+    with Watch() as watch, torch.no_grad():
+        out, lse = bodies.attend(q, k, v, *args)
+        grads = bodies.attend_backward(grad, q, k, v, out, lse, *args, False)
+    return [give_back(x) for x in (out, lse, *grads)], watch.seen
+
+
+def host(predicate: str, vectors: int = 0, count: int = 1) -> Seen:
+    return attend(True, predicate, vectors, count)[1]
+
+
+@pytest.mark.parametrize(("predicate", "vectors", "count"), [(CAUSAL, 0, 1), (SAME_DOCUMENT, 1, 4)])
+def test_attention_on_a_gpu_equals_that_on_a_cpu(gpu: AbsentGpu, predicate: str, vectors: int, count: int) -> None:
+    """The way that CUDA tensors take, on borrowed ones: the same numbers, by other kernels."""
+    there, seen = gpu.run(attend, True, predicate, vectors, count)
+    here, nothing = gpu.run(attend, False, predicate, vectors, count)
+    for a, b in zip(there, here, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert seen.kernels
+    assert not nothing.kernels
+
+
+def test_causal_attention_waits_for_nothing(gpu: AbsentGpu) -> None:
+    seen = gpu.run(host, CAUSAL)
+    assert seen.waits == []
+    assert seen.products == 0
+    assert len(seen.kernels) == 2
+
+
+def waiting(x: Tensor) -> Seen:
+    x = borrow(x)
+    with Watch() as watch:
+        x.tolist(), x.sum().item(), bool(x.any()), x.nonzero(), x.cpu(), x.to("cpu", non_blocking=True)
+        x + torch.zeros(3, device="cuda")
+    return watch.seen
+
+
+def test_what_is_a_wait(gpu: AbsentGpu) -> None:
+    seen = gpu.run(waiting, torch.arange(3))
+    assert seen.waits == ["_to_copy", "_local_scalar_dense", "_local_scalar_dense", "nonzero", "_to_copy"]
+
+
+@pytest.mark.xfail(strict=True, reason="runs of each vector are read twice, in every call of either operator")
+def test_one_wait_for_the_documents_of_a_batch(gpu: AbsentGpu) -> None:
+    assert len(gpu.run(host, SAME_DOCUMENT, 1, 4).waits) <= 1
+
+
+@pytest.mark.xfail(strict=True, reason="a launch a document: a call with cumulative lengths takes all of them")
+def test_few_launches_however_many_documents(gpu: AbsentGpu) -> None:
+    assert len(gpu.run(host, SAME_DOCUMENT, 1, 8).kernels) <= 6  # three a call, forward and backward
+
+
+@pytest.mark.xfail(strict=True, reason="blocks at a window's edge have no kernel but the dense one")
+@pytest.mark.parametrize("predicate", [f"({CAUSAL}) & (q - k < 300)"])
+def test_windows_are_not_dense(gpu: AbsentGpu, predicate: str) -> None:
+    assert gpu.run(host, predicate).products == 0

@@ -1,0 +1,223 @@
+"""Golden order of what a rank does on a GPU: exchanges that start before what hides them, waits, blocks of attention.
+
+Of `n = route`, n numbers the exchange and the route says between whom; `of n` is what reads its result.
+"""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+from support.cuda.programs import Sizes, attention
+from support.cuda.worker import AbsentGpu
+
+
+def events(gpu: AbsentGpu, strategy: str, n: int) -> str:
+    rank = gpu.run(attention, strategy, n, Sizes())
+    return f"{rank.forward.text()}\n-- backward\n{rank.backward.text()}"
+
+
+def test_ring(gpu: AbsentGpu) -> None:
+    assert_expected_inline(
+        events(gpu, "ring", 3),
+        """\
+rank
+kernel
+product x 2
+kernel
+1 = shift:1:1 bfloat16[1, 4, 131072, 256]
+attend step 0 of 1
+wait 1
+2 = shift:1:1 bfloat16[1, 4, 131072, 256]
+kernel
+attend step 1 of 1, 2
+merge_into
+wait 2
+attend step 2 of 2
+merge_into
+kernel
+product
+kernel x 3
+3 = all_reduce float32[]
+wait 3
+kernel
+-- backward
+kernel
+product x 2
+pack
+1 = shift:1:1 bfloat16[1, 4, 131072, 256]
+attend_backward step 0 of 1
+kernel
+2 = shift:1:1 float32[1, 4, 131072, 256]
+wait 1
+3 = shift:1:1 bfloat16[1, 4, 131072, 256]
+attend_backward step 1 of 1, 3, 2
+add_into
+wait 2
+kernel
+4 = shift:1:1 float32[1, 4, 131072, 256]
+wait 3
+attend_backward step 2 of 3, 4
+add_into
+wait 4
+kernel
+5 = shift:-2:1 float32[1, 4, 131072, 256]
+wait 5
+kernel
+product
+kernel
+product
+kernel
+6 = all_reduce bfloat16[3145728]
+wait 6""",
+    )
+
+
+def test_ulysses(gpu: AbsentGpu) -> None:
+    assert_expected_inline(
+        events(gpu, "ulysses", 2),
+        """\
+rank
+kernel
+product x 2
+kernel
+1 = all_to_all_single bfloat16[2, 131072, 1024]
+wait 1
+_scaled_dot_product_flash_attention of 1
+kernel
+2 = all_to_all_single bfloat16[2, 4, 16777216]
+wait 2
+kernel
+product
+kernel x 3
+3 = all_reduce float32[]
+wait 3
+kernel
+-- backward
+kernel
+product x 2
+kernel
+1 = all_to_all_single bfloat16[2, 131072, 512]
+wait 1
+_scaled_dot_product_flash_attention_backward of 1
+kernel
+2 = all_to_all_single bfloat16[2, 4, 16777216]
+wait 2
+kernel
+3 = all_to_all_single bfloat16[2, 2, 33554432]
+wait 3
+kernel
+product
+kernel
+product
+kernel
+4 = all_reduce bfloat16[3145728]
+wait 4""",
+    )
+
+
+def test_gather(gpu: AbsentGpu) -> None:
+    assert_expected_inline(
+        events(gpu, "gather", 2),
+        """\
+rank
+kernel
+product x 2
+kernel
+1 = all_gather_into_tensor bfloat16[262144, 1, 4, 256]
+wait 1
+kernel x 2
+attend step 0
+kernel
+product
+kernel x 3
+2 = all_reduce float32[]
+wait 2
+kernel
+-- backward
+kernel
+product x 2
+pack
+1 = all_gather_into_tensor bfloat16[262144, 1, 4, 256]
+wait 1
+kernel x 2
+attend_backward step 0
+kernel
+2 = reduce_scatter_tensor float32[131072, 1, 4, 256]
+wait 2
+kernel
+product
+kernel
+product
+kernel
+3 = all_reduce bfloat16[3145728]
+wait 3""",
+    )
+
+
+@pytest.mark.slow
+def test_hybrid(gpu: AbsentGpu) -> None:
+    assert_expected_inline(
+        events(gpu, "hybrid", 4),
+        """\
+rank
+kernel
+product x 2
+kernel
+1 = among:2 bfloat16[2, 131072, 1024]
+wait 1
+kernel x 2
+2 = shift:1:2 bfloat16[1, 2, 262144, 256]
+attend step 0 of 2
+wait 2
+kernel
+attend step 1 of 2
+merge_into
+kernel x 2
+3 = among:2 bfloat16[2, 4, 16777216]
+wait 3
+kernel
+product
+kernel x 3
+4 = all_reduce float32[]
+wait 4
+kernel
+-- backward
+kernel
+product x 2
+kernel
+1 = among:2 bfloat16[2, 131072, 512]
+wait 1
+kernel
+pack
+2 = shift:1:2 bfloat16[1, 2, 262144, 256]
+attend_backward step 0 of 2
+wait 2
+attend_backward step 1 of 2
+add_into
+pack_by_owner
+3 = across:2 float32[2, 1, 2, 262144, 256]
+wait 3
+kernel
+4 = among:2 bfloat16[2, 2, 67108864]
+wait 4
+kernel
+product
+kernel
+product
+kernel
+5 = all_reduce bfloat16[3145728]
+wait 5""",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="Inductor puts the sums of all buckets at the end, and each wait behind its start"
+)
+def test_gradients_leave_as_they_are_made(gpu: AbsentGpu) -> None:
+    """The sum of a layer's gradients is on its way while attention of the layer before it is computed."""
+    rank = gpu.run(attention, "ulysses", 2, Sizes(rows=8192, heads=32, kv_heads=8, layers=2))
+    of_sums = [i for i, event in enumerate(rank.backward.events) if "all_reduce" in event]
+    of_blocks = [i for i, event in enumerate(rank.backward.events) if "attention_backward" in event]
+    assert (len(of_sums), len(of_blocks)) == (6, 2)
+    assert of_sums[0] < of_blocks[1]

@@ -1,0 +1,133 @@
+"""Inductor's code for one rank of n on an absent GPU, run on fake tensors: `compiled(program, inputs, n, ...)`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from support.cuda.tracing import Trace, Tracer
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import sp_compile
+
+
+@dataclass
+class Rank:
+    """What one rank runs."""
+
+    forward: Trace = field(default_factory=Trace)
+    backward: Trace = field(default_factory=Trace)
+    report: str = ""
+
+
+@dataclass
+class _Graph:
+    """One of Inductor's: its code, and fake inputs like its own."""
+
+    module: Any
+    inputs: Sequence[Any]
+
+
+class _Kernel:
+    """A Triton kernel in a wrapper, which is only noted when it would be launched."""
+
+    tracer: Tracer | None = None
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        if _Kernel.tracer is not None:
+            _Kernel.tracer.launch()
+
+
+@contextlib.contextmanager
+def group_of(n: int) -> Iterator[None]:
+    """A default group of n ranks, of which this process is the first and nobody else is there."""
+    dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def compiled(
+    module: nn.Module, inputs: Callable[[], Sequence[Tensor]], n: int, ulysses: int | None = None, **options: Any
+) -> Rank:
+    """What rank 0 of n does, forward and backward, for a module of which `inputs()` makes whole fake arguments.
+
+    ulysses: ranks of that axis of a mesh, whose other is "ring".
+    """
+    with group_of(n):
+        if ulysses is not None:
+            options["mesh"] = init_device_mesh("cpu", (n // ulysses, ulysses), mesh_dim_names=("ring", "ulysses"))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            program = torch.export.export(module, tuple(inputs()))
+        local = sp_compile.parallelize(program, **options)
+        report = str(local.meta["sp_report"])
+        given = [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")]
+        mode = detect_fake_mode(given)
+        args = [_like(mode, x, x.requires_grad) if isinstance(x, Tensor) else x for x in given]
+        forward, backward = _graphs(local, args, mode)
+        return Rank(_traced(forward, mode, held=True), _traced(backward, mode, held=False), report)
+
+
+def _like(mode: FakeTensorMode, x: Tensor, requires_grad: bool = False) -> Tensor:
+    with mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=requires_grad)
+
+
+def _graphs(gm: torch.fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> list[_Graph]:
+    """Forward and backward as Inductor compiles them."""
+    found, modules = [], []
+    to_module = GraphLowering.compile_to_module
+
+    def lowered(graph: GraphLowering) -> Any:
+        modules.append(to_module(graph))
+        return modules[-1]
+
+    def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        out = compile_fx_inner(graph, inputs, **kwargs)
+        found.append(_Graph(modules[-1], inputs))
+        return out
+
+    # Patterns that Inductor learns from examples, which it would run on the device.
+    no_examples = [mock.patch(f"torch._inductor.fx_passes.{p}.lazy_init", return_value=None) for p in PATTERNS]
+    kernel = mock.patch.object(AsyncCompile, "triton", return_value=_Kernel())
+    wrapper = mock.patch.object(GraphLowering, "compile_to_module", lowered)
+    with contextlib.ExitStack() as stack:
+        for patch in (*no_examples, kernel, wrapper):
+            stack.enter_context(patch)
+        stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
+        stack.enter_context(mode)
+        stack.enter_context(tracing(TracingContext(mode)))
+        compile_fx(gm, args, inner_compile=inner)
+    return found
+
+
+PATTERNS = ("joint_graph", "post_grad")
+
+
+def _traced(graph: _Graph, mode: FakeTensorMode, held: bool) -> Trace:
+    """Run the wrapper once. held: does the caller keep the inputs? Else they are freed where the wrapper frees them."""
+    module = graph.module
+    module.empty_strided_cuda = lambda *shape: torch.empty_strided(*shape[:2], dtype=shape[2], device="cuda")
+    module.reinterpret_tensor = lambda x, size, stride, at: x.as_strided(size, stride, x.storage_offset() + at)
+    module.assert_alignment = module.copy_if_misaligned = lambda x, *_: x
+    args = [_like(mode, x) if isinstance(x, Tensor) else x for x in graph.inputs]
+    owner = list(args) if held else []
+    tracer = Tracer([] if held else [("given", x) for x in args if isinstance(x, Tensor)])
+    with mode, tracer, mock.patch.object(_Kernel, "tracer", tracer):
+        module.call(args)
+    owner.clear()
+    return tracer.trace
