@@ -10,6 +10,7 @@ All here is arrays over cells and over pairs of cells that may meet; there are a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ from .spans import Rows
 Flags = NDArray[np.bool_]
 Range = tuple[int, int]
 """Local rows [low, high)."""
+Band = tuple[int, int]
+"""The least and the greatest distance of a key behind its query, both inclusive."""
 
 
 class Cells(NamedTuple):
@@ -83,8 +86,8 @@ class CellPair(NamedTuple):
     q: Range
     k: Range
     left: tuple[str, ...] = ()
-    shift: int | None = None
-    """The i-th query attends to the first i + 1 + shift keys and no other; None where that is not known so."""
+    band: Band | None = None
+    """The i-th query attends to the keys from i + band[0] to i + band[1] and no other; None if that is not known."""
 
 
 PAIRS = 8
@@ -161,43 +164,45 @@ class Meeting:
         return (zero, ~never) if one.relation == "==" else (never, ~zero)
 
     def _joined(self, rows: Ints, keys: Ints, left: Flags) -> Iterator[CellPair]:
-        offsets, lengths = self._k.offsets, self._k.lengths
-        shifts = self._shifts(rows, keys, left).tolist()
-        lows, highs = offsets[keys], offsets[keys] + lengths[keys]
+        bands, unsure = self._bands(rows, keys, left), left.T.tolist()
+        lows = self._k.offsets[keys]
+        stretches = list(zip(lows.tolist(), (lows + self._k.lengths[keys]).tolist()))
         begins = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows
-        cells, counts = rows[begins], np.append(begins[1:], len(rows)) - begins
+        ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
+        starts = self._q.offsets[cells]
+        queries = zip(starts.tolist(), (starts + self._q.lengths[cells]).tolist())
         several: CellPair | None = None
-        for i, begin, count in zip(cells.tolist(), begins.tolist(), counts.tolist()):
-            start = int(self._q.offsets[i])
-            q = start, start + int(self._q.lengths[i])
-            if count > 1:
-                end = begin + count
-                k = int(lows[begin:end].min()), int(highs[begin:end].max())
-                if several is not None and several.q[1] == q[0]:
-                    q, k = (several.q[0], q[1]), (min(k[0], several.k[0]), max(k[1], several.k[1]))
-                elif several is not None:
+        for q, begin, end in zip(queries, begins.tolist(), ends):
+            met = stretches[begin:end]
+            k = min(low for low, _ in met), max(high for _, high in met)
+            if len(met) == 1:
+                if several is not None:
+                    yield several
+                several = None
+                yield CellPair(q, k, tuple(compress(self._conditions, unsure[begin])), bands[begin])
+            elif several is not None and several.q[1] == q[0]:
+                k = min(k[0], several.k[0]), max(k[1], several.k[1])
+                several = CellPair((several.q[0], q[1]), k, several.left)
+            else:
+                if several is not None:
                     yield several
                 several = CellPair(q, k, tuple(self._conditions))
-                continue
-            if several is not None:
-                yield several
-                several = None
-            unsure = tuple(text for text, flag in zip(self._conditions, left[:, begin]) if flag)
-            yield CellPair(q, (int(lows[begin]), int(highs[begin])), unsure, shifts[begin])
         if several is not None:
             yield several
 
-    def _shifts(self, rows: Ints, keys: Ints, left: Flags) -> NDArray[np.object_]:
-        """The shift of each pair of cells; None where there is none."""
-        found = np.full(len(rows), None, np.object_)
-        alone = left.sum(0) == 1
+    def _bands(self, rows: Ints, keys: Ints, left: Flags) -> list[Band | None]:
+        """The band of each pair of cells; None where it is not all that the conditions say."""
+        lower, upper, every = -self._q.lengths[rows], self._k.lengths[keys], np.ones(len(rows), np.bool_)
         for c, (one, sums) in enumerate(zip(self._linears, self._sums)):
             if one is None or sums is None or one.relation != "<=":
+                every &= ~left[c]
                 continue
             of_query, of_key = sums
             step = of_key.slopes[keys]
-            known = of_query.known[rows] & of_key.known[keys] & (step > 0) & (of_query.slopes[rows] == -step)
-            pairs = np.flatnonzero(alone & left[c] & known)
-            firsts = of_query.firsts[rows[pairs]] + of_key.firsts[keys[pairs]] + one.constant
-            found[pairs] = -firsts // step[pairs]
-        return found
+            known = of_query.known[rows] & of_key.known[keys] & (step != 0) & (of_query.slopes[rows] == -step)
+            firsts = np.where(known, of_query.firsts[rows] + of_key.firsts[keys] + one.constant, 0)
+            bound = -firsts // np.where(known, np.abs(step), 1)
+            upper = np.where(left[c] & known & (step > 0), np.minimum(upper, bound), upper)
+            lower = np.where(left[c] & known & (step < 0), np.maximum(lower, -bound), lower)
+            every &= known | ~left[c]
+        return [band if known else None for band, known in zip(zip(lower.tolist(), upper.tolist()), every.tolist())]

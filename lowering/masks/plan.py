@@ -8,13 +8,14 @@ saves work, with the bounds of the vectors on every stretch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from . import predicate as language
-from .cells import CellPair, Meeting, Range, cells_of
+from .cells import Band, CellPair, Meeting, Range, cells_of
 from .pieces import Pieces
 from .predicate import Verdict, is_of_query
 from .spans import Rows, boundaries, extent, intervals
@@ -126,7 +127,31 @@ class _Planner:
         """The blocks of a tile whose pairs only the predicate knows."""
         if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE:
             return [Block(*_sized(tile.q), *_sized(tile.k), Kind.MASKED, tile.left)]
+        if tile.band is not None:
+            return list(self._banded(tile.q, tile.k, tile.band, tile.left))
         return list(self.cover(tile.q, tile.k))
+
+    def _banded(self, q: Range, k: Range, band: Band, left: tuple[str, ...]) -> Iterator[Block]:
+        """A band in strips of queries: each a triangle to be masked, keys that all of them see, and a causal one."""
+        lower, upper = band
+        rows, keys = q[1] - q[0], k[1] - k[0]
+        width = min(upper, keys) - max(lower, -rows) + 1
+        height = min(max(width // 4 // TILE, 1) * TILE, math.isqrt(MASK_ELEMENTS // self._batch(left)))
+        end = min(rows, keys - lower)
+        for first in range(max(0, -upper), end, height):
+            behind = min(first + height, end)
+            part = _sized((q[0] + first, q[0] + behind))
+            low, high = max(0, first + lower), min(keys, behind + upper)
+            every, last = max(0, behind - 1 + lower), min(keys, first + upper)
+            if width < 4 * TILE or every >= last:
+                yield Block(*part, k[0] + low, high - low, Kind.MASKED, left)
+                continue
+            if low < every:
+                yield Block(*part, k[0] + low, every - low, Kind.MASKED, left)
+            yield Block(*part, k[0] + every, last - every, Kind.FULL)
+            if last < high:
+                whole = high - last == behind - first
+                yield Block(*part, k[0] + last, high - last, Kind.CAUSAL if whole else Kind.MASKED, left)
 
     def _together(self, pairs: list[tuple[CellPair, list[Block]]]) -> Iterator[Block]:
         """The blocks of all tiles: one for neighbours of a few rows, masked, because a call takes time as well."""
@@ -231,9 +256,11 @@ class _Planner:
         return min(near, key=lambda at: abs(at - middle), default=middle)
 
     def _mask_elements(self, q: Range, k: Range, left: tuple[str, ...]) -> int:
+        return self._batch(left) * (q[1] - q[0]) * (k[1] - k[0])
+
+    def _batch(self, left: tuple[str, ...]) -> int:
         vectors = {**self._rows, **self._cols}
-        batch = max((vectors[s].batch for c in left for s in language.symbols(c) if s in vectors), default=1)
-        return batch * (q[1] - q[0]) * (k[1] - k[0])
+        return max((vectors[s].batch for c in left for s in language.symbols(c) if s in vectors), default=1)
 
     def _needed(self, q: Range, k: Range) -> int:
         return (q[1] - q[0]) * sum(high - low for low, high in self._parts(q, k))
@@ -298,14 +325,11 @@ def _runs_of(tile: CellPair) -> list[_Run]:
     """The pairs of a tile, by queries; [] if only the predicate knows them."""
     if not tile.left:
         return [_Run(tile.q, tile.k, False)]
-    if tile.shift is None:
+    if tile.band is None or tile.band[0] > 1 - (tile.q[1] - tile.q[0]):  # some query does not see the first key
         return []
-    low, start = tile.q[0], tile.k[0]
-    keys = min(tile.k[1] - start, tile.q[1] - low + tile.shift)
-    seen, every = (
-        low + max(0, -tile.shift),
-        low + keys - tile.shift,
-    )  # the first query with a key, and that has them all
+    low, start, ahead = tile.q[0], tile.k[0], tile.band[1]
+    keys = min(tile.k[1] - start, tile.q[1] - low + ahead)
+    seen, every = low + max(0, -ahead), low + keys - ahead  # the first query with a key, the first behind all that lack
     runs = [_Run((seen, every), (start, start + keys), every - seen > 1)]
     return [*runs, _Run((every, tile.q[1]), (start, start + keys), False)] if every < tile.q[1] else runs
 

@@ -62,6 +62,9 @@ def apart(sequences: Sequence[PackedCall]) -> list[Block]:
 MORE = {
     "packed": "Eq(row1, col1) & (col0 <= row0)",
     "packed, window": "Eq(row1, col1) & (col0 <= row0) & (row0 - col0 < n0)",
+    "packed, wide window": "Eq(row1, col1) & (col0 <= row0) & (row0 - col0 < 520)",
+    "packed, both sides": "Eq(row1, col1) & (k - q < 300) & (row0 - col0 < 40)",
+    "packed, behind": "Eq(row1, col1) & (q - k < 290)",
     "packed, by index": "Eq(row1, col1) & (k < q + n1)",
     "packed, and more": "Eq(row1, col1) & ((col0 <= row0) | Eq(Mod(row0, 3), 0))",
     "positions": "(col0 <= row0) & Ne(col1, 1)",
@@ -76,7 +79,7 @@ def looked_up(draw: Any, q_len: int, k_len: int) -> tuple[list[Tensor], list[Ten
     if kind in ("packed", "batch"):
         entries = []
         for _ in range(1 + (kind == "batch")):
-            lengths = draw(st.lists(st.integers(1, draw(st.sampled_from([8, 200]))), min_size=1, max_size=40))
+            lengths = draw(st.lists(st.integers(1, draw(st.sampled_from([8, 200, 900]))), min_size=1, max_size=40))
             entries.append([x[:, :length] for x in packed([*lengths, length])])
         documents, positions = (torch.cat(x) for x in zip(*entries))
         return [positions[:, :q_len], documents[:, :q_len]], [positions[:, :k_len], documents[:, :k_len]]
