@@ -19,6 +19,7 @@ from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.localize.localize import Localize
+from sp_compile.passes.localize.lookups import Lookups
 from sp_compile.passes.localize.memory_order import RestoreStrides
 from sp_compile.passes.localize.prove import Prove
 from sp_compile.passes.report import Report
@@ -65,6 +66,7 @@ class Pipeline(Passes):
         Trees,
         Prove,
         RestoreStrides,
+        Lookups,
     )
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.frames import FrameArg, is_padded, nearest_rows, own_positions
-
-from .blocks import Span, span
+from sp_compile.lowering.masks.spans import Span, span
 
 HEADS, SEQUENCE = 1, 2
 _SCHEMA_TYPES = {
@@ -38,14 +37,16 @@ class AttentionArgs:
 
     mask        data: bool or additive, (B|1, H|1, S|1, T|1)
     rows, cols  vectors that the predicate reads, (B|1, S) and (B|1, T), whole on every rank
+    pieces      their tables, of rows and then of cols (see ``masks/pieces.py``); [] if nobody has made them yet
     sizes       numbers that it reads
-    predicate   which keys a query may attend to (see ``predicate.py``), "" for all
+    predicate   which keys a query may attend to (see ``masks/predicate.py``), "" for all
     seed        of dropout, int64 (). One seed drops the same weights on any number of ranks
     """
 
     mask: Tensor | None
     rows: list[Tensor]
     cols: list[Tensor]
+    pieces: list[Tensor]
     sizes: list[int]
     predicate: str
     seed: Tensor | None
@@ -67,10 +68,19 @@ class AttentionArgs:
         """The arguments in an operator's order."""
         return tuple(getattr(self, name) for name in self.__match_args__)
 
+    def tables(self) -> list[Tensor]:
+        """The tables of rows and cols: those that are given, or made now, which waits for the device."""
+        vectors = [*self.rows, *self.cols]
+        if self.pieces or not vectors:
+            return self.pieces
+        distinct = list({id(x): x for x in vectors}.values())
+        found = dict(zip(map(id, distinct), torch.ops.sp.pieces(distinct), strict=True))
+        return [found[id(x)] for x in vectors]
+
 
 @dataclass(frozen=True)
 class LocalArgs(AttentionArgs):
-    """Of the rows that are here: `q_span` and `k_span` tell which (see ``blocks.py``).
+    """Of the rows that are here: `q_span` and `k_span` tell which (see ``masks/spans.py``).
 
     split_heads: the heads here are every `split_heads`-th rank's share. group: the ranks that spans speak of.
     """
@@ -104,13 +114,14 @@ class LocalArgs(AttentionArgs):
 
     def tensors(self) -> list[Tensor | None]:
         """What a backward must save."""
-        return [self.mask, self.seed, *self.rows, *self.cols]
+        return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces]
 
     def holding(self, tensors: list[Tensor | None]) -> LocalArgs:
         """The same with other `tensors()`."""
         mask, seed, *vectors = tensors
-        rows, cols = vectors[: len(self.rows)], vectors[len(self.rows) :]
-        return replace(self, mask=mask, seed=seed, rows=rows, cols=cols)
+        lengths = [len(self.rows), len(self.cols), len(self.pieces)]
+        rows, cols, pieces = ([vectors.pop(0) for _ in range(length)] for length in lengths)
+        return replace(self, mask=mask, seed=seed, rows=rows, cols=cols, pieces=pieces)
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,7 @@ class ShardArgs(AttentionArgs):
         if self.dropout_p and seed is None:
             seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.device)
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-        lookups = list(self.rows), list(self.cols), list(self.sizes), self.predicate
+        lookups = list(self.rows), list(self.cols), self.tables(), list(self.sizes), self.predicate
         rows = span(self.q_frame, self.n, stride)
         return LocalArgs(self._mask(stride), *lookups, seed, self.dropout_p, scale, rows, [], stride, self.group)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.library import opaque
+from sp_compile.lowering.masks.plan import Block, Kind
 
 from .args import LocalArgs
-from .blocks import Block, Kind
 from .kernels import KERNELS, Kernel, Need, accumulation_dtype
 from .masking import Masking
 from .merge import merge

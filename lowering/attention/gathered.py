@@ -4,7 +4,7 @@
     backward: the same all-gather again, then one reduce-scatter of dK and dV in float32
 
 Llama 3's choice (arXiv:2407.21783, section 3.3.2): cheap where there are few key heads, and every block is large. The
-causal part of a contiguous or zigzag shard is cut into full blocks and diagonals by ``blocks.py``, never into a mask.
+causal part of a contiguous or zigzag shard is cut into full blocks and diagonals (``masks/plan.py``), never a mask.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import FrameArg, by_rank, in_order, pad, trim
+from sp_compile.lowering.masks.spans import whole
 
 from .args import SEQUENCE, LocalArgs
-from .blocks import whole
 from .ring import unpacked
 
 Cat = Callable[[list[Tensor], int], Tensor]

@@ -1,36 +1,40 @@
 """Attention of whole sequences whose mask is a predicate: one node in a rewritten graph."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.library import composite
+from sp_compile.lowering.masks.spans import whole
 
 from .args import LocalArgs
 from .autograd import attention
-from .blocks import whole
 from .gathered import GatheredKeys
 
 
 @composite(
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, "
-    "float dropout_p, float? scale, bool enable_gqa) -> Tensor"
+    "float dropout_p, float? scale, bool enable_gqa, Tensor[]? pieces=None) -> Tensor"
 )
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``predicate``.
+    """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``masks/predicate.py``.
 
     Shapes: q (..., Sq, D), k (..., Sk, D), v (..., Sk, E) -> (..., Sq, E) in q's dtype. The dims in front, batches
     and then heads, broadcast; with ``enable_gqa`` k and v may have fewer heads. ``rows`` (B | 1, Sq) and ``cols``
-    (B | 1, Sk) have all batch dims as one. A query that attends to nothing gives 0. Bytes: none. Backward: all of
-    q, k and v. SpError for text that is no predicate.
+    (B | 1, Sk) have all batch dims as one; ``pieces`` are their tables (``sp::pieces``), if they are made already. A
+    query that attends to nothing gives 0. Bytes: none. Backward: all of q, k and v. SpError for text that is no
+    predicate.
     """
-    rows, cols, sizes, predicate, dropout_p, scale, enable_gqa = rest
+    rows, cols, sizes, predicate, dropout_p, scale, enable_gqa, *given = rest
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     seed = None
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    args = LocalArgs(None, rows, cols, sizes, predicate, seed, dropout_p, scale, whole(q.shape[-2]), [], 1, "")
+    lookups = rows, cols, given[0] or [] if given else [], sizes, predicate
+    args = LocalArgs(None, *lookups, seed, dropout_p, scale, whole(q.shape[-2]), [], 1, "")
+    args = replace(args, pieces=args.tables())
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))

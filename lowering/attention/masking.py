@@ -13,12 +13,14 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 from sp_compile.lowering.communicator import current
+from sp_compile.lowering.masks import predicate as language
+from sp_compile.lowering.masks.pieces import Pieces
+from sp_compile.lowering.masks.plan import Block, Kind, plan
+from sp_compile.lowering.masks.predicate import is_of_query
+from sp_compile.lowering.masks.spans import Rows, indices, take, valid_rows
 
-from . import predicate as language
 from .args import LocalArgs
-from .blocks import Block, Kind, Rows, indices, plan, runs_of, take, valid_rows
 from .kernels import Case
-from .predicate import is_of_query
 
 # Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -90,8 +92,9 @@ class Masking:
         numbers = tuple(int(size) for size in args.sizes)
         blocks: tuple[Block, ...] = ()
         if q.shape[0] * q.shape[1] and q_rows and k_rows:
-            runs = (tuple(map(runs_of, xs)) for xs in (rows, cols))
-            blocks = plan(args.predicate, q_rows, k_rows, numbers, *runs)
+            found = tuple(map(Pieces.of, args.tables()))
+            vectors_of = found[: len(rows)], found[len(rows) :]
+            blocks = plan(args.predicate, q_rows, k_rows, numbers, *vectors_of).blocks
         dropout = None
         if args.dropout_p > 0:
             if args.seed is None:

@@ -20,9 +20,9 @@ from torch import Tensor
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import FrameArg
+from sp_compile.lowering.masks.spans import Span, span
 
 from .args import LocalArgs
-from .blocks import Span, span
 
 
 class RingKeys(NamedTuple):

@@ -61,15 +61,15 @@ class Options:
     scale: float | None = None
     check: bool = True
 
-    def lookups(self) -> tuple[list[Tensor], list[Tensor], list[int], str]:
-        """rows, cols, sizes and predicate."""
+    def lookups(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], str]:
+        """rows, cols, pieces, sizes and predicate."""
         parts = ["(k <= q)"] if self.is_causal else []
         if self.window is not None:
             parts += ["(q - k < n0)"] if self.is_causal else ["(q - k < n0) & (k - q < n0)"]
         vectors = [] if self.documents is None else [self.documents]
         parts += ["Eq(row0, col0)"] if vectors else []
         sizes = [] if self.window is None else [self.window]
-        return vectors, vectors, sizes, " & ".join(parts)
+        return vectors, vectors, [], sizes, " & ".join(parts)
 
 
 NAMES = tuple(f.name for f in fields(Options))

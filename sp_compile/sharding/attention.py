@@ -19,7 +19,7 @@ from sp_compile._compat import pytree
 from sp_compile.config import STRATEGIES
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
-from sp_compile.lowering.attention.predicate import symbols
+from sp_compile.lowering.masks.predicate import symbols
 
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
 """q, k, v are their first three tensor operands; both take dropout_p, scale and enable_gqa."""

@@ -7,7 +7,7 @@ import torch
 from support.attention.attending import SIZES, Problem, leaves, randn
 from torch import Tensor
 
-from sp_compile.lowering.attention.blocks import whole
+from sp_compile.lowering.masks.spans import whole
 
 sp = torch.ops.sp
 

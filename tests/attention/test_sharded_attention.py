@@ -24,6 +24,8 @@ MASKS = {
     "window": lambda s, t: (None, [], [], [], "(k <= q) & (q - k < 4)"),
     "padding": lambda s, t: (None, [], [(torch.arange(t) < t - 3).expand(BATCH, t)], [], "Ne(col0, 0) & (k <= q)"),
     "documents": lambda s, t: (None, [_documents(s)], [_documents(t)], [], "Eq(row0, col0)"),
+    "packed": lambda s, t: (None, _packed(s, 1), _packed(t, 1), [], "Eq(row0, col0) & (col1 <= row1)"),
+    "packed apart": lambda s, t: (None, _packed(s), _packed(t), [], "Eq(row0, col0) & (col1 <= row1)"),
     "prefix": lambda s, t: (None, [], [], [3], "(k <= q) | (k < n0)"),
     "bias": lambda s, t: (_random(1, 4, s, t, seed=9), [], [], [], "k <= q"),
     "keys only": lambda s, t: (_random(BATCH, 1, 1, t, seed=9), [], [], [], ""),
@@ -32,6 +34,12 @@ MASKS = {
 
 def _documents(length: int) -> Tensor:
     return (torch.arange(length) // 5).expand(BATCH, length)
+
+
+def _packed(length: int, batch: int = BATCH) -> list[Tensor]:
+    """Documents of five tokens and positions in them; batch entries begin within another one's documents."""
+    at = torch.arange(length) + 2 * torch.arange(batch)[:, None]
+    return [at // 5, at % 5]
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -101,7 +109,7 @@ def check(op: str, mask: str, n: int, s: int, t: int, kv_heads: int, folds: list
         mine = [x.detach().clone().requires_grad_() for x in leaves]
         shards = [cut(x, f, n) for x, f in zip(mine, (frames[0], frames[1], frames[1]))]
         bias = sp.reduce_grad(mine[3:], "reduce", n, GROUP)[0] if given is not None else None
-        scores = (bias, rows, cols, sizes, predicate, None, 0.0, None)
+        scores = (bias, rows, cols, [], sizes, predicate, None, 0.0, None)
         out = run(*shards, *scores, *frames, n, GROUP, balance, *last)
         out = sp.unshard(out, 2, frames[0], n, GROUP)
         return [out.detach(), *torch.autograd.grad(out, mine, grad)]

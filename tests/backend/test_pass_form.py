@@ -72,6 +72,7 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
         ("slow_scans", "localize"),
         ("localize", "prove"),
         ("prove", "restore_strides"),
+        ("prove", "lookups"),
     ],
 )
 def test_a_swapped_order_is_refused(first: str, second: str) -> None:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from support import ranks as worker
 from support.parallel.parallel_training import STEPS, Trained, step, watched
+from support.parallel.spawning import spawned
 from support.parity import Decoder, text
 from support.ranks import Ranks
-from support.parallel.spawning import spawned
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

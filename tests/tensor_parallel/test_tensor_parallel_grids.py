@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from support.parallel.parallel_models import Split, build, tokens
 from support.parallel.parallel_training import STEPS, Trained, message, part_of, step, trained, watched
-from support.ranks import Ranks
 from support.parallel.spawning import spawned
+from support.ranks import Ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 

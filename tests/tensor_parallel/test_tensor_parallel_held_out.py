@@ -10,8 +10,8 @@ from support import ranks as worker
 from support.parallel.parallel_held_out import Flat, Mixture, Model, OneSum, PostNorm, TwoAxes
 from support.parallel.parallel_models import Split, tokens
 from support.parallel.parallel_training import Trained, trained
-from support.ranks import Ranks
 from support.parallel.spawning import spawned
+from support.ranks import Ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sp_compile

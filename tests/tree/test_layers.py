@@ -18,6 +18,7 @@ LAYERS = """
 _compat                         lowering/triton
 errors
 lowering
+lowering/masks
 config                          lowering/attention          lowering/collectives      lowering/scan
 graph                           lowering/windows            lowering/scan/kernels     lowering/scan/kernels/triton
 sharding

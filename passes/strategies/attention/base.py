@@ -152,9 +152,9 @@ class ShardedAttention(AttentionPass):
         return self.reshaped(x, (product(batch), *tail), node)
 
     def _scores(self, call: Call, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
-        """mask, rows, cols, sizes, predicate, seed, dropout_p, scale."""
+        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale."""
         predicate, mask = predicate_of(call), call.get("attn_mask")
-        lookups = [call.get(name, []) for name in ("rows", "cols", "sizes")]
+        lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]
         if mask is not None:
             mask = self._mask(mask, batch, node)
         return mask, *lookups, predicate or "", None, call["dropout_p"], call["scale"]

@@ -23,7 +23,7 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
-from sp_compile.lowering.attention.predicate import over, symbols
+from sp_compile.lowering.masks.predicate import over, symbols
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.localize.gradients import differentiable_nodes

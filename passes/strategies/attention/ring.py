@@ -25,7 +25,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size
 from sp_compile.lowering import routes
-from sp_compile.lowering.attention.predicate import over, symbols
+from sp_compile.lowering.masks.predicate import over, symbols
 from sp_compile.sharding.attention import predicate_of
 
 from .base import ShardedAttention, register, sequence_shard

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from support import ranks as worker
 from support.golden import notes_of
 from support.parallel.merging import count, unflattened
-from support.ranks import Ranks
 from support.parallel.spawning import spawned
+from support.ranks import Ranks
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

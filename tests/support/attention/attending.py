@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.attention.predicate import evaluate
+from sp_compile.lowering.masks.predicate import evaluate
 
 PREDICATES = {
     "none": "",
@@ -27,6 +27,12 @@ SIZES = [3, 2]
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 17 * len(shape)), dtype=dtype)
+
+
+def packed(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(the number of each position's document, its position in the document), int64 (1, S) each."""
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return documents[None], torch.cat([torch.arange(length) for length in lengths])[None]
 
 
 class Problem:
@@ -59,7 +65,7 @@ class Problem:
         """The operators' arguments from ``mask`` to ``group``."""
         given = {"mask": None, "seed": None, "dropout_p": 0.0, "scale": 0.3, "split_heads": 1} | other
         return [
-            given["mask"], self.rows, self.cols, SIZES, self.predicate, given["seed"], given["dropout_p"],
+            given["mask"], self.rows, self.cols, [], SIZES, self.predicate, given["seed"], given["dropout_p"],
             given["scale"], q_span, k_span, given["split_heads"], group,
         ]  # fmt: skip
 

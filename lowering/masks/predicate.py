@@ -213,6 +213,8 @@ SHOWN = 1000  # characters of a text, in an error message
 _SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
 _STRICT = (sympy.StrictLessThan, sympy.StrictGreaterThan)
 _WEAK = (sympy.LessThan, sympy.GreaterThan)
+_LINEAR = {(*_STRICT, *_WEAK): "<=", (sympy.Eq,): "==", (sympy.Ne,): "!="}
+_FACTORS, _CONSTANT = 16, 1 << 58  # of what is added up in int64
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -302,17 +304,37 @@ def check_known(text: str, known: Collection[str]) -> None:
         raise SpError(f"mask predicate {text!r}: no vector or size is given for {', '.join(missing)}")
 
 
+class Linear(NamedTuple):
+    """A condition: the query's terms + the key's terms + constant is at most 0 ("<="), 0 ("==") or not ("!=")."""
+
+    relation: str
+    of_query: tuple[tuple[str, int], ...]
+    """(symbol, coefficient)."""
+    of_key: tuple[tuple[str, int], ...]
+    constant: int
+
+
 @lru_cache(maxsize=1024)
-def causal_shift(text: str, sizes: tuple[int, ...]) -> int | None:
-    """The c of a predicate that says ``k <= q + c``; None for every other one."""
+def linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
+    """The predicate as one linear condition on the symbols of a query and of a key; None for every other one.
+
+    >>> linear("(k - q)/2 < n0", (3,))
+    Linear(relation='<=', of_query=(('q', -1),), of_key=(('k', 1),), constant=-5)
+    """
     expr = parse(text)
-    if not isinstance(expr, _STRICT + _WEAK):
+    relation = next((name for kinds, name in _LINEAR.items() if isinstance(expr, kinds)), None)
+    if relation is None:
         return None
-    least = expr.gts - expr.lts - (1 if isinstance(expr, _STRICT) else 0)
-    q, k = sympy.symbols("q k", integer=True)
     known = {sympy.Symbol(f"n{i}", integer=True): size for i, size in enumerate(sizes)}
-    rest = sympy.expand((least - q + k).subs(known))
-    return int(rest) if rest.is_Integer else None
+    less, more = (expr.lts, expr.gts) if relation == "<=" else (expr.lhs, expr.rhs)
+    terms = sympy.expand((less - more).subs(known)).as_coefficients_dict()
+    scale = sympy.ilcm(1, *(factor.q for factor in terms.values()))
+    constant = int(terms.pop(sympy.S.One, 0) * scale) + isinstance(expr, _STRICT)
+    factors = {str(term): int(factor * scale) for term, factor in terms.items() if term.is_Symbol}
+    if len(factors) < len(terms) or sum(map(abs, factors.values())) > _FACTORS or abs(constant) > _CONSTANT:
+        return None
+    terms_of = [[(s, c) for s, c in sorted(factors.items()) if is_of_query(s) == wanted] for wanted in (True, False)]
+    return Linear(relation, tuple(terms_of[0]), tuple(terms_of[1]), constant)
 
 
 def over(text: str, box: Mapping[str, Bounds]) -> Verdict:

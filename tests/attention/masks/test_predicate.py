@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_compile.errors import SpError
-from sp_compile.lowering.attention.predicate import causal_shift, check_known, conjuncts, evaluate, over, parse, symbols
+from sp_compile.lowering.masks.predicate import Linear, check_known, conjuncts, evaluate, linear, over, parse, symbols
 
 PREDICATES = [
     "",
@@ -91,13 +91,19 @@ def test_text_is_canonical() -> None:
     assert symbols("Eq(row10, col2) & (k < n1)") == {"row10", "col2", "k", "n1"}
 
 
-def test_causal() -> None:
-    assert all(causal_shift(text, ()) == 0 for text in ("k <= q", "q >= k", "k < q + 1", "k - q <= 0"))
-    assert (causal_shift("k < q", ()), causal_shift("k <= q + 1", ())) == (-1, 1)
-    assert all(causal_shift(text, ()) is None for text in ("", "q <= k", "(k <= q) & (k < 4)", "k <= 2*q"))
-    assert causal_shift("k <= q + n0 - 2", (5,)) == 3
-    assert causal_shift("k <= q + n0", ()) is None
-    assert causal_shift("k <= q + row0", ()) is None
+def test_linear() -> None:
+    causal = Linear("<=", (("q", -1),), (("k", 1),), 0)
+    assert all(linear(text, ()) == causal for text in ("k <= q", "q >= k", "k < q + 1", "k - q <= 0", "k/2 <= q/2"))
+    assert linear("k <= q + n0 - 2", (5,)) == causal._replace(constant=-3)
+    assert linear("k < q/2", ()) == Linear("<=", (("q", -1),), (("k", 2),), 1)
+    assert linear("Eq(row0, 2*col0 + 1)", ()) == Linear("==", (("row0", 1),), (("col0", -2),), -1)
+    assert linear("Ne(col0, 0)", ()) == Linear("!=", (), (("col0", 1),), 0)
+
+
+@pytest.mark.parametrize("text", ["", "(k <= q) & (k < 4)", "k*q < 4", "Mod(q, 4) < k", f"k < {2**60}", "k < 20*q"])
+def test_what_is_not_linear(text: str) -> None:
+    """Or too large to be added up in int64."""
+    assert linear(text, ()) is None
 
 
 @pytest.mark.parametrize("text", ["k <= p", "k +", "k", "q + k", "f(q) < k", "k <= position", "'x'", "lambda: k"])

@@ -1,0 +1,100 @@
+"""CPU time of plans of packed documents: of finding a vector's pieces, and of a plan from them, which layers share.
+
+    python benchmarks/plans.py [--tokens 1048576] [--documents 100 1000 10000] [--window 1024]
+
+Documents are of log-normal lengths; one thread; the least CPU time of several calls. "steps" are the Python calls of a
+plan by a document, which say how it grows on any machine.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from sp_compile.lowering.masks.pieces import pieces_of
+from sp_compile.lowering.masks.plan import plan
+from sp_compile.lowering.masks.spans import Segment
+
+PREDICATES = {
+    "documents": "Eq(row0, col0)",
+    "causal by index": "Eq(row0, col0) & (k <= q)",
+    "causal by position_ids": "Eq(row0, col0) & (col1 <= row1)",
+    "and a window": "Eq(row0, col0) & (col1 <= row1) & (row1 - col1 < n0)",
+}
+
+
+def milliseconds(run: Callable[[], Any], rounds: int = 7) -> float:
+    times = []
+    for _ in range(rounds):
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    return 1e3 * min(times)
+
+
+def steps(run: Callable[[], Any]) -> int:
+    """How many functions a run calls."""
+    count = 0
+
+    def seen(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def packed(tokens: int, documents: int) -> tuple[Tensor, Tensor]:
+    """(number of the document, position in it), (1, tokens) each."""
+    lengths = torch.randn(documents, generator=torch.Generator().manual_seed(0)).exp()
+    ends = (lengths.cumsum(0) / lengths.sum() * tokens).long()
+    ends[-1] = tokens
+    at = torch.arange(tokens)
+    number = torch.bucketize(at, ends, right=True)
+    return number[None], (at - torch.cat([ends.new_zeros(1), ends[:-1]])[number])[None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=1 << 20)
+    parser.add_argument("--documents", type=int, nargs="+", default=[100, 1000, 10000])
+    parser.add_argument("--window", type=int, default=1024)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=120)
+    pieces = Table("vector", "ms", "pieces", title=f"pieces of {args.tokens} values")
+    number, position = packed(args.tokens, args.documents[0])
+    noise = torch.randint(1 << 20, (1, args.tokens), generator=torch.Generator().manual_seed(0))
+    vectors = {"arange": torch.arange(args.tokens)[None], "documents": number, "position_ids": position, "noise": noise}
+    for name, x in vectors.items():
+        pieces.add_row(name, f"{milliseconds(lambda x=x: pieces_of(x)):.2f}", str(len(pieces_of(x).starts)))
+    console.print(pieces)
+    plans = Table("mask", "documents", "ms", "steps", "blocks", "packed calls", title="plans of all queries and keys")
+    rows = (Segment(0, 0, args.tokens),)
+    for documents in args.documents:
+        found = tuple(pieces_of(x) for x in packed(args.tokens, documents))
+        for name, predicate in PREDICATES.items():
+
+            def run(predicate: str = predicate, found: Any = found) -> Any:
+                plan.cache_clear()
+                return plan(predicate, rows, rows, (args.window,), found, found)
+
+            made = run()
+            calls = f"{len(made.packed)} + {len(made.others)}"
+            each = f"{steps(run) / documents:.0f}"
+            plans.add_row(name, str(documents), f"{milliseconds(run):.1f}", each, str(len(made.blocks)), calls)
+    console.print(plans)
+
+
+if __name__ == "__main__":
+    main()

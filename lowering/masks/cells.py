@@ -1,0 +1,208 @@
+"""Tiles between cells: the rows in which every vector is one line against the keys in which it is, all at one time.
+
+    Eq(row0, col0) & (col1 <= row1), packed documents     a cell of queries is (a part of) a document, and meets the
+                                                          cell of keys that is one: a tile, full or causal, or nothing
+    Ne(col0, 0) & (k <= q), padding behind                one cell of queries, two of keys, of which one is met
+
+All here is arrays over cells and over pairs of cells that may meet; there are about as many of either as documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import predicate as language
+from .pieces import Ints, Pieces, distinct
+from .predicate import Linear
+from .spans import Rows
+
+Flags = NDArray[np.bool_]
+Range = tuple[int, int]
+"""Local rows [low, high)."""
+Band = tuple[int, int]
+"""The least and the greatest distance of a key behind its query, both inclusive."""
+
+
+class Cells(NamedTuple):
+    """Local rows in their order, cut where a piece of a vector ends or the index jumps; arrays with an entry a cell."""
+
+    offsets: Ints
+    lengths: Ints
+    lines: dict[str, tuple[Ints, Ints, Ints]]
+    """(lows, highs, slopes) of each symbol, from the cell's first row on."""
+
+    def bounds(self, i: int) -> dict[str, tuple[int, int]]:
+        """The inclusive bounds of all symbols in one cell."""
+        found = {}
+        for name, (lows, highs, slopes) in self.lines.items():
+            rise = int(slopes[i] * (self.lengths[i] - 1))
+            found[name] = int(lows[i]) + min(rise, 0), int(highs[i]) + max(rise, 0)
+        return found
+
+
+def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
+    """All cells of a local tensor; `index`: the symbol of a row's index."""
+    firsts, offsets, lengths = [], [], []
+    for first, offset, length in rows:
+        inside = [p.starts[slice(*np.searchsorted(p.starts, (first + 1, first + length)))] for p in vectors.values()]
+        starts = distinct(np.concatenate([np.array([first]), *inside]))
+        firsts.append(starts)
+        offsets.append(starts - first + offset)
+        lengths.append(np.append(starts[1:], first + length) - starts)
+    at = np.concatenate(firsts)
+    lines = {index: (at, at, np.ones_like(at))} | {name: p.lines(at) for name, p in vectors.items()}
+    return Cells(np.concatenate(offsets), np.concatenate(lengths), lines)
+
+
+class _Side(NamedTuple):
+    """One side of a linear condition, in every cell."""
+
+    lows: Ints
+    highs: Ints
+    firsts: Ints
+    """The value at the first row, where it is known."""
+    slopes: Ints
+    known: Flags
+
+
+def _sum(cells: Cells, terms: Sequence[tuple[str, int]]) -> _Side:
+    zeros = np.zeros_like(cells.offsets)
+    lows, highs, slopes = zeros, zeros, zeros
+    for name, factor in terms:
+        low, high, slope = (factor * x for x in cells.lines[name])
+        lows, highs, slopes = lows + np.minimum(low, high), highs + np.maximum(low, high), slopes + slope
+    rise = slopes * (cells.lengths - 1)
+    return _Side(lows + np.minimum(rise, 0), highs + np.maximum(rise, 0), lows, slopes, lows == highs)
+
+
+class CellPair(NamedTuple):
+    """Cells of local queries and keys that meet, and the conditions that do not hold for all of their pairs."""
+
+    q: Range
+    k: Range
+    left: tuple[str, ...] = ()
+    band: Band | None = None
+    """The i-th query attends to the keys from i + band[0] to i + band[1] and no other; None if that is not known."""
+
+
+PAIRS = 8
+"""Where cells meet more than so many others, on the average, they are not looked at by pairs."""
+
+
+class Meeting:
+    """Which cells meet, by the conditions of one predicate. fixed: the bounds of its sizes."""
+
+    def __init__(
+        self,
+        conditions: Sequence[str],
+        linears: Sequence[Linear | None],
+        q: Cells,
+        k: Cells,
+        fixed: Mapping[str, Range],
+    ) -> None:
+        self._conditions, self._linears, self._fixed, self._q, self._k = conditions, linears, fixed, q, k
+        self._sums = [None if one is None else (_sum(q, one.of_query), _sum(k, one.of_key)) for one in linears]
+
+    def tiles(self) -> list[CellPair] | None:
+        """All attendable pairs, each in one tile, by queries. None where cells meet too many others.
+
+        Queries that meet one cell of keys are a tile with it. Neighbours that meet several are one tile together, with
+        all keys between the first and the last of these, in which every condition is left.
+        """
+        met = self._met()
+        if met is None:
+            return None
+        rows, keys = met
+        possible, unsure = np.ones(len(rows), np.bool_), []
+        for c in range(len(self._conditions)):
+            every, some = self._verdicts(c, rows, keys)
+            possible &= some
+            unsure.append(~every)
+        rows, keys, left = rows[possible], keys[possible], np.stack(unsure)[:, possible]
+        return list(self._joined(rows, keys, left))
+
+    def _met(self) -> tuple[Ints, Ints] | None:
+        """Pairs of cells (queries, keys), by queries, with all that meet among them: by an equation if there is one."""
+        n, m = len(self._q.offsets), len(self._k.offsets)
+        most, best = PAIRS * (n + m), None
+        if n * m <= most:
+            return np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
+        for one, sums in zip(self._linears, self._sums):
+            if one is None or sums is None or one.relation != "==":
+                continue
+            of_query, of_key = sums
+            lows, highs = -of_key.highs - one.constant, -of_key.lows - one.constant
+            order = np.argsort(lows, kind="stable")
+            first = np.searchsorted(np.maximum.accumulate(highs[order]), of_query.lows, "left")
+            counts = np.maximum(np.searchsorted(lows[order], of_query.highs, "right") - first, 0)
+            if counts.sum() <= most:
+                most, best = int(counts.sum()), (order, first, counts)
+        if best is None:
+            return None
+        order, first, counts = best
+        begins = np.cumsum(counts) - counts
+        return np.repeat(np.arange(n), counts), order[np.arange(counts.sum()) + np.repeat(first - begins, counts)]
+
+    def _verdicts(self, c: int, rows: Ints, keys: Ints) -> tuple[Flags, Flags]:
+        """(the condition holds for all pairs of the cells, it may hold for some), for each pair of cells."""
+        one, sums = self._linears[c], self._sums[c]
+        if one is None or sums is None:
+            text, q, k = self._conditions[c], self._q, self._k
+            found = [language.over(text, {**self._fixed, **q.bounds(i), **k.bounds(j)}) for i, j in zip(rows, keys)]
+            flags = (np.array([x is wanted for x in found], np.bool_) for wanted in (True, False))
+            return next(flags), ~next(flags)
+        low = sums[0].lows[rows] + sums[1].lows[keys] + one.constant
+        high = sums[0].highs[rows] + sums[1].highs[keys] + one.constant
+        if one.relation == "<=":
+            return high <= 0, low <= 0
+        zero, never = (low == 0) & (high == 0), (low > 0) | (high < 0)
+        return (zero, ~never) if one.relation == "==" else (never, ~zero)
+
+    def _joined(self, rows: Ints, keys: Ints, left: Flags) -> Iterator[CellPair]:
+        bands, unsure = self._bands(rows, keys, left), left.T.tolist()
+        lows = self._k.offsets[keys]
+        stretches = list(zip(lows.tolist(), (lows + self._k.lengths[keys]).tolist()))
+        begins = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows
+        ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
+        starts = self._q.offsets[cells]
+        queries = zip(starts.tolist(), (starts + self._q.lengths[cells]).tolist())
+        several: CellPair | None = None
+        for q, begin, end in zip(queries, begins.tolist(), ends):
+            met = stretches[begin:end]
+            k = min(low for low, _ in met), max(high for _, high in met)
+            if len(met) == 1:
+                if several is not None:
+                    yield several
+                several = None
+                yield CellPair(q, k, tuple(compress(self._conditions, unsure[begin])), bands[begin])
+            elif several is not None and several.q[1] == q[0]:
+                k = min(k[0], several.k[0]), max(k[1], several.k[1])
+                several = CellPair((several.q[0], q[1]), k, several.left)
+            else:
+                if several is not None:
+                    yield several
+                several = CellPair(q, k, tuple(self._conditions))
+        if several is not None:
+            yield several
+
+    def _bands(self, rows: Ints, keys: Ints, left: Flags) -> list[Band | None]:
+        """The band of each pair of cells; None where it is not all that the conditions say."""
+        lower, upper, every = -self._q.lengths[rows], self._k.lengths[keys], np.ones(len(rows), np.bool_)
+        for c, (one, sums) in enumerate(zip(self._linears, self._sums)):
+            if one is None or sums is None or one.relation != "<=":
+                every &= ~left[c]
+                continue
+            of_query, of_key = sums
+            step = of_key.slopes[keys]
+            known = of_query.known[rows] & of_key.known[keys] & (step != 0) & (of_query.slopes[rows] == -step)
+            firsts = np.where(known, of_query.firsts[rows] + of_key.firsts[keys] + one.constant, 0)
+            bound = -firsts // np.where(known, np.abs(step), 1)
+            upper = np.where(left[c] & known & (step > 0), np.minimum(upper, bound), upper)
+            lower = np.where(left[c] & known & (step < 0), np.maximum(lower, -bound), lower)
+            every &= known | ~left[c]
+        return [band if known else None for band, known in zip(zip(lower.tolist(), upper.tolist()), every.tolist())]

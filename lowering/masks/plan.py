@@ -1,0 +1,397 @@
+"""Which blocks of (queries x keys) must be computed, and how: few large ones, and never a mask of S x S.
+
+The plan is pure Python over run-time numbers, so it is made once for all layers, forward and backward: over spans,
+which tell the rows that local tensors hold, and over pieces of vectors. Where the pieces tell who meets whom (packed
+documents), its time grows with their number (``cells.py``); in all else rows x keys are cut in halves as long as that
+saves work, with the bounds of the vectors on every stretch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from . import predicate as language
+from .cells import Band, CellPair, Meeting, Range, cells_of
+from .pieces import Pieces
+from .predicate import Verdict, is_of_query
+from .spans import Rows, boundaries, extent, intervals
+
+TILE = 128
+"""Query rows below which a tile is not cut for the sake of skipped keys; keys are skipped in such units."""
+WORTH = 0.9
+"""Cut a tile, or skip keys inside it, when at most this share of its work is left."""
+MASK_ELEMENTS = 1 << 22
+"""The largest mask of a block; beyond it the tile is cut."""
+
+
+class Kind(Enum):
+    FULL = "full"
+    CAUSAL = "causal"
+    MASKED = "masked"
+
+
+class Block(NamedTuple):
+    """Local query rows x local key rows. FULL: all pairs attend. CAUSAL: square, the i-th query attends to the
+    first i + 1 keys. MASKED: any other case. The pairs attend for which all ``conditions`` hold."""
+
+    q_off: int
+    q_len: int
+    k_off: int
+    k_len: int
+    kind: Kind
+    conditions: tuple[str, ...] = ()
+
+
+class PackedCall(NamedTuple):
+    """What one call of a kernel for many sequences takes (its cu_seqlens): all causal, or none.
+
+    The queries [queries[i], queries[i + 1]) attend to the keys [keys[i], keys[i + 1]); if causal, the last of them to
+    all, each one before to one less. Rows that lie between two sequences are some of their own, without the others.
+    """
+
+    causal: bool
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+class BlockPlan(NamedTuple):
+    """Which kernel calls there are: one a block, or one for many sequences and one for each of the other blocks.
+
+    Each attendable pair is in exactly one of ``blocks``, and in exactly one of ``packed`` and ``others``. Blocks
+    with the same ``q_off`` follow each other and have the same ``q_len``; all others have no query in common.
+    """
+
+    blocks: tuple[Block, ...] = ()
+    packed: tuple[PackedCall, ...] = ()
+    others: tuple[Block, ...] = ()
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    predicate: str,
+    q_rows: Rows,
+    k_rows: Rows,
+    sizes: tuple[int, ...] = (),
+    rows: tuple[Pieces, ...] = (),
+    cols: tuple[Pieces, ...] = (),
+) -> BlockPlan:
+    """The plan of local queries and keys. SpError without ``rows`` and ``cols`` for a predicate that reads them."""
+    if not q_rows or not k_rows:
+        return BlockPlan()
+    return _Planner(predicate, q_rows, k_rows, sizes, rows, cols).plan()
+
+
+class _Planner:
+    def __init__(
+        self,
+        predicate: str,
+        q_rows: Rows,
+        k_rows: Rows,
+        sizes: tuple[int, ...],
+        rows: tuple[Pieces, ...],
+        cols: tuple[Pieces, ...],
+    ) -> None:
+        self._conditions = language.conjuncts(predicate)
+        self._linears = {text: language.linear(text, sizes) for text in self._conditions}
+        self._q_rows, self._k_rows = q_rows, k_rows
+        read = language.symbols(predicate)
+        self._rows = {name: x for i, x in enumerate(rows) if (name := f"row{i}") in read}
+        self._cols = {name: x for i, x in enumerate(cols) if (name := f"col{i}") in read}
+        self._fixed = {f"n{i}": (size, size) for i, size in enumerate(sizes)}
+        language.check_known(predicate, {"q", "k", *self._rows, *self._cols, *self._fixed})
+
+    def plan(self) -> BlockPlan:
+        """By cells, if vectors are looked up and their cells meet few others."""
+        tiles = self._tiles() if self._rows or self._cols else None
+        if tiles is None:
+            every = tuple(self.cover(extent(self._q_rows), extent(self._k_rows)))
+            return BlockPlan(every, (), every)
+        runs, others, pairs = list[_Run](), list[Block](), list[tuple[CellPair, list[Block]]]()
+        for tile in tiles:
+            known = _runs_of(tile)
+            blocks = [block for run in known for block in _blocks_of(run, tile.left)] or self._cover_tile(tile)
+            runs += known
+            others += [] if known else blocks
+            pairs.append((tile, blocks))
+        return BlockPlan(tuple(self._together(pairs)), (*_packed(runs, True), *_packed(runs, False)), tuple(others))
+
+    def _tiles(self) -> list[CellPair] | None:
+        q, k = cells_of(self._q_rows, self._rows, "q"), cells_of(self._k_rows, self._cols, "k")
+        return Meeting(self._conditions, [self._linears[c] for c in self._conditions], q, k, self._fixed).tiles()
+
+    def _cover_tile(self, tile: CellPair) -> list[Block]:
+        """The blocks of a tile whose pairs only the predicate knows."""
+        if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE:
+            return [Block(*_sized(tile.q), *_sized(tile.k), Kind.MASKED, tile.left)]
+        if tile.band is not None:
+            return list(self._banded(tile.q, tile.k, tile.band, tile.left))
+        return list(self.cover(tile.q, tile.k))
+
+    def _banded(self, q: Range, k: Range, band: Band, left: tuple[str, ...]) -> Iterator[Block]:
+        """A band in strips of queries: each a triangle to be masked, keys that all of them see, and a causal one."""
+        lower, upper = band
+        rows, keys = q[1] - q[0], k[1] - k[0]
+        width = min(upper, keys) - max(lower, -rows) + 1
+        height = min(max(width // 4 // TILE, 1) * TILE, math.isqrt(MASK_ELEMENTS // self._batch(left)))
+        end = min(rows, keys - lower)
+        for first in range(max(0, -upper), end, height):
+            behind = min(first + height, end)
+            part = _sized((q[0] + first, q[0] + behind))
+            low, high = max(0, first + lower), min(keys, behind + upper)
+            every, last = max(0, behind - 1 + lower), min(keys, first + upper)
+            if width < 4 * TILE or every >= last:
+                yield Block(*part, k[0] + low, high - low, Kind.MASKED, left)
+                continue
+            if low < every:
+                yield Block(*part, k[0] + low, every - low, Kind.MASKED, left)
+            yield Block(*part, k[0] + every, last - every, Kind.FULL)
+            if last < high:
+                whole = high - last == behind - first
+                yield Block(*part, k[0] + last, high - last, Kind.CAUSAL if whole else Kind.MASKED, left)
+
+    def _together(self, pairs: list[tuple[CellPair, list[Block]]]) -> Iterator[Block]:
+        """The blocks of all tiles: one for neighbours of a few rows, masked, because a call takes time as well."""
+        groups = list[list[tuple[CellPair, list[Block]]]]()
+        for pair in pairs:
+            if groups and _close(groups[-1][0][0], groups[-1][-1][0], pair[0]):
+                groups[-1].append(pair)
+            else:
+                groups.append([pair])
+        for group in groups:
+            if len(group) == 1:
+                yield from group[0][1]
+            else:
+                first, last = group[0][0], group[-1][0]
+                q, k = (first.q[0], last.q[1]), (first.k[0], last.k[1])
+                yield Block(*_sized(q), *_sized(k), Kind.MASKED, self._conditions)
+
+    def cover(self, q: Range, k: Range) -> Iterator[Block]:
+        """The blocks of the pairs q x k."""
+        q, k = self._tight(q, k)
+        if q[0] == q[1]:
+            return
+        left = self._undecided(q, k)
+        shift = self._shift(q, k, left[0]) if len(left) == 1 else None
+        if shift is not None:
+            yield from self._causal(q, k, shift, left)
+        elif left and (cut := self._worth_cutting(q, k, left)):
+            yield from self.cover((q[0], cut), k)
+            yield from self.cover((cut, q[1]), k)
+        else:
+            for part in self._skipping(q, k, left):
+                rest = self._undecided(q, part)
+                yield Block(*_sized(q), *_sized(part), Kind.MASKED if rest else Kind.FULL, rest)
+
+    def _tight(self, q: Range, k: Range) -> tuple[Range, Range]:
+        """q and k without the rows at their ends that have no pair; both are empty or none."""
+        while True:
+            fewer_k = _hull(k, partial(self._verdict, q))
+            fewer_q = _hull(q, partial(self._verdict, k=fewer_k))
+            if (fewer_q, fewer_k) == (q, k):
+                return q, k
+            q, k = fewer_q, fewer_k
+
+    def _shift(self, q: Range, k: Range, condition: str) -> int | None:
+        """The c of a condition that says ``k <= q + c`` of these indices; None for every other one."""
+        one = self._linears[condition]
+        if one is None or one.relation != "<=":
+            return None
+        shifts = set[int | None]()
+        for of_query in intervals(self._q_rows, *q):
+            row = _line(one.of_query, "q", self._rows, *of_query)
+            for of_key in intervals(self._k_rows, *k):
+                key = _line(one.of_key, "k", self._cols, *of_key)
+                if row is None or key is None or key[1] <= 0 or row[1] != -key[1]:
+                    return None
+                shifts.add(of_key[0] - of_query[0] + -(row[0] + key[0] + one.constant) // key[1])
+        return shifts.pop() if len(shifts) == 1 else None
+
+    def _causal(self, q: Range, k: Range, shift: int, left: tuple[str, ...]) -> Iterator[Block]:
+        """k <= q + shift, where every row of q has a key and every key a row: rectangles and triangles."""
+        for cut in self._causal_cuts(q, k, shift):
+            if q[0] < cut < q[1]:
+                yield from self.cover((q[0], cut), k)
+                yield from self.cover((cut, q[1]), k)
+                return
+        # One segment of queries, the last of them sees the last key: the rest of a rectangle is a triangle.
+        edge = k[1] - (q[1] - q[0])
+        if k[0] < edge:
+            yield Block(*_sized(q), *_sized((k[0], edge)), Kind.FULL)
+        yield Block(*_sized(q), *_sized((edge, k[1])), Kind.CAUSAL, left)
+
+    def _causal_cuts(self, q: Range, k: Range, shift: int) -> Iterator[int]:
+        """Where a row's keys are not one more than those of the row before."""
+        yield from boundaries(self._q_rows)
+        first, _ = intervals(self._q_rows, *q)[0]
+        stretches = intervals(self._k_rows, *k)
+        for index in [stretches[-1][1] + 1, *(start for start, _ in stretches[1:])]:
+            yield q[0] + index - shift - first
+
+    def _worth_cutting(self, q: Range, k: Range, left: tuple[str, ...]) -> int | None:
+        """The row at which to cut a tile whose mask is too large, or whose halves have less to compute."""
+        if q[1] - q[0] < 2 or not any(is_of_query(name) for c in left for name in language.symbols(c)):
+            return None
+        cut = self._cut(q)
+        if self._mask_elements(q, k, left) > MASK_ELEMENTS:
+            return cut
+        if q[1] - q[0] < 2 * TILE:
+            return None
+        halves = self._needed((q[0], cut), k) + self._needed((cut, q[1]), k)
+        return cut if halves <= WORTH * self._needed(q, k) else None
+
+    def _cut(self, q: Range) -> int:
+        """A middle row: where a vector's value or the order of rows changes, if that is anywhere near."""
+        low, high = q
+        middle, slack = (low + high) // 2, (high - low) // 4
+        places = list(boundaries(self._q_rows))
+        for segment in self._q_rows:
+            wanted = middle - segment.offset + segment.first
+            for pieces in self._rows.values():
+                places += [at - segment.first + segment.offset for at in pieces.change_near(wanted)]
+        near = [at for at in places if middle - slack <= at <= middle + slack and low < at < high]
+        return min(near, key=lambda at: abs(at - middle), default=middle)
+
+    def _mask_elements(self, q: Range, k: Range, left: tuple[str, ...]) -> int:
+        return self._batch(left) * (q[1] - q[0]) * (k[1] - k[0])
+
+    def _batch(self, left: tuple[str, ...]) -> int:
+        vectors = {**self._rows, **self._cols}
+        return max((vectors[s].batch for c in left for s in language.symbols(c) if s in vectors), default=1)
+
+    def _needed(self, q: Range, k: Range) -> int:
+        return (q[1] - q[0]) * sum(high - low for low, high in self._parts(q, k))
+
+    def _skipping(self, q: Range, k: Range, left: tuple[str, ...]) -> list[Range]:
+        """k, or the parts of it that are needed when much of it is not."""
+        parts = self._parts(q, k) if left else [k]
+        return parts if sum(high - low for low, high in parts) <= WORTH * (k[1] - k[0]) else [k]
+
+    def _parts(self, q: Range, k: Range) -> list[Range]:
+        """The parts of k to which q may attend, in units of about TILE."""
+        verdict = self._verdict(q, k)
+        if verdict is False:
+            return []
+        if verdict or k[1] - k[0] <= TILE:
+            return [k]
+        middle = (k[0] + k[1]) // 2
+        before, after = self._parts(q, (k[0], middle)), self._parts(q, (middle, k[1]))
+        if before and after and before[-1][1] == after[0][0]:
+            return [*before[:-1], (before[-1][0], after[0][1]), *after[1:]]
+        return before + after
+
+    def _undecided(self, q: Range, k: Range) -> tuple[str, ...]:
+        """The conditions that do not hold for all pairs."""
+        boxes = list(self._boxes(q, k))
+        return tuple(c for c in self._conditions if not all(language.over(c, box) for box in boxes))
+
+    def _verdict(self, q: Range, k: Range) -> Verdict:
+        """Of all conditions for all pairs; False if there is no pair."""
+        verdicts = {self._of_box(box) for box in self._boxes(q, k)} or {False}
+        return verdicts.pop() if len(verdicts) == 1 else None
+
+    def _of_box(self, box: dict[str, tuple[int, int]]) -> Verdict:
+        result: Verdict = True
+        for condition in self._conditions:
+            verdict = language.over(condition, box)
+            if verdict is False:
+                return False
+            result = result and verdict
+        return result
+
+    def _boxes(self, q: Range, k: Range) -> Iterator[dict[str, tuple[int, int]]]:
+        """The bounds of all symbols, for each stretch of query indices and each of key indices."""
+        keys = [
+            {"k": ends} | {name: pieces.over(*ends) for name, pieces in self._cols.items()}
+            for ends in intervals(self._k_rows, *k)
+        ]
+        for ends in intervals(self._q_rows, *q):
+            at = self._fixed | {"q": ends} | {name: pieces.over(*ends) for name, pieces in self._rows.items()}
+            yield from (at | key for key in keys)
+
+
+class _Run(NamedTuple):
+    """Queries and keys, all of which attend; if causal, the last query to all keys, each one before to one less."""
+
+    q: Range
+    k: Range
+    causal: bool
+
+
+def _runs_of(tile: CellPair) -> list[_Run]:
+    """The pairs of a tile, by queries; [] if only the predicate knows them."""
+    if not tile.left:
+        return [_Run(tile.q, tile.k, False)]
+    if tile.band is None or tile.band[0] > 1 - (tile.q[1] - tile.q[0]):  # some query does not see the first key
+        return []
+    low, start, ahead = tile.q[0], tile.k[0], tile.band[1]
+    keys = min(tile.k[1] - start, tile.q[1] - low + ahead)
+    seen, every = low + max(0, -ahead), low + keys - ahead  # the first query with a key, the first behind all that lack
+    runs = [_Run((seen, every), (start, start + keys), every - seen > 1)]
+    return [*runs, _Run((every, tile.q[1]), (start, start + keys), False)] if every < tile.q[1] else runs
+
+
+def _blocks_of(run: _Run, left: tuple[str, ...]) -> Iterator[Block]:
+    if not run.causal:
+        yield Block(*_sized(run.q), *_sized(run.k), Kind.FULL)
+        return
+    edge = run.k[1] - (run.q[1] - run.q[0])
+    if run.k[0] < edge:
+        yield Block(*_sized(run.q), *_sized((run.k[0], edge)), Kind.FULL)
+    yield Block(*_sized(run.q), *_sized((edge, run.k[1])), Kind.CAUSAL, left)
+
+
+def _packed(runs: Sequence[_Run], causal: bool) -> Iterator[PackedCall]:
+    """The runs of one kind; as many in one as follow each other in queries and in keys."""
+    queries, keys = list[int](), list[int]()
+    for run in runs:
+        if run.causal != causal:
+            continue
+        if queries and (run.q[0] < queries[-1] or run.k[0] < keys[-1]):
+            yield PackedCall(causal, tuple(queries), tuple(keys))
+            queries, keys = [], []
+        for q, k in ((run.q[0], keys[-1] if keys else run.k[0]), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
+            if not queries or (q, k) != (queries[-1], keys[-1]):
+                queries.append(q)
+                keys.append(k)
+    if queries:
+        yield PackedCall(causal, tuple(queries), tuple(keys))
+
+
+def _close(first: CellPair, before: CellPair, tile: CellPair) -> bool:
+    """May a block that begins with `first` and ends with `before`, which neighbours the tile, hold the tile too?"""
+    follows = before.q[1] == tile.q[0] and before.k[1] <= tile.k[0]
+    return follows and tile.q[1] - first.q[0] <= TILE and tile.k[1] - first.k[0] <= 2 * TILE
+
+
+def _line(terms: Sequence[tuple[str, int]], index: str, vectors: Mapping[str, Pieces], first: int, last: int) -> Any:
+    """(the value at the index `first`, slope) of one side of a linear condition, if it is a line to `last`; or None."""
+    lines = [(first, 1) if name == index else vectors[name].line(first, last) for name, _ in terms]
+    if None in lines:
+        return None
+    return tuple(sum(c * x for (_, c), x in zip(terms, parts)) for parts in zip(*lines)) if lines else (0, 0)
+
+
+def _sized(part: Range) -> tuple[int, int]:
+    return part[0], part[1] - part[0]
+
+
+def _hull(part: Range, verdict: Callable[[Range], Verdict]) -> Range:
+    """The rows of ``part`` without those at its ends that have no pair."""
+    if verdict(part) is False:
+        return part[0], part[0]
+    first, last = _edge(part, verdict, last=False), _edge(part, verdict, last=True)
+    return (first, last + 1) if first <= last else (part[0], part[0])
+
+
+def _edge(part: Range, verdict: Callable[[Range], Verdict], last: bool) -> int:
+    """The first or last row that may have a pair, by bisection; never too far in, and past each other if none has."""
+    low, high = part
+    while high - low > 1:
+        middle = (low + high) // 2
+        near, far = ((middle, high), (low, middle)) if last else ((low, middle), (middle, high))
+        low, high = near if verdict(near) is not False else far
+    return low

@@ -1,0 +1,98 @@
+"""Which rows of a sequence a local tensor holds.
+
+A span is six ints [n, folds, stride, shift, start, length]. With L local rows on a rank, r = (rank // stride
+- shift) mod n and chunk = L // folds: fold 0 holds the positions [r * chunk, (r + 1) * chunk) and fold 1
+(zigzag, folds == 2) the positions [(2n - 1 - r) * chunk, (2n - r) * chunk). A row's index is its position
+minus ``start``; rows whose index lies outside [0, length) are padding.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.communicator import current
+from sp_compile.lowering.frames import FrameArg, folds_of
+
+
+class Segment(NamedTuple):
+    """Neighbouring rows with neighbouring indices."""
+
+    first: int
+    """The index of the first row."""
+    offset: int
+    length: int
+
+
+Rows = tuple[Segment, ...]
+"""The valid rows of a local tensor in local order. They neighbour each other: padding is at the ends."""
+
+Span = list[int]
+
+
+def whole(length: int) -> Span:
+    """The span of a sequence that is not cut."""
+    return [1, 1, 1, 0, 0, length]
+
+
+def span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:
+    """The span of a frame's shard over n ranks, or over the n // stride neighbourhoods of a hybrid."""
+    return [n // stride, folds_of(frame), stride, shift, frame[2], frame[3]]
+
+
+def valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows:
+    """The rows that this rank of ``group`` holds; it is asked for its rank only if the sequence is cut."""
+    n, folds, stride, shift, start, length = (int(x) for x in span)
+    r = (current().rank(group) // stride - shift) % n if n > 1 else 0
+    chunk = local_length // folds
+    firsts = (r * chunk, (2 * n - 1 - r) * chunk)[:folds]
+    cut = [_cut(first - start, fold * chunk, chunk, length) for fold, first in enumerate(firsts)]
+    return _joined([segment for segment in cut if segment.length > 0])
+
+
+def _cut(index: int, offset: int, rows: int, length: int) -> Segment:
+    low, high = max(index, 0), min(index + rows, length)
+    return Segment(low, offset + low - index, high - low)
+
+
+def _joined(segments: list[Segment]) -> Rows:
+    """One segment where the second follows on the first in index and offset."""
+    if len(segments) == 2:
+        before, after = segments
+        if before.first + before.length == after.first:
+            return (Segment(before.first, before.offset, before.length + after.length),)
+    return tuple(segments)
+
+
+def extent(rows: Rows) -> tuple[int, int]:
+    """The local offsets [low, high) of the valid rows."""
+    return (rows[0].offset, rows[-1].offset + rows[-1].length) if rows else (0, 0)
+
+
+def intervals(rows: Rows, low: int, high: int) -> list[tuple[int, int]]:
+    """The indices of the local rows [low, high) as intervals [first, last], in local order."""
+    found = []
+    for index, offset, length in rows:
+        first, last = max(low, offset), min(high, offset + length) - 1
+        if first <= last:
+            found.append((index + first - offset, index + last - offset))
+    return found
+
+
+def indices(rows: Rows, low: int, high: int, device: torch.device) -> Tensor:
+    """The indices of the local rows [low, high): int64 (high - low)."""
+    parts = [torch.arange(a, b + 1, device=device) for a, b in intervals(rows, low, high)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def take(x: Tensor, dim: int, rows: Rows, low: int, high: int) -> Tensor:
+    """The entries of a whole x that belong to the local rows [low, high); a view if they neighbour."""
+    parts = [x.narrow(dim, a, b + 1 - a) for a, b in intervals(rows, low, high)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def boundaries(rows: Rows) -> list[int]:
+    """The local offsets at which the index jumps."""
+    return [second.offset for _, second in pairwise(rows)]

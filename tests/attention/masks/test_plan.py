@@ -1,0 +1,244 @@
+"""The plan of blocks: every pair once, nothing masked that need not be, and the same work on all ranks."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.attention.attending import PREDICATES, packed
+from torch import Tensor
+
+from sp_compile.lowering.masks.pieces import pieces_of
+from sp_compile.lowering.masks.plan import Block, Kind, PackedCall, plan
+from sp_compile.lowering.masks.predicate import conjuncts, evaluate
+from sp_compile.lowering.masks.spans import Segment, intervals, valid_rows, whole
+from sp_compile.lowering.simulate import GROUP, run_ranks
+
+
+def rows_of(span: Sequence[int], local: int, rank: int) -> tuple[Segment, ...]:
+    return run_ranks(rank + 1, lambda r: valid_rows(span, local, GROUP))[rank]
+
+
+def work(blocks: tuple[Block, ...]) -> float:
+    """Computed pairs, in which a CAUSAL block counts half."""
+    return sum(b.q_len * b.k_len * (0.5 if b.kind is Kind.CAUSAL else 1) for b in blocks)
+
+
+def covered(blocks: Sequence[Block], q_rows: Any, k_rows: Any, q_len: int, k_len: int) -> Tensor:
+    """How many blocks hold each pair of indices; FULL and CAUSAL ones only the pairs that they let attend."""
+    counts = torch.zeros(q_len, k_len, dtype=torch.int64)
+    for block in blocks:
+        queries = [i for a, b in intervals(q_rows, block.q_off, block.q_off + block.q_len) for i in range(a, b + 1)]
+        keys = [i for a, b in intervals(k_rows, block.k_off, block.k_off + block.k_len) for i in range(a, b + 1)]
+        held = torch.ones(len(queries), len(keys), dtype=torch.int64)
+        assert held.shape == (block.q_len, block.k_len)
+        if block.kind is Kind.CAUSAL:
+            assert block.q_len == block.k_len
+            held = held.tril()
+        counts[torch.tensor(queries)[:, None], torch.tensor(keys)] += held
+    return counts
+
+
+def apart(sequences: Sequence[PackedCall]) -> list[Block]:
+    """Each sequence of each call as blocks."""
+    found = []
+    for causal, queries, keys in sequences:
+        assert len(queries) == len(keys)
+        for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys)):
+            assert a <= b
+            assert c <= d
+            edge = d - (b - a) if causal and b > a and d > c else d
+            assert edge >= c
+            found += [Block(a, b - a, c, edge - c, Kind.FULL)] if b > a and edge > c else []
+            found += [Block(a, b - a, edge, b - a, Kind.CAUSAL)] if edge < d else []
+    return found
+
+
+MORE = {
+    "packed": "Eq(row1, col1) & (col0 <= row0)",
+    "packed, window": "Eq(row1, col1) & (col0 <= row0) & (row0 - col0 < n0)",
+    "packed, wide window": "Eq(row1, col1) & (col0 <= row0) & (row0 - col0 < 520)",
+    "packed, both sides": "Eq(row1, col1) & (k - q < 300) & (row0 - col0 < 40)",
+    "packed, behind": "Eq(row1, col1) & (q - k < 290)",
+    "packed, by index": "Eq(row1, col1) & (k < q + n1)",
+    "packed, and more": "Eq(row1, col1) & ((col0 <= row0) | Eq(Mod(row0, 3), 0))",
+    "positions": "(col0 <= row0) & Ne(col1, 1)",
+}
+
+
+@st.composite
+def looked_up(draw: Any, q_len: int, k_len: int) -> tuple[list[Tensor], list[Tensor]]:
+    """rows and cols of packed documents, of values in stretches, or of noise, for one batch entry or two."""
+    kind = draw(st.sampled_from(["packed", "stretches", "noise", "batch"]))
+    length = max(q_len, k_len)
+    if kind in ("packed", "batch"):
+        entries = []
+        for _ in range(1 + (kind == "batch")):
+            lengths = draw(st.lists(st.integers(1, draw(st.sampled_from([8, 200, 900]))), min_size=1, max_size=40))
+            entries.append([x[:, :length] for x in packed([*lengths, length])])
+        documents, positions = (torch.cat(x) for x in zip(*entries))
+        return [positions[:, :q_len], documents[:, :q_len]], [positions[:, :k_len], documents[:, :k_len]]
+    if kind == "noise":
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        x = [torch.randint(draw(st.integers(1, 40)), (1, length), generator=generator) for _ in range(2)]
+        return [y[:, :q_len] for y in x], [y[:, :k_len] for y in x]
+    values = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+    rows, cols = ([stretched(draw(values), size) for _ in range(2)] for size in (q_len, k_len))
+    return rows, cols
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
+    draw = data.draw
+    predicate = draw(st.sampled_from(sorted([*PREDICATES.values(), *MORE.values()])))
+    n, shift = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    rank = draw(st.integers(0, n - 1))
+    spans, lengths = [], []
+    alike = draw(st.booleans())
+    for i in range(2):
+        folds, length, start = draw(st.integers(1, 2)), draw(st.integers(1, 600)), draw(st.integers(0, 3))
+        cut = spans[0][1::3] + spans[0][5:] if alike and spans else [folds, start, length]
+        spans.append([n, cut[0], 1, shift * i, cut[1], cut[2]])
+        lengths.append(cut[0] * -(-(cut[2] + cut[1]) // (n * cut[0])))
+    q_rows, k_rows = (rows_of(span, local, rank) for span, local in zip(spans, lengths))
+    q_len, k_len = spans[0][5], spans[1][5]
+    rows, cols = draw(looked_up(q_len, k_len))
+    found = plan(predicate, q_rows, k_rows, (3, 2), *(tuple(pieces_of(x) for x in xs) for xs in (rows, cols)))
+
+    known: dict[str, Any] = {"q": torch.arange(q_len)[:, None], "k": torch.arange(k_len), "n0": 3, "n1": 2}
+    known |= {f"row{i}": x[:, :, None] for i, x in enumerate(rows)} | {
+        f"col{i}": x[:, None] for i, x in enumerate(cols)
+    }
+    allowed = torch.ones(1, q_len, k_len, dtype=torch.bool) & torch.as_tensor(evaluate(predicate, known))
+    here = torch.zeros(q_len, k_len, dtype=torch.bool)
+    for a, b in intervals(q_rows, 0, lengths[0]):
+        for c, d in intervals(k_rows, 0, lengths[1]):
+            here[a : b + 1, c : d + 1] = True
+    for blocks in (found.blocks, [*apart(found.packed), *found.others]):
+        counts = covered(blocks, q_rows, k_rows, q_len, k_len)
+        assert counts.max() <= 1
+        assert (counts[allowed.any(0) & here] == 1).all()
+        sure = [block for block in blocks if block.kind is not Kind.MASKED]
+        assert not (covered(sure, q_rows, k_rows, q_len, k_len).bool() & ~allowed.all(0)).any()
+    for block in found.blocks:
+        assert set(block.conditions) <= set(conjuncts(predicate))
+        assert (block.kind is Kind.FULL) == (not block.conditions)
+    heights = {block.q_off: block.q_len for block in found.blocks}
+    assert [q for q, _ in groupby(found.blocks, key=lambda block: block.q_off)] == list(heights)
+    assert all(block.q_len == heights[block.q_off] for block in found.blocks)
+    assert all(a + heights[a] <= b for a, b in pairwise(sorted(heights)))
+
+
+def stretched(values: Sequence[int], length: int) -> Tensor:
+    """(1, length): the values in stretches of about equal length."""
+    return torch.tensor(values)[torch.arange(length) * len(values) // length][None]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_zigzag_is_balanced(n: int) -> None:
+    """Every rank does the same work in every step, in at most one call besides its own block."""
+    length = 64 * n
+    for shift in range(n):
+        plans = []
+        for rank in range(n):
+            spans = [[n, 2, 1, s, 0, length] for s in (0, shift)]
+            plans.append(plan("k <= q", *(rows_of(span, 64, rank) for span in spans)).blocks)
+        assert len({work(blocks) for blocks in plans}) == 1
+        assert shift == 0 or all(len(blocks) == 1 and blocks[0].kind is Kind.FULL for blocks in plans)
+
+
+def test_causal_is_never_masked() -> None:
+    """Any alignment of two cuts: rectangles and triangles."""
+    for q_span in ([4, 2, 1, 0, 0, 500], [4, 1, 1, 0, 3, 480], whole(512)):
+        for k_span in ([4, 2, 1, 1, 5, 490], [3, 1, 1, 1, 0, 512], whole(512)):
+            for rank in range(3):
+                locals_ = [512 if span[0] == 1 else 2 * -(-512 // (2 * span[0])) for span in (q_span, k_span)]
+                rows = [rows_of(span, local, rank) for span, local in zip((q_span, k_span), locals_)]
+                for predicate in ("k <= q", "k < q + 7", "k <= q - 3"):
+                    assert all(block.kind is not Kind.MASKED for block in plan(predicate, *rows).blocks)
+
+
+def test_blocks_of_a_window_and_of_documents() -> None:
+    """The work is near what is attended, and a document is one causal block."""
+    rows = (Segment(0, 0, 4096),)
+    window = plan("(k <= q) & (q - k < 256)", rows, rows).blocks
+    assert work(window) <= 1.6 * 4096 * 256
+    documents = torch.bucketize(torch.arange(4096), torch.tensor([700, 1300, 2900]))[None]
+    bounds = (pieces_of(documents),)
+    blocks = plan("(k <= q) & Eq(row0, col0)", rows, rows, (), bounds, bounds).blocks
+    assert [block.kind for block in blocks] == [Kind.CAUSAL] * 4
+    noise = plan("Ne(col0, 0)", rows, rows, (), (), (pieces_of(torch.arange(4096)[None] % 2),)).blocks
+    assert len(noise) == 1
+
+
+@pytest.mark.parametrize("text", ["Eq(row0, col0) & (col1 <= row1)", "Eq(row0, col0) & (k <= q)", "Eq(row0, col0)"])
+@pytest.mark.parametrize("span", [whole(8192), [4, 1, 1, 0, 0, 8192], [4, 2, 1, 0, 0, 8192]], ids=str)
+def test_packed_documents_are_never_masked(text: str, span: list[int]) -> None:
+    """Whatever names their positions: full and causal blocks, and at most three calls for all of them."""
+    lengths = [300, 1000, 129, 4000, 700, 256, 1200, 607]
+    vectors = tuple(pieces_of(x) for x in packed(lengths))
+    for rank in range(span[0]):
+        q_rows = rows_of(span, 8192 // span[0], rank)
+        for shift in range(span[0]):
+            keys = [*span[:3], shift, *span[4:]]
+            for k_rows in (rows_of(keys, 8192 // span[0], rank), (Segment(0, 0, 8192),)):
+                found = plan(text, q_rows, k_rows, (), vectors, vectors)
+                assert Kind.MASKED not in {block.kind for block in (*found.blocks, *found.others)}
+                assert len(found.packed) + len(found.others) <= 3
+
+
+@pytest.mark.parametrize("text", ["(k <= q) & Ne(col0, 0)", "Ne(col0, 0)", "(col1 <= row1) & Ne(col0, 0)"])
+def test_padding_is_left_out(text: str) -> None:
+    """Keys behind the last token, or before the first, are in no block and make no mask."""
+    rows, places = (Segment(0, 0, 4096),), torch.arange(4096)[None]
+    for padding in (places < 3000, places >= 1000):
+        vectors = pieces_of(padding), pieces_of(places)
+        blocks = plan(text, rows, rows, (), vectors, vectors).blocks
+        assert Kind.MASKED not in {block.kind for block in blocks}
+        assert work(blocks) <= 4096 * 3096
+
+
+def calls_of(run: Callable[[], Any]) -> int:
+    """How many Python functions, and functions of C, a run calls."""
+    count = 0
+
+    def seen(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_plan_takes_time_by_documents() -> None:
+    """Not by tokens; and as many steps again for each document, about twenty."""
+    steps = {}
+    for length, documents in ((1 << 14, 16), (1 << 14, 64), (1 << 18, 64)):
+        vectors = tuple(pieces_of(x) for x in packed([length // documents] * documents))
+        rows = (Segment(0, 0, length),)
+        plan.cache_clear()
+        arguments = "Eq(row0, col0) & (col1 <= row1)", rows, rows, (), vectors, vectors
+        steps[length, documents] = calls_of(partial(plan, *arguments))
+    assert abs(steps[1 << 14, 64] - steps[1 << 18, 64]) <= 20
+    assert steps[1 << 14, 64] - steps[1 << 14, 16] <= 48 * 40
+
+
+def test_a_plan_is_made_once() -> None:
+    """For all who have equal vectors, whosoever tables they are."""
+    rows = (Segment(0, 0, 512),)
+    plan.cache_clear()
+    for _ in range(3):
+        vectors = tuple(pieces_of(x) for x in packed([100, 300, 112]))
+        plan("Eq(row0, col0) & (col1 <= row1)", rows, rows, (), vectors, vectors)
+    assert plan.cache_info().misses == 1
