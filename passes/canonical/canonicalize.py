@@ -1,4 +1,4 @@
-"""One spelling for what models spell in several ways, before anything is analysed. The program's value is unchanged.
+"""One spelling for what models spell in several ways, before anything is analysed. Values and gradients are unchanged.
 
     explicit           ops that read only an operand's dtype or device say so
     written_lists      tensors that a loop writes row by row  ->  lists of rows
@@ -14,8 +14,8 @@
     reduce_pairs       Functions that only reduce     ->  sp.reduce_pair
     paddings           pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence
 
-Each is a registered pass in a module of this folder, which says what it leaves alone; what they require and provide
-orders them, and a new file here is found without another word. Bytes moved: none.
+Each is a registered pass in a module of this folder or of a room in it, which says what it leaves alone; what they
+require and provide orders them, and a new file is found without being named here. Bytes moved: none.
 """
 
 from __future__ import annotations

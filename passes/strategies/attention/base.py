@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from sp_compile.config import STRATEGIES, Ranks
 from sp_compile.cost.attention import Strategy, attention_strategies
+from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, all_same, divides, product, same, sizes
@@ -60,8 +61,11 @@ def register(strategy: Strategy, rule: RuleFunction = sharded_attention) -> Exit
     """Make a strategy known to everything: for good, or `with register(...):` for a block. Its rule is that of its op.
 
     attention=<its name> is then an option, "auto" considers it, `explain` shows what it would cost and what it sends.
-    Raises SpError: its name is taken.
+    Raises SpError: its name is taken, or its pass goes by another one.
     """
+    if strategy.rewrite.name != strategy.name and not strategy.rewrite.takes_rest:
+        name = strategy.rewrite.name
+        raise SpError(f"the pass of the strategy {strategy.name!r} is called {name!r} and never chosen: name it alike")
     added = STRATEGIES.register(strategy.name, strategy)
     if strategy.op is not None:
         rule_of(strategy.op)(rule)

@@ -64,6 +64,12 @@ def _cosine_similarity(call: Call) -> Factors | None:
     return bind(call, f"{text}, {text} -> {' '.join(dims[:at] + dims[at + 1 :])}", whole=dims[at])
 
 
+@rule_of(aten.pairwise_distance.default)
+def _pairwise_distance(call: Call) -> Factors | None:
+    """The norm of a difference along the last dim: broadcasting comes first."""
+    return bind(call, f"... d, ... d -> ...{' 1' * call['keepdim']}", whole="d")
+
+
 @rule_of(aten.native_layer_norm.default)
 def _native_layer_norm(call: Call) -> Factors | None:
     """The mean and the reciprocal deviation keep the normalised dims as ones."""
