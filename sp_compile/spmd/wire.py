@@ -101,7 +101,8 @@ class Wire:
                 if not self.broken:
                     self.broken = f"rank {dist.get_rank()} {saying} and was interrupted"
                     stop(f"it was interrupted when it {saying}", goes_on=True)
-                keep_for_good(self.gloo)  # whose end would wait for the ranks that did not come
+                # Its end would wait for ranks that did not come, and its threads drop tensors when Python has ended.
+                keep_for_good((self.gloo, out, mine))
         return out
 
     def _meet(self, saying: str, begun: float) -> None:
