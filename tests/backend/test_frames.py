@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -45,14 +45,19 @@ def signs() -> Iterator[Signs]:
     gc.enable()
 
 
-def check(signs: Signs) -> None:
-    assert signs
-    assert [one() for one in signs] == [None] * len(signs)
+def check(signs: Signs, run: Callable[[], Any]) -> None:
+    """Once more if need be: what is imported or cached at a first time may see frames, but not for each program."""
+    for _ in range(2):
+        signs.clear()
+        run()
+        assert signs
+        if [one() for one in signs] == [None] * len(signs):
+            return
+    raise AssertionError("a frame that called `lower` is alive, and nothing but the garbage collector will free it")
 
 
 def test_decoder(signs: Signs) -> None:
-    explain(seeded(Decoder), tokens(8), sp=2)
-    check(signs)
+    check(signs, lambda: explain(seeded(Decoder), tokens(8), sp=2))
 
 
 @pytest.mark.sampled(every=8)
@@ -61,15 +66,13 @@ def test_attention(signs: Signs, name: str) -> None:
     attend = {**EXCHANGED, **OTHERS}[name]
     padding = torch.arange(LONGEST) < torch.tensor([[LONGEST - 3], [LONGEST]])
     positions = torch.arange(LONGEST).expand(2, -1) % 5
-    explain(seeded(lambda: Attending(attend)), tokens(LONGEST), padding, positions, sp=2)
-    check(signs)
+    check(signs, lambda: explain(seeded(lambda: Attending(attend)), tokens(LONGEST), padding, positions, sp=2))
 
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop(signs: Signs, name: str) -> None:
-    explain(LOOPS[name][0], *inputs(name), sp=2)
-    check(signs)
+    check(signs, lambda: explain(LOOPS[name][0], *inputs(name), sp=2))
 
 
 class Late:
