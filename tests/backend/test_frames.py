@@ -15,6 +15,7 @@ from support.models import Decoder, seeded, tokens
 from support.spellings.attention_spellings import EXCHANGED, LONGEST, OTHERS
 from support.spellings.attention_spellings import Model as Attending
 from support.spellings.loops import LOOPS, inputs
+from torch import Tensor
 from torch._guards import TracingContext, tracing
 
 from sp_compile import explain
@@ -73,6 +74,19 @@ def test_attention(signs: Signs, name: str) -> None:
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop(signs: Signs, name: str) -> None:
     check(signs, lambda: explain(LOOPS[name][0], *inputs(name), sp=2))
+
+
+def unlike_steps(x: Tensor) -> Tensor:
+    """A loop that a recogniser begins to read and refuses."""
+    h, steps = x[:, 0], []
+    for t in range(x.shape[1]):
+        h = h.sin() * x[:, t] if t % 2 else h + x[:, t]
+        steps.append(h)
+    return torch.stack(steps, 1) + x.cumsum(1)
+
+
+def test_what_is_refused(signs: Signs) -> None:
+    check(signs, lambda: explain(unlike_steps, torch.randn(2, 6, 3), sp=2))
 
 
 class Late:
