@@ -63,20 +63,20 @@ class Positions:
         return self.known[key]
 
     def _element(self, node: Node, coords: Coords) -> Element:
-        inner: NotSymbolic | None = None
+        why: tuple[Any, ...] = ()
         if _name(node):
             handler = HANDLERS.get(_name(node), _moved)
             try:
                 return cast(handler(self, Call(node), coords), node.meta["val"].dtype)
-            except NotSymbolic as error:
-                inner = error  # one value to look up may still stand for all that was not understood
+            except NotSymbolic as error:  # one value to look up may still stand for all that was not understood
+                why = error.args
         held = constant_of(node)
         if held is not None:
             return cast(number(held), node.meta["val"].dtype)
         try:
             return self._leaf(node, coords)
         except NotSymbolic as error:
-            raise inner if inner is not None and inner.args else error from None
+            raise NotSymbolic(*(why or error.args)) from None
 
     def _leaf(self, node: Node, coords: Coords) -> Element:
         value = node.meta["val"]
