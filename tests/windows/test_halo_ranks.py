@@ -98,7 +98,7 @@ def test_shards_shorter_than_a_window(ranks: Ranks, block: str) -> None:
     check(ranks.run(4, step, block, 8, {}))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_inductor(ranks: Ranks, block: str) -> None:
     check(ranks.run(2, step, block, 12, {"compiler": "inductor"}))
@@ -117,7 +117,7 @@ def dynamic(block: str, compiler: str) -> list[tuple[Outcome, int]]:
     return [(against_eager(model, *text(seq), run=run), len(graphs)) for seq in (16, 24, 13, 7)]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", ["shift", "conv"])
 def test_dynamic_lengths(ranks: Ranks, block: str) -> None:
     """One graph for all lengths whose shards are as long as a window reaches. (torch's max_pool1d fixes lengths.)"""
@@ -156,6 +156,7 @@ def again_from_the_cache() -> list[Outcome]:
     return found
 
 
+@pytest.mark.slow
 def test_a_cached_program_knows_its_routes(ranks: Ranks) -> None:
     for outcomes in zip(*ranks.run(2, again_from_the_cache, timeout=300), strict=True):
         check(outcomes)
