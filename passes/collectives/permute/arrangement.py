@@ -1,8 +1,8 @@
-"""Where data that is only moved ends up: a chain of views, permutes and copies as an arrangement of atoms.
+"""Where data that is only moved ends up: a chain of views, permutes and copies as an arrangement of factors.
 
-An atom is a factor of a dim: splitting x (b, s, n * h, d) as (b, s, n, h, d) splits its third atom in two, a permute
-orders atoms, a flatten puts several into one dim. Two chains move data alike if they arrange the atoms of one tensor
-alike, however they are spelled. Sizes may be symbolic; what does not provably factor has no arrangement.
+Splitting x (b, s, n * h, d) as (b, s, n, h, d) splits the factor of its third dim in two, a permute orders factors, a
+flatten puts several into one dim. Two chains move data alike if they arrange the factors of one tensor alike, however
+they are spelled. Sizes may be symbolic; what does not provably factor has no arrangement.
 """
 
 from __future__ import annotations
@@ -18,56 +18,58 @@ from torch.fx import Node
 from sp_compile._compat import OpOverload, schema_of
 from sp_compile.graph.call import Call, overloads
 from sp_compile.graph.sizes import Size, product, quotient, same, sizes
+from sp_compile.sharding.factors import parts
 from sp_compile.sharding.matchers import Piece, join_of, nth_piece, order_of, piece_of, rearranges
+from sp_compile.sharding.reshape import reshaping
 
-Atoms = tuple[int, ...]
-"""Outermost first."""
+FactorIds = tuple[int, ...]
+"""Factors of a dim, by number, outermost first."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The atoms of each dim; fixed: at which index of which atoms this piece of a larger tensor was taken."""
+    """The factors of each dim; fixed: at which index of which factors this piece of a larger tensor was taken."""
 
-    dims: tuple[Atoms, ...]
-    fixed: tuple[tuple[Atoms, int], ...] = ()
+    dims: tuple[FactorIds, ...]
+    fixed: tuple[tuple[FactorIds, int], ...] = ()
 
 
 @dataclass
 class IndexMap:
-    """The atoms of some tensors, and how they were split."""
+    """The factors of some tensors, and how they were split."""
 
     _sizes: list[Size] = field(default_factory=list)
-    _parts: dict[int, Atoms] = field(default_factory=dict)
+    _parts: dict[int, FactorIds] = field(default_factory=dict)
 
-    def atom(self, size: Size) -> int:
+    def factor(self, size: Size) -> int:
         """A new one."""
         self._sizes.append(size)
         return len(self._sizes) - 1
 
     def tensor(self, shape: Sequence[Size]) -> Arrangement:
-        """One atom a dim."""
-        return Arrangement(tuple((self.atom(size),) for size in shape))
+        """One factor a dim."""
+        return Arrangement(tuple((self.factor(size),) for size in shape))
 
-    def resolve(self, atoms: Sequence[int]) -> list[int]:
+    def resolve(self, factors: Sequence[int]) -> list[int]:
         """As they are split by now, without those of size 1."""
         out: list[int] = []
-        for atom in atoms:
-            if atom in self._parts:
-                out += self.resolve(self._parts[atom])
-            elif not same(self._sizes[atom], 1):
-                out.append(atom)
+        for factor in factors:
+            if factor in self._parts:
+                out += self.resolve(self._parts[factor])
+            elif not same(self._sizes[factor], 1):
+                out.append(factor)
         return out
 
     def order(self, x: Arrangement) -> list[int]:
-        """All atoms as they follow each other in a row-major copy."""
-        return [atom for dim in x.dims for atom in self.resolve(dim)]
+        """All factors as they follow each other in a row-major copy."""
+        return [factor for dim in x.dims for factor in self.resolve(dim)]
 
-    def size(self, atoms: Sequence[int]) -> Size:
+    def size(self, factors: Sequence[int]) -> Size:
         """Their product."""
-        return product(self._sizes[atom] for atom in atoms)
+        return product(self._sizes[factor] for factor in factors)
 
     def alike(self, a: Sequence[int], b: Sequence[int]) -> bool:
-        """Are these the same atoms in the same order?"""
+        """Are these the same factors in the same order?"""
         return self.resolve(a) == self.resolve(b)
 
     def equal(self, a: Arrangement, b: Arrangement) -> bool:
@@ -75,39 +77,33 @@ class IndexMap:
         alike = len(a.dims) == len(b.dims) and all(map(self.alike, a.dims, b.dims))
         return alike and not a.fixed and not b.fixed
 
-    def take(self, atoms: Sequence[int], size: Size) -> tuple[Atoms, Atoms] | None:
-        """The leading factor of this size, and the rest; an atom is split where it holds more."""
-        waiting, taken, need = self.resolve(atoms)[::-1], [], size
-        while not same(need, 1):
-            if not waiting:
-                return None
-            atom = waiting.pop()
-            have = self._sizes[atom]
-            if (left := quotient(need, have)) is not None:
-                taken.append(atom)
-                need = left
-            elif (rest := quotient(have, need)) is not None:
-                outer, inner = self._parts[atom] = self.atom(need), self.atom(rest)
-                taken.append(outer)
-                waiting.append(inner)
-                need = 1
+    def take(self, dim: FactorIds, length: Size) -> tuple[FactorIds, FactorIds] | None:
+        """The leading factor of this size, and the rest; a factor is split where it holds more."""
+        rest = quotient(self.size(dim), length)
+        found = self._regrouped(self.resolve(dim), (length, rest)) if rest is not None else None
+        return None if found is None else (found[0], found[1])
+
+    def _regrouped(self, factors: Sequence[int], shape: Sequence[Size]) -> tuple[FactorIds, ...] | None:
+        """The same factors, split where need be, as dims of these sizes; None if some lie across two dims."""
+        rule = reshaping(sizes(self._sizes[factor] for factor in factors), tuple(shape))
+        if rule.kinds:
+            return None
+        known: dict[str, int] = {}
+        for factor, dim in zip(factors, rule.operands[0]):
+            names = parts(dim)
+            if len(names) == 1:
+                known[dim] = factor
             else:
-                return None
-        return tuple(taken), tuple(waiting[::-1])
+                known |= {name: self.factor(rule.extents[name]) for name in names}
+                self._parts[factor] = tuple(known[name] for name in names)
+        return tuple(tuple(known[name] for name in parts(dim)) for dim in rule.results[0])
 
     # What ops do. None: it cannot be said.
 
     def reshape(self, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
         """The same row-major order in other dims."""
-        rest: Atoms = tuple(self.order(x))
-        dims = []
-        for size in shape:
-            cut = self.take(rest, size)
-            if cut is None:
-                return None
-            dims.append(cut[0])
-            rest = cut[1]
-        return None if self.resolve(rest) else Arrangement(tuple(dims), x.fixed)
+        dims = self._regrouped(self.order(x), shape)
+        return None if dims is None else Arrangement(dims, x.fixed)
 
     def piece(self, x: Arrangement, dim: int, count: int, at: int, keep: bool) -> Arrangement | None:
         """One of `count` equal pieces along a dim; unless keep, it is one position, and the dim goes."""
@@ -122,24 +118,24 @@ class IndexMap:
         first = parts[0]
         if not first.fixed:
             return None
-        (atoms, _), others = first.fixed[-1], first.fixed[:-1]
-        if not same(self.size(self.resolve(atoms)), len(parts)):
+        (factors, _), others = first.fixed[-1], first.fixed[:-1]
+        if not same(self.size(self.resolve(factors)), len(parts)):
             return None
         for i, part in enumerate(parts):
             if len(part.dims) != len(first.dims) or len(part.fixed) != len(first.fixed):
                 return None
-            if not self._same_place(part.fixed, (*others, (atoms, i))) or not all(
+            if not self._same_place(part.fixed, (*others, (factors, i))) or not all(
                 map(self.alike, part.dims, first.dims)
             ):
                 return None
         dims = list(first.dims)
         if new:
-            dims.insert(dim, atoms)
+            dims.insert(dim, factors)
         else:
-            dims[dim] = (*atoms, *dims[dim])
+            dims[dim] = (*factors, *dims[dim])
         return Arrangement(tuple(dims), others)
 
-    def _same_place(self, a: Sequence[tuple[Atoms, int]], b: Sequence[tuple[Atoms, int]]) -> bool:
+    def _same_place(self, a: Sequence[tuple[FactorIds, int]], b: Sequence[tuple[FactorIds, int]]) -> bool:
         return all(i == j and self.alike(x, y) for (x, i), (y, j) in zip(a, b))
 
 

@@ -107,8 +107,8 @@ def _groups(node: Node, result: Node) -> list[list[int]] | None:
     if made is None or made.fixed:
         return None
     whole = [index.resolve(dim) for dim in given.dims]
-    place = {atoms[0]: d for d, atoms in enumerate(whole) if len(atoms) == 1}
-    groups = [[place.get(atom, -1) for atom in index.resolve(dim)] for dim in made.dims]
+    place = {factors[0]: d for d, factors in enumerate(whole) if len(factors) == 1}
+    groups = [[place.get(factor, -1) for factor in index.resolve(dim)] for dim in made.dims]
     scatter, gather = (d % len(whole) for d in node.args[1:3])
     leads = {group[0] for group in groups if group}
     merged = any(group[0] == gather and len(group) > 1 for group in groups if group)

@@ -3,8 +3,8 @@
     x  (b, s, n * h, d)  -> any views, permutes and copies ->  (n, ...)   all_to_all_single   (n, ...)  -> any ->  y
 
 Of dim 0 the leading factor of n is *sent*: block p goes to rank p. In the result it is *came*: block r is rank r's.
-The whole is an exchange of dim a for dim b if `sent` is the leading factor of x's dim a, and y holds the other atoms of
-x in their order, with `came` in front of those of dim b.
+The whole is an exchange of dim a for dim b if `sent` is the leading factor of x's dim a, and y holds the other factors
+of x in their order, with `came` in front of those of dim b.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
 from sp_compile.graph.sizes import same, sizes
 
-from .arrangement import WAIT, Arrangement, Atoms, IndexMap, Mover, is_move, is_view, op_of, operands
+from .arrangement import WAIT, Arrangement, FactorIds, IndexMap, Mover, is_move, is_view, op_of, operands
 
 c10d = torch.ops._c10d_functional
 PERMUTE = torch.ops.sp.all_to_all_permute.default
@@ -146,7 +146,7 @@ def _dims(exchange: AllToAll, x: Node, y: Node, exact: bool) -> tuple[int, int] 
     cut = index.take(sent.dims[0], exchange.n) if sent is not None and sent.dims and not sent.fixed else None
     if sent is None or cut is None:
         return None
-    came = (index.atom(exchange.n),)
+    came = (index.factor(exchange.n),)
     # The shape is the same on both sides, so that what follows the leading factor stays where it is.
     received = Arrangement((came + cut[1], *sent.dims[1:]))
     made = Mover(index, {exchange.wait: received}).tensor(y)
@@ -157,7 +157,7 @@ def _dims(exchange: AllToAll, x: Node, y: Node, exact: bool) -> tuple[int, int] 
 
 
 def _canonical(
-    index: IndexMap, given: Arrangement, sent: Atoms, came: Atoms, made: Arrangement, exact: bool
+    index: IndexMap, given: Arrangement, sent: FactorIds, came: FactorIds, made: Arrangement, exact: bool
 ) -> tuple[int, int] | None:
     first = index.resolve(sent)
     leading = [d for d, dim in enumerate(given.dims) if index.resolve(dim)[: len(first)] == first]
@@ -179,8 +179,8 @@ def _canonical(
 
 
 def exchanged(
-    index: IndexMap, given: Arrangement, scatter: int, gather: int, sent: Atoms, came: Atoms
-) -> tuple[Atoms, ...]:
+    index: IndexMap, given: Arrangement, scatter: int, gather: int, sent: FactorIds, came: FactorIds
+) -> tuple[FactorIds, ...]:
     """The dims after the exchange, of which `sent` leads the scatter dim."""
     dims = list(given.dims)
     dims[scatter] = tuple(index.resolve(dims[scatter])[len(index.resolve(sent)) :])
@@ -198,7 +198,7 @@ def undone(first: Node, second: Node) -> bool | None:
     cut = index.take(given.dims[scatter % len(given.dims)], n)
     if cut is None:
         return None
-    ndim, came = len(given.dims), (index.atom(n),)
+    ndim, came = len(given.dims), (index.factor(n),)
     dims = exchanged(index, given, scatter % ndim, gather % ndim, cut[0], came)
     there = Mover(index, {first: Arrangement(dims)}).tensor(second.args[0])
     if there is None or there.fixed:
