@@ -80,30 +80,24 @@ class IndexMap:
     def take(self, dim: FactorIds, length: Size) -> tuple[FactorIds, FactorIds] | None:
         """The leading factor of this size, and the rest; a factor is split where it holds more."""
         rest = quotient(self.size(dim), length)
-        found = self._regrouped(self.resolve(dim), (length, rest)) if rest is not None else None
-        return None if found is None else (found[0], found[1])
-
-    def _regrouped(self, factors: Sequence[int], shape: Sequence[Size]) -> tuple[FactorIds, ...] | None:
-        """The same factors, split where need be, as dims of these sizes; None if some lie across two dims."""
-        rule = reshaping(sizes(self._sizes[factor] for factor in factors), tuple(shape))
-        if rule.kinds:
-            return None
-        known: dict[str, int] = {}
-        for factor, dim in zip(factors, rule.operands[0]):
-            names = parts(dim)
-            if len(names) == 1:
-                known[dim] = factor
-            else:
-                known |= {name: self.factor(rule.extents[name]) for name in names}
-                self._parts[factor] = tuple(known[name] for name in names)
-        return tuple(tuple(known[name] for name in parts(dim)) for dim in rule.results[0])
+        found = self.reshape(Arrangement((dim,)), (length, rest)) if rest is not None else None
+        return None if found is None else (found.dims[0], found.dims[1])
 
     # What ops do. None: it cannot be said.
 
     def reshape(self, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
-        """The same row-major order in other dims."""
-        dims = self._regrouped(self.order(x), shape)
-        return None if dims is None else Arrangement(dims, x.fixed)
+        """The same row-major order in other dims; a factor that lies in several of them is split."""
+        order = self.order(x)
+        rule = reshaping(tuple(self._sizes[factor] for factor in order), tuple(shape))
+        if rule.kinds:
+            return None
+        known: dict[str, int] = {}
+        for factor, dim in zip(order, rule.operands[0]):
+            names = parts(dim)
+            if len(names) > 1:
+                self._parts[factor] = tuple(self.factor(rule.extents[name]) for name in names)
+            known |= zip(names, self._parts.get(factor, (factor,)))
+        return Arrangement(tuple(tuple(known[name] for name in parts(dim)) for dim in rule.results[0]), x.fixed)
 
     def piece(self, x: Arrangement, dim: int, count: int, at: int, keep: bool) -> Arrangement | None:
         """One of `count` equal pieces along a dim; unless keep, it is one position, and the dim goes."""
