@@ -25,6 +25,12 @@ from sp_compile.lowering.masks.spans import Span, span
 from .args import LocalArgs
 
 
+def hops_of_window(window: int, rows: int, n: int) -> int:
+    """How many ranks backwards a causal window reaches, if each of n holds so many rows, in order."""
+    # One comparison after another, so that a tracer is left with a number.
+    return next((hops for hops in range(n - 1) if window <= hops * rows + 1), n - 1)
+
+
 class RingKeys(NamedTuple):
     """Where keys lie and how they go round.
 

@@ -36,12 +36,13 @@ from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import ShardArgs
 from sp_compile.lowering.attention.masked import autocast
+from sp_compile.lowering.attention.ring import hops_of_window
 from sp_compile.lowering.frames import FrameArg
 from sp_compile.lowering.library import tag_programs
+from sp_compile.sharding.attention import FILL
 
 from .call import LAYOUTS, RankCall, frame, needs_gradient, unknown, wrong_choice
 
-FILL = 1e4
 WAYS_HOME = ("travel", "scatter")
 
 
@@ -122,8 +123,7 @@ class AttentionCall(RankCall):
         q_frame, k_frame = self.frames()
         if given.window is None or not given.is_causal or given.layout == "zigzag" or q_frame != k_frame:
             return n
-        # One comparison after another, so that a tracer is left with a number.
-        return next((steps for steps in range(1, n) if given.window <= (steps - 1) * rows + 1), n)
+        return 1 + hops_of_window(given.window, rows, n)
 
     def problems(self) -> Iterator[str]:
         for name in self.others:

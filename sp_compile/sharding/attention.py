@@ -55,7 +55,7 @@ def reads_position(call: Call) -> bool:
     return any(name == "q" or name.startswith("row") for name in names)
 
 
-LARGE = 1e4  # from here on a float32 loses some of log(count)
+FILL = 1e4  # from here on a float32 loses some of log(count)
 SLICE_ENDS = 2**40
 
 
@@ -82,5 +82,5 @@ def _floats(node: Node) -> bool:
 def _large(leaf: Any) -> bool:
     """A float of either sign, for `(mask - 1) * 1e9`; an int only if it is negative and no end of a slice."""
     if isinstance(leaf, float):
-        return math.isfinite(leaf) and abs(leaf) >= LARGE
-    return isinstance(leaf, int) and -SLICE_ENDS < leaf <= -LARGE
+        return math.isfinite(leaf) and abs(leaf) >= FILL
+    return isinstance(leaf, int) and -SLICE_ENDS < leaf <= -FILL

@@ -25,6 +25,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size
 from sp_compile.lowering import routes
+from sp_compile.lowering.attention.ring import hops_of_window
 from sp_compile.lowering.masks.predicate import over, symbols
 from sp_compile.sharding.attention import predicate_of
 
@@ -106,8 +107,7 @@ def _hops(shape: Shape, size: int) -> int:
     """How many ranks of a ring of `size` hold keys that another one needs, in contiguous order."""
     if shape.window is None or not shape.causal or shape.q_len != shape.kv_len:
         return size - 1
-    rows = -(-shape.q_len // size)
-    return min(size - 1, -(-(shape.window - 1) // rows))
+    return hops_of_window(shape.window, -(-shape.q_len // size), size)
 
 
 def sends(heads: Heads, keys: Size, size: int, hops: int) -> tuple[Size, Size]:
