@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import is_tensor
+from sp_compile.graph.call import is_tensor, tangents_of
 from sp_compile.graph.sizes import all_same, sizes
 from sp_compile.spmd.inputs import Facts
 
@@ -21,9 +21,9 @@ def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]
     DTensor is its local tensor there, and its mesh. None if the inputs are not recognised.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
-    primals = [n for n in inputs if not n.name.startswith("tangents")]
+    primals = inputs[: len(inputs) - len(tangents_of(gm.graph))]
     tensors = [n for n in primals if is_tensor(n)]
-    if len(tensors) != len(shapes) or not all(map(_alike, tensors, shapes)):
+    if len(tensors) != len(shapes) or not all(map(_fits, tensors, shapes)):
         return None
     symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
     names = {
@@ -51,7 +51,7 @@ def _same_kind(result: Node, tangent: Node) -> bool:
     return is_tensor(tangent) and all_same(*(sizes(node.meta["val"].shape) for node in (result, tangent)))
 
 
-def _alike(node: Node, shape: tuple[Any, ...]) -> bool:
+def _fits(node: Node, shape: tuple[Any, ...]) -> bool:
     """Sizes that are symbols here were numbers when the program was called."""
     found = node.meta["val"].shape
     pairs = [(a, b) for a, b in zip(found, shape) if isinstance(a, int)]

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from sp_compile import _compat, passes
 from sp_compile.config import Ranks, SPConfig
 from sp_compile.errors import at
+from sp_compile.graph.call import tangents_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.record import erase, mark
@@ -83,8 +84,8 @@ class ScatterLayers(Passes):
             one = SequenceParallelLinear(ranks, replace(facts, numbers=numbers))
             one.run(local, Job(ranks, laps=job.laps))  # its notes count if the ranks agree
             local = one.gm if one.changes else gm
-        assumed = one.assumed if one is not None else []
-        tangents = {name: made.get(name) or "of this program" for name in assumed if name.startswith("tangents")}
+        assumed, backward = one.assumed if one is not None else [], [n.name for n in tangents_of(gm.graph)]
+        tangents = {name: made.get(name) or "of this program" for name in assumed if name in backward}
         if not session.same_exchanges(local, ranks, list(tangents)):
             one, local, why = None, gm, OTHER_EXCHANGES
         layers = one.layers if one is not None else []

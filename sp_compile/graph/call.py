@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from sp_compile._compat import pytree, schema_of
 
@@ -17,6 +17,11 @@ from .sizes import Size, sizes
 def is_tensor(node: Any) -> bool:
     """Is it a node whose value is a single tensor?"""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def tangents_of(graph: Graph) -> list[Node]:
+    """The gradients of results that a joint graph of AOTAutograd takes; no other graph has any."""
+    return [n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
 
 
 def result_number(getitem: Node) -> int:

@@ -18,7 +18,8 @@ from sp_compile.graph.sizes import same, sizes
 
 from .declare import declared
 
-WORDS = ("_c10d_functional", "c10d", "sp")  # ops whose strings name groups, which ranks call as they like
+# Namespaces of ops whose strings name groups, which ranks call as they like.
+WORDS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "sp")
 
 
 def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
@@ -95,9 +96,7 @@ def _exchanges_rows(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """Does the node exchange something with other ranks?"""
-    if node.op != "call_function":
-        return False
-    target: Any = node.target
+    target: Any = node.target if node.op == "call_function" else None
     return namespace_of(target) in WORDS or "functional_collectives" in getattr(target, "__module__", "")
 
 

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from sp_compile.graph.call import tangents_of
 from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.mutation import is_mutation, is_pure
 from sp_compile.graph.sizes import product, same, sizes
+from sp_compile.spmd.named_groups import is_collective
 
 from .arrangement import IndexMap, Mover
 from .match import PERMUTE, downstream, erase_chain, private
@@ -32,7 +34,7 @@ aten = torch.ops.aten
 def gather_exchanges(graph: Graph, pack: Callable[[list[Node]], None]) -> list[Node]:
     """Have `pack` put groups of exchanges together, moving what used the first of them behind the last."""
     done = []
-    backward = _of_tangents(graph)
+    backward = closure(tangents_of(graph), lambda n: n.users)  # which will be cut off
     open_groups: dict[Any, list[Node]] = {}
     for node in [n for n in graph.nodes if n.target is PERMUTE]:
         key = (*_key(node), node in backward)
@@ -57,12 +59,6 @@ def _key(node: Node) -> Any:
     return value.ndim, scatter, gather, rows, n, group, value.dtype, value.device
 
 
-def _of_tangents(graph: Graph) -> set[Node]:
-    """The backward part of AOTAutograd's joint graph, which will be cut off: what its tangents are needed for."""
-    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
-    return closure(tangents, lambda n: n.users)
-
-
 def _dependent(members: list[Node], last: Node) -> list[Node] | None:
     """What uses the members' results and comes before the last exchange; None if that exchange is among it."""
     found = closure(members, lambda n: [user for user in n.users if user < last])
@@ -72,12 +68,7 @@ def _dependent(members: list[Node], last: Node) -> list[Node] | None:
 def _may_join(members: list[Node], node: Node) -> bool:
     waiting = _dependent(members, node)
     # What has effects, or takes part in a collective, keeps its place.
-    return waiting is not None and all(is_pure(n) and not is_mutation(n) and not _communicates(n) for n in waiting)
-
-
-def _communicates(node: Node) -> bool:
-    text = str(node.target)
-    return "c10d" in text or text.startswith("sp.")
+    return waiting is not None and all(is_pure(n) and not is_mutation(n) and not is_collective(n) for n in waiting)
 
 
 def _make_room(members: list[Node]) -> None:
