@@ -45,7 +45,7 @@ CUT_BY_DDP = (
     "DistributedDataParallel has cut the model at its buckets of gradients, and what crosses a cut is gathered: set "
     "torch._dynamo.config.optimize_ddp = False, or compile what is in it, DistributedDataParallel(torch.compile(model))"
 )
-NO_PLACE = "compiler={!r} has no place for passes on collectives: they stay"
+NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
 OF_SEQUENCE = dict.fromkeys(
     ("seq_dims", "attention", "layout", "inputs", "outputs"),
     "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
@@ -195,7 +195,7 @@ def compile_local(lowered: Lowered, example_inputs: Sequence[Any]) -> Callable[.
     if joint is not None and config.has_place:
         compiler = _compat.joint_compiler(config.compiler, joint, joint.key())
     elif joint is not None:
-        log.warning("%s", NO_PLACE.format(config.compiler))
+        log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
     with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag):
         run = compiler(local, example_inputs)

@@ -17,7 +17,7 @@ from sp_compile.passes.job import Note
 from sp_compile.passes.report import Report
 from sp_compile.spmd.session import Session
 
-from .backend import NO_PLACE, Lowered, compile_local, lower
+from .backend import NO_COLLECTIVE_PASSES, Lowered, compile_local, lower
 from .config import Ranks, SPConfig
 from .errors import SpError
 from .pipeline import BEHIND
@@ -155,7 +155,7 @@ def _joint_report(lowered: Lowered, example_inputs: Sequence[Any], given: SPConf
         compile_local(lowered, example_inputs)
         lowered.report.merge(lowered.joint.report)
     else:
-        why = NO_PLACE.format(lowered.config.compiler)
+        why = NO_COLLECTIVE_PASSES.format(lowered.config.compiler)
         lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
 
 

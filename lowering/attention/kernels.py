@@ -67,14 +67,14 @@ def _finite_lse(lse: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
 
-def _rows(x: Tensor) -> Tensor:
+def _dense_rows(x: Tensor) -> Tensor:
     """The kernels read whole rows without asking for their stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _padded(width: int, *xs: Tensor) -> list[Tensor]:
     """Zeros behind the last dim, which change neither scores nor the part that is kept."""
-    return [_rows(x) if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
+    return [_dense_rows(x) if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
 
 
 # CPU.

@@ -28,14 +28,14 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> li
     groups = [[queries, keys, values]] if together else [[queries], [keys, values]]
     moved = []
     for xs, frame in zip(groups, (args.q_frame, args.k_frame)):
-        rows, group = _rows(frame, xs[0].shape[SEQUENCE] * ranks), routes.among(args.group, ranks)
+        rows, group = _whole_frame(frame, xs[0].shape[SEQUENCE] * ranks), routes.among(args.group, ranks)
         moved += torch.ops.sp.all_to_all(xs, HEADS, [1, heads, 0, heads], SEQUENCE, rows, ranks, group)
     return [moved[0].movedim(3, 2).flatten(HEADS, 2), *moved[1:]]
 
 
 def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
     """The way back of the result."""
-    rows, heads = _rows(args.q_frame, out.shape[SEQUENCE]), out.shape[HEADS] * ranks
+    rows, heads = _whole_frame(args.q_frame, out.shape[SEQUENCE]), out.shape[HEADS] * ranks
     group = routes.among(args.group, ranks)
     return torch.ops.sp.all_to_all([out], SEQUENCE, rows, HEADS, [1, heads, 0, heads], ranks, group)[0]
 
@@ -46,6 +46,6 @@ def _repeated(x: Tensor, ranks: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, HEADS)
 
 
-def _rows(frame: FrameArg, length: int) -> FrameArg:
+def _whole_frame(frame: FrameArg, length: int) -> FrameArg:
     """All rows of a neighbourhood, as a frame: nothing is trimmed, and zigzag halves come in order."""
     return [1, length, 0, length, folds_of(frame)]

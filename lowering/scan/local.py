@@ -45,7 +45,7 @@ def local_scan(
     Source: the lowering table.
     """
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
-    rows, starts = _rows(x, dim), _rows_of_starts(starts, x, dim)
+    rows, starts = _three_dims(x, dim), _rows_of_starts(starts, x, dim)
     options = {"op": op, "segmented": starts is not None, "exclusive": exclusive, "reverse": reverse, "total": total}
     problem = Problem.of("scan", rows, dtype, accumulate, **options)
     out, last = kernel(problem)(problem, rows, starts)
@@ -62,7 +62,7 @@ def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse:
     Shapes: x (..., S, ...) -> values like x, indices int64 like x. Of equal values the later in scan order wins, and
     NaN wins over all others, as in torch.cummax. Source: the lowering table.
     """
-    rows, starts = _rows(x, dim), _rows_of_starts(starts, x, dim)
+    rows, starts = _three_dims(x, dim), _rows_of_starts(starts, x, dim)
     segmented = starts is not None
     problem = Problem.of("extremes", rows, x.dtype, x.dtype, op=op, segmented=segmented, reverse=reverse)
     values, indices = kernel(problem)(problem, rows, starts)
@@ -89,7 +89,7 @@ def local_linear_scan(
     Shapes: a and b (..., S, ...) of one shape, initial that shape without dim -> h like b in dtype.
     lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial. Source: the lowering table.
     """
-    a_rows, b_rows = _rows(a, dim), _rows(b, dim)
+    a_rows, b_rows = _three_dims(a, dim), _three_dims(b, dim)
     problem = Problem.of("linear", b_rows, dtype, accumulate, reverse=reverse, lagged=lagged)
     if initial is not None:
         initial = initial.reshape(problem.outer, problem.inner).contiguous()
@@ -113,14 +113,14 @@ def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bo
     Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate. The map gives the last
     h, or if lagged the last s. Source: the lowering table.
     """
-    a_rows, b_rows = _rows(a, dim), _rows(b, dim)
+    a_rows, b_rows = _three_dims(a, dim), _three_dims(b, dim)
     problem = Problem.of("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)
     factor, state = kernel(problem)(problem, a_rows, b_rows)
     shape = _total_shape(b, dim)
     return factor.view(shape), state.view(shape)
 
 
-def _rows(x: Tensor, dim: int) -> Tensor:
+def _three_dims(x: Tensor, dim: int) -> Tensor:
     """x as (outer, length, inner), contiguous."""
     if x.ndim == 0:
         return x.reshape(1, 1, 1)
@@ -138,7 +138,7 @@ def _rows_of_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None
         return starts.expand(x.shape[dim] if x.ndim else 1).reshape(1, -1, 1).contiguous()
     sizes = [1] * (x.ndim - starts.ndim) + list(starts.shape)
     outer, inner = _common(sizes[:dim], x.shape[:dim]), _common(sizes[dim + 1 :], x.shape[dim + 1 :])
-    return _rows(starts.reshape(sizes).expand(*outer, x.shape[dim], *inner), dim)
+    return _three_dims(starts.reshape(sizes).expand(*outer, x.shape[dim], *inner), dim)
 
 
 def _common(sizes: Sequence[int], wanted: Sequence[int]) -> Sequence[int]:

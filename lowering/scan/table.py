@@ -49,13 +49,13 @@ class Problem(NamedTuple):
 SMALL = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
 
 
-WAYS: Table[Any] = Table("scan: the lowering table")
-register, choose, using = WAYS.register, WAYS.choose, WAYS.using
+LOWERINGS: Table[Any] = Table("scan: the lowering table")
+register, choose, using = LOWERINGS.register, LOWERINGS.choose, LOWERINGS.using
 
 
 def kernel(problem: Problem) -> Callable[..., Any]:
     """The function that solves a problem."""
-    return getattr(WAYS[choose(problem)], problem.kind)
+    return getattr(LOWERINGS[choose(problem)], problem.kind)
 
 
 def strides_of(starts: Tensor | None) -> tuple[int, int, int]:

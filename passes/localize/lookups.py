@@ -45,7 +45,7 @@ class Lookups(Pass):
         vectors = list[Node]()
         known: dict[Node, Node] = {}  # of equal vectors one stands for all
         for vector in (v for n in readers for v in _vectors(n)):
-            known[vector] = next((v for v in vectors if _alike(v, vector)), vector)
+            known[vector] = next((v for v in vectors if _same_computation(v, vector)), vector)
             vectors += [vector] if known[vector] is vector and vector not in vectors else []
         for node in [n for n in first.graph.nodes if n in set().union(*(_behind(v, first) for v in vectors))]:
             first.prepend(node)
@@ -72,13 +72,13 @@ def _vectors(node: Node) -> list[Node]:
     return [*call["rows"], *call["cols"]]
 
 
-def _alike(a: Node, b: Node) -> bool:
+def _same_computation(a: Node, b: Node) -> bool:
     """Are they the same calls of pure ops, down to the same nodes?"""
     if a is b or a.op != "call_function" or a.target != b.target or not (is_pure(a) and is_pure(b)):
         return a is b
     read: tuple[list[Node], list[Node]] = ([], [])
     calls = [map_arg((n.args, n.kwargs), lambda x, nodes=nodes: nodes.append(x)) for n, nodes in zip((a, b), read)]
-    return calls[0] == calls[1] and all(_alike(x, y) for x, y in zip(*read, strict=True))
+    return calls[0] == calls[1] and all(_same_computation(x, y) for x, y in zip(*read, strict=True))
 
 
 def _behind(vector: Node, first: Node) -> set[Node]:

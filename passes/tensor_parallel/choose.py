@@ -53,8 +53,8 @@ def choose_cuts(gm: GraphModule, job: ScatterJob) -> dict[Node, Shard | None]:
 
 def _best_axis(axes: Axes, nodes: Sequence[Node], own: Collection[int], n: int) -> int | None:
     """The axis of rows to cut along; None if there are no rows. own: those that the program cuts itself."""
-    votes = Counter(axes.find(a.name) for node in nodes for a in {*_rows(axes, node)})
-    atoms = {axes.find(a.name): (a, i) for node in reversed(nodes) for i, a in enumerate(_rows(axes, node))}
+    votes = Counter(axes.find(a.name) for node in nodes for a in {*_row_axes(axes, node)})
+    atoms = {axes.find(a.name): (a, i) for node in reversed(nodes) for i, a in enumerate(_row_axes(axes, node))}
 
     def merit(name: int) -> tuple[bool, int, bool, bool, int]:
         atom, place = atoms[name]
@@ -70,7 +70,7 @@ def _in_blocks(shard: Shard, n: int) -> Shard:
     return shard if rows is None else replace(shard, frame=Frame.full(n), inner=product((rows, shard.inner)))
 
 
-def _rows(axes: Axes, node: Node) -> Iterator[Atom]:
+def _row_axes(axes: Axes, node: Node) -> Iterator[Atom]:
     """The axes of all dims but the last, the features; in order."""
     for dim in axes.dims[node, 0][:-1]:
         yield from (a for a in dim if not same(a.size, 1))

@@ -19,13 +19,13 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, size, sizes
 from sp_compile.lowering import routes
+from sp_compile.lowering.attention.args import HEADS
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.windows import ON_SHARDS, shifts_of
 
 from .line import bytes_of
-from .scan import SCANS, message_bytes, rounds_of, sent
+from .scan import SCAN_OPS, message_bytes, rounds_of, sent
 
-HEADS = 1
 sp = torch.ops.sp
 FORWARD_AND_BACKWARD = {  # op -> its collective each way
     sp.all_to_all.default: ("all_to_all", "all_to_all"),
@@ -63,7 +63,7 @@ def _sent(call: Call, n: int) -> tuple[list[Node], Size, Size] | None:
     strategy = strategy_of(op)
     if strategy is not None and strategy.sends is not None:
         return call.operands[:3], *strategy.sends(call, n)
-    if op in SCANS and call["frame"] is not None:
+    if op in SCAN_OPS and call["frame"] is not None:
         folds = call["frame"][4] if len(call["frame"]) == 5 else 1
         there, back = (sent(call["exchange"], nbytes, n) for nbytes in message_bytes(call, folds))
         return call.operands[:1], there, back
@@ -128,7 +128,7 @@ def declare_routes(local: GraphModule, ranks: Ranks) -> None:
     for node in local.graph.nodes:
         if strategy := strategy_of(node.target):
             strategy.declare(Call(node), ranks)
-        elif node.target in SCANS:
+        elif node.target in SCAN_OPS:
             call = Call(node)
             stepped = call["frame"] is not None and call["exchange"] == "steps"
             routes.declare_shifts(ranks.group, [1 << k for k in range(rounds_of(ranks.n))] if stepped else [])

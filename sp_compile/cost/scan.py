@@ -24,7 +24,7 @@ from .line import bytes_of
 from .machine import Machine
 
 sp = torch.ops.sp
-SCANS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
+SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
 INDEX = 8
 
 
@@ -75,7 +75,7 @@ def message_bytes(call: Call, folds: int, extent: Callable[[Any], Size] = size) 
     result = call.results()[0]
     linear = call.node.target is sp.linear_scan.default
     op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
-    rows = _rows(result, dim, extent) * folds
+    rows = _row_elements(result, dim, extent) * folds
     inner = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
     # The other way most scans are recurrences, of which factor and state are sent, in what sums are added in.
     wide = accumulate_dtype("sum", torch.promote_types(result.dtype, inner), result.device)
@@ -96,10 +96,10 @@ def _segments(call: Call, dim: int, folds: int, extent: Callable[[Any], Size]) -
         return 0, 0
     ids = node.meta["val"]
     at = 0 if ids.ndim == 1 else dim - call.ndim() + ids.ndim
-    count = _rows(ids, at, extent) * folds
+    count = _row_elements(ids, at, extent) * folds
     return 2 * ids.element_size() * count, count
 
 
-def _rows(value: torch.Tensor, dim: int, extent: Callable[[Any], Size]) -> Size:
+def _row_elements(value: torch.Tensor, dim: int, extent: Callable[[Any], Size]) -> Size:
     """Elements of a tensor's one row."""
     return product(extent(s) for d, s in enumerate(value.shape) if d != dim)

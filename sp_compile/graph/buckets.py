@@ -12,7 +12,7 @@ from .record import record
 from .sizes import all_same, sizes
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-SPLITS = (aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
+SPLITS_WITH_SIZES = (aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
 ELEMENTWISE = (c10d.all_reduce.default, c10d.wait_tensor.default)
 
 
@@ -21,7 +21,7 @@ def packed_in(node: Node) -> Node | None:
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return None
     split, index = node.args
-    if split.target not in SPLITS or len(split.args) > 2 or split.kwargs:
+    if split.target not in SPLITS_WITH_SIZES or len(split.args) > 2 or split.kwargs:
         return None
     source = split.args[0]
     while source.target in ELEMENTWISE and record(source).result is None:

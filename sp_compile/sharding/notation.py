@@ -51,12 +51,12 @@ class Pattern:
         """Bind the text to a call's shapes; None if it does not fit their number of dims or the sizes of its groups."""
         shapes = [call.shape(i) for i in range(len(call.operands))]
         given = self.operands or ((),) * len(shapes)  # nothing left of the arrow: no operand, or one without dims
-        bound = [_spelt(dims, len(s) - len(dims) + 1) for dims, s in zip(given, shapes)]
+        bound = [_at_depth(dims, len(s) - len(dims) + 1) for dims, s in zip(given, shapes)]
         if [len(dims) for dims in bound] != [len(s) for s in shapes] or len(given) != len(shapes):
             return None
         depth = max((len(s) - len(d) + 1 for d, s in zip(given, shapes) if "..." in d), default=0)
-        results = tuple(_spelt(dims, depth) for dims in self.results)
-        kinds = {f: kind for name, kind in self.kinds.items() for f in _spelt((name,), depth)}
+        results = tuple(_at_depth(dims, depth) for dims in self.results)
+        kinds = {f: kind for name, kind in self.kinds.items() for f in _at_depth((name,), depth)}
         pairs = [*zip(bound, shapes), *zip(results, call.result_shapes())]
         extent = _extents(pairs)
         grouped = _grouped(pairs, extent)
@@ -147,7 +147,7 @@ def _sized(dims: Iterable[str], known: set[str]) -> set[str]:
     return known
 
 
-def _spelt(dims: Dims, depth: int) -> Dims:
+def _at_depth(dims: Dims, depth: int) -> Dims:
     """The dims with so many for "...", counted from its last."""
     dots = tuple(f"~{i}" for i in range(depth - 1, -1, -1))
     return tuple(f for name in dims for f in (dots if name == "..." else (name,)))

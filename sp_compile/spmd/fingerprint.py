@@ -92,7 +92,7 @@ def text_of(gm: GraphModule) -> Text:
     for node in gm.graph.nodes:
         named = is_collective(node)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        written = [_spelt(leaf) for leaf in leaves if not (isinstance(leaf, Node) or (named and names_group(leaf)))]
+        written = [_written(leaf) for leaf in leaves if not (isinstance(leaf, Node) or (named and names_group(leaf)))]
         numbers.append(hashed(f"{written} {_constant(gm, node)}"))
         edges = [order[leaf] if isinstance(leaf, Node) else None for leaf in leaves]
         if node.op != "output":
@@ -159,7 +159,7 @@ def _target(node: Node) -> str:
     return str(target) if namespace_of(target) else getattr(target, "__qualname__", str(target))
 
 
-def _spelt(leaf: Any) -> str:
+def _written(leaf: Any) -> str:
     """A device counts without its number: each rank has its own."""
     return leaf.type if isinstance(leaf, torch.device) else repr(leaf)
 

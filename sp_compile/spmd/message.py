@@ -176,7 +176,7 @@ def failures(errors: Sequence[str], ranks: Sequence[int]) -> str:
 def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
     """Which fields differ that all ranks have? "" if none does."""
     names = [name for name in everyone[0].fields if all(name in one.fields for one in everyone)]
-    names = [name for name in names if not all(_alike(everyone[0].fields[name], one.fields[name]) for one in everyone)]
+    names = [name for name in names if not all(_close(everyone[0].fields[name], one.fields[name]) for one in everyone)]
     if not names:
         return ""
     rows = [", ".join(f"{name} {one.fields[name][:WIDTH]}".strip() for name in names[:SHOWN]) for one in everyone]
@@ -184,7 +184,7 @@ def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
     return f"{what}; {advice}. What differs:\n{each}"
 
 
-def _alike(a: str, b: str) -> bool:
+def _close(a: str, b: str) -> bool:
     if a == b or not (a.startswith(ABOUT) and b.startswith(ABOUT)):
         return a == b
     first, second = ([float(x) for x in one.removeprefix(ABOUT).split()] for one in (a, b))

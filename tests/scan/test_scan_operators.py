@@ -16,7 +16,7 @@ from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import using
 
 sp = torch.ops.sp
-ROWS = [row for row in table.WAYS if row != "triton" and (row != "native" or has_native())]
+ROWS = [row for row in table.LOWERINGS if row != "triton" and (row != "native" or has_native())]
 rows_of_all = pytest.mark.parametrize("row", [row for row in ROWS if row != "aten"])
 
 

@@ -75,7 +75,7 @@ def chunks_behind(node: Node) -> Chunks | None:
 
 autograd = torch.ops._c10d_functional_autograd
 
-KINDS = {
+COLLECTIVES = {
     c10d.all_reduce.default: "all_reduce",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_gather_into_tensor.default: "all_gather",
@@ -90,7 +90,7 @@ OTHERS = ("band", "bor", "bxor", "premul_sum")
 LONGEST = 6
 """No mesh has more axes; there are 203 ways to put so many links into blocks."""
 
-PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
 
 
@@ -172,7 +172,7 @@ def check_reductions(graph: Graph) -> None:
 
 def link_of(node: Node) -> Link | None:
     """The node as a link of a chain; None if it is no collective of these kinds, or over a group not known by name."""
-    kind = KINDS.get(node.target) if node.op == "call_function" else None
+    kind = COLLECTIVES.get(node.target) if node.op == "call_function" else None
     if kind is None:
         return None
     call = Call(node)
@@ -241,7 +241,7 @@ def _through(node: Node, link: Link) -> Node | None:
         commutes = True
     elif is_cast(node):
         commutes = _keeps(x, node, link)
-    elif node.target in PRODUCTS or node.target in QUOTIENTS:
+    elif node.target in MULTIPLICATIONS or node.target in QUOTIENTS:
         commutes = _scales(node, link)
     elif node.target is aten.neg.default:
         commutes = FAMILIES.get(link.op, "linear") == "linear"

@@ -39,7 +39,7 @@ from sp_compile.passes.job import Job
 from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
 
-from .chains import KINDS, Chain, Chunks, chains
+from .chains import COLLECTIVES, Chain, Chunks, chains
 from .ways import Chooser, LinkSet, apart, compared, value_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -83,7 +83,7 @@ class MergeReductions(CollectivePass):
     def apply(self, gm: GraphModule, job: Job) -> int:
         self.gone: set[Node] = set()
         for node in gm.graph.nodes:
-            if node.target in KINDS:
+            if node.target in COLLECTIVES:
                 value_of(node)
         found, broken = chains(gm.graph)
         refusals = [self._refuses(chain) for chain in found]

@@ -36,13 +36,13 @@ def drop_buffers(editor: Editor) -> bool:
     changed = False
     for node in editor.graph.find_nodes(op="call_function", target=aten.copy.default):
         buffer, source = node.args[:2]
-        if source.target is WAIT and _alike(buffer.meta["val"], source.meta["val"]):
+        if source.target is WAIT and _same_layout(buffer.meta["val"], source.meta["val"]):
             editor.replace(node, source)
             changed = True
     return changed
 
 
-def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
     shaped = sizes(x.shape) == sizes(y.shape) and sizes(x.stride()) == sizes(y.stride())
     return shaped and (x.dtype, x.device) == (y.dtype, y.device)
 

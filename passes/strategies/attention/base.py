@@ -28,7 +28,7 @@ from sp_compile.sharding.rule import RuleFunction, forget, rule_of
 from sp_compile.sharding.rules.attention import sharded_attention
 
 aten = torch.ops.aten
-SEQUENCE = -2
+SEQUENCE_FROM_END = -2
 
 
 class AttentionPass(Rewrite):
@@ -195,6 +195,6 @@ def may_hold_fills(call: Call) -> bool:
 def sequence_shard(plan: Plan, call: Call, operand: int) -> Shard | None:
     """Where q, k or v (0, 1, 2) of an attention lies, if it is sharded along its sequence and on nothing else."""
     have = plan.of(call.operands[operand])
-    if not isinstance(have, Shard) or have.dim != call.ndim(operand) + SEQUENCE:
+    if not isinstance(have, Shard) or have.dim != call.ndim(operand) + SEQUENCE_FROM_END:
         return None
     return have if same(have.outer, 1) and same(have.inner, 1) else None

@@ -17,11 +17,11 @@ from torch.fx import GraphModule, Node
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import quotient
+from sp_compile.lowering.attention.args import HEADS
 from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
 
 aten = torch.ops.aten
-HEADS = 1
 
 
 class ExpandHeads(Rewrite):

@@ -27,10 +27,10 @@ from sp_compile.graph.sizes import Size, divides, sizes
 from sp_compile.sharding.attention import ATTENTION
 from sp_compile.sharding.placement import Demand, Placement, Shard
 
-from .base import SEQUENCE, AttentionPass, register, sequence_shard
+from .base import SEQUENCE_FROM_END, AttentionPass, register, sequence_shard
 
 sp = torch.ops.sp
-HEADS = -3
+HEADS_FROM_END = -3
 DimFrame = tuple[int, tuple[Size, ...]]  # a dim from behind, and the frame in which that is cut
 
 
@@ -54,8 +54,9 @@ class Ulysses(AttentionPass):
             shape = call.shape(i)
             if len(shape) < 3:
                 return f"operand {operand.name} of shape {list(shape)} has no head dim"
-            if not divides(n, shape[HEADS]) and (i == 0 or not self._repeats(call)):
-                return f"{n} ranks do not divide the {shape[HEADS]} heads of {operand.name}, of shape {list(shape)}"
+            heads = shape[HEADS_FROM_END]
+            if not divides(n, heads) and (i == 0 or not self._repeats(call)):
+                return f"{n} ranks do not divide the {heads} heads of {operand.name}, of shape {list(shape)}"
             have = self.plan.of(operand)
             if isinstance(have, Shard) and sequence_shard(self.plan, call, i) is None:
                 return f"{operand.name} is sharded on dim {have.dim}, not on its sequence"
@@ -67,26 +68,26 @@ class Ulysses(AttentionPass):
             placed.update(self._repeat(node, placed))
         call = Call(node)
         moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
-        groups = _alike(moved)
-        heads = min((call.shape(i)[HEADS] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
-        whole = (HEADS, (1, heads, 0, heads))
+        groups = _by_frame(moved)
+        heads = min((call.shape(i)[HEADS_FROM_END] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
+        whole = (HEADS_FROM_END, (1, heads, 0, heads))
         fresh: dict[Node, Node] = {}
         with self.graph.inserting_before(node):
             for group in groups:
-                rows = (SEQUENCE, moved[group[0]].spelt())
+                rows = (SEQUENCE_FROM_END, moved[group[0]].spelt())
                 fresh.update(zip(group, self._exchange(group, whole, rows, node)))
         operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
         node.args, node.kwargs = call.rebuild(operands)
         queries = moved.get(call.operands[0])
         if queries is not None:
             with self.behind(node):
-                (back,) = self._exchange([node], (SEQUENCE, queries.spelt()), whole, node)
+                (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.spelt()), whole, node)
             self.interpose(node, back)
         self.note(node, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back")
 
     def _repeats(self, call: Call) -> bool:
         """Must key heads be repeated, and is that what a share of the query heads needs?"""
-        heads, keys, values = (call.shape(i)[HEADS] for i in range(3))
+        heads, keys, values = (call.shape(i)[HEADS_FROM_END] for i in range(3))
         grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
         return grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
 
@@ -100,8 +101,8 @@ class Ulysses(AttentionPass):
         return {new: placed[old] for old, new in repeated.items()}
 
     def _repeated(self, x: Node, node: Node) -> Node:
-        heads = sizes(x.meta["val"].shape)[HEADS]
-        return self.repeat_each(x, HEADS, math.lcm(heads, self.job.ranks.n) // heads, node)
+        heads = sizes(x.meta["val"].shape)[HEADS_FROM_END]
+        return self.repeat_each(x, HEADS_FROM_END, math.lcm(heads, self.job.ranks.n) // heads, node)
 
     def _exchange(self, operands: list[Node], scattered: DimFrame, gathered: DimFrame, node: Node) -> list[Node]:
         ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
@@ -111,7 +112,7 @@ class Ulysses(AttentionPass):
         return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(values)]
 
 
-def _alike(moved: dict[Node, Shard]) -> list[list[Node]]:
+def _by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
     """Operands whose sequences lie alike share one exchange (cross attention has two lengths)."""
     groups: list[list[Node]] = []
     for operand, have in moved.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
+from sp_compile.lowering.attention.args import SEQUENCE
 from sp_compile.sharding.attention import ATTENTION, reads_position
 from sp_compile.sharding.placement import REPLICATE, Placement, Replicate, Shard
 from sp_compile.sharding.rule import Dims, Factors, rule_of
@@ -37,9 +38,6 @@ def _leading(call: Call) -> tuple[Dims, dict[str, Size]]:
     depth = len(results) - 2
     leading: Dims = tuple("h" if i == depth - 1 else f"b{depth - 2 - i}" for i in range(depth))
     return leading, {**dict(zip(leading, results)), "q": call.shape(0)[-2], "k": call.shape(1)[-2]}
-
-
-SEQUENCE = 2
 
 
 def sharded_attention(call: Call) -> Factors:

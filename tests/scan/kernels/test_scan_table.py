@@ -11,7 +11,7 @@ from support.scans.local_scans import has_native
 import sp_compile
 from sp_compile import SpError
 from sp_compile.lowering.scan.kernels import native
-from sp_compile.lowering.scan.table import WAYS, Problem, choose, using
+from sp_compile.lowering.scan.table import LOWERINGS, Problem, choose, using
 
 sp = torch.ops.sp
 
@@ -86,7 +86,7 @@ def toy() -> Iterator[None]:
 
 
 with toy_way.registered():
-    EVERY = tuple(WAYS)
+    EVERY = tuple(LOWERINGS)
 
 
 @pytest.mark.parametrize("way", EVERY)
@@ -101,7 +101,7 @@ def test_every_way_gives_what_the_tree_gives(way: str, length: int, toy: None) -
         ("linear_total", sp.local_linear_total, (a, x, 1, False, False, wide)),
     ):
         rows = {"outer": 2, "length": length, "inner": 3, "segmented": kind in ("scan", "extremes")}
-        if not WAYS[way].fits(problem(kind=kind, total=True, op="max" if kind == "extremes" else "sum", **rows)):
+        if not LOWERINGS[way].fits(problem(kind=kind, total=True, op="max" if kind == "extremes" else "sum", **rows)):
             continue
         with using("tree"):
             expected = op(*operands)
@@ -117,5 +117,5 @@ def test_a_way_from_outside_takes_its_turn() -> None:
         torch.testing.assert_close(sp_compile.inclusive_scan(x, 1), x.cumsum(1))
     with toy_way.registered(), pytest.raises(SpError, match="'toy' is registered already"):
         toy_way.registered()
-    assert "toy" not in WAYS
+    assert "toy" not in LOWERINGS
     assert choose(problem()) == "aten"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sp_compile.passes.collectives.merge.chains import KINDS
+from sp_compile.passes.collectives.merge.chains import COLLECTIVES
 from sp_compile.passes.collectives.merge.merge import MergeReductions
 from sp_compile.spmd.groups import Groups
 
@@ -45,7 +45,7 @@ def traced(fn: Callable, *args: Tensor) -> GraphModule:
 
 
 def collectives(gm: GraphModule) -> list[str]:
-    return [f"{KINDS[n.target]} {n.args[-1]}" for n in gm.graph.nodes if n.target in KINDS]
+    return [f"{COLLECTIVES[n.target]} {n.args[-1]}" for n in gm.graph.nodes if n.target in COLLECTIVES]
 
 
 def operands(x: Tensor, world: int) -> list[list[Tensor]]:
@@ -87,7 +87,7 @@ X = torch.ones(4, 6, dtype=torch.float64)
 
 def count(gm: GraphModule) -> int:
     """Collectives of the graph."""
-    return sum(node.target in KINDS for node in gm.graph.nodes)
+    return sum(node.target in COLLECTIVES for node in gm.graph.nodes)
 
 
 @functools.cache
