@@ -10,9 +10,13 @@ import pytest
 from hypothesis import settings
 from support.ranks import Ranks
 
+from sp_compile.lowering.library import tag_programs
+
 # pytest hands its handlers to loggers that do not propagate. To torch's, a handler means that somebody collects traces,
 # for whom it prints each graph after each pass: a third of the suite's time.
 logging.getLogger("torch.__trace").propagate = True
+
+tag_programs()  # tests give operators to compilers whose caches outlive an edit of these
 
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
