@@ -12,11 +12,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
-from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_metadata_torch_function_mode,
     _temp_remove_pre_dispatch_torch_function_mode,
+    get_proxy_mode,
     make_fx,
     track_tensor_tree,
 )
@@ -39,8 +39,8 @@ def trace_graph(name: str, text: str) -> None:
 
 
 def active_tracer() -> Any:
-    """The tracer of the pre-dispatch make_fx that is running."""
-    return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY).tracer
+    """The tracer of the make_fx that is running."""
+    return get_proxy_mode().tracer
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 A region op is a node `op(..., body, *operands)` that runs a sub-graph. Its body is copied into the outer graph, so that
 a sharding can flow through it. What the op meant is kept in other ways: checkpointing as `meta["recompute"]` and
-`meta["ac_graph_id"]`, which AOTAutograd's partitioner reads; grad mode and autocast as enter and exit nodes.
+`meta["ac_graph_id"]`, which AOTAutograd's partitioner reads; grad mode and autocast as enter and exit nodes. Inference
+mode is a grad mode here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from sp_compile._compat import (
     CheckpointPolicy,
     enter_autocast,
+    enter_inference_mode,
     exit_autocast,
+    exit_inference_mode,
     invoke_subgraph,
     keep_calling_convention,
     keep_source,
@@ -82,6 +85,8 @@ class _Copy:
                 continue
             if node.op == "call_function" and node.target in _BODY_AT:
                 env[node] = self.region(gm, path, node, bound, tags)
+            elif node.op == "call_function" and node.target in (enter_inference_mode, exit_inference_mode):
+                env[node] = self.inference_mode(node)
             elif node.target is operator.getitem and isinstance(env.get(node.args[0]), tuple | list):
                 env[node] = env[node.args[0]][node.args[1]]  # a result of a region
             else:
@@ -99,6 +104,14 @@ class _Copy:
         if tags and node.op in ("call_function", "call_method"):
             new.meta.update(tags)
         return new
+
+    def inference_mode(self, node: Node) -> Node:
+        """Write its beginning or its end as a change of the grad mode, which is all that a program's values know."""
+        if node.target is enter_inference_mode:
+            self.grad.append(not node.args[0])
+        else:
+            self.grad.pop()
+        return self.call(set_grad_enabled, (self.grad[-1],))
 
     def region(self, gm: GraphModule, path: str, node: Node, bound: Callable[[Any], Any], tags: dict[str, Any]) -> Any:
         index = _BODY_AT[node.target]

@@ -26,6 +26,7 @@ from sp_compile._compat import (
     register_hook_op,
     rename,
     reset_functorch,
+    set_grad_enabled,
     suspended_trace,
     track_tensor_tree,
 )
@@ -141,7 +142,8 @@ class _Lower(Interpreter):
         """A vmap or grad region as plain ATen: recorded below functorch, replayed in the outer trace.
 
         The replay makes it differentiable again; the recording runs on detached inputs, with grad mode on because
-        torch.func.grad needs it.
+        torch.func.grad needs it. A no_grad inside of the region is recorded, too: it holds for who differentiates
+        from outside.
         """
         inside = set(nodes)
         ins = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
@@ -154,6 +156,8 @@ class _Lower(Interpreter):
             sub.env = {**values, **dict(zip(free, args, strict=True))}
             for n in nodes:
                 sub.env[n] = sub.run_node(n)
+                if n.target is set_grad_enabled:
+                    active_tracer().create_node("call_function", n.target, n.args, n.kwargs)
             return tuple(sub.env[o] for o in outs)
 
         with suspended_trace(self.fake_mode), torch.enable_grad():

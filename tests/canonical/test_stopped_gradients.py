@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 from sp_compile import verify
 
@@ -33,9 +34,19 @@ def without_gradient(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def in_inference_mode(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*xs: Tensor) -> Tensor:
+        with torch.inference_mode():
+            found = f(*xs)
+        return found.clone()
+
+    return run
+
+
 STOPS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
     "detach": lambda f: lambda *xs: f(*xs).detach(),
     "no_grad": without_gradient,
+    "inference_mode": in_inference_mode,
 }
 
 
@@ -94,3 +105,29 @@ SPELLINGS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
 def test_gradients(name: str, how: str) -> None:
     model = Model(lambda x: SPELLINGS[name](STOPS[how], x))
     assert verify(model, torch.randn(2, 12, WIDTH).double(), sp=2, seq_dims={"x": 1}).worst <= TOLERANCE
+
+
+def inside_of_vmap(x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda y: y * without_gradient(lambda z: z.cumsum(0))(y))(x)
+
+
+def inside_of_grad(x: Tensor) -> Tensor:
+    return x * torch.func.grad(lambda y: (y * without_gradient(sums)(y)).sum())(x)
+
+
+def combined(x: Tensor) -> Tensor:
+    """A scan of torch whose combine function stops the gradient of what is on the left."""
+    left = without_gradient(lambda a: a * 1)
+    return associative_scan(lambda a, b: left(a) + b, x, 1, combine_mode="generic")
+
+
+@torch.inference_mode()
+def nested(x: Tensor) -> Tensor:
+    with torch.inference_mode(False):
+        return x.cumsum(1) - x
+
+
+@pytest.mark.parametrize("f", [inside_of_vmap, inside_of_grad, combined, nested])
+def test_regions_inside_of_others(f: Callable[[Tensor], Tensor]) -> None:
+    model = Model(lambda x: x + f(x))
+    assert verify(model, torch.randn(2, 6, WIDTH).double(), sp=2, seq_dims={"x": 1}).worst <= TOLERANCE
