@@ -42,17 +42,20 @@ print(Setting({setting}).outcome([
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program runs in. sizes: (B, S, D) of x. dim: the sequence's of x."""
+    """What a program runs in. sizes: (B, S, D) of x. dim: the sequence's of x. frozen: x or weight, if one is."""
 
     sizes: Sizes
     ranks: int
     dim: int
     dynamic: bool
     options: dict[str, Any]
+    frozen: str = ""
 
     def outcome(self, steps: Sequence[Step]) -> Result:
         options = {**self.options, "seq_dims": {"x": self.dim}}
-        return outcome(Case(Program(list(steps)), inputs_of(self.sizes), self.ranks, options, self.dynamic))
+        return outcome(
+            Case(Program(list(steps)), inputs_of(self.sizes, self.frozen), self.ranks, options, self.dynamic)
+        )
 
 
 def cases(seed: int) -> Iterator[str]:
@@ -68,6 +71,8 @@ def made(seed: int) -> tuple[Setting, list[Step]]:
     program, sizes = random_program(random, random.choice([4, STEPS]))
     dim = random.choice([1, 1, 1, 0, 2])
     setting = Setting(sizes, random.choice([2, 3, 4]), dim, random.random() < 0.4, random.choice(OPTIONS))
+    if random.random() < 0.2:
+        setting = replace(setting, frozen=random.choice(["x", "weight"]))
     return setting, program.steps
 
 
@@ -78,7 +83,7 @@ def run(name: str) -> Result:
         return result
     setting, steps, result = minimal(setting, steps, result)
     fields = ", ".join(f"{key}={value!r}" for key, value in vars(setting).items())
-    lines = "\n".join(f"    Step({s.name!r}, {s.operands!r}, {s.args!r})," for s in steps)
+    lines = "\n".join(f"    Step({s.name!r}, {s.operands!r}, {s.args!r}, {s.around!r})," for s in steps)
     return replace(result, program=SCRIPT.format(result=result, name=name, setting=fields, steps=lines))
 
 
@@ -92,8 +97,9 @@ def minimal(setting: Setting, steps: list[Step], result: Result) -> tuple[Settin
         found = smaller.outcome(some)
         return found if found.outcome is result.outcome else None
 
-    for plain in (replace(setting, dynamic=False), replace(setting, options={})):
-        if found := same(plain, steps):
+    for change in ({"dynamic": False}, {"options": {}}, {"frozen": ""}):
+        plain = replace(setting, **change)
+        if plain != setting and (found := same(plain, steps)):
             setting, result = plain, found
     i = len(steps)
     while i:
@@ -101,7 +107,22 @@ def minimal(setting: Setting, steps: list[Step], result: Result) -> tuple[Settin
         fewer = without(steps, i)
         if found := same(setting, fewer):
             steps, result, i = fewer, found, len(fewer)
+    for i, step in enumerate(steps):
+        for simpler in _simpler(step):
+            some = [*steps[:i], simpler, *steps[i + 1 :]]
+            if found := same(setting, some):
+                steps, result = some, found
+                break
     return setting, steps, result
+
+
+def _simpler(step: Step) -> list[Step]:
+    """The step with fewer stops, the fewest first."""
+    around = [replace(step, around="")] if step.around else []
+    stops = step.args[2:] if step.name == "idiom" else ()
+    alone = [tuple(s if i == j else "" for j, s in enumerate(stops)) for i, stop in enumerate(stops) if stop]
+    fewer = [replace(step, args=(*step.args[:2], *some), around="") for some in (("",) * 3, *alone) if some != stops]
+    return [*fewer, *around] if any(stops) else around
 
 
 def without(steps: Sequence[Step], i: int) -> list[Step]:
@@ -113,5 +134,5 @@ def without(steps: Sequence[Step], i: int) -> list[Step]:
 
     return [
         *steps[:i],
-        *(Step(step.name, tuple(moved(value) for value in step.operands), step.args) for step in steps[i + 1 :]),
+        *(replace(step, operands=tuple(moved(value) for value in step.operands)) for step in steps[i + 1 :]),
     ]

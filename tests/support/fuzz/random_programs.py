@@ -7,12 +7,14 @@ equal size meet all the time: sizes alone do not say which dim is the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from random import Random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.fuzz.stops import AROUND, IDIOMS, STOPS, idiom
 from torch import Tensor, nn
 
 import sp_compile
@@ -23,28 +25,38 @@ LIMIT = 2000  # elements of a value: programs stay quick
 
 @dataclass(frozen=True)
 class Step:
-    """`name(*values at operands, *args)`, in the table of OPS."""
+    """`name(*values at operands, *args)`, in the table of OPS; around: the one of STOPS that it runs in."""
 
     name: str
     operands: tuple[int, ...]
     args: tuple[Any, ...] = ()
+    around: str = ""
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join([f'v{i}' for i in self.operands] + [repr(a) for a in self.args])})"
+        call = f"{self.name}({', '.join([f'v{i}' for i in self.operands] + [repr(a) for a in self.args])})"
+        return f"{self.around}: {call}" if self.around else call
 
 
 class Program(nn.Module):
-    """x is v0; every step appends a value; the last three values are returned."""
+    """x is v0; every step appends a value; the last three values are returned. Neighbours share what is around them."""
 
     def __init__(self, steps: list[Step]) -> None:
         super().__init__()
         self.steps = steps
+        self.regions = [(around, list(some)) for around, some in groupby(steps, lambda step: step.around)]
 
     def forward(self, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        values = [x]
-        for step in self.steps:
-            values.append(OPS[step.name](weight, ids, *(values[i] for i in step.operands), *step.args))
-        return tuple(values[-3:])
+        values: tuple[Tensor, ...] = (x,)
+        for around, steps in self.regions:
+
+            def run(weight: Tensor, *given: Tensor, steps: list[Step] = steps) -> tuple[Tensor, ...]:
+                made = list(given)
+                for step in steps:
+                    made.append(OPS[step.name](weight, ids, *(made[i] for i in step.operands), *step.args))
+                return tuple(made[len(given) :])
+
+            values = (*values, *STOPS[around](run, weight, *values))
+        return values[-3:]
 
     def __repr__(self) -> str:
         return "; ".join(f"v{i} = {step}" for i, step in enumerate(self.steps, 1))
@@ -243,6 +255,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "embedded": _embedded,
     "attention": _attention,
     "heads": _heads,
+    "idiom": idiom,
     "written": lambda w, i, x, d, how: WRITES[how](x.clone(), d),
     "sorted": lambda w, i, x, d: x.sort(d)[0],
     "gathered": lambda w, i, x, d: x.gather(d, x.detach().argsort(d)),
@@ -258,7 +271,11 @@ OPS: dict[str, Callable[..., Tensor]] = {
 
 
 def random_program(random: Random, steps: int) -> tuple[Program, Sizes]:
-    """A program of at most so many steps and the sizes (B, S, D) of its input; every step was tried on meta tensors."""
+    """A program of at most so many steps and the sizes (B, S, D) of its input; every step was tried on meta tensors.
+
+    Gradients stop in every other one.
+    """
+    stops = random.random() < 0.5
     sizes = random.randint(1, 3), random.randint(2, 7), random.randint(1, 5)
     made: list[Step] = []
     with torch.device("meta"):
@@ -267,6 +284,8 @@ def random_program(random: Random, steps: int) -> tuple[Program, Sizes]:
         wanted = random.randint(1, steps)
         while len(made) < wanted:
             step = _step(random, values)
+            if stops and random.random() < 0.5:
+                step = _stopping(random, values, step, made)
             try:
                 value = OPS[step.name](*context, *(values[i] for i in step.operands), *step.args)
             except (RuntimeError, IndexError, ValueError):
@@ -311,12 +330,23 @@ def _step(random: Random, values: list[Tensor]) -> Step:
         "heads": lambda: (dim, *random.choice([(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 2)]), random.choice(MASKS)),
         "written": lambda: (dim, random.choice(sorted(WRITES))),
         "class_loss": lambda: (random.choice(["mean", "sum", "none"]),),
+        "idiom": lambda: (dim, random.choice(sorted(IDIOMS)), "", "", ""),
     }
     if name in ("sum", "mean", "amax", "logsumexp", "var"):
         return Step(name, (first,), (dim, keep))
     if name in ("sin", "tanh", "detach", "embedded"):
         return Step(name, (first,))
     return Step(name, (first,), arguments.get(name, lambda: (dim,))())
+
+
+def _stopping(random: Random, values: list[Tensor], step: Step, made: list[Step]) -> Step:
+    """An idiom with stops in it, or the step in a region: its own, or that of the step before."""
+    if random.random() < 0.5:
+        dim = random.randrange(max(values[step.operands[0]].ndim, 1))
+        stops = [random.choice(["", random.choice(sorted(STOPS))]) for _ in range(3)]
+        step = Step("idiom", step.operands[:1], (dim, random.choice(sorted(IDIOMS)), *stops))
+    before = made[-1].around if made else ""
+    return replace(step, around=before or random.choice(AROUND))
 
 
 def _bounds(random: Random, extent: int) -> tuple[int | None, int | None]:
@@ -337,9 +367,9 @@ def _shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [shape[::-1], (numel,), (*shape[1:], *shape[:1]), (numel, 1)]
 
 
-def inputs_of(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """x of these sizes, the weights and the ids of a program, in float64."""
+def inputs_of(sizes: Sizes, frozen: str = "") -> tuple[Tensor, Tensor, Tensor]:
+    """x of these sizes, the weights and the ids of a program, in float64; frozen: x or weight, without a gradient."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sizes, dtype=torch.float64, generator=generator)
     weight = torch.randn(4000, dtype=torch.float64, generator=generator) / 2
-    return x.requires_grad_(), weight.requires_grad_(), torch.tensor([0, 2, 1, 3])
+    return x.requires_grad_(frozen != "x"), weight.requires_grad_(frozen != "weight"), torch.tensor([0, 2, 1, 3])
