@@ -9,7 +9,8 @@ A scale on q or k stays there, with scale=1; a tensor that scales the scores sca
 numbers than the eager spelling. Bytes moved: none.
 Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
 (float64 models with a float32 softmax), fills with a finite number unless every query provably attends to some key
-(a row of nothing but fills attends to all keys alike), and operands that broadcast.
+(a row of nothing but fills attends to all keys alike), parts in different autocast regions, and operands that
+broadcast.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
+from sp_compile.graph.autocast import autocast_at, same_autocast
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, product, same, sizes
 from sp_compile.passes.base import Spelling, register
@@ -81,7 +83,9 @@ class EagerAttention(Spelling):
             return "softmax in less precision than the values, or operands that broadcast"
         if not _keep_dtype(scores, operands[0]):
             return "the scores are scaled in another dtype"
-        with self.graph.inserting_before(weights.last):
+        if operands[0].node.meta["val"].dtype not in HALF and not same_autocast([*chain, weights.last]):
+            return "its parts are in different autocast regions"
+        with self.graph.inserting_before(weights.last), autocast_at(weights.last):
             out = self._attention(scores, weights, operands, weights.last)
         if out is None:
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may hold fills"

@@ -5,7 +5,7 @@
     sdpa(stack(q_i, 0), stack(k_i, 0), stack(v_i, 0))  (H, B, T, E): transposed(0, 1) around it
 
 Masks that are computed alike stay one; others are stacked, too. Bytes moved: none. Leaves alone: heads of different
-shape, scale or dropout, results that something else reads, masks of more than (B, T, T).
+shape, scale, dropout or autocast region, results that something else reads, masks of more than (B, T, T).
 
 The repetition of key and value heads moves into the attention op. Part of canonicalize.
 
@@ -26,6 +26,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload, pytree
+from sp_compile.graph.autocast import autocast_at, same_autocast
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark
@@ -65,7 +66,9 @@ class StackHeads(Spelling):
         masks = [c["attn_mask"] for c in calls]
         if masks[0] is not None and masks[0].meta["val"].ndim > 3:
             return False
-        with self.graph.inserting_before(cat):
+        if not same_autocast([*heads, cat]):
+            return False
+        with self.graph.inserting_before(cat), autocast_at(cat):
             operands: list[Node | None] = [self._stack([c.operands[i] for c in calls], 1, cat) for i in range(3)]
             operands.append(self._mask(masks, cat))
             options = {name: calls[0][name] for name in ("dropout_p", "is_causal", "scale")}
@@ -98,7 +101,7 @@ class StackHeads(Spelling):
         mask = call["attn_mask"]
         if mask is not None and mask.meta["val"].ndim > 2:
             return False
-        with self.graph.inserting_before(node):
+        with self.graph.inserting_before(node), autocast_at(node):
             turned = [self._stack(x.args[0], 1, node) for x in operands]
             args, kwargs = call.rebuild([*turned, *call.operands[3:]])
             out = self.compute(SDPA, args, node, kwargs)

@@ -16,14 +16,13 @@ between steps, lists without a recurrence, loops of which only the last state is
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
+from sp_compile.graph.autocast import autocast_at
 from sp_compile.graph.call import Call
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.sizes import sizes
@@ -223,7 +222,7 @@ class Reroll(Spelling, Scans):
         owned = set(steps)
         readers = [(u, n) for n in steps for u in n.users if u is not listed and u not in owned]
         anchor = _anchor(roll.shared(), owned, [listed, *(u for u, _ in readers)])
-        with self.behind(anchor), _autocast_at(anchor):
+        with self.behind(anchor), autocast_at(anchor):
             found = roll.run()
             if not again and not roll.scans:
                 raise NotALoop("no recurrence")
@@ -313,19 +312,3 @@ def _anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
     if tainted & shared:
         raise NotALoop("what is shared depends on a step")
     return anchor
-
-
-@contextmanager
-def _autocast_at(node: Node) -> Iterator[None]:
-    """The autocast regions that the node is in."""
-    entered: dict[Node, Any] = {}
-    for other in node.graph.find_nodes(op="call_function", target=enter_autocast):
-        if other < node:
-            entered[other] = other.args
-    for other in node.graph.find_nodes(op="call_function", target=exit_autocast):
-        if other < node:
-            entered.pop(other.args[0], None)
-    with ExitStack() as regions:
-        for device, dtype, enabled, cache in entered.values():
-            regions.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        yield

@@ -1,0 +1,39 @@
+"""The autocast regions of a graph, which are calls that enter and leave them: an op's dtype is that of its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import enter_autocast, exit_autocast
+
+
+def autocast_regions(node: Node) -> list[Any]:
+    """(device type, dtype, enabled, cache enabled) of every region that the node is in, the innermost last."""
+    entered: dict[Node, Any] = {}
+    for other in node.graph.find_nodes(op="call_function", target=enter_autocast):
+        if other < node:
+            entered[other] = other.args
+    for other in node.graph.find_nodes(op="call_function", target=exit_autocast):
+        if other < node:
+            entered.pop(other.args[0], None)
+    return list(entered.values())
+
+
+def same_autocast(nodes: Sequence[Node]) -> bool:
+    """Would an op compute in the same dtype at the places of all of them?"""
+    first = autocast_regions(nodes[0])
+    return all(autocast_regions(node) == first for node in nodes[1:])
+
+
+@contextmanager
+def autocast_at(node: Node) -> Iterator[None]:
+    """The autocast regions that the node is in, entered."""
+    with ExitStack() as regions:
+        for device, dtype, enabled, cache in autocast_regions(node):
+            regions.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
