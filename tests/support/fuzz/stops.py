@@ -54,12 +54,6 @@ def _enable_grad(f: Function, *xs: Tensor) -> Any:
         return f(*xs)
 
 
-def _inference(f: Function, *xs: Tensor) -> Any:
-    with torch.inference_mode():
-        found = f(*xs)
-    return each(torch.clone, found)
-
-
 def _hooked(f: Function, *xs: Tensor) -> Any:
     def hook(x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -81,12 +75,12 @@ def _written(f: Function, *xs: Tensor) -> Any:
     return each(write, f(*xs))
 
 
+# No inference_mode: torch.compile without ranks leaves a process behind it in which nothing runs any more (2.13).
 STOPS: dict[str, Stop] = {
     "": lambda f, *xs: f(*xs),
     "detach": lambda f, *xs: each(torch.detach, f(*xs)),
     "no_grad": _no_grad,
     "enable_grad": _enable_grad,
-    "inference": _inference,
     "hooked": _hooked,
     "written": _written,
     "checkpoint": lambda f, *xs: checkpoint(f, *xs, use_reentrant=False),
