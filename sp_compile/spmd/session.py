@@ -246,7 +246,7 @@ class Session:
             )
             error = None
         elif error is not None and not self.groups:
-            stop(str(error))  # whoever they are that this rank will not reach
+            stop(str(error), subject=subject)  # whoever they are that this rank will not reach
             return CheckedProgram(None, ALONE, Program(), [], error)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())

@@ -116,7 +116,7 @@ class Wire:
     def _look(self, saying: str, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
         waited, alive = time.monotonic() - begun, self._someone_compiles(begun)
-        if waited > PATIENCE and not self._stopped().goes_on:
+        if waited > PATIENCE and not self._stopped(saying).goes_on:
             raise SpError(self.lost(saying, waited))
         if waited > self.timeout.total_seconds() and not alive:
             raise SpError(self.lost(saying, waited))
@@ -134,7 +134,7 @@ class Wire:
     def lost(self, saying: str, waited: float, error: BaseException | None = None) -> str:
         """What is known of a wait that ends in nothing; the group is broken since."""
         others = [f"  rank {rank} was last seen when it {seen}" for rank, seen in zip(self.ranks, self.seen)]
-        stopped = self._stopped()
+        stopped = self._stopped(saying)
         heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
         self.broken = "\n".join(
             [f"rank {dist.get_rank()} {saying} and waited {waited:.0f} s for ranks that did not come{heard}", *others]
@@ -159,10 +159,14 @@ class Wire:
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
 
-    def _stopped(self) -> Stop:
-        """What another rank of this group said, if it has stopped since the last exchange, and this one has not."""
+    def _stopped(self, saying: str) -> Stop:
+        """What another rank of this group said, if it has stopped since the last exchange, and this one has not.
+
+        A rank that cannot compile one program comes to the others, over whichever group.
+        """
         last = _last_stop()
-        other = last.rank != dist.get_rank() and last.rank in self.ranks
+        comes = saying.startswith("calls") and last.subject not in saying
+        other = last.rank != dist.get_rank() and last.rank in self.ranks and not comes
         return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else NOBODY
 
     def _is_since(self, one: Stop) -> bool:
@@ -209,23 +213,27 @@ def _came(work: Any) -> bool:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group."""
+    """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group.
+
+    subject: the program that it cannot call; "": whichever.
+    """
 
     rank: int
     words: str
     goes_on: bool
     talks: dict[str, int]
+    subject: str = ""
 
 
 NOBODY = Stop(-1, "", True, {})
 _mine: list[Stop] = []  # what this rank said last
 
 
-def stop(words: str, goes_on: bool = False) -> None:
-    """Say why this rank stops, for whoever waits for it in vain. goes_on: with the next call, perhaps."""
+def stop(words: str, goes_on: bool = False, subject: str = "") -> None:
+    """Say why this rank stops, for whoever waits for it in vain: a `Stop`."""
     if dist.is_available() and dist.is_initialized():
         talks = {wire.name: wire.talks for wire in _wires.values()}
-        _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks)]
+        _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks, subject)]
         with suppress(RuntimeError):  # the rank that keeps the store is gone
             answered(lambda: _of_all().set("stopped", json.dumps(astuple(_mine[0]))), None)
 
