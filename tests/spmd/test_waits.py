@@ -114,6 +114,31 @@ def test_a_mesh_that_one_rank_cannot_resolve(ranks: Ranks) -> None:
     assert seconds < 3 * SECONDS
 
 
+class Halves(nn.Module):
+    """Another program than that of Floats."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x / 2).cumsum(1).cos().sum()
+
+
+def another_program() -> tuple[str, float]:
+    """What a rank hears of a program that rank 1 cannot compile, and another's result, which rank 1 is slow to call."""
+    x, groups = torch.ones(2, 8, 16, dtype=torch.float64), [impatient("one"), impatient("other")]
+    if groups[0] is None:
+        return "", 0.0
+    run = sp(Floats(), mesh=groups[0], mesh_dim="sq" if dist.get_rank() else "sp", compiler="aot_eager")
+    told = error_text(lambda: run(x))
+    time.sleep(3 * dist.get_rank())
+    return told, sp(Halves(), mesh=groups[1], compiler="aot_eager")(x).item()
+
+
+def test_a_rank_that_cannot_compile_one_program_comes_to_the_next(ranks: Ranks) -> None:
+    (first, then), (second, also), *_ = ranks.run(4, another_program)
+    assert "no axis" in first
+    assert "no axis" in second
+    assert then == also == pytest.approx(Halves()(torch.ones(2, 8, 16, dtype=torch.float64)).item())
+
+
 def recompiled_too_often() -> str:
     mesh = impatient("limit")
     if mesh is None:
