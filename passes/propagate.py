@@ -24,7 +24,7 @@ from sp_compile.graph.sizes import Size, divides, product, same, typical
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.factors import Dims, Factors, flat, parts
 from sp_compile.sharding.placement import REPLICATE, VARYING, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
-from sp_compile.sharding.rule import lookup, registered_rules, transfer_of
+from sp_compile.sharding.rule import has_rule, lookup, transfer_of
 from sp_compile.sharding.rules.exchanges import lies_as_written
 from sp_compile.sharding.windows import place
 
@@ -317,7 +317,7 @@ def _step(
     axes: Axes, node: Node, call: Call | None, rule: Factors | None, have: Sequence[Placement], n: int, keep_whole: bool
 ) -> Step:
     if call is None or rule is None:
-        fits = " for such operands" if node.target in registered_rules() else ""
+        fits = " for such operands" if has_rule(node.target) else ""
         why = record(node).no_rule or f"{node.target} has no sharding rule{fits}"
         why = "its result is changed in place" if is_written(node) else why
         return all_whole(node, have, "no rule", why, max(1, len(call.results())) if call is not None else 1)

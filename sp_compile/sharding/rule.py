@@ -50,11 +50,17 @@ def lookup(node: Node) -> tuple[Call, Factors | None] | None:
     """The call and its rule; None when the node is not an ATen-like op; rule None when nothing is known of it."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    call = Call(node)
-    function = _REGISTRY.get(node.target)
-    if function is None and torch.Tag.pointwise in node.target.tags:
-        function = _REGISTRY[POINTWISE]
+    call, function = Call(node), _function_of(node.target)
     return call, function(call) if function is not None else None
+
+
+def has_rule(target: Any) -> bool:
+    """Does an op have a rule, whether or not that fits the operands of a call?"""
+    return isinstance(target, OpOverload) and _function_of(target) is not None
+
+
+def _function_of(op: OpOverload) -> RuleFunction | None:
+    return _REGISTRY.get(op) or (_REGISTRY[POINTWISE] if POINTWISE in op.tags else None)
 
 
 def registered_rules() -> Mapping[Any, RuleFunction]:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -129,10 +130,11 @@ class CheckedProgram:
     arguments: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     called: set[str] = field(default_factory=set)
-    standing: Standing = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.standing = Standing({**self.options, PROGRAM: str(self.program.digest)})
+    @cached_property
+    def standing(self) -> Standing:
+        """What it says of itself on every call."""
+        return Standing({**self.options, PROGRAM: str(self.program.digest)})
 
     def __call__(self, *args: Any) -> Any:
         if any(isinstance(a, FakeTensor) for a in args):  # somebody traces the call, and nothing runs

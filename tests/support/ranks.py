@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,13 @@ PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.tensor", "sp_compi
 
 class RanksError(AssertionError):
     """Some rank raised, died or did not answer."""
+
+
+def forkserver() -> ForkServerContext:
+    """What starts processes that have imported already what takes each rank seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 # In a worker.
@@ -130,8 +138,7 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # which has imported what takes each rank seconds
-        context.set_forkserver_preload(PRELOADED)
+        context = forkserver()
         store = tempfile.mktemp(dir=self._folder.name)
         for rank in range(WORLD):
             ours, theirs = context.Pipe()

@@ -1,6 +1,5 @@
 """Ranks of their own, for what needs more of them than the pool has."""
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support.ranks import PRELOADED
+from support.ranks import forkserver
 
 
 def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: str) -> None:
@@ -26,6 +25,6 @@ def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: s
 def spawned(world: int, fn: Callable[[], Any]) -> list[Any]:
     """What the function returns on so many ranks of their own."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        multiprocessing.set_forkserver_preload(PRELOADED)
+        forkserver()
         mp.start_processes(_spawned, (world, f"{folder}/store", fn, folder), world, start_method="forkserver")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]

@@ -10,13 +10,9 @@ import torch
 from support.samples.samples import Sample
 from torch.testing._internal.common_methods_invocations import op_db
 
-from sp_compile.sharding.rule import POINTWISE, registered_rules
+from sp_compile.sharding.rule import has_rule
 
 PER_OP = 4
-
-
-def has_rule(op: Any) -> bool:
-    return op in registered_rules() or POINTWISE in op.tags
 
 
 def samples() -> Iterator[tuple[Any, Sample]]:
