@@ -158,8 +158,10 @@ def merging(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     }
     kernels: dict[str, Callable[..., Any]] = {"Inductor": compiled}
     if triton_kernels.usable(out):
-        jobs["Triton"] = lambda: triton_kernels.merge(*operands)
-        kernels["Triton"] = triton_kernels.merge
+        from sp_compile.lowering.triton.merge import launch
+
+        jobs["Triton"] = lambda: launch(*operands)
+        kernels["Triton"] = launch
     _check_merge(operands, kernels)
     times = clock.interleaved(jobs, sizes.repeats, sizes.inner)
     title = f"merge of {list(shape)}, {moved / 1e6:.0f} MB moved"

@@ -184,4 +184,9 @@ def _routed(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
 
 
 def _total(xs: list[Tensor]) -> Tensor:
-    return torch.stack(xs).sum(0).to(xs[0].dtype)
+    """Rounded once, and never all of them side by side: gradients of whole keys are large."""
+    dtype = xs[0].dtype
+    total = xs[0].to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype, copy=True)
+    for x in xs[1:]:
+        total += x
+    return total.to(dtype)

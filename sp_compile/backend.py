@@ -137,6 +137,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     try:
         config = SPConfig.of(options)
+        session.ranks.check_carries(device)
         if has_dtensors(gm, example_inputs):
             raise SpError(WHOLE_DTENSORS)
         graph, inputs, seq_dims, fragment = global_view(gm, example_inputs, config, session.ranks.n)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile.lowering.table import Table
 
-from ._compat import JOINT_COMPILERS, flat_mesh, process_group
+from ._compat import JOINT_COMPILERS, carrier, flat_mesh, process_group
 from .errors import SpError, did_you_mean
 
 STRATEGIES: Table[Any] = Table("attention")
@@ -155,6 +155,19 @@ class Ranks:
         """Are there other processes in the group? The "fake" backend has none."""
         group = self.process_group
         return self.n > 1 and group is not None and "fake" not in str(dist.get_backend(group))
+
+    def check_carries(self, device: torch.device) -> None:
+        """Raises SpError where Gloo would exchange tensors of a GPU: its all-gather of them ends the process.
+
+        A segmentation fault, seen with torch 2.11 on an H100.
+        """
+        group = self.process_group
+        if group is not None and self.exchanges and device.type == "cuda" and carrier(group, device) == "gloo":
+            raise SpError(
+                f"the {self.n} ranks of group {self.group!r} exchange tensors of {device} by Gloo, whose all-gather of "
+                "such tensors kills the process. Give the group NCCL for them: "
+                'init_process_group("cpu:gloo,cuda:nccl"), or none at all for the default of the machine'
+            )
 
 
 Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Ranks | None

@@ -48,6 +48,14 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return min((one._timeout for one in options if hasattr(one, "_timeout")), default=timedelta(minutes=30))
 
 
+def carrier(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that moves the group's tensors of a device, as in "nccl"; "" where it has none for them."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:
+        return ""
+
+
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """The key-value store that the ranks of the group have met in."""
     return dist.distributed_c10d._world.pg_map[group][1]

@@ -5,10 +5,15 @@ Of `n = route`, n numbers the exchange and the route says between whom; `of n` i
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 from expecttest import assert_expected_inline
 from support.cuda.programs import Sizes, attention
 from support.cuda.worker import AbsentGpu
+from torch._inductor import config as inductor
+from torch._inductor.graph import GraphLowering
 
 
 def events(gpu: AbsentGpu, strategy: str, n: int) -> str:
@@ -221,3 +226,22 @@ def test_gradients_leave_as_they_are_made(gpu: AbsentGpu) -> None:
     of_blocks = [i for i, event in enumerate(rank.backward.events) if "attention_backward" in event]
     assert (len(of_sums), len(of_blocks)) == (6, 2)
     assert of_sums[0] < of_blocks[1]
+
+
+def padding_of_strides() -> set[bool]:
+    """What Inductor is told of it in each graph that it lowers for a GPU."""
+    found = set()
+    run = GraphLowering.run
+
+    def noted(graph: GraphLowering, *args: Any) -> Any:
+        found.add(inductor.comprehensive_padding)
+        return run(graph, *args)
+
+    with mock.patch.object(GraphLowering, "run", noted):
+        attention.__wrapped__("ulysses", 2, Sizes(rows=1023, head_dim=32))
+    return found
+
+
+def test_a_tensor_has_one_layout(gpu: AbsentGpu) -> None:
+    """Inductor of torch 2.11 read what lay without padding as if it had some: rows of odd length, on an H100."""
+    assert gpu.run(padding_of_strides) == {False}

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
 from sp_compile._compat import process_groups
+from sp_compile.config import ranks_of
 from sp_compile.cost import measure
 from sp_compile.errors import SpError
 from sp_compile.passes.collectives.merge.merge import MergeReductions
@@ -160,3 +161,16 @@ def test_bad_graphs_raise_on_every_rank(ranks: Ranks, op: str, message: str) -> 
 def test_without_processes() -> None:
     with pytest.raises(SpError, match="there is no process group"):
         sp_compile.declare_groups(None)
+
+
+def tensors_of_a_gpu() -> str:
+    ranks = ranks_of(worker.group())
+    ranks.check_carries(torch.device("cpu"))
+    with pytest.raises(SpError) as error:
+        ranks.check_carries(torch.device("cuda", 0))
+    return str(error.value)
+
+
+def test_gloo_is_not_asked_to_move_tensors_of_a_gpu(ranks: Ranks) -> None:
+    words = "exchange tensors of cuda:0 by Gloo, whose all-gather of such tensors kills the process"
+    assert words in ranks.run(2, tensors_of_a_gpu)[0]

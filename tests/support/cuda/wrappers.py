@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
+from sp_compile import _compat
 
 
 @dataclass
@@ -111,7 +112,7 @@ def _graphs(gm: torch.fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> 
         stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
         stack.enter_context(mode)
         stack.enter_context(tracing(TracingContext(mode)))
-        compile_fx(gm, args, inner_compile=inner)
+        _compat.inductor(gm, args, inner_compile=inner)
     return found
 
 
