@@ -9,6 +9,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from typing import Any
 from unittest import mock
 
@@ -30,17 +32,18 @@ GRACE = 5.0
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
-PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.tensor", "sp_compile.backend", "sp_compile.functional"]
-
 
 class RanksError(AssertionError):
     """Some rank raised, died or did not answer."""
 
 
 def forkserver() -> ForkServerContext:
-    """What starts processes that have imported already what takes each rank seconds."""
+    """What starts processes that have imported, and compiled, what takes each rank seconds: see ``parallel/warm.py``."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["support.parallel.warm"])
+    path = os.pathsep.join(filter(None, sys.path))  # which Python 3.11 does not hand on to what it preloads
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}):
+        ensure_running()
     return context
 
 
@@ -143,8 +146,7 @@ class Ranks:
         for rank in range(WORLD):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, store, theirs), daemon=True)
-            with mock.patch.dict(os.environ, ENVIRONMENT):
-                process.start()
+            process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
 import socket
 import tempfile
@@ -12,12 +10,11 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
-from unittest import mock
 
 from support.fuzz.fault_table import FAULTS, Fault
 from support.fuzz.loop import AFTER, STEPS, TIMEOUT, Event, Scene, live
 from support.fuzz.outcomes import Outcome, Result
-from support.ranks import ENVIRONMENT
+from support.ranks import forkserver
 
 PATIENCE = 240.0  # seconds for all ranks of a case, on a busy machine
 Told = dict[int, list[Event | None]]
@@ -54,14 +51,12 @@ def lived(scene: Scene, fault: Fault) -> Told:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             Path(scene.folder, f"port{number}").write_text(str(one.getsockname()[1]))
-    context = multiprocessing.get_context("forkserver")  # torch is imported once
-    context.set_forkserver_preload(["support.fuzz.warm"])
+    context = forkserver()
     pipes, processes = [], []
     for rank in range(scene.world):
         ours, theirs = context.Pipe()
         process = context.Process(target=live, args=(scene, rank, theirs), daemon=True)
-        with mock.patch.dict(os.environ, ENVIRONMENT):
-            process.start()
+        process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)

@@ -1,0 +1,16 @@
+"""What the server imports that forks ranks: models are compiled once, so that ranks find all that compilers need."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed.tensor
+from support.parity import Sums, build, sp
+from torch.hub import tqdm
+
+import sp_compile.functional  # noqa: F401
+
+tqdm.monitor_interval = 0  # Inductor's bar of progress: no thread in a process that forks
+torch.set_num_threads(1)
+sp(build(Sums))(torch.ones(2, 8, 16, dtype=torch.float64)).backward()
+torch.compile(torch.sin)(torch.ones(4))  # Inductor tries out vector instructions, each kind in a process of its own
+torch._dynamo.reset()
