@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks as worker
-from support.parity import Decoder, Outcome, build, check, gradients, outcome, sp, text
+from support.parity import Decoder, Outcome, against_eager, build, check, gradients, outcome, sp, text
 from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -65,7 +65,7 @@ def test_ddp(ranks: Ranks, order: str, param_grads: str) -> None:
 
 def with_fsdp(per_block: bool, seq: int) -> Outcome:
     mesh = worker.mesh2d(2, 2)
-    model = build(layers=2)
+    model = build(layers=2 if per_block else 1)
     alone = copy.deepcopy(model)
     flat = mesh._flatten("dp_sp")
     for block in model.blocks if per_block else ():
@@ -83,20 +83,18 @@ def test_fsdp2(ranks: Ranks, per_block: bool) -> None:
 
 def with_small_buckets() -> Outcome:
     """DDPOptimizer cuts the graph where DDP's buckets end; each piece is compiled alone."""
-    mesh = worker.mesh2d(2, 2)
     model = build(layers=2, dim=128)
-    alone = copy.deepcopy(model)
-    run = sp(DDP(model, bucket_cap_mb=1), mesh=mesh, param_grads="partial")
+    run = sp(DDP(model, process_group=worker.group(), bucket_cap_mb=1), mesh=worker.mesh(), param_grads="partial")
     backend._warn_once.cache_clear()
     with TestCase().assertLogs("sp_compile.backend") as logs:
-        found = outcome(*step(run, model, mesh, 8), *expected(alone, 8))
+        found = against_eager(model, *text(8), run=run)
     assert ["optimize_ddp" in line for line in logs.output].count(True) == 1
     return found
 
 
 def test_ddp_in_pieces(ranks: Ranks) -> None:
     """As torch's default has it, which is said once."""
-    check(ranks.run(4, with_small_buckets))
+    check(ranks.run(2, with_small_buckets))
 
 
 class Conditioned(Decoder):
