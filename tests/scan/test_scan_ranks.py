@@ -217,7 +217,7 @@ def test_the_compiler_sees_one_collective_of_a_recurrence(ranks) -> None:
 
 
 def _from_the_cache() -> list[float]:
-    case = CASES["logsumexp in steps"]
+    case = KINDS["in steps"]
     first = _compiled([case], backend="inductor")
     torch._dynamo.reset()
     for name in list(routes._routes):  # as in a process that has not traced the program

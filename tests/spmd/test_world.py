@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from support.parity import Sums, build, sp
+from support.ranks import forkserver
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
@@ -47,7 +48,8 @@ def test_other_processes() -> None:
     net, x = build(Sums, width=4), torch.ones(2, 8, 4, dtype=torch.float64)
     net(x).backward()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_losses, (folder,), nprocs=2)
+        forkserver()
+        mp.start_processes(_losses, (folder,), nprocs=2, start_method="forkserver")
         for out in (torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(2)):
             for loss, gradient, _ in out:
                 torch.testing.assert_close(loss, net(x).item())

@@ -56,7 +56,7 @@ def check(
     if total is None:
         return
     wide = accumulate_dtype(op, out.dtype, x.device)
-    last = exact(x, dim, op, False, reverse, starts)
+    last = exact(x, dim, op, False, reverse, starts) if exclusive else expected
     size = x.shape[dim]
     if size:
         last = last.select(dim, 0 if reverse else size - 1)
