@@ -31,6 +31,7 @@ def test_by_hand():
     assert all(found == expected for found, expected in losses)
 
 
+@pytest.mark.slow
 def test_explain_llama():
     assert "ulysses" in run("examples/explain_llama.py", "2")
 

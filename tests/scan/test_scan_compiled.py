@@ -122,8 +122,8 @@ def check_all(found: list[list[Outcome]]) -> None:
         check(outcomes)
 
 
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("names", [list(SCANS)[i::5] for i in range(5)], ids=", ".join)
+@pytest.mark.sampled(every=10)
+@pytest.mark.parametrize("names", [list(SCANS)[i::10] for i in range(10)], ids=", ".join)
 def test_every_scan(ranks: Ranks, names: list[str]) -> None:
     check_all(ranks.run(3, one_step, names))
 

@@ -73,10 +73,15 @@ CASES = {
     "sequence outside": ((2, 2), ("sp", "tp"), {}, 8),
     "sequence inside": ((2, 2), ("tp", "sp"), {}, 7),
     "cut embedding and loss": ((2, 2), ("sp", "tp"), {"head": "vocab"}, 7),
-    "one layer": ((2, 2), ("sp", "tp"), {"head": "vocab", "layers": 1}, 7),
+    "one layer": ((2, 2), ("sp", "tp"), {"layers": 1}, 7),
+    "one layer, cut embedding and loss": ((2, 2), ("sp", "tp"), {"head": "vocab", "layers": 1}, 7),
     "checkpoint": ((2, 2), ("sp", "tp"), {"checkpointed": True}, 7),
 }
-MODES = {"cut embedding and loss": "fff" + "s" * 9, "one layer": "fff" + "s" * 5}
+MODES = {
+    "cut embedding and loss": "fff" + "s" * 9,
+    "one layer": "s" * 4,
+    "one layer, cut embedding and loss": "fff" + "s" * 5,
+}
 
 
 @pytest.mark.parametrize("case", [c if c == "one layer" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
