@@ -32,7 +32,7 @@ def spread(table: dict[str, Attend]) -> list[object]:
     return [pytest.param(attend, *size, id=name) for (name, attend), size in pairs]
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attend", EXCHANGED.values(), ids=EXCHANGED)
 def test_one_exchange_there_and_one_back(attend: Attend) -> None:
     report = run(attend, 2, 17, heads=4, kv_heads=2, attention="ulysses")

@@ -81,7 +81,7 @@ def run(strategy: str, mask: str, heads: str, length: int, ranks: int, layout: s
     return check(model, *inputs(length), sp=ranks, attention=strategy, layout=layout)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("strategy", NAMES)

@@ -200,7 +200,7 @@ def spread(table: dict[str, Op]) -> list[object]:
     return [pytest.param(name, *size, id=f"{name}-{size[0]}-{size[1]}") for name, size in zip(table, several)]
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize(("name", "ranks", "length"), spread(GATHERED))
 def test_mixing_ops_are_exact_and_reported(name: str, ranks: int, length: int) -> None:
     report = run(GATHERED[name], ranks, length)
@@ -208,7 +208,7 @@ def test_mixing_ops_are_exact_and_reported(name: str, ranks: int, length: int) -
     assert any(node.startswith(name.strip()) for node in gathered), gathered
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize(("name", "ranks", "length"), spread(SHARDED))
 def test_other_ops_stay_sharded(name: str, ranks: int, length: int) -> None:
     assert not run(SHARDED[name], ranks, length).fallbacks

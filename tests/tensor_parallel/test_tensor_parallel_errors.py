@@ -252,6 +252,7 @@ def on_two_axes(how: str) -> str:
     return message(lambda: run(x[:, : 5 if first and how == "recompiles" else 6]))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("how", "expected"),
     [("recompiles", "compiles the program anew"), ("fails", "no room for the code"), ("merges", "different options")],

@@ -98,7 +98,7 @@ def joint(fn: Fn, x: Tensor) -> GraphModule:
     return found[0]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", ALL)
 def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
     """Backward too, where cats and slices have become sums of padded pieces."""

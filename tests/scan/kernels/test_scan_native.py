@@ -57,6 +57,7 @@ def exact(x: Tensor, op: str, *how: object) -> Tensor:
     return by_hand(x if op in ("max", "min") else x.to(wide), 1, op, *how)
 
 
+@pytest.mark.sampled(every=3)
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,6 +79,7 @@ def test_tiles_and_lines(op: str, dtype: torch.dtype, reverse: bool) -> None:
         assert torch.equal(*((shifted[:, :-1], out[:, 1:]) if reverse else (shifted[:, 1:], out[:, :-1])))
 
 
+@pytest.mark.sampled(every=3)
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("exclusive", "reverse"), WAYS)
