@@ -16,7 +16,8 @@ from torch import Tensor
 from sp_compile._compat import FakeTensor, is_functorch_tensor
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, did_you_mean
-from sp_compile.spmd.message import Message, agree
+from sp_compile.spmd.agree import agree
+from sp_compile.spmd.message import CALLS, Message
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -30,7 +31,7 @@ def require(name: str, problem: str | None, describe: Callable[[], str], ranks: 
     problem = "" if problem is None else f"{name}: {problem}"
     if ranks is not None:
         call = {} if problem else {"": describe()}
-        agree(ranks, Message("calls", name, fields=call, error=problem), f"{name}: the ranks' calls differ", same)
+        agree(ranks, Message(CALLS, name, fields=call, error=problem), f"{name}: the ranks' calls differ", same)
     if problem:
         raise SpError(problem)
 

@@ -17,7 +17,8 @@ from sp_compile._compat import FakeTensor
 from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, Buffer, Packing, choose
 from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
-from sp_compile.spmd.message import answers
+from sp_compile.spmd.agree import answers
+from sp_compile.spmd.message import CALLS
 
 from .call import RankCall, needs_gradient, require, transformed, wrong_tensors
 
@@ -174,7 +175,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     compared = ranks if ranks.n > 1 else None
     require("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is the same")
     buffer = _buffer(size, ranks, device) if ranks.n > 1 and device.type == "cuda" else None
-    able = ranks.n > 1 and all(answers(ranks, "calls", "declare_symmetric_memory", buffer is not None))
+    able = ranks.n > 1 and all(answers(ranks, CALLS, "declare_symmetric_memory", buffer is not None))
     if buffer is not None and able:
         BUFFERS[ranks.group] = buffer
     return able

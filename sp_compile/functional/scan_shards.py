@@ -23,7 +23,8 @@ from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import in_order
 from sp_compile.lowering.library import tag_programs
-from sp_compile.spmd.message import answers
+from sp_compile.spmd.agree import answers
+from sp_compile.spmd.message import CALLS
 
 from .call import LAYOUTS, frame, wrong_choice
 
@@ -128,7 +129,7 @@ class Shards:
 
     def _answers(self, mine: Any) -> list[Any]:
         """What every rank says of its shard."""
-        return answers(self.ranks, "calls", "a scan of shards", mine)
+        return answers(self.ranks, CALLS, "a scan of shards", mine)
 
     def ungrouped(self, ids: Tensor, dim: int) -> bool:
         """Does an id come again, on whichever rank, after another one? Gathers ids that are not in order."""

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError
 
-from .message import COMPILES, STOPS, Message, ask, astray, exchanged, failures
+from .agree import ask, astray, exchanged, failures
+from .message import COMPILES, STOPS, Message
 
 
 class Lockstep:

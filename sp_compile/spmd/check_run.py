@@ -25,20 +25,9 @@ from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError, trace_of
 from sp_compile.lowering.collectives.checksums import checksum, later, sent, summary
 
+from .agree import ABOUT, agree, astray, exchanged, failures, unlike_fields
 from .fingerprint import Program, TextLine, names_group
-from .message import (
-    ABOUT,
-    BACKWARD,
-    STOPS,
-    Message,
-    Standing,
-    agree,
-    astray,
-    exchanged,
-    failures,
-    hashed,
-    unlike_fields,
-)
+from .message import BACKWARD, CALLS, STOPS, Message, Standing, hashed
 from .wire import Wire, stop, wire_of
 
 SMALL = 64  # values of a constant that are compared
@@ -140,7 +129,7 @@ class CheckedProgram:
         if any(isinstance(a, FakeTensor) for a in args):  # somebody traces the call, and nothing runs
             assert self.run is not None
             return self.run(*args)
-        call = self._agree(args) if self.ranks.n > 1 else Message("calls")
+        call = self._agree(args) if self.ranks.n > 1 else Message(CALLS)
         if self.error is not None:
             raise self.error
         assert self.run is not None
@@ -162,7 +151,7 @@ class CheckedProgram:
         again = bool(self.check_every) and number % self.check_every == 0
         earlier = wire.told_later() if wire is not None else {}
         fields = {**earlier, **self._fields(args, first or again, wire, f"{subject} (number {number})")}
-        mine = Message("calls", subject, number, fields, self.standing, _words(self.error))
+        mine = Message(CALLS, subject, number, fields, self.standing, _words(self.error))
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem:
@@ -237,7 +226,7 @@ class CheckedProgram:
             if wire is None:
                 raise
             if is_lost(error):
-                raise SpError(wire.lost(str(what), time.monotonic() - begun, error)) from error
+                raise SpError(wire.lost(what, time.monotonic() - begun, error)) from error
             stop(f"{type(error).__name__} when it {what}: {str(error)[:200]}", goes_on=True)
             raise
 

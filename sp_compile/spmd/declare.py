@@ -21,8 +21,9 @@ from sp_compile.config import Ranks
 from sp_compile.cost.measure import lines_of_reductions
 from sp_compile.errors import SpError
 
+from .agree import answers
 from .groups import Groups, Partition, reduced, subsets
-from .message import answers, spoken
+from .message import spoken
 
 _declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 

@@ -21,7 +21,8 @@ from sp_compile.config import Ranks
 from sp_compile.errors import first_frame, source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
-from .message import answers, hashed, spoken
+from .agree import answers
+from .message import hashed, spoken
 from .named_groups import every_node, is_collective
 
 WIDTH = 160  # characters of a line in an error message

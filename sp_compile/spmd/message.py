@@ -1,10 +1,4 @@
-"""What a rank says before it does something that takes every rank of a group, and what follows if they do not agree.
-
-There is one exchange for all situations: before an eager call, while compiling, before and behind a compiled program,
-where groups are declared. Ranks that are about to do different things therefore meet and hear of it, all of them.
-
-    agree(ranks, Message("calls", "forward", 7, {"input ids": "(2, 4096)", ...}))
-    answers(ranks, "declares", "groups", mine)      every rank's
+"""What a rank says before it does something that takes every rank of a group, and how that is written.
 
 First go 24 bytes a rank: a digest. Only where these differ, or somebody asks or has failed, does the message itself
 follow, as JSON: it cannot execute anything.
@@ -14,22 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
-
-import torch
-
-from sp_compile.config import Ranks
-from sp_compile.errors import SpError
-
-from .wire import gather, wire_of
-
-ABOUT = "about "  # of a value of numbers that need not be the same to the bit
-CLOSE = 1e-3  # of the first of them
-SHOWN = 8  # fields that differ, in an error message
-WIDTH = 1000  # characters of a value
 
 
 class Standing(dict[str, str]):
@@ -74,121 +56,16 @@ class Message:
         whole = replace(self, fields={**self.standing, **self.fields}, standing=Standing())
         return json.dumps([_packed(getattr(whole, f.name)) for f in fields(self)]).encode()
 
+    @classmethod
+    def read(cls, body: bytes) -> Message:
+        """The message of a body."""
+        return cls(*map(_unpacked, json.loads(body)))
 
+
+CALLS = "calls"
 COMPILES = "compiles"
 BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
 STOPS = Message("stops")
-
-
-def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
-    """Every rank's message, in the order of the ranks; None if all say the same and nobody asks or has failed.
-
-    Raises what `Wire.gather` does.
-    """
-    wire, saying = wire_of(ranks), str(mine)
-    if wire is not None and mine.doing != BACKWARD:
-        wire.own()
-    headers = gather(mine.header, ranks, torch.int64, saying)
-    same = all(header == headers[0] for header in headers)
-    if same and not mine.error and not mine.asks:
-        if wire is not None:
-            wire.seen = [saying] * ranks.n
-        return None
-    longest = max(length for (length,) in gather([len(mine.body)], ranks, torch.int64, saying))
-    bodies = gather(list(mine.body.ljust(longest)), ranks, torch.uint8, saying)
-    everyone = [Message(*map(_unpacked, json.loads(bytes(one)))) for one in bodies]
-    if wire is not None:
-        wire.seen = [f"{one} and failed" if one.error else str(one) for one in everyone]
-        if astray(everyone):  # all ranks hear of it, and count from here
-            wire.calls.clear()
-            wire.later.clear()
-    return everyone
-
-
-def agree(ranks: Ranks, mine: Message, what: str, advice: str) -> None:
-    """Raise SpError, the same on every rank, if any has failed or they do not say the same.
-
-    what, advice: what differs where only fields do, and what to do about it.
-    """
-    everyone = exchanged(ranks, mine)
-    problem = difference(everyone, what, advice) if everyone is not None else ""
-    if problem:
-        raise SpError(problem)
-
-
-def ask(ranks: Ranks, mine: Message) -> list[Message]:
-    """Every rank's message, with its answer. Raises SpError on every rank if they are not all about to do the same."""
-    everyone = exchanged(ranks, mine)
-    assert everyone is not None
-    strayed = astray(everyone)
-    if strayed:
-        raise SpError(strayed)
-    return everyone
-
-
-def answers(ranks: Ranks, doing: str, subject: str, mine: Any) -> list[Any]:
-    """Every rank's answer, in the order of the ranks. Raises what `ask` does."""
-    return [one.answer for one in ask(ranks, Message(doing, subject, asks=True, answer=mine))]
-
-
-def difference(everyone: Sequence[Message], what: str, advice: str) -> str:
-    """Why ranks cannot go on, in words; "" if they can."""
-    failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error]
-    return "\n".join(failed) or astray(everyone) or unlike_fields(everyone, what, advice)
-
-
-def astray(everyone: Sequence[Message]) -> str:
-    """Are ranks about to do different things?"""
-    if len({(one.doing, one.subject, one.number) for one in everyone}) <= 1:
-        return ""
-    whole = [f"{one}: {one.fields['']}" if "" in one.fields else str(one) for one in everyone]
-    each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(whole))
-    n, stopped = len(everyone), [rank for rank, one in enumerate(everyone) if one == STOPS]
-    alone = [rank for rank, one in enumerate(everyone) if one.doing == COMPILES]
-    if stopped:
-        return (
-            f"rank {_listed(stopped)} of {n} does not take part in this call: ranks of another of its groups disagree, "
-            "and its own error says on what"
-        )
-    if alone and len(alone) < n:
-        return (
-            f"rank {_listed(alone)} of {n} compiles the program anew for this call and the others do not: every rank "
-            "of a group that a program exchanges over has to call it with the same sizes and numbers. Pad what has "
-            "another size; pass a number that changes as a tensor; TORCH_LOGS=recompiles says why it compiles\n" + each
-        )
-    return (
-        f"the {len(everyone)} ranks of this group are about to do different things; every rank has to run the same "
-        f"models and backwards in the same order:\n{each}"
-    )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def failures(errors: Sequence[str], ranks: Sequence[int]) -> str:
-    """What failed, and on which of the ranks; "" if nothing did."""
-    failed = {error: [r for r, e in zip(ranks, errors) if e == error] for error in errors if error}
-    each = "\n".join(f"rank {_listed(who)}: {error}" for error, who in failed.items())
-    return f"the model could not be compiled on {each}" if failed else ""
-
-
-def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
-    """Which fields differ that all ranks have? "" if none does."""
-    names = [name for name in everyone[0].fields if all(name in one.fields for one in everyone)]
-    names = [name for name in names if not all(_close(everyone[0].fields[name], one.fields[name]) for one in everyone)]
-    if not names:
-        return ""
-    rows = [", ".join(f"{name} {one.fields[name][:WIDTH]}".strip() for name in names[:SHOWN]) for one in everyone]
-    each = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
-    return f"{what}; {advice}. What differs:\n{each}"
-
-
-def _close(a: str, b: str) -> bool:
-    if a == b or not (a.startswith(ABOUT) and b.startswith(ABOUT)):
-        return a == b
-    first, second = ([float(x) for x in one.removeprefix(ABOUT).split()] for one in (a, b))
-    return all(abs(x - y) <= CLOSE * first[0] for x, y in zip(first, second))
 
 
 def hashed(text: str) -> int:

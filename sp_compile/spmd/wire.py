@@ -33,6 +33,8 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 
+from .message import CALLS, Message
+
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
 PATIENCE = 2.0  # seconds of a wait before a rank that has stopped is looked for
 POLL = 0.005  # seconds between looks for ranks that have not connected
@@ -72,7 +74,7 @@ class Wire:
     beats: tuple[float, int, float] = (0.0, 0, 0.0)
     models: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
-    def gather(self, mine: torch.Tensor, saying: str) -> list[torch.Tensor]:
+    def gather(self, mine: torch.Tensor, saying: Message) -> list[torch.Tensor]:
         """Every rank's tensor of one size. saying: what this rank is about to do, for the error of a wait.
 
         Raises SpError: a rank did not come within the group's timeout or is gone, and at once where that has happened
@@ -105,7 +107,7 @@ class Wire:
                 keep_for_good((self.gloo, out, mine))
         return out
 
-    def _meet(self, saying: str, begun: float) -> None:
+    def _meet(self, saying: Message, begun: float) -> None:
         """Connect all ranks, once all are here: connecting cannot be interrupted."""
         answered(lambda: self.store.add("here", 1), 0)
         while answered(lambda: self.store.add("here", 0), 0) < len(self.seen):
@@ -113,7 +115,7 @@ class Wire:
             self._look(saying, begun)
         self.gloo = gloo_group(self.store, self.ranks.index(dist.get_rank()), len(self.seen))
 
-    def _look(self, saying: str, begun: float) -> None:
+    def _look(self, saying: Message, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
         waited, alive = time.monotonic() - begun, self._someone_compiles(begun)
         if waited > PATIENCE and not self._stopped(saying).goes_on:
@@ -131,7 +133,7 @@ class Wire:
             )
         self.thread = me
 
-    def lost(self, saying: str, waited: float, error: BaseException | None = None) -> str:
+    def lost(self, saying: Message, waited: float, error: BaseException | None = None) -> str:
         """What is known of a wait that ends in nothing; the group is broken since."""
         others = [f"  rank {rank} was last seen when it {seen}" for rank, seen in zip(self.ranks, self.seen)]
         stopped = self._stopped(saying)
@@ -159,13 +161,13 @@ class Wire:
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
 
-    def _stopped(self, saying: str) -> Stop:
+    def _stopped(self, saying: Message) -> Stop:
         """What another rank of this group said, if it has stopped since the last exchange, and this one has not.
 
         A rank that cannot compile one program comes to the others, over whichever group.
         """
         last = _last_stop()
-        comes = saying.startswith("calls") and last.subject not in saying
+        comes = saying.doing == CALLS and last.subject not in saying.subject
         other = last.rank != dist.get_rank() and last.rank in self.ranks and not comes
         return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else NOBODY
 
@@ -297,7 +299,7 @@ def wire_of(ranks: Ranks) -> Wire | None:
     return _wires[group]
 
 
-def gather(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: str) -> list[list[int]]:
+def gather(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: Message) -> list[list[int]]:
     """Every rank's integers, as many from each; of simulated ranks by their communicator.
 
     Raises what `Wire.gather` does.
