@@ -8,17 +8,16 @@ rank. Then what the checksums of weights take, which are compared once in `check
 """
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring.gloo_ranks import joined
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -56,22 +55,17 @@ def ways() -> dict[str, Callable[[], object]]:
 
 
 def measure(rank: int, world: int, folder: str, rounds: int, calls: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
-    found = ways()
-    times: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(rounds):
-        for name, one in found.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(calls):
-                one()
-            times[name].append((time.perf_counter() - start) / calls * 1e3)
-    torch.save({name: statistics.median(each[1:]) for name, each in times.items()}, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, world, folder):
+        found = ways()
+        times: dict[str, list[float]] = {name: [] for name in found}
+        for _ in range(rounds):
+            for name, one in found.items():
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    one()
+                times[name].append((time.perf_counter() - start) / calls * 1e3)
+        torch.save({name: statistics.median(each[1:]) for name, each in times.items()}, f"{folder}/{rank}.pt")
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring.gloo_ranks import joined
 from measuring.tables import markdown, processor
 from rich.console import Console
 from rich.table import Table
@@ -53,27 +54,22 @@ def held(store: dist.Store) -> list[int]:
 
 
 def train(rank: int, given: argparse.Namespace, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", given.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=given.ranks)
-    mesh = init_device_mesh("cpu", (given.ranks,), mesh_dim_names=("sp",))
-    torch.manual_seed(0)
-    model = DecoderLM(layers=2)
-    run = torch.compile(model, backend="sp", dynamic=True, options={"mesh": mesh, "cost": {}})
-    optimizer = torch.optim.AdamW(model.parameters())
-    rows = []
-    for step in range(given.steps):
-        length = SHORTEST + step * STRIDE % given.lengths
-        ids = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(step))
-        run(ids, ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % (given.steps // TENTHS) == 0:
-            rows.append([rank, step + 1, *held(store)])
-    torch.save(rows, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, given.ranks, folder) as store:
+        mesh = init_device_mesh("cpu", (given.ranks,), mesh_dim_names=("sp",))
+        torch.manual_seed(0)
+        model = DecoderLM(layers=2)
+        run = torch.compile(model, backend="sp", dynamic=True, options={"mesh": mesh, "cost": {}})
+        optimizer = torch.optim.AdamW(model.parameters())
+        rows = []
+        for step in range(given.steps):
+            length = SHORTEST + step * STRIDE % given.lengths
+            ids = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(step))
+            run(ids, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (step + 1) % (given.steps // TENTHS) == 0:
+                rows.append([rank, step + 1, *held(store)])
+        torch.save(rows, f"{folder}/{rank}.pt")
 
 
 def main() -> None:

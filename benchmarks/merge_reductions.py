@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from measuring.gloo_ranks import joined
 from measuring.tables import markdown
 
 RESULTS = Path(__file__).parent / "results" / "merge_reductions_cpu.md"
@@ -71,30 +72,25 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     from sp_compile.cost.line import bytes_of
     from sp_compile.passes.collectives.merge.merge import MergeReductions
 
-    torch.set_num_threads(1)
-    world = args.mesh[0] * args.mesh[1]
-    init = {"init_method": f"file://{folder}/store", "timeout": timedelta(minutes=5)}
-    dist.init_process_group("gloo", rank=rank, world_size=world, **init)
-    mesh = init_device_mesh("cpu", tuple(args.mesh), mesh_dim_names=("a", "b"))
-    axes = [group.group_name for group in mesh.get_all_groups()]
-    os.environ["SP_COMPILE_CACHE_DIR"] = f"{folder}/cache"
-    groups = declare_groups(mesh)
-    rows = []
-    for nbytes in args.sizes:
-        apart, merged, chosen = (program(nbytes, axes) for _ in range(3))
-        MergeReductions(groups, "always", strict=False)(merged)
-        merges = MergeReductions(groups, strict=False)(chosen).modified
-        rounds = args.rounds * (SMALL_ROUNDS if nbytes < SMALL else 1)
-        times = in_turn([apart, merged], torch.ones(nbytes // 4), rounds)
-        (union,) = set(groups.members) - set(axes)
-        sent = {name: bytes_of("all_reduce", nbytes, groups.size(name)) for name in (*axes, union)}
-        predicted = groups.turns[frozenset(axes)].seconds(sum(sent[axis] for axis in axes))
-        rows.append(Row(nbytes, *times, predicted, groups.lines[union].seconds(sent[union]), merges))
-    if rank == 0:
-        lines = [groups.lines[name] for name in (*axes, union)]
-        torch.save((rows, lines), f"{folder}/result.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, args.mesh[0] * args.mesh[1], folder):
+        mesh = init_device_mesh("cpu", tuple(args.mesh), mesh_dim_names=("a", "b"))
+        axes = [group.group_name for group in mesh.get_all_groups()]
+        os.environ["SP_COMPILE_CACHE_DIR"] = f"{folder}/cache"
+        groups = declare_groups(mesh)
+        rows = []
+        for nbytes in args.sizes:
+            apart, merged, chosen = (program(nbytes, axes) for _ in range(3))
+            MergeReductions(groups, "always", strict=False)(merged)
+            merges = MergeReductions(groups, strict=False)(chosen).modified
+            rounds = args.rounds * (SMALL_ROUNDS if nbytes < SMALL else 1)
+            times = in_turn([apart, merged], torch.ones(nbytes // 4), rounds)
+            (union,) = set(groups.members) - set(axes)
+            sent = {name: bytes_of("all_reduce", nbytes, groups.size(name)) for name in (*axes, union)}
+            predicted = groups.turns[frozenset(axes)].seconds(sum(sent[axis] for axis in axes))
+            rows.append(Row(nbytes, *times, predicted, groups.lines[union].seconds(sent[union]), merges))
+        if rank == 0:
+            lines = [groups.lines[name] for name in (*axes, union)]
+            torch.save((rows, lines), f"{folder}/result.pt")
 
 
 def in_turn(jobs: list[GraphModule], x: Tensor, rounds: int) -> list[float]:

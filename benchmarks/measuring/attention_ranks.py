@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measuring.counting import Counts, count
+from measuring.gloo_ranks import joined
 from measuring.handwritten import UlyssesAttention, ZigzagRingAttention, zigzag
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -118,29 +119,24 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     # Its kernels as events of the profiler, and as many variants of one model as there are cases.
     torch._inductor.config.cpp.enable_kernel_profile = True
     torch._dynamo.config.recompile_limit = 64
-    torch.set_num_threads(1)
-    world = max(args.ranks)
-    init = {"init_method": f"file://{folder}/store", "timeout": timedelta(minutes=30)}
-    dist.init_process_group("gloo", rank=rank, world_size=world, **init)
-    groups = {n: dist.new_group(range(n)) for n in {1, *args.ranks}}
-    steps: dict[Case, Step] = {}
-    errors: dict[Case, float] = {}
-    expected: list[Tensor] = []
-    for case in args.cases:
-        dist.barrier()
-        if rank < case.ranks:
-            model, steps[case] = build(case, args, rank, groups[case.ranks])
-            steps[case]()
-            grads = [p.grad.clone() for p in model.parameters()]
-            expected = expected or grads
-            errors[case] = max(_difference(a, b) for a, b in zip(expected, grads))
-    seconds = [{case: _turn(steps.get(case)) for case in args.cases} for _ in range(args.rounds)]
-    counts: dict[Case, Counts] = {}
-    for case, step in steps.items():
-        counts[case] = count(step) if rank == 0 else Counts(step() or {})
-    torch.save({"seconds": seconds, "counts": counts, "errors": errors}, f"{folder}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, max(args.ranks), folder, timedelta(minutes=30)):
+        groups = {n: dist.new_group(range(n)) for n in {1, *args.ranks}}
+        steps: dict[Case, Step] = {}
+        errors: dict[Case, float] = {}
+        expected: list[Tensor] = []
+        for case in args.cases:
+            dist.barrier()
+            if rank < case.ranks:
+                model, steps[case] = build(case, args, rank, groups[case.ranks])
+                steps[case]()
+                grads = [p.grad.clone() for p in model.parameters()]
+                expected = expected or grads
+                errors[case] = max(_difference(a, b) for a, b in zip(expected, grads))
+        seconds = [{case: _turn(steps.get(case)) for case in args.cases} for _ in range(args.rounds)]
+        counts: dict[Case, Counts] = {}
+        for case, step in steps.items():
+            counts[case] = count(step) if rank == 0 else Counts(step() or {})
+        torch.save({"seconds": seconds, "counts": counts, "errors": errors}, f"{folder}/rank{rank}.pt")
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
