@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.base import Pass, Passes, check_order, passes_in
 from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.job import Job, Settings
+from sp_compile.passes.job import Job, Note, Settings
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.lookups import Lookups
 from sp_compile.passes.localize.memory_order import RestoreStrides
@@ -82,8 +82,8 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     Raises SpError when no sequence is found in a whole model, or when a pass refuses.
     """
     state = replace(Job.begin(job), fragment=fragment)
-    if job.ranks.n == 1:  # whatever way attention is asked to be split, it is not
-        state = replace(state, attention="auto", layout="auto")
+    if job.ranks.n == 1:
+        state = replace(state, attention="auto", layout="auto", notes=list(_of_several(job)))
     pipeline = Pipeline(state)
     check_order(passes_in(Pipeline))
     pipeline.run(gm, state)
@@ -99,6 +99,13 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         constraints=state.constraints,
         passes=state.laps,
     )
+
+
+def _of_several(job: Settings) -> Iterator[Note]:
+    """What was asked for and takes more than the one rank that there is: a script runs on a laptop as it is."""
+    for option, asked in (("attention", job.attention), ("layout", job.layout)):
+        if asked != "auto":
+            yield Note(f"not {asked}", option, "the whole graph", "there is one rank, so nothing is split over ranks")
 
 
 def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:

@@ -221,6 +221,14 @@ def test_options_of_a_sequence_in_another_piece(mesh: DeviceMesh) -> None:
     assert not outcome(of_backend, Broken(mesh), {"attention": "ring"}, "attention").startswith("refused: attention=")
 
 
+@pytest.mark.parametrize("options", [{"attention": "ring"}, {"layout": "zigzag"}])
+def test_what_takes_several_ranks_is_said_of_one(options: Options) -> None:
+    (asked,) = options.values()
+    report = str(sp_compile.explain(Model(), torch.randn(2, 8, WIDTH), sp=1, **options))
+    assert re.search(rf"\bnot {asked}\b.* there is one rank", report), report
+    assert "there is one rank" not in str(sp_compile.explain(Model(), torch.randn(2, 8, WIDTH), sp=1))
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_compiler_of_a_program_with_a_sequence(mesh: DeviceMesh, entry: Callable[..., str]) -> None:
     """It gets the local graph, or there is no use for it."""
