@@ -13,74 +13,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule, Node
 
 from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
-from sp_compile.errors import RemoteError, SpError, trace_of
+from sp_compile.errors import RemoteError, SpError
 from sp_compile.lowering.collectives.checksums import checksum, later, sent, summary
 
 from .agree import ABOUT, agree, astray, exchanged, failures, unlike_fields
-from .fingerprint import Program, TextLine, names_group
-from .message import BACKWARD, CALLS, STOPS, Message, Standing, hashed
+from .fingerprint import Program
+from .message import BACKWARD, CALLS, STOPS, Message, Standing
 from .wire import Wire, stop, wire_of
 
-SMALL = 64  # values of a constant that are compared
 FEW = 4096  # floats that are compared on every call
 SHOWN = 8  # inputs that differ between the ranks, in an error message
-
-
-def fingerprint(gm: GraphModule) -> Program:
-    """A graph's text: targets, arguments, dtypes, local shapes, bodies of region ops, small constants."""
-    texts, lines = [], []
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if _is_unused_symbol(node):
-            continue
-        kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        target = getattr(node.target, "__qualname__", str(node.target))  # an address differs from process to process
-        text = f"{node.op} {node.name} {target} {_without_names(node)} {node.kwargs} {kind}"
-        if node.op == "get_attr":
-            text = f"{text}\n{_attribute(gm, str(node.target))}"
-        texts.append(text)
-        if node.op != "placeholder":  # of inputs that differ the ranks tell more
-            lines.append(TextLine(text, text.partition(" ")[2], trace_of(node)))
-    return Program(hashed("\n".join(texts)), tuple(lines))
-
-
-def _without_names(node: Node) -> tuple[Any, ...]:
-    """The arguments; of a user's collective without the names of groups, which ranks call as they like."""
-    if getattr(node.target, "namespace", "") == "_c10d_functional":
-        return tuple(a for a in node.args if not names_group(a))
-    if node.target is torch.ops.sp.reduce_pair.default:
-        return node.args[0], *([one.partition(" ")[0] for one in way] for way in node.args[1:])
-    return node.args
-
-
-def _attribute(gm: GraphModule, name: str) -> str:
-    """The body of a region op, or the values of a constant of the program; parameters are known by their shape."""
-    value = attrgetter(name)(gm)
-    if isinstance(value, GraphModule):
-        return str(fingerprint(value).digest)
-    constant = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-    return str(value.tolist()) if constant and value.numel() <= SMALL else ""
-
-
-def input_names(gm: GraphModule) -> list[str]:
-    """Names of the inputs; "" for a symbol that only describes memory (strides, offsets): ranks need not share it."""
-    return ["" if _is_unused_symbol(n) else n.name for n in gm.graph.find_nodes(op="placeholder")]
-
-
-def _is_unused_symbol(node: Node) -> bool:
-    value = node.meta.get("val", node.meta.get("example_value"))
-    return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
-
-
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
 SAME_LOSS = "every rank computes the same loss of it, from the same targets, weights and random numbers"
 INPUT = "input "  # fields of a message that tell of an input

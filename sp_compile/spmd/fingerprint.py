@@ -8,8 +8,9 @@ numbers touch only when it lies beside the others'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from sp_compile.lowering.collectives.checksums import checksum
 
 from .agree import answers
 from .message import hashed, spoken
-from .named_groups import every_node, is_collective
+from .named_groups import is_collective
 
 WIDTH = 160  # characters of a line in an error message
 
@@ -86,53 +87,108 @@ def subject_of(gm: GraphModule) -> str:
     return "a program"
 
 
-def text_of(gm: GraphModule) -> Text:
-    """The text of a graph, without names of groups and numbers of devices."""
-    numbers, joints = [], []
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+class NodeText(NamedTuple):
+    """One node, without names of groups and numbers of devices. call: its op. takes: for each argument that is a node
+    its place among the inputs or behind them; spec: how the arguments are nested. written: the other arguments, the
+    value of a constant. body: the lines of a region that it names. value: dtype and shape of what it makes.
+    """
+
+    node: Node
+    call: str
+    takes: tuple[int | str | None, ...]
+    spec: str
+    written: tuple[str, ...]
+    body: tuple[NodeText, ...]
+
+    @property
+    def value(self) -> str:
+        value = self.node.meta.get("val")
+        return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+
+
+def lines_of(gm: GraphModule) -> tuple[NodeText, ...]:
+    """The text of a graph, but for symbols that only describe memory: ranks need not share them."""
+    places: dict[Node, int | str] = {}
+    inputs = count()
+    lines: list[NodeText] = []
     for node in gm.graph.nodes:
-        named = is_collective(node)
+        if is_unused_symbol(node):
+            continue
+        places[node] = f"input {next(inputs)}" if node.op == "placeholder" else len(lines)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        written = [_written(leaf) for leaf in leaves if not (isinstance(leaf, Node) or (named and names_group(leaf)))]
-        numbers.append(hashed(f"{written} {_constant(gm, node)}"))
-        edges = [order[leaf] if isinstance(leaf, Node) else None for leaf in leaves]
-        if node.op != "output":
-            joints.append(f"{node.op} {_target(node)} {edges} {spec}")
-    return Text(hashed("\n".join(joints)), hashed(" ".join(_exchanges(gm))), tuple(numbers))
+        takes = tuple(places[leaf] if isinstance(leaf, Node) else None for leaf in leaves)
+        written = [_written(node, leaf) for leaf in leaves if not isinstance(leaf, Node)]
+        constant = attrgetter(str(node.target))(gm) if node.op == "get_attr" else None
+        if isinstance(constant, torch.Tensor) and not isinstance(constant, torch.nn.Parameter):
+            written.append(digest(constant))
+        body = lines_of(constant) if isinstance(constant, GraphModule) else ()
+        lines.append(NodeText(node, _call(node), takes, str(spec), tuple(written), body))
+    return tuple(lines)
+
+
+def text_of(gm: GraphModule) -> Text:
+    """The graph for comparison; see `Text`."""
+    return _text(lines_of(gm))
+
+
+def _text(lines: Sequence[NodeText]) -> Text:
+    joints = [f"{x.node.op} {_target(x.node)} {x.takes} {x.spec}" for x in lines if x.node.op != "output"]
+    numbers = tuple(hashed(f"{line.written} {_text(line.body) if line.body else ''}") for line in lines)
+    return Text(hashed("\n".join(joints)), hashed(" ".join(_exchanges(lines))), numbers)
 
 
 def program_of(gm: GraphModule) -> Program:
-    """What ranks have to have in common to wait for each other: the exchanges, or all ops where none are in sight."""
-    text = text_of(gm)
-    return Program(text.exchanges if _exchanges(gm) else text.shape, tuple(_lines(gm)))
+    """What ranks have to have in common to wait for each other: the exchanges, or all ops where none are in sight.
+
+    Its lines are each op and which of the ops before it it follows on, whatever the inputs and numbers are.
+    """
+    lines = lines_of(gm)
+    text = _text(lines)
+    ops = [line for line in flat(lines) if line.node.op not in ("placeholder", "output")]
+    joints = [(line, ["input" if isinstance(one, str) else one for one in line.takes]) for line in ops]
+    told = [TextLine(f"{x.call} {takes} {x.spec}", x.call or x.node.name, trace_of(x.node)) for x, takes in joints]
+    return Program(text.exchanges if _exchanges(lines) else text.shape, tuple(told))
 
 
-def _lines(gm: GraphModule) -> Iterator[TextLine]:
-    """Each op and which of the ops before it it follows on, whatever the inputs are; bodies of regions included."""
-    order: dict[Node, int] = {}
-    for node in every_node(gm):
-        if node.op not in ("placeholder", "output"):
-            leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-            edges = [order.get(leaf, "input") for leaf in leaves if isinstance(leaf, Node)]
-            order[node] = len(order)
-            yield TextLine(f"{_call(node)} {edges} {spec}", _call(node) or node.name, trace_of(node))
+def fingerprint(gm: GraphModule) -> Program:
+    """What ranks have to have in common that run one graph on shards: all of it, its dtypes and local shapes too."""
+    texts, told = [], []
+    for line in flat(lines_of(gm)):
+        name = " ".join([line.node.name, line.call, *line.written, line.value])
+        one = TextLine(f"{name} {line.takes} {line.spec}", name, trace_of(line.node))
+        texts.append(one.text)
+        if line.node.op != "placeholder":  # of inputs that differ the ranks tell more
+            told.append(one)
+    return Program(hashed("\n".join(texts)), tuple(told))
 
 
-def _exchanges(gm: GraphModule) -> list[str]:
+def flat(lines: Iterable[NodeText]) -> Iterator[NodeText]:
+    """The lines, with those of a region's body in place of the one that names it."""
+    for line in lines:
+        yield from flat(line.body) if line.body else [line]
+
+
+def _exchanges(lines: Iterable[NodeText]) -> list[str]:
     """The exchanges, in order, bodies of regions included."""
-    return [_call(node) for node in every_node(gm) if is_collective(node)]
+    return [line.call for line in flat(lines) if is_collective(line.node)]
 
 
 def _call(node: Node) -> str:
     """An op; of an exchange what it does with the values as well: sum, max."""
     leaves = pytree.tree_leaves((node.args, node.kwargs)) if is_collective(node) else ()
-    words = [leaf for leaf in leaves if isinstance(leaf, str) and not names_group(leaf)]
-    return " ".join([_target(node), *words])
+    words = [_written(node, leaf) for leaf in leaves if isinstance(leaf, str)]
+    return " ".join([_target(node), *filter(None, words)])
 
 
-def names_group(leaf: Any) -> bool:
-    """Is this what the rank calls a process group of its own?"""
-    return isinstance(leaf, str) and known_process_group(leaf)
+def input_names(gm: GraphModule) -> list[str]:
+    """Names of the inputs; "" for a symbol that only describes memory (strides, offsets): ranks need not share it."""
+    return ["" if is_unused_symbol(n) else n.name for n in gm.graph.find_nodes(op="placeholder")]
+
+
+def is_unused_symbol(node: Node) -> bool:
+    """Is it an input that is a symbol which nothing reads?"""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
 
 
 def unlike(gm: GraphModule, everyone: Sequence[Text]) -> frozenset[str] | None:
@@ -140,7 +196,8 @@ def unlike(gm: GraphModule, everyone: Sequence[Text]) -> frozenset[str] | None:
     first = everyone[0]
     if any(text.shape != first.shape for text in everyone):
         return None
-    rows = zip(gm.graph.nodes, zip(*(text.numbers for text in everyone)))
+    nodes = [node for node in gm.graph.nodes if not is_unused_symbol(node)]
+    rows = zip(nodes, zip(*(text.numbers for text in everyone)))
     return frozenset(node.name for node, row in rows if node.op != "output" and len(set(row)) > 1)
 
 
@@ -160,16 +217,11 @@ def _target(node: Node) -> str:
     return str(target) if namespace_of(target) else getattr(target, "__qualname__", str(target))
 
 
-def _written(leaf: Any) -> str:
-    """A device counts without its number: each rank has its own."""
-    return leaf.type if isinstance(leaf, torch.device) else repr(leaf)
-
-
-def _constant(gm: GraphModule, node: Node) -> str:
-    """The value of a constant, the text of a body."""
-    if node.op != "get_attr":
-        return ""
-    value = attrgetter(str(node.target))(gm)
-    if isinstance(value, GraphModule):
-        return str(text_of(value))
-    return digest(value) if isinstance(value, torch.Tensor) else ""
+def _written(node: Node, leaf: Any) -> str:
+    """A device counts without its number, an exchange's words without the group: each rank has its own."""
+    if isinstance(leaf, torch.device):
+        return leaf.type
+    if isinstance(leaf, str) and is_collective(node):
+        how, _, group = leaf.rpartition(" ")  # "sum 3", as sp::reduce_pair has it
+        return how if known_process_group(group) and (not how or how.isalpha()) else leaf
+    return repr(leaf)

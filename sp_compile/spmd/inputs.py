@@ -19,8 +19,7 @@ from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
 from sp_compile.lowering.collectives.checksums import is_one_number
 
-from .check_run import input_names
-from .fingerprint import Text, digest, text_of
+from .fingerprint import Text, digest, input_names, text_of
 from .grid import Grid
 from .message import spoken
 from .named_groups import has_dtensors, is_collective, named_groups

@@ -23,8 +23,8 @@ from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
 
 from .check_compile import Lockstep, connected, rounds
-from .check_run import CheckedProgram, fingerprint, input_names
-from .fingerprint import Program, program_of, subject_of, text_of, unlike
+from .check_run import CheckedProgram
+from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
 from .grid import grids
 from .inputs import Facts, are_apart, check_options, digests_of, equal_arguments, equal_inputs, facts_of, sized_inputs
 from .message import spoken

@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from support.spellings.tracing_exchanges import one_of
 from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.config import resolve
 from sp_compile.lowering.collectives import checksums
-from sp_compile.spmd.check_run import fingerprint
+from sp_compile.spmd.fingerprint import fingerprint
 
 
 class Attention(nn.Module):
@@ -37,6 +39,25 @@ def test_fingerprint_sees_dtypes_and_constants() -> None:
     assert printed(Attention(), torch.float32) == printed(Attention(), torch.float32)
     assert printed(Attention(), torch.float32) != printed(Attention(), torch.float64)
     assert printed(Scaled(1.0), torch.float32) != printed(Scaled(2.0), torch.float32)
+
+
+def one_op(size: int, device: str, group: str = "") -> int:
+    """The digest of x + table on a device, where the table has so many zeros; beside it, an exchange over a group."""
+    graph = torch.fx.Graph()
+    x, table = graph.placeholder("x"), graph.get_attr("table")
+    made = graph.call_function(torch.ops.aten.empty.memory_format, ([2],), {"device": torch.device(device)})
+    total = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (made, "sum", group))
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (x, table)), total))
+    table = torch.ones(100).masked_fill(torch.arange(100) < size, 0.0)
+    return fingerprint(torch.fx.GraphModule({"table": table}, graph)).digest
+
+
+def test_fingerprint_knows_what_is_of_one_rank() -> None:
+    assert one_op(3, "cuda:0") == one_op(3, "cuda:1") != one_op(3, "cpu")
+    assert one_op(3, "cpu") != one_op(4, "cpu")
+    with one_of(2):
+        mine, other = dist.group.WORLD.group_name, dist.new_group([0]).group_name
+        assert one_op(3, "cpu", mine) == one_op(3, "cpu", other) != one_op(3, "cpu", "none")
 
 
 def test_options_are_not_ignored() -> None:
