@@ -124,16 +124,23 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     A program with a sequence is split along it. One that exchanges by itself and has no ranks left for a sequence stays
     whole, and its exchanges are a matter of passes on the joint graph. One without a sequence runs as it is written.
     """
-    if _compat.is_cut_by_ddp(gm):
-        _warn_once(CUT_BY_DDP)
-        _compat.keep_first_call_fake()
     session.learn(gm, example_inputs)
     if not session.splits:
         config = _of_whole(gm, options)
-        return Lowered(gm, config, ALONE, Report(1), _joint(example_inputs, config, session))
-    if runs_as_written(gm, example_inputs, options):
+        lowered = Lowered(gm, config, ALONE, Report(1), _joint(example_inputs, config, session))
+    elif runs_as_written(gm, example_inputs, options):
         log.info("%s", AS_WRITTEN)
-        return Lowered(gm, _of_whole(gm, options), ALONE, Report(1, [AS_WRITTEN]))
+        lowered = Lowered(gm, _of_whole(gm, options), ALONE, Report(1, [AS_WRITTEN]))
+    else:
+        lowered = _split(gm, example_inputs, options, session)
+    if _compat.is_cut_by_ddp(gm):
+        _warn_once(CUT_BY_DDP)
+        _compat.keep_first_call_fake()
+    return lowered
+
+
+def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> Lowered:
+    """Along its sequence, over the ranks of the session."""
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     try:
         config = SPConfig.of(options)

@@ -75,13 +75,13 @@ class CheckedProgram:
         return Standing({**self.options, PROGRAM: str(self.program.digest)})
 
     def __call__(self, *args: Any) -> Any:
-        if any(isinstance(a, FakeTensor) for a in args):  # somebody traces the call, and nothing runs
-            assert self.run is not None
-            return self.run(*args)
-        call = self._agree(args) if self.ranks.n > 1 else Message(CALLS)
+        traced = any(isinstance(a, FakeTensor) for a in args)  # then nothing runs
+        call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
         if self.error is not None:
             raise self.error
         assert self.run is not None
+        if traced:
+            return self.run(*args)
         with self._told(call):
             out = self.run(*args)
         if self.backward and torch.is_grad_enabled():

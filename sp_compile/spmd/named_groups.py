@@ -48,9 +48,9 @@ def _of_several(names: Iterable[str]) -> list[Ranks]:
 def check_groups(gm: GraphModule) -> None:
     """Does every collective name a process group that there is? Raises SpError where one does not."""
     for node in gm.graph.nodes if dist.is_initialized() else ():
-        functional = str(namespace_of(node.target)).startswith("_c10d_functional")
         words = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]  # the group comes last
-        if functional and words and not known_process_group(words[-1]):
+        functional = words and namespace_of(node.target).startswith("_c10d_functional")
+        if functional and not known_process_group(words[-1]):
             raise SpError(
                 f"this rank has no process group {words[-1]!r}, which {node.target} names: pass the group_name of a "
                 f"group that all its ranks have made. At {at(node)}"
@@ -60,8 +60,9 @@ def check_groups(gm: GraphModule) -> None:
 def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
     """Every string among the arguments of the exchanges that count, in bodies of regions too."""
     for node in every_node(gm):
-        if node.op == "call_function" and counts(node):
-            yield from sorted(named_groups(node))
+        names = named_groups(node) if node.op == "call_function" else set()
+        if names and counts(node):
+            yield from sorted(names)
 
 
 def every_node(gm: GraphModule) -> Iterator[Node]:

@@ -7,8 +7,9 @@ method here, and every rank asks the same ones in the same order, whatever fails
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,7 +31,7 @@ from .inputs import Facts, are_apart, check_options, digests_of, equal_arguments
 from .message import spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
 from .settings import settings
-from .wire import stop, wire_of
+from .wire import ANSWERS, BEAT, stop, wire_of
 from .world import OfWorld
 
 ALONE = Ranks(1, "")
@@ -157,12 +158,20 @@ class Session:
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Show the ranks that are done and wait that this one is alive."""
-        with ExitStack() as stack:
-            for ranks in dict.fromkeys([*self.everyone, self.ranks]):
-                wire = wire_of(ranks) if ranks.exchanges else None
-                if wire is not None:
-                    stack.enter_context(wire.compiling())
+        done, groups = threading.Event(), dict.fromkeys([*self.everyone, self.ranks])
+
+        def beat() -> None:
+            while not done.wait(BEAT):
+                for wire in filter(None, map(wire_of, groups)):
+                    wire.beat()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
             yield
+        finally:
+            done.set()
+            thread.join(ANSWERS)
 
     # Between the passes.
 

@@ -16,9 +16,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -184,22 +184,9 @@ class Wire:
             self.beats = begun, count, now
         return now - self.beats[2] < 4 * BEAT
 
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Show signs of life meanwhile."""
-        done = threading.Event()
-
-        def beat() -> None:
-            while not done.wait(BEAT):
-                self.store.add("compiles", 1)
-
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join(ANSWERS)
+    def beat(self) -> None:
+        """Show a sign of life: this rank compiles."""
+        self.store.add("compiles", 1)
 
 
 def _came(work: Any) -> bool:
@@ -281,6 +268,7 @@ def _of_all() -> Any:
 
 
 _wires: weakref.WeakKeyDictionary[Any, Wire] = weakref.WeakKeyDictionary()
+_making = threading.Lock()  # a thread that shows signs of life makes them, too
 _made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 """How many wires of one name there were since the processes were connected: each has keys of its own."""
 
@@ -290,13 +278,14 @@ def wire_of(ranks: Ranks) -> Wire | None:
     group = ranks.process_group
     if group is None or not ranks.exchanges or not isinstance(current(), FunctionalCommunicator):
         return None
-    if group not in _wires:
-        made = _made.setdefault(dist.group.WORLD, Counter())
-        made[ranks.group] += 1
-        store = dist.PrefixStore(f"sp_compile/{ranks.group}/{made[ranks.group]}", group_store(group))
-        members = dist.get_process_group_ranks(group)  # of the group itself nothing is kept: it may be destroyed
-        _wires[group] = Wire(ranks.group, members, store, group_timeout(group), ["joined the group"] * ranks.n)
-    return _wires[group]
+    with _making:
+        if group not in _wires:
+            made = _made.setdefault(dist.group.WORLD, Counter())
+            made[ranks.group] += 1
+            store = dist.PrefixStore(f"sp_compile/{ranks.group}/{made[ranks.group]}", group_store(group))
+            members = dist.get_process_group_ranks(group)  # of the group itself nothing is kept: it may be destroyed
+            _wires[group] = Wire(ranks.group, members, store, group_timeout(group), ["joined the group"] * ranks.n)
+        return _wires[group]
 
 
 def gather(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: Message) -> list[list[int]]:

@@ -8,15 +8,13 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from support.spellings.tracing_exchanges import one_of
+from support.ranks import Ranks, mesh
 from tree.test_layers import FILES, ROOT
 
 from sp_compile import backend
-from sp_compile.spmd.check_run import CheckedProgram
 
 PRODUCT = {str(file) for file in FILES.values()}
 VOCABULARY = {
@@ -71,14 +69,18 @@ def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2).sin()
 
 
-def test_the_way_of_a_graph() -> None:
-    torch._dynamo.reset()
-    with one_of(2), mock.patch.object(CheckedProgram, "_agree"):
-        compiled = torch.compile(program, backend=backend.sp, options={"compiler": "eager"})
-        steps = followed(lambda: compiled(torch.randn(2, 8, 16), torch.randn(16, 16)))
-    files = list(dict.fromkeys(file for (file, _), _ in steps if "/_compat/" not in file))
-    assert any(file.startswith("sp_compile/capture/") for file in files[:5]), files[:5]
-    entered = [file for (file, _), (caller, _) in steps if file != caller and file not in VOCABULARY]
-    often = {file: entered.count(file) for file in entered if entered.count(file) > 6}
-    assert not often
-    assert len(files) > 50  # the way has been followed
+def way() -> list[tuple[Step, Step]]:
+    """The steps of one rank: those of a compilation, and of a first call."""
+    options = {"compiler": "eager", "cost": {}, "mesh": mesh()}
+    compiled = torch.compile(program, backend=backend.sp, options=options)
+    return followed(lambda: compiled(torch.randn(2, 8, 16), torch.randn(16, 16)))
+
+
+def test_the_way_of_a_graph(ranks: Ranks) -> None:
+    for steps in ranks.run(2, way):
+        files = list(dict.fromkeys(file for (file, _), _ in steps))
+        assert any(file.startswith("sp_compile/capture/") for file in files[:5]), files[:5]
+        entered = [file for (file, _), (caller, _) in steps if file != caller and file not in VOCABULARY]
+        often = {file: entered.count(file) for file in entered if entered.count(file) > 6}
+        assert not often
+        assert len(files) > 50  # the way has been followed
