@@ -154,7 +154,7 @@ class Spelling(Pass):
 class CollectivePass(Pass):
     """A pass over the collectives of a joint graph, called where all ranks would rewrite alike.
 
-    The job is a `passes.joint.joint.JointJob`.
+    The job is a `passes.collectives.job.CollectiveJob`.
     """
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile import _compat, passes
-from sp_compile.config import Ranks, SPConfig
+from sp_compile.config import Ranks
 from sp_compile.errors import at
 from sp_compile.graph.call import tangents_of
 from sp_compile.graph.edit import copied
@@ -34,13 +34,14 @@ from sp_compile.passes.base import (
     passes_in,
     registered,
 )
+from sp_compile.passes.collectives.job import CollectiveJob
 from sp_compile.passes.collectives.merge.chains import check_reductions
 from sp_compile.passes.job import Job, Note
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.own_rows import OwnRows
 from sp_compile.passes.tensor_parallel.scatter import Layer, SequenceParallelLinear
 from sp_compile.spmd.declare import declared
-from sp_compile.spmd.session import ALONE, Session
+from sp_compile.spmd.session import ALONE
 
 from .facts import joint_facts
 
@@ -48,18 +49,15 @@ import_rooms("sp_compile.passes.collectives", collectives.__path__)
 
 
 @dataclass
-class JointJob(Job):
+class JointJob(CollectiveJob):
     """What the passes over one joint graph are told, and what they leave for later ones.
 
-    ranks: the group that is looked at. session: whom the program connects, and what they know of its inputs, which are
-    called input_0, input_1, ...: the function's tensor arguments in order. shapes: theirs, on this rank.
+    ranks: the group that is looked at. shapes: of the function's tensor arguments, on this rank.
     layers: of all groups. scattered: the groups over which layers are. shared: those of this graph, and the gradients
     of results that they have to have alike then, by name, with where each result is made.
     """
 
     ranks: Ranks = ALONE
-    config: SPConfig = field(default_factory=SPConfig)
-    session: Session = field(default_factory=Session)
     shapes: Sequence[tuple[Any, ...]] = ()
     layers: list[Layer] = field(default_factory=list)
     scattered: set[str] = field(default_factory=set)

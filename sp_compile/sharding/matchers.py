@@ -36,7 +36,7 @@ from .windows import slides_of
 
 aten = torch.ops.aten
 Number = int | float
-FILLED: dict[Any, Number] = {
+ALL_OF: dict[Any, Number] = {
     **dict.fromkeys(overloads("zeros zeros_like new_zeros"), 0),
     **dict.fromkeys(overloads("ones ones_like new_ones"), 1),
 }
@@ -353,8 +353,8 @@ def constant_of(node: Any) -> Number | None:
         return None
     if node.op == "get_attr":
         return _held(node) if not node.meta["val"].ndim else None
-    if node.op != "call_function" or node.target in FILLED:
-        return FILLED.get(node.target)
+    if node.op != "call_function" or node.target in ALL_OF:
+        return ALL_OF.get(node.target)
     if node.target in FILLS or node.target is aten.scalar_tensor.default:
         fill = Call(node)["fill_value" if node.target in FILLS else "s"]
         held = fill if isinstance(fill, Number) else constant_of(fill)

@@ -26,8 +26,8 @@ sharding/rules                  capture                     cost
 passes
 passes/canonical/attention      passes/canonical/loops
 passes/canonical                spmd
-functional                      passes/strategies
-passes/localize                 passes/collectives          passes/collectives/merge  passes/collectives/permute
+functional                      passes/strategies           passes/collectives
+passes/localize                 passes/collectives/merge    passes/collectives/permute
 passes/strategies/attention     passes/tensor_parallel
 pipeline                        passes/joint
 backend

@@ -25,7 +25,7 @@ from sp_compile.sharding.products import Product, product_of, transposed
 from .masks import FINITE
 
 aten = torch.ops.aten
-FILLS = (
+MASKS = (
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
     aten.where.ScalarOther,
@@ -33,7 +33,7 @@ FILLS = (
     aten.where.self,
 )
 STEPS = 12  # between a product and the softmax; attention has half as many
-HANDLED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor, *FILLS)
+HANDLED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor, *MASKS)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def scores_of(x: Any, user: Node) -> Scores | None:
         inner = _scaled(call, x)
     elif x.target in (aten.add.Tensor, aten.sub.Tensor):
         inner = _biased(call, x)
-    elif x.target in FILLS:
+    elif x.target in MASKS:
         inner = _filled(call, x)
     return replace(inner, chain=(*inner.chain, *steps)) if inner is not None else None
 

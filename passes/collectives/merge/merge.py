@@ -35,6 +35,7 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import infer
 from sp_compile.passes.base import CollectivePass, Pass, register
+from sp_compile.passes.collectives.job import CollectiveJob
 from sp_compile.passes.job import Job
 from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
@@ -66,7 +67,7 @@ class MergeReductions(CollectivePass):
     provides = frozenset({"reductions are merged"})
 
     @classmethod
-    def of(cls, job: Any) -> Pass | None:
+    def of(cls, job: CollectiveJob) -> Pass | None:
         known, policy = declared(), job.config.merge_reductions
         return cls(known, policy, job.config.cost, strict=False) if policy != "never" and known.members else None
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,6 +31,7 @@ from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.sizes import quotient, same, size, sizes
 from sp_compile.passes.base import CollectivePass, Pass, register
+from sp_compile.passes.collectives.job import CollectiveJob
 from sp_compile.passes.job import Job
 
 from .arrangement import op_of
@@ -54,7 +54,7 @@ class PermuteAllToAll(CollectivePass):
     provides = frozenset({"exchanges are joined"})
 
     @classmethod
-    def of(cls, job: Any) -> Pass | None:
+    def of(cls, job: CollectiveJob) -> Pass | None:
         return cls(decomposed=True) if job.session.groups else None
 
     def __init__(self, decomposed: bool = False, packed: bool = True) -> None:
