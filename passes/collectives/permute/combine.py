@@ -12,17 +12,20 @@ and d apart they are [n, h, b, s, d], where n * h * d positions have no common s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.graph.call import tangents_of
 from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.mutation import is_mutation, is_pure
 from sp_compile.graph.sizes import product, same, sizes
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
 from sp_compile.spmd.named_groups import is_collective
 
 from .arrangement import IndexMap, Mover
@@ -31,8 +34,31 @@ from .match import PERMUTE, downstream, erase_chain, private
 aten = torch.ops.aten
 
 
-def gather_exchanges(graph: Graph, pack: Callable[[list[Node]], None]) -> list[Node]:
-    """Have `pack` put groups of exchanges together, moving what used the first of them behind the last."""
+class PackExchanges(Pass):
+    """Independent exchanges of the same two dims as one, where the last of them is."""
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        groups = _groups_of_exchanges(gm.graph)
+        for members in groups:
+            _make_room(members)
+            self._together(members)
+        return len(groups)
+
+    def _together(self, members: Sequence[Node]) -> None:
+        _, scatter, gather, n, group = members[0].args
+        whole = [1, n, 0, n]  # n positions, one a rank: equal shares of any size
+        ndim = members[0].meta["val"].ndim
+        with self.graph.inserting_before(members[-1]):
+            args = ([m.args[0] for m in members], scatter % ndim, whole, gather % ndim, whole, n, group)
+            both = self.compute(torch.ops.sp.all_to_all.default, args, members[-1])
+            fresh = [self.compute(operator.getitem, (both, i), m) for i, m in enumerate(members)]
+        self.note(both, f"{len(members)} exchanges in one", "packed")
+        for member, piece in zip(members, fresh):
+            self.replace(member, piece)
+
+
+def _groups_of_exchanges(graph: Graph) -> list[list[Node]]:
+    """Those that may become one: nothing between them waits for one of them."""
     done = []
     backward = closure(tangents_of(graph), lambda n: n.users)  # which will be cut off
     open_groups: dict[Any, list[Node]] = {}
@@ -43,11 +69,7 @@ def gather_exchanges(graph: Graph, pack: Callable[[list[Node]], None]) -> list[N
         else:
             open_groups[key] = [node]
             done.append(open_groups[key])
-    groups = [members for members in done if len(members) > 1]
-    for members in groups:
-        _make_room(members)
-        pack(members)
-    return [members[0] for members in groups]
+    return [members for members in done if len(members) > 1]
 
 
 def _key(node: Node) -> Any:
@@ -72,22 +94,28 @@ def _may_join(members: list[Node], node: Node) -> bool:
 
 
 def _make_room(members: list[Node]) -> None:
+    """What used the first of them comes behind the last."""
     behind = members[-1]
     for node in _dependent(members[:-1], behind) or ():
         behind.append(node)
         behind = node
 
 
-def merge_first(editor: Editor, node: Node) -> bool:
-    """Rewrite what follows one all_to_all_permute; whether that was done."""
-    for result in downstream(node)[::-1]:
-        chain = private(node, result)
-        returned = any(user.op == "output" for user in result.users)  # in its old layout, whatever that costs
-        groups = _groups(node, result) if chain is not None and not returned else None
-        if groups is not None and chain is not None and _rewritten(editor, node, result, groups):
-            erase_chain(editor.graph, frozenset(chain))
-            return True
-    return False
+class MergeFirst(Pass):
+    """Dims are merged before an exchange, not behind it."""
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        return sum([self._merged(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
+
+    def _merged(self, node: Node) -> bool:
+        for result in downstream(node)[::-1]:
+            chain = private(node, result)
+            returned = any(user.op == "output" for user in result.users)  # in its old layout, whatever that costs
+            groups = _groups(node, result) if chain is not None and not returned else None
+            if groups is not None and chain is not None and _rewritten(self, node, result, groups):
+                erase_chain(self.graph, frozenset(chain))
+                return True
+        return False
 
 
 def _groups(node: Node, result: Node) -> list[list[int]] | None:

@@ -20,9 +20,6 @@ graph keep the old ones.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -30,55 +27,25 @@ from sp_compile.capture.form import require_functional, require_ops
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.sizes import quotient, same, size, sizes
-from sp_compile.passes.base import CollectivePass, Pass, register
+from sp_compile.passes.base import CollectivePass, Pass, Passes, register
 from sp_compile.passes.collectives.job import CollectiveJob
 from sp_compile.passes.job import Job
 
 from .arrangement import op_of
-from .combine import gather_exchanges, merge_first
+from .combine import MergeFirst, PackExchanges
 from .match import PERMUTE, AllToAll, Match, erase_chain, is_all_to_all, lies_in_input, match, read, sources_of, undone
 from .restride import Restride
-from .tidy import drop_buffers, join_padded
+from .tidy import DropBuffers, JoinPadded
 
-sp, aten = torch.ops.sp, torch.ops.aten
+aten = torch.ops.aten
+DONE = "permute_all_to_all"  # in the report, whichever of the parts below did it
 
 
-@register
-class PermuteAllToAll(CollectivePass):
-    """By hand: `PermuteAllToAll()(graph_module)`; `.notes` says what was done.
-
-    decomposed: leave ATen and functional collectives, as after AOTAutograd, instead of sp:: ops.
-    packed: put independent exchanges together.
-    """
-
-    provides = frozenset({"exchanges are joined"})
-
-    @classmethod
-    def of(cls, job: CollectiveJob) -> Pass | None:
-        return cls(decomposed=True) if job.session.groups else None
-
-    def __init__(self, decomposed: bool = False, packed: bool = True) -> None:
-        super().__init__()
-        self.decomposed, self.packed = decomposed, packed
+class JoinPermutes(Pass):
+    """Permute + all-to-all + permute, and DTensor's own op, as sp.all_to_all_permute."""
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        graph = gm.graph
-        require_ops(gm, self.name)
-        if not any(map(_exchanges, graph.nodes)):
-            return 0
-        require_functional(gm, self.name)
-        restride = Restride(graph)
-        changed = [drop_buffers(self), join_padded(self)]
-        changed += [self._rewritten(node) for node in list(graph.nodes)]
-        changed += [self._undone(node) for node in graph.find_nodes(op="call_function", target=PERMUTE)]
-        if self.packed:
-            changed += gather_exchanges(graph, self.together)
-        changed += [merge_first(self, n) for n in graph.find_nodes(op="call_function", target=PERMUTE)]
-        if any(changed):
-            if self.decomposed:
-                lower_exchanges(gm)
-            restride.apply()
-        return sum(map(bool, changed))
+        return sum([self._rewritten(node) for node in list(gm.graph.nodes)])
 
     def _rewritten(self, node: Node) -> bool:
         if _is_dtensors(node):
@@ -89,7 +56,7 @@ class PermuteAllToAll(CollectivePass):
         found = match(exchange) or "no exchange of two dims" if isinstance(exchange, AllToAll) else exchange
         if isinstance(found, str) or isinstance(exchange, str):
             if found:
-                self.refused(node, str(found))
+                self.note(node, str(found), f"not {DONE}")
             return False
         self._rewrite(exchange, found)
         return True
@@ -102,7 +69,7 @@ class PermuteAllToAll(CollectivePass):
             if not found.exact:
                 fresh = self.reshaped(fresh, sizes(y.meta["val"].shape), y)
         dims = f"dim {found.scatter_dim} for dim {found.gather_dim} of {list(x.meta['val'].shape)}"
-        self.note(exchange.node, f"{dims}, {exchange.n} ranks")
+        self.note(exchange.node, f"{dims}, {exchange.n} ranks", DONE)
         y.replace_all_uses_with(fresh)
         erase_chain(self.graph, found.chain)
 
@@ -114,9 +81,16 @@ class PermuteAllToAll(CollectivePass):
             return False
         with self.graph.inserting_before(node):
             fresh = self.compute(PERMUTE, (x, scatter, gather, n, group), node)
-        self.note(node, f"dim {scatter} for dim {gather}, {n} ranks")
+        self.note(node, f"dim {scatter} for dim {gather}, {n} ranks", DONE)
         self.replace(node, fresh)
         return True
+
+
+class CancelExchanges(Pass):
+    """Neither of two exchanges, the second of which takes back the first."""
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        return sum([self._undone(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
 
     def _undone(self, node: Node) -> bool:
         """Replace an exchange by the operand of the one that it takes back."""
@@ -135,18 +109,38 @@ class PermuteAllToAll(CollectivePass):
             return True
         return False
 
-    def together(self, members: Sequence[Node]) -> None:
-        """Put independent exchanges of the same two dims into one, where the last of them is."""
-        _, scatter, gather, n, group = members[0].args
-        whole = [1, n, 0, n]  # n positions, one a rank: equal shares of any size
-        ndim = members[0].meta["val"].ndim
-        with self.graph.inserting_before(members[-1]):
-            args = ([m.args[0] for m in members], scatter % ndim, whole, gather % ndim, whole, n, group)
-            both = self.compute(sp.all_to_all.default, args, members[-1])
-            fresh = [self.compute(operator.getitem, (both, i), m) for i, m in enumerate(members)]
-        self.note(both, f"{len(members)} exchanges in one", "packed")
-        for member, piece in zip(members, fresh):
-            self.replace(member, piece)
+
+@register
+class PermuteAllToAll(CollectivePass, Passes):
+    """By hand: `PermuteAllToAll()(graph_module)`; `.notes` says what was done.
+
+    decomposed: leave ATen and functional collectives, as after AOTAutograd, instead of sp:: ops.
+    """
+
+    provides = frozenset({"exchanges are joined"})
+    steps = (DropBuffers, JoinPadded, JoinPermutes, CancelExchanges, PackExchanges, MergeFirst)
+
+    @classmethod
+    def of(cls, job: CollectiveJob) -> Pass | None:
+        return cls(decomposed=True) if job.session.groups else None
+
+    def __init__(self, decomposed: bool = False) -> None:
+        super().__init__()
+        self.decomposed = decomposed
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        require_ops(gm, self.name)
+        if not any(map(_exchanges, gm.graph.nodes)):
+            return 0
+        require_functional(gm, self.name)
+        restride = Restride(gm.graph)
+        changes = super().apply(gm, job)
+        if changes:
+            if self.decomposed:
+                lower_exchanges(gm)
+            restride.apply()
+            gm.recompile()
+        return changes
 
 
 def _exchanges(node: Node) -> bool:

@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, sizes
+from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.paddings import padding
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import Piece, constant_of
 
 from .arrangement import WAIT, op_of
@@ -31,34 +32,39 @@ from .arrangement import WAIT, op_of
 aten = torch.ops.aten
 
 
-def drop_buffers(editor: Editor) -> bool:
-    """Edit the graph in place where an exchange's result fills a buffer like it; whether there was one."""
-    changed = False
-    for node in editor.graph.find_nodes(op="call_function", target=aten.copy.default):
-        buffer, source = node.args[:2]
-        if source.target is WAIT and _same_layout(buffer.meta["val"], source.meta["val"]):
-            editor.replace(node, source)
-            changed = True
-    return changed
+class DropBuffers(Pass):
+    """An exchange's result instead of a buffer like it that the result fills."""
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        copies = gm.graph.find_nodes(op="call_function", target=aten.copy.default)
+        found = [node for node in copies if node.args[1].target is WAIT and _same_layout(*node.args[:2])]
+        for node in found:
+            self.replace(node, node.args[1])
+        return len(found)
 
 
-def _same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _same_layout(a: Node, b: Node) -> bool:
+    x, y = a.meta["val"], b.meta["val"]
     shaped = sizes(x.shape) == sizes(y.shape) and sizes(x.stride()) == sizes(y.stride())
     return shaped and (x.dtype, x.device) == (y.dtype, y.device)
 
 
-def join_padded(editor: Editor) -> bool:
-    """Edit the graph in place; whether there was such a sum."""
-    changed = False
-    for node in reversed(list(editor.graph.nodes)):
-        pieces = _pieces(node) if node.users else None  # the parts of one that was replaced have none
-        if pieces is not None:
-            target = aten.cat.default if pieces[0].keeps else aten.stack.default
-            with editor.graph.inserting_before(node):
-                joined = editor.compute(target, ([leaf.source for leaf in pieces], pieces[0].dim), node)
-            editor.replace(node, joined)
-            changed = True
-    return changed
+class JoinPadded(Pass):
+    """Pieces side by side instead of a sum of padded ones."""
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        # The parts of a sum that was replaced have no users.
+        return sum([node.users != {} and self._joined(node) for node in reversed(list(gm.graph.nodes))])
+
+    def _joined(self, node: Node) -> bool:
+        pieces = _pieces(node)
+        if pieces is None:
+            return False
+        target = aten.cat.default if pieces[0].keeps else aten.stack.default
+        with self.graph.inserting_before(node):
+            joined = self.compute(target, ([leaf.source for leaf in pieces], pieces[0].dim), node)
+        self.replace(node, joined)
+        return True
 
 
 def _pieces(node: Node) -> list[Piece] | None:

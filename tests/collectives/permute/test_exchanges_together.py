@@ -16,7 +16,7 @@ from torch import Tensor
 
 import sp_compile
 from sp_compile.lowering.simulate import run_ranks
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
+from sp_compile.passes.collectives.permute.permute import JoinPermutes, PermuteAllToAll
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ flatten: [2, 3, 40] = aten.flatten.using_ints(all_to_all_permute_default_3, 2)
 return (flatten,)""",
     )
     apart = traced(lambda x, w: attention(x, w, group), x, w)
-    PermuteAllToAll(packed=False)(apart)
+    JoinPermutes()(apart)
     xs = [torch.randn(2, 3, 40) for _ in range(N)]
     together, each = (run_ranks(N, lambda r, g=g: g(xs[r], w)[0]) for g in (gm, apart))
     assert all(torch.equal(y, z) for y, z in zip(together, each))
