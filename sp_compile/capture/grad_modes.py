@@ -17,11 +17,12 @@ from sp_compile.sharding.matchers import carries_gradient
 aten = torch.ops.aten
 
 
-def detach_regions(graph: Graph, grad: bool = True) -> None:
-    """Put a detach behind every value that leaves a region without gradients. grad: the mode of the first node."""
+def detach_regions(graph: Graph) -> None:
+    """Put a detach behind every value that leaves a region without gradients."""
     if not graph.find_nodes(op="call_function", target=set_grad_enabled):
         return
     modes: dict[Node, bool] = {}
+    grad = True
     for node in graph.nodes:
         if node.target is set_grad_enabled:
             grad = bool(node.args[0])
