@@ -15,7 +15,7 @@ from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, seg
 from sp_compile.lowering.scan import table
 from sp_compile.lowering.scan.kernels.triton import scan as row
 from sp_compile.lowering.scan.kernels.triton.tiles import Sweep
-from sp_compile.lowering.scan.kernels.triton.ways import WAYS, ScanShape, TileSizes, using_way
+from sp_compile.lowering.scan.kernels.triton.ways import WAYS, TileSizes, using_way, way_of
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
 
 ROW = Direct(row)
@@ -222,7 +222,7 @@ def check_choice() -> None:
     """Enough lines to keep a GPU busy: one program each; a length that is worth it is divided."""
 
     def chosen(across: int, along: int) -> str:
-        return next(name for name, fits in WAYS.items() if fits(ScanShape(across, along, 132, TileSizes())))
+        return way_of(across, along, 132, TileSizes())
 
     assert [chosen(1, 2), chosen(1, 2**18), chosen(64, 500), chosen(2**12, 2**9)] == [
         "one", "parts", "parts", "one",

@@ -5,7 +5,6 @@ None of the thresholds here has been measured: `benchmarks/gpu_scans.py` times e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -36,21 +35,13 @@ INTERPRETED = TileSizes((128, 1), programs=2, enough=2)
 """In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
 
 
-@dataclass(frozen=True)
-class ScanShape:
-    """Of a sweep: its tiles of a walk across the lines and along them, and the device's multiprocessors."""
-
-    across: int
-    along: int
-    multiprocessors: int
-    sizes: TileSizes
+WAYS = ("one", "parts")
 
 
-WAYS: dict[str, Callable[[ScanShape], bool]] = {
-    "one": lambda s: s.across >= s.sizes.enough * s.multiprocessors or s.along <= 2,
-    "parts": lambda s: True,
-}
-"""The first that fits is taken."""
+def way_of(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
+    """The way of so many tiles across the lines and along them: parts, unless whole lines keep the device busy."""
+    return "one" if across >= sizes.enough * multiprocessors or along <= 2 else "parts"
+
 
 _forced: Forced[tuple[str, TileSizes | None]] = Forced()
 
@@ -69,11 +60,10 @@ def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> 
     held, warps = sizes.walk
     tile = sweep.tile(1 << (held // sweep.state_bytes).bit_length() - 1, warps)
     across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
-    shape = ScanShape(across, along, _multiprocessors(sweep.x.device), sizes)
-    way = way or next(name for name, fits in WAYS.items() if fits(shape))
-    if way == "one":
+    multiprocessors = _multiprocessors(sweep.x.device)
+    if (way or way_of(across, along, multiprocessors, sizes)) == "one":
         return in_one(sweep, tile, initial, out, total)
-    wanted = triton.cdiv(sizes.programs * shape.multiprocessors, across)
+    wanted = triton.cdiv(sizes.programs * multiprocessors, across)
     part = tile.steps * triton.cdiv(along, min(wanted, along))
     return in_parts(sweep, tile, part, initial, out)
 
