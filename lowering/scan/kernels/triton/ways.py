@@ -1,6 +1,6 @@
 """Which way a scan goes on a GPU. Importing this needs triton.
 
-None of the thresholds here has been measured: `benchmarks/gpu_scans.py` times every way on every shape.
+On an H100 the way that is taken was the faster one on every shape that `benchmarks/gpu_scans.py` times (torch 2.11).
 """
 
 from __future__ import annotations

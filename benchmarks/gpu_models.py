@@ -1,0 +1,382 @@
+"""Whole models on real ranks that share one GPU: loss and gradients against one device, memory, waits of the host.
+
+    python benchmarks/gpu_models.py                                 2 ranks, every model and strategy
+    python benchmarks/gpu_models.py --ranks 4 --only "decoder.*"    those whose name matches
+    python benchmarks/gpu_models.py --device cpu --small            the same code on a CPU, tiny
+    python benchmarks/gpu_models.py --memory                        peaks for 1, 2 and 4 ranks of one long sequence
+
+The ranks are processes; Gloo carries their tensors through the host's memory, so what a step takes says nothing about
+a network. Inductor and Triton compile each rank's program, forward and backward, as where every rank has a GPU.
+
+error   of the loss and of the worst gradient, over the largest entry of the true one: the model in float64 on one
+        device. Beside it what one device makes of the same model in the same dtype, by Inductor as well
+waits   where the host waited for the device in a second step, by torch's own debug mode; Gloo's are left out
+"""
+
+import argparse
+import copy
+import faulthandler
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+
+from measuring.staged import stage
+from measuring.tables import markdown
+from models import DecoderLM
+
+RESULTS = Path(__file__).parent / "results" / "models_gpu.md"
+VOCAB = 512
+ALLOWED = 3.0
+"""Times the error of one device in the same dtype."""
+FLOOR = {torch.float32: 2e-5, torch.bfloat16: 1e-3}
+"""An error that is always allowed: where one device happens to be nearly exact."""
+PATIENCE = float(os.environ.get("PATIENCE", "150"))
+"""Seconds for a case, after which every rank says where it is and ends."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    tokens: int = 2045
+    dim: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    layers: int = 2
+    long: int = 65536
+    long_dim: int = 1024
+
+
+SMALL = Sizes(tokens=61, dim=32, heads=4, kv_heads=2, layers=2, long=256, long_dim=32)
+Inputs = dict[str, Any]
+FULL = torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """make: the model; more: inputs beside ids and labels; options: of the backend."""
+
+    name: str
+    make: Callable[[Sizes], nn.Module]
+    dtype: torch.dtype = torch.bfloat16
+    more: Callable[[Tensor], Inputs] = field(default=lambda ids: {})
+    options: tuple[tuple[str, Any], ...] = ()
+    least: int = 2
+    """ranks that it takes"""
+    most: int = 1 << 30
+    """tokens: one device loops over them"""
+
+
+def decoder(sizes: Sizes) -> nn.Module:
+    return DecoderLM(vocab=VOCAB, dim=sizes.dim, layers=sizes.layers, heads=sizes.heads, kv_heads=sizes.kv_heads)
+
+
+def hf(family: str, **more: Any) -> Callable[[Sizes], nn.Module]:
+    """A decoder of transformers with random weights."""
+
+    def make(sizes: Sizes) -> nn.Module:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        given = {
+            "vocab_size": VOCAB, "hidden_size": sizes.dim, "intermediate_size": 2 * sizes.dim, "use_cache": False,
+            "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.heads, "pad_token_id": 0,
+            "num_key_value_heads": sizes.kv_heads, **more,
+        }  # fmt: skip
+        config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")(**given)
+        if family not in ("Mamba", "Mamba2"):
+            config._attn_implementation = more.get("attn_implementation", "sdpa")
+        return getattr(transformers, f"{family}ForCausalLM")(config)
+
+    return make
+
+
+def packed(ids: Tensor) -> Inputs:
+    """Positions of three documents."""
+    ends = [0, ids.shape[1] // 5, ids.shape[1] // 2, ids.shape[1]]
+    positions = torch.cat([torch.arange(b - a, device=ids.device) for a, b in zip(ends, ends[1:])])
+    return {"position_ids": positions.expand(ids.shape)}
+
+
+def padded(ids: Tensor) -> Inputs:
+    mask = torch.ones_like(ids)
+    mask[:, -(ids.shape[1] // 6) :] = 0
+    return {"attention_mask": mask}
+
+
+EVERY_SECOND = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"head_dim": 32, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+WAYS = ("auto", "ulysses", "ring", "gather")
+
+
+def each(name: str, make: Callable[[Sizes], nn.Module], ways: tuple[str, ...] = WAYS, **fields: Any) -> list[Case]:
+    """A case for each strategy of attention."""
+    return [Case(f"{name}, {way}", make, options=(("attention", way),), **fields) for way in ways]
+
+
+CASES = [
+    *each("decoder", decoder),
+    *each("decoder", decoder, ("hybrid",), least=4),
+    *each("decoder, float32", decoder, ("ulysses", "ring"), dtype=FULL),
+    Case("llama", hf("Llama")),
+    Case("llama, padded", hf("Llama"), more=padded),
+    *each("llama, packed", hf("Llama"), more=packed),
+    *each("gemma3", hf("Gemma3", head_dim=32, **EVERY_SECOND), ("auto", "ring")),
+    Case("mistral, packed", hf("Mistral", sliding_window=100), more=packed),
+    Case("gpt_oss", hf("GptOss", num_local_experts=4, attn_implementation="eager", **EXPERTS, **EVERY_SECOND), FULL),
+    Case("mamba", hf("Mamba", state_size=8, time_step_rank=4), FULL, most=61),
+    Case("qwen3_moe", hf("Qwen3Moe", num_experts=4, moe_intermediate_size=64, **EXPERTS), FULL),
+]
+
+
+def inputs_of(case: Case, tokens: int, device: torch.device) -> Inputs:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCAB, (1, tokens), generator=generator)
+    labels = ids.clone()
+    labels[:, : tokens // 4] = -100
+    ids, labels = ids.to(device), labels.to(device)
+    if case.make is decoder:
+        return {"ids": ids, "labels": labels}
+    return {"input_ids": ids, "labels": labels, **case.more(ids)}
+
+
+def built(case: Case, sizes: Sizes, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return case.make(sizes).to(device=device, dtype=case.dtype)
+
+
+def step(run: Callable[..., Any], model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """The loss, and the gradients of all parameters that have one."""
+    model.zero_grad()
+    out = run(**inputs)
+    loss = out if isinstance(out, Tensor) else out.loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def errors(true: list[Tensor], found: list[Tensor]) -> tuple[float, float]:
+    """Of the loss, and of the worst gradient."""
+    assert len(true) == len(found), f"{len(true) - 1} gradients, found {len(found) - 1}"
+    if os.environ.get("EACH"):
+        print(
+            [
+                f"{((t - f.double()).abs().max() / t.abs().max().clamp_min(1e-30)).item():.0e}"
+                for t, f in zip(true, found)
+            ],
+            flush=True,
+        )
+    worst = [((t - f.double()).abs().max() / t.abs().max().clamp_min(1e-30)).item() for t, f in zip(true, found)]
+    return worst[0], max(worst[1:])
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a case."""
+
+    name: str
+    alone: tuple[float, float] = (0.0, 0.0)
+    ours: tuple[float, float] = (0.0, 0.0)
+    waits: Counter[str] = field(default_factory=Counter)
+    compiled: float = 0.0
+    seconds: float = 0.0
+    failed: str = ""
+
+
+def looked_at(case: Case, sizes: Sizes, device: torch.device, compiler: str) -> Seen:
+    seen = Seen(case.name)
+    inputs = inputs_of(case, min(sizes.tokens, case.most), device)
+    model = built(case, sizes, device)
+    oracle = copy.deepcopy(model).double()
+    true = step(oracle, oracle, inputs)
+    del oracle
+    seen.alone = errors(true, step(torch.compile(model), model, inputs))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="sp", options={**dict(case.options), "compiler": compiler})
+    begun = time.monotonic()
+    seen.ours = errors(true, step(run, model, inputs))
+    seen.compiled = time.monotonic() - begun
+    with waits(device) as seen.waits:
+        begun = time.monotonic()
+        step(run, model, inputs)
+        seen.seconds = time.monotonic() - begun
+    again = errors(true, step(run, model, inputs))
+    seen.ours = max(seen.ours[0], again[0]), max(seen.ours[1], again[1])
+    return seen
+
+
+class waits:
+    """Counts where the host waits for the device: file and line, as warnings of torch's debug mode tell."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.found: Counter[str] = Counter()
+
+    def __enter__(self) -> Counter[str]:
+        if self.cuda:
+            torch.cuda.synchronize()
+            self.record = warnings.catch_warnings()
+            self.record.__enter__()
+            warnings.simplefilter("always")
+            warnings.showwarning = self._seen
+            torch.cuda.set_sync_debug_mode("warn")
+        return self.found
+
+    def _seen(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        if "synchroniz" not in str(message):
+            return
+        frames = traceback.extract_stack()[:-1]
+        ours = [f for f in frames if "sp_compile" in f.filename or "lowering" in f.filename]
+        inner = (ours or frames)[-1]
+        self.found[f"{'/'.join(Path(inner.filename).parts[-3:])}:{inner.lineno} {inner.line}"] += 1
+
+    def __exit__(self, *error: Any) -> None:
+        if self.cuda:
+            torch.cuda.set_sync_debug_mode("default")
+            self.record.__exit__(*error)
+
+
+def rank_of_many(rank: int, given: argparse.Namespace, folder: str, results: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", given.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=given.ranks, timeout=timedelta(seconds=240))
+    if not given.gloo:
+        stage(dist.group.WORLD)
+    work = peaks if given.memory else every_case
+    sizes = SMALL if given.small else Sizes()
+    sizes = replace(sizes, tokens=given.tokens or sizes.tokens)
+    work(given, sizes, device, lambda seen: results.put((rank, seen)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, tell: Callable[[Seen], None]) -> None:
+    for case in chosen(given):
+        print(f"rank {dist.get_rank()}: {case.name}", flush=True)
+        torch._dynamo.reset()
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        try:
+            seen = looked_at(case, sizes, device, given.compiler)
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).strip().splitlines() or [""]
+            seen = Seen(case.name, failed=f"{type(error).__name__}: {lines[0][:300]}")
+        tell(seen)
+        failed = torch.tensor(float(bool(seen.failed)))
+        dist.all_reduce(failed)  # what failed on some ranks only leaves the group in no state to go on with
+
+
+def peaks(given: argparse.Namespace, sizes: Sizes, device: torch.device, tell: Callable[[Any], None]) -> None:
+    """Bytes at the peak of a second step, beyond weights and gradients."""
+    model = DecoderLM(vocab=VOCAB, dim=sizes.long_dim, layers=4, heads=8, kv_heads=8).to(device, torch.bfloat16)
+    inputs = {name: torch.randint(VOCAB, (1, sizes.long), device=device) for name in ("ids", "labels")}
+    for way in ("ulysses", "ring", "gather") if given.ranks > 1 else ("inductor",):
+        torch._dynamo.reset()
+        options = {"backend": "sp", "options": {"attention": way}} if given.ranks > 1 else {}
+        run = torch.compile(model, **options)
+        step(run, model, inputs)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        begun = time.monotonic()
+        run(**inputs).backward()
+        torch.cuda.synchronize()
+        tell((way, torch.cuda.max_memory_allocated() - held, time.monotonic() - begun))
+
+
+def chosen(given: argparse.Namespace) -> list[Case]:
+    return [case for case in CASES if case.least <= given.ranks and re.search(given.only, case.name)]
+
+
+def run_ranks(given: argparse.Namespace) -> list[tuple[int, Any]]:
+    results = mp.get_context("spawn").Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        world = mp.spawn(rank_of_many, (given, folder, results), nprocs=given.ranks, join=False)
+        found = []
+        while not world.join(timeout=1):
+            while not results.empty():
+                found.append(results.get())
+                if found[-1][0] == 0:
+                    print(found[-1][1], flush=True)
+        while not results.empty():
+            found.append(results.get())
+    return found
+
+
+def report(found: list[tuple[int, Seen]], ranks: int) -> tuple[Table, list[str]]:
+    """The worst of all ranks; and what is not as on one device."""
+    title = f"{ranks} ranks"
+    table = Table(
+        "", "one device: loss", "gradient", "ours: loss", "gradient", "waits", "compile, s", "a step, s", title=title
+    )
+    wrong = []
+    for case in CASES:
+        seen = [s for _, s in found if s.name == case.name]
+        if not seen:
+            continue
+        failed = next((s.failed for s in seen if s.failed), "")
+        alone, ours = seen[0].alone, tuple(max(s.ours[i] for s in seen) for i in (0, 1))
+        allowed = [max(ALLOWED * a, FLOOR[case.dtype]) for a in alone]
+        if failed or not all(o <= a for o, a in zip(ours, allowed)):
+            wrong.append(f"{case.name}: {failed or ours}")
+        count = sum(sum(s.waits.values()) for s in seen)
+        numbers = [f"{e:.1e}" for e in (*alone, *ours)]
+        table.add_row(case.name, *numbers, str(count), f"{seen[0].compiled:.0f}", f"{seen[0].seconds:.2f}")
+    return table, wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", default="", help="a regular expression")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--gloo", action="store_true", help="exchange by what Gloo does for tensors of a GPU")
+    parser.add_argument("--compiler", default="inductor", help="of the ranks' graphs")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--output", type=Path, help=f"of the report, as in {RESULTS.name}")
+    given = parser.parse_args()
+    console = Console(width=160)
+    found = run_ranks(given)
+    if given.memory:
+        table = Table("ranks", "", "peak of a step beyond what stays, MB", "s")
+        for rank, (way, peak, seconds) in found:
+            if rank == 0:
+                table.add_row(str(given.ranks), way, f"{peak / 1e6:.0f}", f"{seconds:.2f}")
+        wrong = []
+    else:
+        table, wrong = report(found, given.ranks)
+    console.print(table)
+    every = sum((s.waits for _, s in found if isinstance(s, Seen)), Counter())
+    for place, count in every.most_common(20):
+        console.print(f"  waits {count:4} {place}", markup=False)
+    if given.output:
+        name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
+        about = f"- {date.today()}, {name}; torch {torch.__version__}, CUDA {torch.version.cuda}"
+        with given.output.open("a") as out:
+            out.write(f"{about}\n- `python benchmarks/gpu_models.py {' '.join(sys.argv[1:])}`\n\n{markdown(table)}\n\n")
+    if wrong:
+        raise SystemExit("not as on one device:\n" + "\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
