@@ -234,6 +234,10 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozens
     lines: where their programs differ. shared: the inputs that were equal when the program was compiled.
     """
     inputs = [{k.removeprefix(INPUT): v for k, v in one.fields.items() if k.startswith(INPUT)} for one in everyone]
+    known = [name for name in inputs[0] if all(name in one for one in inputs)]
+    if len(known) == min(map(len, inputs)) and _sizes_differ(inputs, known):
+        # A rank that compiled the program anew for them has told its weights, too, which are not the matter.
+        inputs = [{name: one[name] for name in known} for one in inputs]
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]
     names.sort(key=lambda name: "(" not in first.get(name, "("))  # tensors before symbols
@@ -241,7 +245,7 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozens
     what, differs = "different programs", "What differs"
     same_program = len({one.fields[PROGRAM] for one in everyone}) == 1
     if all(one.keys() == first.keys() for one in inputs):
-        if len({str([v.partition(CHECKED)[0] for v in one.values()]) for one in inputs}) > 1:
+        if _sizes_differ(inputs, known):
             numbers = bool(names) and "(" not in first[names[0]]
             what = "different numbers" if numbers else "inputs of different sizes"
         elif same_program and names:
@@ -262,6 +266,10 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozens
         f"the {len(inputs)} ranks of this group were given {what}; every rank has to call the same model, with the "
         f"same weights, on the same arguments. {differs}:\n" + "\n".join(per_rank) + (LATER if later else "")
     )
+
+
+def _sizes_differ(inputs: Sequence[Mapping[str, str]], names: Sequence[str]) -> bool:
+    return len({str([one[name].partition(CHECKED)[0] for name in names]) for one in inputs}) > 1
 
 
 def _differ(values: Sequence[str | None]) -> bool:
