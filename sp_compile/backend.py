@@ -144,10 +144,10 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str,
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     try:
         config = SPConfig.of(options)
-        session.ranks.check_carries(device)
         if has_dtensors(gm, example_inputs):
             raise SpError(WHOLE_DTENSORS)
         graph, inputs, seq_dims, fragment = global_view(gm, example_inputs, config, session.ranks.n)
+        session.ranks.check_carries(device)
     finally:  # with the other ranks, whatever failed on this one
         machine = session.machine(device)
     found = {"seq_dims": seq_dims, "inputs": inputs, "machine": machine, "aligned": session.aligned}
