@@ -16,6 +16,7 @@ waits   where the host waited for the device in a second step, by torch's own de
 import argparse
 import copy
 import faulthandler
+import itertools
 import os
 import re
 import sys
@@ -24,7 +25,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -37,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from measuring.staged import stage
 from measuring.tables import markdown
@@ -49,7 +51,7 @@ ALLOWED = 3.0
 """Times the error of one device in the same dtype."""
 FLOOR = {torch.float32: 2e-5, torch.bfloat16: 1e-3}
 """An error that is always allowed: where one device happens to be nearly exact."""
-PATIENCE = float(os.environ.get("PATIENCE", "150"))
+PATIENCE = 150.0
 """Seconds for a case, after which every rank says where it is and ends."""
 
 
@@ -111,7 +113,7 @@ def hf(family: str, **more: Any) -> Callable[[Sizes], nn.Module]:
 def packed(ids: Tensor) -> Inputs:
     """Positions of three documents."""
     ends = [0, ids.shape[1] // 5, ids.shape[1] // 2, ids.shape[1]]
-    positions = torch.cat([torch.arange(b - a, device=ids.device) for a, b in zip(ends, ends[1:])])
+    positions = torch.cat([torch.arange(b - a, device=ids.device) for a, b in itertools.pairwise(ends)])
     return {"position_ids": positions.expand(ids.shape)}
 
 
@@ -174,14 +176,6 @@ def step(run: Callable[..., Any], model: nn.Module, inputs: Inputs) -> list[Tens
 def errors(true: list[Tensor], found: list[Tensor]) -> tuple[float, float]:
     """Of the loss, and of the worst gradient."""
     assert len(true) == len(found), f"{len(true) - 1} gradients, found {len(found) - 1}"
-    if os.environ.get("EACH"):
-        print(
-            [
-                f"{((t - f.double()).abs().max() / t.abs().max().clamp_min(1e-30)).item():.0e}"
-                for t, f in zip(true, found)
-            ],
-            flush=True,
-        )
     worst = [((t - f.double()).abs().max() / t.abs().max().clamp_min(1e-30)).item() for t, f in zip(true, found)]
     return worst[0], max(worst[1:])
 
@@ -221,35 +215,30 @@ def looked_at(case: Case, sizes: Sizes, device: torch.device, compiler: str) -> 
     return seen
 
 
-class waits:
-    """Counts where the host waits for the device: file and line, as warnings of torch's debug mode tell."""
+@contextmanager
+def waits(device: torch.device) -> Iterator[Counter[str]]:
+    """Counts where the host waits for the device, by torch's debug mode: file, line and code, of ours where it is."""
+    found: Counter[str] = Counter()
 
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.found: Counter[str] = Counter()
+    def seen(message: Any, *rest: Any) -> None:
+        if "synchroniz" in str(message):
+            frames = traceback.extract_stack()[:-1]
+            ours = [f for f in frames if "sp_compile" in f.filename or "lowering" in f.filename]
+            inner = (ours or frames)[-1]
+            found[f"{'/'.join(Path(inner.filename).parts[-3:])}:{inner.lineno} {inner.line}"] += 1
 
-    def __enter__(self) -> Counter[str]:
-        if self.cuda:
-            torch.cuda.synchronize()
-            self.record = warnings.catch_warnings()
-            self.record.__enter__()
-            warnings.simplefilter("always")
-            warnings.showwarning = self._seen
-            torch.cuda.set_sync_debug_mode("warn")
-        return self.found
-
-    def _seen(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
-        if "synchroniz" not in str(message):
-            return
-        frames = traceback.extract_stack()[:-1]
-        ours = [f for f in frames if "sp_compile" in f.filename or "lowering" in f.filename]
-        inner = (ours or frames)[-1]
-        self.found[f"{'/'.join(Path(inner.filename).parts[-3:])}:{inner.lineno} {inner.line}"] += 1
-
-    def __exit__(self, *error: Any) -> None:
-        if self.cuda:
+    if device.type != "cuda":
+        yield found
+        return
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = seen
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
             torch.cuda.set_sync_debug_mode("default")
-            self.record.__exit__(*error)
 
 
 def rank_of_many(rank: int, given: argparse.Namespace, folder: str, results: Any) -> None:

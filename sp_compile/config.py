@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile.lowering.table import Table
 
-from ._compat import JOINT_COMPILERS, carrier, flat_mesh, process_group
+from ._compat import JOINT_COMPILERS, carrier, flat_mesh, known_process_group, process_group
 from .errors import SpError, did_you_mean
 
 STRATEGIES: Table[Any] = Table("attention")
@@ -161,8 +161,8 @@ class Ranks:
 
         A segmentation fault, seen with torch 2.11 on an H100.
         """
-        group = self.process_group
-        if group is not None and self.exchanges and device.type == "cuda" and carrier(group, device) == "gloo":
+        real = device.type == "cuda" and dist.is_initialized() and known_process_group(self.group)
+        if real and self.exchanges and carrier(process_group(self.group), device) == "gloo":
             raise SpError(
                 f"the {self.n} ranks of group {self.group!r} exchange tensors of {device} by Gloo, whose all-gather of "
                 "such tensors kills the process. Give the group NCCL for them: "
