@@ -17,7 +17,8 @@ from sp_compile.lowering.library import opaque
 from sp_compile.lowering.masks.plan import Block, Kind
 
 from .args import LocalArgs
-from .kernels import KERNELS, Kernel, Need, accumulation_dtype
+from .case import Kernel, Need, accumulation_dtype
+from .kernels import KERNELS
 from .masking import Masking
 from .merge import merge
 
@@ -72,9 +73,9 @@ def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator
 
 
 def _kernel(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Kernel:
-    masked = masking.mask is not None or block.kind is Kind.MASKED
-    by_element = masking.dropout is not None or mask_grad
-    need = Need(q.device.type, q.dtype, masked, by_element, max(q.shape[3], v.shape[3]))
+    kind = block.kind if masking.mask is None else Kind.MASKED
+    by_element, head_dim = masking.dropout is not None or mask_grad, max(q.shape[3], v.shape[3])
+    need = Need(q.device, q.dtype, kind, by_element, head_dim, min(block.q_len, block.k_len))
     return next(kernel for kernel in KERNELS if kernel.accepts(need))
 
 

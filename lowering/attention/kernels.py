@@ -1,81 +1,18 @@
-"""Attention of one block, forward and backward: PyTorch's flash kernels, and arithmetic for all they refuse.
+"""Attention of one block, forward and backward: a table of kernels, of which the first that accepts a block runs it.
 
-Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), out and grad (B, Hq, Q, E), lse (B, Hq, Q); no dim
-is empty and Hkv divides Hq. ``out`` and ``lse`` given to a backward are those over all keys, of which the
-block holds some. A row that attends to nothing has out 0 and lse -inf, and gives no gradient.
+Shapes, and rows that attend to nothing: see ``case.py``. The CPU has PyTorch's flash kernel, CUDA those of
+``kernels_cuda.py``; what they refuse is arithmetic on all scores of a block.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from sp_compile.lowering.masks.plan import Kind
+
+from . import kernels_cuda as cuda
+from .case import HALF, Case, Gradients, Kernel, accumulation_dtype, finite_lse, padded
+
 aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is the same for all elements of a block's scores, and the tensors that broadcast to them."""
-
-    scale: float
-    causal: bool = False
-    """The i-th query attends to the first i + 1 keys. Only for kernels that are not dense."""
-    allowed: Tensor | None = None
-    """bool (B | 1, Hq | 1, Q | 1, K | 1): True where a query may attend."""
-    bias: Tensor | None = None
-    """float (B | 1, Hq | 1, Q | 1, K | 1), added to the scaled scores."""
-    kept: Tensor | None = None
-    """bool (B, Hq, Q, K): the weights that dropout keeps."""
-    keep_rate: float = 1.0
-    """The probability of that."""
-    bias_grad: bool = False
-
-
-class Need(NamedTuple):
-    """What decides which kernel runs a block."""
-
-    device: str
-    dtype: torch.dtype
-    masked: bool
-    by_element: bool
-    """Dropout, or a gradient of the bias: something for each score."""
-    head_dim: int
-
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-
-
-class Kernel(NamedTuple):
-    accepts: Callable[[Need], bool]
-    forward: Callable[[Tensor, Tensor, Tensor, Case], tuple[Tensor, Tensor]]
-    backward: Callable[..., Gradients]
-    dense: bool
-    """Whether it keeps all scores of its block in memory. It then knows masks only as ``allowed``."""
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half types, else the type itself."""
-    return torch.float32 if dtype in _HALF else dtype
-
-
-def _finite_lse(lse: Tensor) -> Tensor:
-    """exp(score - lse) of a row that attends to nothing must be 0, for a score of -inf as well."""
-    return torch.where(lse == -torch.inf, torch.inf, lse)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    """The kernels read whole rows without asking for their stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _padded(width: int, *xs: Tensor) -> list[Tensor]:
-    """Zeros behind the last dim, which change neither scores nor the part that is kept."""
-    return [_dense_rows(x) if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
-
 
 # CPU.
 
@@ -91,7 +28,7 @@ def _additive(case: Case, like: Tensor) -> Tensor | None:
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     mask, width = _additive(case, q), max(q.shape[-1], v.shape[-1])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *_padded(width, q, k, v), 0.0, case.causal, attn_mask=mask, scale=case.scale
+        *padded(width, q, k, v), 0.0, case.causal, attn_mask=mask, scale=case.scale
     )
     if mask is not None:
         lse = lse.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
@@ -100,36 +37,10 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, T
 
 def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
     mask, width = _additive(case, q), max(q.shape[-1], v.shape[-1])
-    grad, query, key, value, out = _padded(width, grad, q, k, v, out)
+    grad, query, key, value, out = padded(width, grad, q, k, v, out)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, _finite_lse(lse), 0.0, case.causal, attn_mask=mask, scale=case.scale
+        grad, query, key, value, out, finite_lse(lse), 0.0, case.causal, attn_mask=mask, scale=case.scale
     )
-    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
-
-
-# CUDA.
-
-
-def _cuda_width(q: Tensor, v: Tensor) -> int:
-    """Heads of one width, a multiple of 8."""
-    return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-
-
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(
-        *_padded(_cuda_width(q, v), q, k, v), 0.0, case.causal, False, scale=case.scale
-    )
-    return out[..., : v.shape[-1]], lse
-
-
-def _cuda_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
-    grad, query, key, value, out = _padded(_cuda_width(q, v), grad, q, k, v, out)
-    unused = torch.empty((), dtype=torch.int64, device=q.device)
-    lengths = None, None, q.shape[2], k.shape[2]
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        grad, query, key, value, out, _finite_lse(lse).contiguous(), *lengths, 0.0, case.causal, unused, unused,
-        scale=case.scale,
-    )  # fmt: skip
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
 
@@ -161,14 +72,14 @@ def _dropped(weights: Tensor, case: Case) -> Tensor:
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, case)
     lse = scores.logsumexp(-1)
-    weights = _dropped(torch.exp(scores - _finite_lse(lse).unsqueeze(-1)), case)
+    weights = _dropped(torch.exp(scores - finite_lse(lse).unsqueeze(-1)), case)
     out = _grouped(weights, k.shape[1], scores.dtype) @ v.to(scores.dtype)
     return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), lse
 
 
 def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
     heads, dtype = k.shape[1], accumulation_dtype(q.dtype)
-    weights = torch.exp(_scores(q, k, case) - _finite_lse(lse).unsqueeze(-1))
+    weights = torch.exp(_scores(q, k, case) - finite_lse(lse).unsqueeze(-1))
     rows = _grouped(grad, heads, dtype)
     dv = _grouped(_dropped(weights, case), heads, dtype).mT @ rows
     dweights = _dropped((rows @ v.to(dtype).mT).view(weights.shape), case)
@@ -180,19 +91,26 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return dq, products.mT @ _grouped(q, heads, dtype), dv, dbias
 
 
-def _flash_on_cpu(need: Need) -> bool:
-    return need.device == "cpu" and not need.by_element and need.dtype.is_floating_point and need.head_dim > 0
+WHOLE = frozenset({Kind.FULL, Kind.CAUSAL})
 
-
-def _flash_on_cuda(need: Need) -> bool:
-    if need.device != "cuda" or need.masked or need.by_element:
-        return False
-    return need.dtype in _HALF and 0 < need.head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0)
-
-
-# The first that accepts a block takes it.
 KERNELS = (
-    Kernel(_flash_on_cpu, _cpu_forward, _cpu_backward, dense=False),
-    Kernel(_flash_on_cuda, _cuda_forward, _cuda_backward, dense=False),
-    Kernel(lambda need: True, _math_forward, _math_backward, dense=True),
-)
+    Kernel(
+        "flash, CPU", _cpu_forward, _cpu_backward, device="cpu", dtypes=HALF | {torch.float32, torch.float64},
+        kinds=WHOLE | {Kind.MASKED},
+    ),
+    # Up to heads of 128 its backward is old enough to be relied on. It builds a program for each shape, which is worth
+    # it where there are few.
+    Kernel(
+        "cuDNN", cuda.cudnn_forward, cuda.cudnn_backward, device="cuda", dtypes=HALF, kinds=WHOLE, head_dim=128,
+        rows=128, capability=(9, 0), switch=cuda.cudnn_allowed,
+    ),
+    Kernel(
+        "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=WHOLE, head_dim=256,
+        capability=(8, 0),
+    ),
+    Kernel(
+        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
+        dtypes=frozenset({torch.float32, torch.float16}), kinds=WHOLE, capability=(7, 0),
+    ),
+    Kernel("dense", _math_forward, _math_backward, dense=True, by_element=True),
+)  # fmt: skip

@@ -20,7 +20,7 @@ from sp_compile.lowering.masks.predicate import is_of_query
 from sp_compile.lowering.masks.spans import Rows, indices, take, valid_rows
 
 from .args import LocalArgs
-from .kernels import Case
+from .case import Case
 
 # Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)

@@ -6,11 +6,11 @@ the host does: which attention kernels it launches, and where it waits for the d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support.cuda.attention import KERNELS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_map
@@ -88,11 +88,13 @@ def _blocks(kwargs: dict[str, Any]) -> bool:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """On the CPU. A result is on the GPU if it was made there, or of what is there."""
-    there = any(isinstance(x, Borrowed) for x in torch.utils._pytree.tree_leaves((args, kwargs)))
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    there = any(isinstance(x, Borrowed) for x in leaves)
     device = kwargs.get("device")
     if device is not None:
         there = torch.device(device).type == "cuda"
         kwargs = kwargs | ({"device": "cpu"} if there else {})
+    assert func not in KERNELS or all(isinstance(x, Borrowed) for x in leaves if isinstance(x, Tensor))
     given, named = tree_map(give_back, (args, kwargs))
     out = KERNELS.get(func, func)(*given, **named)
     if not there:
@@ -100,33 +102,3 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         return return_and_correct_aliasing(func, args, kwargs, tree_map(borrow, out))
     return tree_map(borrow, out)
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, debug: bool = False, **named: Any
-) -> tuple[Any, ...]:
-    """FlashAttention's results, by the CPU's kernel."""
-    assert not debug
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, **named)
-    return out, lse, None, None, q.shape[2], k.shape[2], torch.zeros(2), torch.zeros(()), torch.zeros(())
-
-
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _q: Any, _k: Any, _most_q: int,
-    _most_k: int, dropout_p: float, is_causal: bool, _seed: Tensor, _offset: Tensor, **named: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Its gradients, by the CPU's kernel."""
-    heads = k.shape[1]
-    k, v = (x.repeat_interleave(q.shape[1] // heads, 1) for x in (k, v))
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, dropout_p, is_causal, **named
-    )
-    return dq, *(x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
-
-
-KERNELS: dict[Any, Callable[..., Any]] = {
-    aten._scaled_dot_product_flash_attention.default: _forward,
-    aten._scaled_dot_product_flash_attention_backward.default: _backward,
-}
-"""Kernels of a GPU that attention is, and what gives their results here."""

@@ -1,0 +1,123 @@
+"""What a kernel of attention is given for one block, and by what one is chosen.
+
+Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), out and grad (B, Hq, Q, E), lse (B, Hq, Q); no dim
+is empty and Hkv divides Hq. ``out`` and ``lse`` given to a backward are those over all keys, of which the
+block holds some. A row that attends to nothing has out 0 and lse -inf, and gives no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sp_compile.lowering.masks.plan import Kind
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is the same for all elements of a block's scores, and the tensors that broadcast to them."""
+
+    scale: float
+    causal: bool = False
+    """The i-th query attends to the first i + 1 keys. Only for kernels that are not dense."""
+    allowed: Tensor | None = None
+    """bool (B | 1, Hq | 1, Q | 1, K | 1): True where a query may attend."""
+    bias: Tensor | None = None
+    """float (B | 1, Hq | 1, Q | 1, K | 1), added to the scaled scores."""
+    kept: Tensor | None = None
+    """bool (B, Hq, Q, K): the weights that dropout keeps."""
+    keep_rate: float = 1.0
+    """The probability of that."""
+    bias_grad: bool = False
+
+
+class Need(NamedTuple):
+    """What decides which kernel runs a block."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kind: Kind
+    """MASKED if tensors tell which pairs attend."""
+    by_element: bool
+    """Dropout, or a gradient of the bias: something for each score."""
+    head_dim: int
+    """The wider of D and E."""
+    rows: int
+    """The fewer of Q and K."""
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the table: what a kernel takes, and how it is called. What is None is not asked."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, Case], tuple[Tensor, Tensor]]
+    backward: Callable[..., Gradients]
+    dense: bool = False
+    """Whether it keeps all scores of its block in memory. It then knows masks only as ``allowed``."""
+    device: str | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    kinds: frozenset[Kind] | None = None
+    by_element: bool = False
+    head_dim: int | None = None
+    """The widest."""
+    rows: int = 0
+    """The fewest."""
+    capability: tuple[int, int] = (0, 0)
+    """Of CUDA, the least."""
+    switch: Callable[[], bool] = lambda: True
+    """What else has to hold in this process."""
+
+    def accepts(self, need: Need) -> bool:
+        """Whether it runs such blocks."""
+        if not self.dense and need.head_dim == 0:
+            return False
+        return (
+            self.device in (None, need.device.type)
+            and (self.dtypes is None or need.dtype in self.dtypes)
+            and (self.kinds is None or need.kind in self.kinds)
+            and (self.by_element or not need.by_element)
+            and (self.head_dim is None or need.head_dim <= self.head_dim)
+            and self.rows <= need.rows
+            and (self.capability == (0, 0) or self.capability <= _capability(need.device))
+            and self.switch()
+        )
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of HIP that of which all kernels that it has are."""
+    return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half types, else the type itself."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def finite_lse(lse: Tensor) -> Tensor:
+    """exp(score - lse) of a row that attends to nothing must be 0, for a score of -inf as well."""
+    return torch.where(lse == -torch.inf, torch.inf, lse)
+
+
+def padded(width: int, *xs: Tensor) -> list[Tensor]:
+    """Zeros behind the last dim, which change neither scores nor the part that is kept.
+
+    The kernels read whole rows without asking for their stride.
+    """
+    return [_dense_rows(x) if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,169 @@
+"""Attention as a GPU runs it, on borrowed tensors: the kernels that it calls, and the numbers of every mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import pytest
+import torch
+from support.attention.attending import PREDICATES, Problem, dense, leaves, row_indices, shard
+from support.cuda.borrowed import Watch, borrow, give_back
+from support.cuda.worker import AbsentGpu
+from torch import Tensor
+
+from sp_compile.lowering.attention import attend as bodies
+from sp_compile.lowering.attention.merge import merge
+from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.simulate import GROUP, run_ranks
+
+sp = torch.ops.sp
+Found = tuple[list[Tensor], list[Tensor], list[str]]
+"""Results on borrowed tensors, results by hand in float64, and the kernels of attention that ran."""
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+CUDNN = "_scaled_dot_product_cudnn_attention"
+
+
+def on_gpu(xs: Sequence[Tensor]) -> list[Tensor]:
+    return [borrow(x) for x in xs]
+
+
+def rounded(p: Problem, dtype: torch.dtype) -> None:
+    """What the kernels get; by hand the same values are wider. Heads lie behind rows in memory."""
+    for name in ("q", "k", "v", "grad"):
+        x = getattr(p, name).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        setattr(p, name, x)
+
+
+def arguments(p: Problem, q_span: Sequence[int], k_span: Sequence[int], group: str = "") -> list[object]:
+    """With tables, as graphs have them."""
+    mask, rows, cols, _, *rest = p.arguments(q_span, k_span, group)
+    return [mask, on_gpu(rows), on_gpu(cols), sp.pieces([*rows, *cols]), *rest]
+
+
+def by_hand(p: Problem) -> list[Tensor]:
+    q, k, v = leaves(p.q.double(), p.k.double(), p.v.double())
+    out, lse = dense(q, k, v, p.allowed())
+    out.backward(p.grad.double())
+    assert q.grad is not None
+    assert k.grad is not None
+    assert v.grad is not None
+    return [out.detach(), lse.detach(), q.grad, k.grad, v.grad]
+
+
+def one_device(name: str, q_len: int, k_len: int, key_heads: int, widths: tuple[int, int], dtype: torch.dtype) -> Found:
+    p = Problem(name, q_len, k_len, key_heads=key_heads, width=widths[0], v_width=widths[1])
+    rounded(p, dtype)
+    args = arguments(p, whole(q_len), whole(k_len))
+    with Watch() as watch, torch.no_grad():
+        q, k, v, grad = on_gpu([p.q, p.k, p.v, p.grad])
+        out, lse = bodies.attend(q, k, v, *args)
+        *grads, _ = bodies.attend_backward(grad, q, k, v, out, lse, *args, False)
+    return [give_back(x) for x in (out, lse, *grads)], by_hand(p), watch.seen.kernels
+
+
+def ring(name: str, length: int, n: int, folds: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], int]:
+    """All steps of all ranks, padded in front, and the most kernels of attention in one forward or backward."""
+    p = Problem(name, length, length, key_heads=2)
+    rounded(p, dtype)
+    wanted = by_hand(p)
+    out_, lse_ = wanted[0].to(dtype), wanted[1].float()
+    spans = [[n, folds, 1, shift, 1, length] for shift in range(n)]
+    found = [torch.zeros_like(x) for x in wanted]
+
+    def live(rank: int) -> int:
+        def here(x: Tensor, span: list[int]) -> Tensor:
+            return borrow(shard(x, span, rank))
+
+        rows = [i for i in row_indices(spans[0], rank) if i is not None]
+        valid = torch.tensor([i is not None for i in row_indices(spans[0], rank)])
+        grad, q, out, lse = (here(x, spans[0]) for x in (p.grad * 1, p.q, out_, lse_[..., None]))
+        grad, lse = borrow(grad.values * valid[:, None]), borrow(lse.values[..., 0].contiguous())
+        parts, launches = [], 0
+        for span in spans:
+            args, keys, values = arguments(p, spans[0], span, GROUP), here(p.k, span), here(p.v, span)
+            with Watch() as forward, torch.no_grad():
+                parts.append([give_back(x) for x in bodies.attend(q, keys, values, *args)])
+            with Watch() as backward, torch.no_grad():
+                dq, dk, dv, _ = bodies.attend_backward(grad, q, keys, values, out, lse, *args, False)
+            launches = max(launches, len(forward.seen.kernels), len(backward.seen.kernels))
+            found[2][:, :, rows] += dq.values[:, :, valid]
+            for local, i in enumerate(row_indices(span, rank)):
+                if i is not None:
+                    found[3][:, :, i] += dk.values[:, :, local]
+                    found[4][:, :, i] += dv.values[:, :, local]
+        total, total_lse = reduce(lambda a, b: list(merge(*a, *b)), parts)
+        found[0][:, :, rows] = total[:, :, valid].double()
+        found[1][:, :, rows] = total_lse[:, :, valid].double()
+        return launches
+
+    return found, wanted, max(run_ranks(n, live))
+
+
+def check(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> None:
+    """Log-sum-exps are in float32 whatever q is: they tell whether a query sees one key too many."""
+    torch.testing.assert_close(found[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
+    for a, b in zip(found, wanted, strict=True):
+        shown = torch.where(b == -torch.inf, 0.0, b)
+        atol = TOLERANCE[dtype] * shown.abs().max().item()
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=atol)
+
+
+@pytest.mark.sampled(every=8)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("key_heads", "widths"), [(4, (8, 8)), (2, (12, 5)), (1, (16, 24))])
+@pytest.mark.parametrize(("q_len", "k_len"), [(29, 29), (13, 30), (30, 13)])
+@pytest.mark.parametrize("name", PREDICATES)
+def test_every_mask(
+    gpu: AbsentGpu, name: str, q_len: int, k_len: int, key_heads: int, widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    found, wanted, _ = gpu.run(one_device, name, q_len, k_len, key_heads, widths, dtype)
+    check(found, wanted, dtype)
+
+
+@pytest.mark.sampled(every=8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("folds", [1, 2])
+@pytest.mark.parametrize(("n", "length"), [(2, 31), (4, 45)])
+@pytest.mark.parametrize("name", PREDICATES)
+def test_every_mask_round_a_ring(
+    gpu: AbsentGpu, name: str, n: int, length: int, folds: int, dtype: torch.dtype
+) -> None:
+    found, wanted, _ = gpu.run(ring, name, length, n, folds, dtype)
+    check(found, wanted, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "width", "dtype", "kernel"),
+    [
+        ("causal", 128, 64, torch.bfloat16, CUDNN),
+        ("none", 130, 60, torch.float16, CUDNN),
+        ("causal", 127, 64, torch.bfloat16, "_flash_attention"),
+        ("causal", 128, 136, torch.bfloat16, "_flash_attention"),
+        ("causal", 128, 264, torch.float16, "_efficient_attention"),
+        ("none", 40, 12, torch.float32, "_efficient_attention"),
+    ],
+)
+def test_the_kernel_of_a_block(
+    gpu: AbsentGpu, name: str, rows: int, width: int, dtype: torch.dtype, kernel: str
+) -> None:
+    """Forward and backward, one call each, and numbers."""
+    found, wanted, kernels = gpu.run(one_device, name, rows, rows, 2, (width, width), dtype)
+    check(found, wanted, dtype)
+    ends = ("", "_backward") if kernel == CUDNN else ("_forward", "_backward")
+    assert kernels == [kernel + end for end in ends]
+
+
+def deterministic() -> Found:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return one_device("causal", 128, 128, 2, (16, 16), torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_same_bits_each_time(gpu: AbsentGpu) -> None:
+    """cuDNN's backward does not promise them."""
+    *_, kernels = gpu.run(deterministic)
+    assert kernels == ["_flash_attention_forward", "_flash_attention_backward"]

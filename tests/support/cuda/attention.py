@@ -1,0 +1,192 @@
+"""CUDA's kernels of attention, in arithmetic on all scores: what they take, their layouts, and what they give.
+
+Each asserts what the kernel asks of its operands. Windows and causal masks of fewer queries than keys are aligned at
+the end; a window's negative size stands for none; a row without keys has out 0, and log-sum-exp +inf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+HEADS_FIRST = (0, 2, 1, 3)
+
+
+def _allowed(rows: int, keys: int, left: int | None, right: int | None) -> Tensor:
+    """bool (rows, keys)."""
+    behind = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+    allowed = torch.ones(rows, keys, dtype=torch.bool)
+    if left is not None and left >= 0:
+        allowed &= behind >= -left
+    if right is not None and right >= 0:
+        allowed &= behind <= right
+    return allowed
+
+
+def _scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
+    return (q.double() @ k.double().mT * scale).masked_fill(~allowed, -math.inf)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(B, H, S, D) -> out in q's dtype, and lse (B, H, S) in float32."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = _scores(q, k, allowed, scale)
+    lse = scores.logsumexp(-1)
+    lse = torch.where(lse == -math.inf, math.inf, lse)
+    return (torch.exp(scores - lse[..., None]) @ v.double()).to(q.dtype), lse.float()
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, allowed: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of (B, H, S, D), with out and lse over more keys than these."""
+    assert grad.dtype == q.dtype == k.dtype == v.dtype == out.dtype
+    assert lse.dtype == torch.float32
+    heads = k.shape[1]
+    keys, values = (x.repeat_interleave(q.shape[1] // heads, 1).double() for x in (k, v))
+    weights = torch.exp(_scores(q, keys, allowed, scale) - lse.double()[..., None])
+    grad = grad.double()
+    dscores = weights * (grad @ values.mT - (grad * out.double()).sum(-1, keepdim=True)) * scale
+    dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dscores.mT @ q.double(), weights.mT @ grad))
+    return (dscores @ keys).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _asked(*xs: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> None:
+    """What all kernels ask: heads of one width, a multiple of 8, without holes."""
+    for x in xs:
+        assert x.dtype in dtypes
+        assert x.stride(-1) == 1
+        assert x.shape[-1] == xs[0].shape[-1]
+        assert x.shape[-1] % 8 == 0
+
+
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, with_lse: bool, dropout_p: float = 0.0, is_causal: bool = False,
+    debug: bool = False, *, scale: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    assert (bias, with_lse, dropout_p, debug) == (None, True, 0.0, False)
+    _asked(q, k, v)
+    allowed = _allowed(q.shape[2], k.shape[2], None, 0 if is_causal else None)
+    assert not is_causal or q.shape[2] == k.shape[2]
+    out, lse = _forward(q, k, v, allowed, scale)
+    return out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], torch.zeros(()), torch.zeros(()), torch.zeros(())
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _seed: Tensor, _offset: Tensor,
+    _bias: None, _q: None, _k: None, most_q: int, most_k: int, dropout_p: float, is_causal: bool, *, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert (most_q, most_k, dropout_p) == (q.shape[2], k.shape[2], 0.0)
+    _asked(grad, q, k, v, out)
+    assert lse.shape == (*q.shape[:3], 1)
+    assert lse.is_contiguous()
+    allowed = _allowed(q.shape[2], k.shape[2], None, 0 if is_causal else None)
+    return _backward(grad, q, k, v, out, lse.squeeze(-1), allowed, scale)
+
+
+def _sequences(
+    q: Tensor, k: Tensor, ends: tuple[Tensor | None, Tensor | None], most: tuple[int, int]
+) -> Iterator[tuple[slice, slice]]:
+    """The queries and the keys of each sequence, in the dim of rows, of which there are as many as `ends` say."""
+    assert all(x is not None and x.dtype == torch.int32 and x.is_contiguous() for x in ends)
+    queries, keys = (x.tolist() for x in ends if x is not None)
+    assert len(queries) == len(keys)
+    assert (queries[0], keys[0]) == (0, 0)
+    assert (queries[-1], keys[-1]) == (len(q), len(k))
+    assert most == tuple(max(b - a for a, b in pairwise(x)) for x in (queries, keys))
+    yield from ((slice(*a), slice(*b)) for a, b in zip(pairwise(queries), pairwise(keys)))
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, cum_q: Tensor | None, cum_k: Tensor | None, most_q: int, most_k: int,
+    dropout_p: float, is_causal: bool, debug: bool, *, scale: float, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    assert (dropout_p, debug) == (0.0, False)
+    _asked(q, k, v)
+    window = window_size_left, 0 if is_causal else window_size_right
+    if cum_q is None:
+        assert (most_q, most_k) == (q.shape[1], k.shape[1])
+        q, k, v = (x.permute(HEADS_FIRST) for x in (q, k, v))
+        out, lse = _forward(q, k, v, _allowed(most_q, most_k, *window), scale)
+        out = out.transpose(1, 2)
+    else:
+        out, lse = torch.empty_like(q), torch.full((q.shape[1], q.shape[0]), math.nan)
+        for rows, keys in _sequences(q, k, (cum_q, cum_k), (most_q, most_k)):
+            one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
+            part, part_lse = _forward(*one, _allowed(one[0].shape[2], one[1].shape[2], *window), scale)
+            out[rows], lse[:, rows] = part[0].transpose(0, 1), part_lse[0]
+    return out.contiguous(), lse, torch.zeros(2), torch.zeros(()), torch.zeros(())
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_q: Tensor | None,
+    cum_k: Tensor | None, most_q: int, most_k: int, dropout_p: float, is_causal: bool, _rng: Tensor, _unused: Tensor,
+    *, scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert dropout_p == 0.0
+    _asked(grad, q, k, v, out)
+    assert lse.is_contiguous()
+    window = window_size_left, 0 if is_causal else window_size_right
+    if cum_q is None:
+        assert (most_q, most_k) == (q.shape[1], k.shape[1])
+        given = [x.permute(HEADS_FIRST) for x in (grad, q, k, v, out)]
+        found = _backward(*given, lse, _allowed(most_q, most_k, *window), scale)
+        return tuple(x.transpose(1, 2).contiguous() for x in found)
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+    assert lse.shape == (q.shape[1], q.shape[0])
+    for rows, keys in _sequences(q, k, (cum_q, cum_k), (most_q, most_k)):
+        one = [x.transpose(0, 1)[None] for x in (grad[rows], q[rows], k[keys], v[keys], out[rows])]
+        allowed = _allowed(one[1].shape[2], one[2].shape[2], *window)
+        found = _backward(*one, lse[None, :, rows], allowed, scale)
+        dq[rows], dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in found)
+    return dq, dk, dv
+
+
+EFFICIENT = (torch.float32, *HALF)
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, _q: None, _k: None, most_q: int, most_k: int, dropout_p: float,
+    kind: int, with_lse: bool, *, scale: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    assert (bias, most_q, most_k, dropout_p, with_lse) == (None, q.shape[1], k.shape[1], 0.0, True)
+    _asked(q, k, v, dtypes=EFFICIENT)
+    assert q.shape[2] == k.shape[2] == v.shape[2]
+    allowed = _allowed(most_q, most_k, None, 0 if kind == 2 else None)
+    out, lse = _forward(*(x.permute(HEADS_FIRST) for x in (q, k, v)), allowed, scale)
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
+    return out.transpose(1, 2).contiguous(), lse, torch.zeros(()), torch.zeros(()), most_q, most_k
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, _q: None, _k: None, most_q: int,
+    most_k: int, lse: Tensor, dropout_p: float, _seed: Tensor, _offset: Tensor, kind: int, bias_grad: bool, *,
+    scale: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    assert (bias, most_q, most_k, dropout_p, bias_grad) == (None, q.shape[1], k.shape[1], 0.0, False)
+    _asked(grad, q, k, v, out, dtypes=EFFICIENT)
+    assert lse.shape == (q.shape[0], q.shape[2], most_q + -most_q % 32)
+    assert lse.is_contiguous()
+    given = [x.permute(HEADS_FIRST) for x in (grad, q, k, v, out)]
+    allowed = _allowed(most_q, most_k, None, 0 if kind == 2 else None)
+    found = _backward(*given, lse[..., :most_q], allowed, scale)
+    return *(x.transpose(1, 2).contiguous() for x in found), None
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten._flash_attention_forward.default: _flash,
+    aten._flash_attention_backward.default: _flash_backward,
+    aten._efficient_attention_forward.default: _efficient,
+    aten._efficient_attention_backward.default: _efficient_backward,
+}
+"""Kernels of a GPU that attention is, and what gives their results here."""
