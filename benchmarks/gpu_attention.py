@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -243,6 +243,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--repeats", type=int, help=f"of each time, {Sizes.repeats} if not given")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the report")
     return parser.parse_args()
 
@@ -250,6 +251,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     device, sizes = torch.device(args.device), SMALL if args.small else Sizes()
+    sizes = replace(sizes, repeats=args.repeats or sizes.repeats)
     clock, console = Clock(device), Console()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {processor()}"
     tables = []

@@ -69,3 +69,10 @@ def test_gpu_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "copies are right" in run("gpu_collectives.py", "--smoke")
+
+
+@pytest.mark.slow
+def test_gpu_models(tmp_path: Path) -> None:
+    report = tmp_path / "models.md"
+    run("gpu_models.py", "--device", "cpu", "--small", "--only", "^decoder, ulysses$", "--output", str(report))
+    assert "| decoder, ulysses |" in report.read_text()
