@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.library import opaque
-from sp_compile.lowering.masks.plan import Block, Kind
+from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
 
 from .args import LocalArgs
 from .case import Kernel, Need, accumulation_dtype
@@ -26,7 +26,7 @@ CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
 """The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is
 fastest while they stay in its cache."""
 
-Strip = list[tuple[Block, Kernel]]
+Strip = list[tuple[Block | PackedCall, Kernel]]
 """Blocks with the same queries, and what runs them."""
 
 
@@ -62,21 +62,59 @@ class _Sum:
         return self._total
 
 
+class _Average:
+    """Attention that is given in parts: of other queries, or of other keys that the same queries attend to."""
+
+    def __init__(self, q: Tensor, width: int) -> None:
+        self._q, self._shape = q, (*q.shape[:3], width)
+        self._total: tuple[Tensor, Tensor] | None = None
+        self._behind = 0
+        """Rows from here on have no part yet."""
+
+    def add(self, out: Tensor, lse: Tensor, rows: tuple[int, int]) -> None:
+        """Out and its lse, for the rows (offset, length)."""
+        new, self._behind = rows[0] >= self._behind, max(self._behind, sum(rows))
+        if self._total is None and rows == (0, self._q.shape[2]):
+            self._total = out, lse
+            return
+        if self._total is None:
+            self._total = _nothing(self._q, self._shape)
+        if not new:
+            self._total = self._total[0].to(lse.dtype), self._total[1]
+            before = [x.narrow(2, *rows) for x in self._total]
+            out, lse = merge(before[0], before[1], out, lse)
+            if rows == (0, self._q.shape[2]):
+                self._total = out, lse
+                return
+        for whole, part in zip(self._total, (out, lse)):
+            whole.narrow(2, *rows).copy_(part)
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """What was added, out in q's dtype, contiguous."""
+        out, lse = _nothing(self._q, self._shape) if self._total is None else self._total
+        return out.to(self._q.dtype).contiguous(), lse.contiguous()
+
+
 def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Strip]:
-    """The blocks in groups of the same queries, cut where a kernel would make too large tensors."""
-    for _, blocks in groupby(masking.blocks, key=lambda block: block.q_off):
-        strip = [(block, _kernel(q, v, masking, block, mask_grad)) for block in blocks]
+    """The calls in groups of the same queries, cut where a kernel would make too large tensors."""
+
+    def kernel(kind: Kind, rows: int) -> Kernel:
+        kind = kind if masking.mask is None else Kind.MASKED
+        by_element, head_dim = masking.dropout is not None or mask_grad, max(q.shape[3], v.shape[3])
+        need = Need(q.device, q.dtype, kind, by_element, head_dim, rows)
+        return next(kernel for kernel in KERNELS if kernel.accepts(need))
+
+    calls = masking.plan.blocks
+    if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).dense:
+        for call in masking.plan.packed:
+            yield [(call, kernel(Kind.PACKED, call.q_len))]
+        calls = masking.plan.others
+    for _, blocks in groupby(calls, key=lambda block: (block.q_off, block.q_len, block.kind is Kind.BAND)):
+        strip = [(block, kernel(block.kind, min(block.q_len, block.k_len))) for block in blocks]
         rows = min(_most_rows(q, masking, *pair) for pair in strip)
         first = strip[0][0]
         for low in range(0, first.q_len, rows):
             yield [(_cut(block, low, rows), kernel) for block, kernel in strip]
-
-
-def _kernel(q: Tensor, v: Tensor, masking: Masking, block: Block, mask_grad: bool) -> Kernel:
-    kind = block.kind if masking.mask is None else Kind.MASKED
-    by_element, head_dim = masking.dropout is not None or mask_grad, max(q.shape[3], v.shape[3])
-    need = Need(q.device, q.dtype, kind, by_element, head_dim, min(block.q_len, block.k_len))
-    return next(kernel for kernel in KERNELS if kernel.accepts(need))
 
 
 def _most_rows(q: Tensor, masking: Masking, block: Block, kernel: Kernel) -> int:
@@ -100,16 +138,16 @@ def _cut(block: Block, low: int, rows: int) -> Block:
     return cut._replace(kind=Kind.MASKED, k_len=low + rows) if block.kind is Kind.CAUSAL else cut
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(q: Tensor, k: Tensor, v: Tensor, block: Block | PackedCall) -> tuple[Tensor, Tensor, Tensor]:
     keys = _keys(block)
     return q.narrow(2, *_queries(block)), k.narrow(2, *keys), v.narrow(2, *keys)
 
 
-def _queries(block: Block) -> tuple[int, int]:
+def _queries(block: Block | PackedCall) -> tuple[int, int]:
     return block.q_off, block.q_len
 
 
-def _keys(block: Block) -> tuple[int, int]:
+def _keys(block: Block | PackedCall) -> tuple[int, int]:
     return block.k_off, block.k_len
 
 
@@ -149,22 +187,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     """
     args, _ = LocalArgs.of(rest)
     q, _, scale = _scaled(q, args.scale)
-    masking, shape = Masking.of(q, k, args), (*q.shape[:3], v.shape[3])
-    out, lse = None, None
+    masking, total = Masking.of(q, k, args), _Average(q, v.shape[3])
     for strip in _strips(q, v, masking, mask_grad=False):
         parts = [
-            kernel.forward(*_operands(q, k, v, block), masking.case(block, scale, kernel.dense))
+            kernel.forward(*_operands(q, k, v, block), masking.case(block, q.shape[0], scale, kernel.dense))
             for block, kernel in strip
         ]
-        part = reduce(lambda a, b: merge(*a, *b), parts)
-        rows = _queries(strip[0][0])
-        if rows == (0, q.shape[2]):
-            return part[0].to(q.dtype).contiguous(), part[1].contiguous()
-        if out is None or lse is None:
-            out, lse = _nothing(q, shape)
-        out.narrow(2, *rows).copy_(part[0])
-        lse.narrow(2, *rows).copy_(part[1])
-    return _nothing(q, shape) if out is None or lse is None else (out, lse)
+        total.add(*reduce(lambda a, b: merge(*a, *b), parts), _queries(strip[0][0]))
+    return total.total()
 
 
 @opaque(
@@ -191,11 +221,11 @@ def attend_backward(
     for block, kernel in (pair for strip in _strips(q, v, masking, wanted) for pair in strip):
         queries, keys = _queries(block), _keys(block)
         given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
-        case = replace(masking.case(block, scale, kernel.dense), bias_grad=wanted)
+        case = replace(masking.case(block, q.shape[0], scale, kernel.dense), bias_grad=wanted)
         dq_part, dk_part, dv_part, dbias = kernel.backward(given, *_operands(q, k, v, block), *of_rows, case)
         dq.add(dq_part, queries)
         dk.add(dk_part, keys)
         dv.add(dv_part, keys)
-        if dbias is not None:
+        if dbias is not None and isinstance(block, Block):
             masking.add_grad(dmask, dbias, block)
     return dq.total() if sign == 1 else dq.total() * sign, dk.total(), dv.total(), dmask

@@ -9,16 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sp_compile.lowering.masks.plan import Kind
+from sp_compile.lowering.masks.blocks import FULL, Kind, PackedCall, Window
 
 HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+class SequenceEnds(NamedTuple):
+    """SequenceEnds one behind the other, in every batch entry the same, and the entries behind each other."""
+
+    queries: Tensor
+    """int32 (sequences + 1,): where each begins in all queries, and where the last ends; on the device."""
+    keys: Tensor
+    most_queries: int
+    """Of one sequence."""
+    most_keys: int
+
+    @staticmethod
+    def of(call: PackedCall, batch: int, device: torch.device) -> SequenceEnds:
+        """The device gets the ends when it comes to it; the host goes on."""
+        pinned = device.type == "cuda"
+        sides = [_ends(side, batch, pinned) for side in (call.queries, call.keys)]
+        queries, keys = (ends.to(device, non_blocking=True) for ends, _ in sides)
+        return SequenceEnds(queries, keys, *(most for _, most in sides))
+
+
+@lru_cache(maxsize=256)
+def _ends(places: tuple[int, ...], batch: int, pinned: bool) -> tuple[Tensor, int]:
+    """All ends, on the host, and the longest stretch. Kept, so that a copy on its way still finds them."""
+    one = torch.tensor(places, dtype=torch.int32) - places[0]
+    rows = places[-1] - places[0]
+    starts = one[:-1] + torch.arange(batch, dtype=torch.int32)[:, None] * rows
+    ends = torch.cat([starts.flatten(), one.new_tensor([batch * rows])])
+    return ends.pin_memory() if pinned else ends, max(b - a for a, b in pairwise(places))
 
 
 @dataclass(frozen=True)
@@ -37,6 +67,10 @@ class Case:
     keep_rate: float = 1.0
     """The probability of that."""
     bias_grad: bool = False
+    window: Window = FULL
+    """The keys that a query sees before and behind its own place. Only for kernels that are not dense."""
+    sequences: SequenceEnds | None = None
+    """The queries and keys of a PACKED call."""
 
 
 class Need(NamedTuple):

@@ -7,7 +7,7 @@ Shapes, and rows that attend to nothing: see ``case.py``. The CPU has PyTorch's 
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.masks.plan import Kind
+from sp_compile.lowering.masks.blocks import Kind
 
 from . import kernels_cuda as cuda
 from .case import HALF, Case, Gradients, Kernel, accumulation_dtype, finite_lse, padded
@@ -105,8 +105,8 @@ KERNELS = (
         rows=128, capability=(9, 0), switch=cuda.cudnn_allowed,
     ),
     Kernel(
-        "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=WHOLE, head_dim=256,
-        capability=(8, 0),
+        "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF,
+        kinds=WHOLE | {Kind.BAND, Kind.PACKED}, head_dim=256, capability=(8, 0),
     ),
     Kernel(
         "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",

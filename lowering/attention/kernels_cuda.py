@@ -14,9 +14,13 @@ of efficient attention is padded along S to a multiple of 32.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from sp_compile.lowering.masks.blocks import CAUSAL, FULL
 
 from .case import Case, Gradients, finite_lse, padded
 
@@ -67,22 +71,56 @@ def cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 # FlashAttention, which has rows before heads.
 
 
+class _CallRows(NamedTuple):
+    """How one call of it counts rows: those of a batch of blocks, or of sequences one behind the other."""
+
+    ends: tuple[Tensor | None, Tensor | None]
+    longest: tuple[int, int]
+    causal: bool
+    sizes: dict[str, int | None]
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, case: Case) -> _CallRows:
+        window = CAUSAL if case.causal else case.window
+        sizes = {} if window in (FULL, CAUSAL) else {"window_size_left": window.left, "window_size_right": window.right}
+        if case.sequences is None:
+            return _CallRows((None, None), (q.shape[2], k.shape[2]), window == CAUSAL, sizes)
+        queries, keys, *longest = case.sequences
+        return _CallRows((queries, keys), (longest[0], longest[1]), window == CAUSAL, sizes)
+
+    def laid(self, *xs: Tensor) -> list[Tensor]:
+        """(B, H, S, X) -> (B, S, H, X), or (B * S, H, X) of sequences: a view of what has heads behind rows."""
+        swapped = [x.transpose(1, 2) for x in xs]
+        return swapped if self.ends[0] is None else [x.flatten(0, 1) for x in swapped]
+
+    def back(self, batch: int, *xs: Tensor) -> list[Tensor]:
+        """Undo `laid`."""
+        return [(x if self.ends[0] is None else x.unflatten(0, (batch, -1))).transpose(1, 2) for x in xs]
+
+
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    query, key, value = (x.transpose(1, 2) for x in padded(_width(q, v), q, k, v))
+    rows = _CallRows.of(q, k, case)
+    query, key, value = rows.laid(*padded(_width(q, v), q, k, v))
     out, lse, *_ = aten._flash_attention_forward(
-        query, key, value, None, None, q.shape[2], k.shape[2], 0.0, case.causal, False, scale=case.scale
+        query, key, value, *rows.ends, *rows.longest, 0.0, rows.causal, False, scale=case.scale, **rows.sizes
     )
-    return out.transpose(1, 2)[..., : v.shape[-1]], lse
+    if case.sequences is not None:
+        # SequenceEnds are neighbours in it, heads are not; and some may be without keys.
+        lse = lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+        lse = torch.where(lse == torch.inf, -torch.inf, lse)
+    return rows.back(q.shape[0], out)[0][..., : v.shape[-1]], lse
 
 
 def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
-    grad, query, key, value, out = (x.transpose(1, 2) for x in padded(_width(q, v), grad, q, k, v, out))
-    lse, unused = finite_lse(lse).contiguous(), _unused(q)
+    rows = _CallRows.of(q, k, case)
+    grad, query, key, value, out = rows.laid(*padded(_width(q, v), grad, q, k, v, out))
+    lse, unused = finite_lse(lse), _unused(q)
+    lse = lse if case.sequences is None else lse.transpose(0, 1).flatten(1)
     grads = aten._flash_attention_backward(
-        grad, query, key, value, out, lse, None, None, q.shape[2], k.shape[2], 0.0, case.causal, unused, unused,
-        scale=case.scale,
+        grad, query, key, value, out, lse.contiguous(), *rows.ends, *rows.longest, 0.0, rows.causal, unused, unused,
+        scale=case.scale, **rows.sizes,
     )  # fmt: skip
-    return _cut(q, v, *(x.transpose(1, 2) for x in grads))
+    return _cut(q, v, *rows.back(q.shape[0], *grads))
 
 
 # Memory-efficient attention, which knows no heads that share keys.

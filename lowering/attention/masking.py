@@ -14,13 +14,14 @@ from torch import Tensor
 from sp_compile.errors import SpError
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.masks import predicate as language
+from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, PackedCall
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.plan import Block, Kind, plan
+from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import is_of_query
 from sp_compile.lowering.masks.spans import Rows, indices, take, valid_rows
 
 from .args import LocalArgs
-from .case import Case
+from .case import Case, SequenceEnds
 
 # Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -73,7 +74,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 class Masking:
     """The mask of one call, from which each block takes its part."""
 
-    blocks: tuple[Block, ...]
+    plan: BlockPlan
     q_rows: Rows
     k_rows: Rows
     mask: Tensor | None
@@ -90,11 +91,11 @@ class Masking:
         rows, cols, group = args.rows, args.cols, args.group
         q_rows, k_rows = (valid_rows(args.q_span, q.shape[2], group), valid_rows(args.k_span, k.shape[2], group))
         numbers = tuple(int(size) for size in args.sizes)
-        blocks: tuple[Block, ...] = ()
+        found_plan = BlockPlan()
         if q.shape[0] * q.shape[1] and q_rows and k_rows:
             found = tuple(map(Pieces.of, args.tables()))
             vectors_of = found[: len(rows)], found[len(rows) :]
-            blocks = plan(args.predicate, q_rows, k_rows, numbers, *vectors_of).blocks
+            found_plan = plan(args.predicate, q_rows, k_rows, numbers, *vectors_of)
         dropout = None
         if args.dropout_p > 0:
             if args.seed is None:
@@ -105,10 +106,14 @@ class Masking:
             dropout = Dropout(args.seed, args.dropout_p, batch, heads)
         vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
         named = {f"n{i}": size for i, size in enumerate(numbers)}
-        return Masking(blocks, q_rows, k_rows, args.mask, vectors, named, dropout, q.device)
+        return Masking(found_plan, q_rows, k_rows, args.mask, vectors, named, dropout, q.device)
 
-    def case(self, block: Block, scale: float, dense: bool) -> Case:
+    def case(self, block: Block | PackedCall, batch: int, scale: float, dense: bool) -> Case:
         """A block's masks: all of them as tensors for a ``dense`` kernel, which needs no other."""
+        if isinstance(block, PackedCall):
+            return Case(scale, window=block.window, sequences=SequenceEnds.of(block, batch, self.device))
+        if block.kind is Kind.BAND:
+            return Case(scale, window=block.window)
         causal = block.kind is Kind.CAUSAL and self.mask is None and not dense
         allowed = None if causal else self._allowed(block)
         bias = self._data(block)

@@ -88,8 +88,12 @@ class CellPair(NamedTuple):
     left: tuple[str, ...] = ()
     band: Band | None = None
     """The i-th query attends to the keys from i + band[0] to i + band[1] and no other; None if that is not known."""
+    parts: tuple[CellPair, ...] = ()
+    """Of which pairs it is made, if of several and at most PARTS."""
 
 
+PARTS = 4
+"""Two stretches of queries and two of keys: a rank's share of the zigzag layout."""
 PAIRS = 8
 """Where cells meet more than so many others, on the average, they are not looked at by pairs."""
 
@@ -173,20 +177,24 @@ class Meeting:
         queries = zip(starts.tolist(), (starts + self._q.lengths[cells]).tolist())
         several: CellPair | None = None
         for q, begin, end in zip(queries, begins.tolist(), ends):
-            met = stretches[begin:end]
-            k = min(low for low, _ in met), max(high for _, high in met)
+            met = [
+                CellPair(q, stretches[i], tuple(compress(self._conditions, unsure[i])), bands[i])
+                for i in range(begin, end)
+            ]
+            k = min(pair.k[0] for pair in met), max(pair.k[1] for pair in met)
             if len(met) == 1:
                 if several is not None:
                     yield several
                 several = None
-                yield CellPair(q, k, tuple(compress(self._conditions, unsure[begin])), bands[begin])
+                yield met[0]
             elif several is not None and several.q[1] == q[0]:
                 k = min(k[0], several.k[0]), max(k[1], several.k[1])
-                several = CellPair((several.q[0], q[1]), k, several.left)
+                parts = (*several.parts, *met) if several.parts else ()
+                several = CellPair((several.q[0], q[1]), k, several.left, None, _few(parts))
             else:
                 if several is not None:
                     yield several
-                several = CellPair(q, k, tuple(self._conditions))
+                several = CellPair(q, k, tuple(self._conditions), None, _few(tuple(met)))
         if several is not None:
             yield several
 
@@ -206,3 +214,7 @@ class Meeting:
             lower = np.where(left[c] & known & (step < 0), np.maximum(lower, -bound), lower)
             every &= known | ~left[c]
         return [band if known else None for band, known in zip(zip(lower.tolist(), upper.tolist()), every.tolist())]
+
+
+def _few(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
+    return parts if len(parts) <= PARTS else ()

@@ -10,12 +10,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import predicate as language
-from .cells import Band, CellPair, Meeting, Range, cells_of
+from .blocks import (
+    CAUSAL,
+    FULL,
+    Block,
+    BlockPlan,
+    Kind,
+    Run,
+    any_masked,
+    block_of,
+    blocks_of,
+    packed,
+    runs_of,
+    runs_of_parts,
+    sized,
+    split,
+)
+from .cells import PARTS, Band, CellPair, Meeting, Range, cells_of
 from .pieces import Pieces
 from .predicate import Verdict, is_of_query
 from .spans import Rows, boundaries, extent, intervals
@@ -26,48 +41,6 @@ WORTH = 0.9
 """Cut a tile, or skip keys inside it, when at most this share of its work is left."""
 MASK_ELEMENTS = 1 << 22
 """The largest mask of a block; beyond it the tile is cut."""
-
-
-class Kind(Enum):
-    FULL = "full"
-    CAUSAL = "causal"
-    MASKED = "masked"
-
-
-class Block(NamedTuple):
-    """Local query rows x local key rows. FULL: all pairs attend. CAUSAL: square, the i-th query attends to the
-    first i + 1 keys. MASKED: any other case. The pairs attend for which all ``conditions`` hold."""
-
-    q_off: int
-    q_len: int
-    k_off: int
-    k_len: int
-    kind: Kind
-    conditions: tuple[str, ...] = ()
-
-
-class PackedCall(NamedTuple):
-    """What one call of a kernel for many sequences takes (its cu_seqlens): all causal, or none.
-
-    The queries [queries[i], queries[i + 1]) attend to the keys [keys[i], keys[i + 1]); if causal, the last of them to
-    all, each one before to one less. Rows that lie between two sequences are some of their own, without the others.
-    """
-
-    causal: bool
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-
-
-class BlockPlan(NamedTuple):
-    """Which kernel calls there are: one a block, or one for many sequences and one for each of the other blocks.
-
-    Each attendable pair is in exactly one of ``blocks``, and in exactly one of ``packed`` and ``others``. Blocks
-    with the same ``q_off`` follow each other and have the same ``q_len``; all others have no query in common.
-    """
-
-    blocks: tuple[Block, ...] = ()
-    packed: tuple[PackedCall, ...] = ()
-    others: tuple[Block, ...] = ()
 
 
 @lru_cache(maxsize=1024)
@@ -109,15 +82,43 @@ class _Planner:
         tiles = self._tiles() if self._rows or self._cols else None
         if tiles is None:
             every = tuple(self.cover(extent(self._q_rows), extent(self._k_rows)))
-            return BlockPlan(every, (), every)
-        runs, others, pairs = list[_Run](), list[Block](), list[tuple[CellPair, list[Block]]]()
+            return BlockPlan(every, (), self._bands(every))
+        runs, others, pairs = list[Run](), list[Block](), list[tuple[CellPair, list[Block]]]()
         for tile in tiles:
-            known = _runs_of(tile)
-            blocks = [block for run in known for block in _blocks_of(run, tile.left)] or self._cover_tile(tile)
-            runs += known
-            others += [] if known else blocks
+            known = runs_of(tile)
+            if known:
+                known = split(known[0])
+            if known and known[0].window in (FULL, CAUSAL):
+                blocks = [block for run in known for block in blocks_of(run, tile.left)]
+            else:
+                blocks = self._cover_tile(tile)
             pairs.append((tile, blocks))
-        return BlockPlan(tuple(self._together(pairs)), (*_packed(runs, True), *_packed(runs, False)), tuple(others))
+            if known is None and any_masked(blocks):
+                known = runs_of_parts(tile)
+            if known is None:
+                others += blocks
+            else:
+                runs += known
+        together = tuple(self._together(pairs))
+        if len(runs) == 1 and not others and self._is_all(runs[0]):
+            return BlockPlan(together, (), (block_of(runs[0]),))
+        return BlockPlan(together, tuple(packed(runs)), tuple(others))
+
+    def _bands(self, every: tuple[Block, ...]) -> tuple[Block, ...]:
+        """Instead of masks at the edges of windows, or many blocks: one for each two stretches of indices."""
+        if not any_masked(every) and len(every) <= PARTS:
+            return every
+        runs = list[Run]()
+        for tile in self._tiles() or []:
+            known = runs_of_parts(tile)
+            if known is None:
+                return every
+            runs += known
+        return tuple(map(block_of, runs))
+
+    def _is_all(self, run: Run) -> bool:
+        """Whether these are all rows, which are as many each time. Kernels that are built for a shape are worth it."""
+        return (run.q, run.k) == (extent(self._q_rows), extent(self._k_rows))
 
     def _tiles(self) -> list[CellPair] | None:
         q, k = cells_of(self._q_rows, self._rows, "q"), cells_of(self._k_rows, self._cols, "k")
@@ -126,7 +127,7 @@ class _Planner:
     def _cover_tile(self, tile: CellPair) -> list[Block]:
         """The blocks of a tile whose pairs only the predicate knows."""
         if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE:
-            return [Block(*_sized(tile.q), *_sized(tile.k), Kind.MASKED, tile.left)]
+            return [Block(*sized(tile.q), *sized(tile.k), Kind.MASKED, tile.left)]
         if tile.band is not None:
             return list(self._banded(tile.q, tile.k, tile.band, tile.left))
         return list(self.cover(tile.q, tile.k))
@@ -140,7 +141,7 @@ class _Planner:
         end = min(rows, keys - lower)
         for first in range(max(0, -upper), end, height):
             behind = min(first + height, end)
-            part = _sized((q[0] + first, q[0] + behind))
+            part = sized((q[0] + first, q[0] + behind))
             low, high = max(0, first + lower), min(keys, behind + upper)
             every, last = max(0, behind - 1 + lower), min(keys, first + upper)
             if width < 4 * TILE or every >= last:
@@ -167,7 +168,7 @@ class _Planner:
             else:
                 first, last = group[0][0], group[-1][0]
                 q, k = (first.q[0], last.q[1]), (first.k[0], last.k[1])
-                yield Block(*_sized(q), *_sized(k), Kind.MASKED, self._conditions)
+                yield Block(*sized(q), *sized(k), Kind.MASKED, self._conditions)
 
     def cover(self, q: Range, k: Range) -> Iterator[Block]:
         """The blocks of the pairs q x k."""
@@ -184,7 +185,7 @@ class _Planner:
         else:
             for part in self._skipping(q, k, left):
                 rest = self._undecided(q, part)
-                yield Block(*_sized(q), *_sized(part), Kind.MASKED if rest else Kind.FULL, rest)
+                yield Block(*sized(q), *sized(part), Kind.MASKED if rest else Kind.FULL, rest)
 
     def _tight(self, q: Range, k: Range) -> tuple[Range, Range]:
         """q and k without the rows at their ends that have no pair; both are empty or none."""
@@ -220,8 +221,8 @@ class _Planner:
         # One segment of queries, the last of them sees the last key: the rest of a rectangle is a triangle.
         edge = k[1] - (q[1] - q[0])
         if k[0] < edge:
-            yield Block(*_sized(q), *_sized((k[0], edge)), Kind.FULL)
-        yield Block(*_sized(q), *_sized((edge, k[1])), Kind.CAUSAL, left)
+            yield Block(*sized(q), *sized((k[0], edge)), Kind.FULL)
+        yield Block(*sized(q), *sized((edge, k[1])), Kind.CAUSAL, left)
 
     def _causal_cuts(self, q: Range, k: Range, shift: int) -> Iterator[int]:
         """Where a row's keys are not one more than those of the row before."""
@@ -313,54 +314,6 @@ class _Planner:
             yield from (at | key for key in keys)
 
 
-class _Run(NamedTuple):
-    """Queries and keys, all of which attend; if causal, the last query to all keys, each one before to one less."""
-
-    q: Range
-    k: Range
-    causal: bool
-
-
-def _runs_of(tile: CellPair) -> list[_Run]:
-    """The pairs of a tile, by queries; [] if only the predicate knows them."""
-    if not tile.left:
-        return [_Run(tile.q, tile.k, False)]
-    if tile.band is None or tile.band[0] > 1 - (tile.q[1] - tile.q[0]):  # some query does not see the first key
-        return []
-    low, start, ahead = tile.q[0], tile.k[0], tile.band[1]
-    keys = min(tile.k[1] - start, tile.q[1] - low + ahead)
-    seen, every = low + max(0, -ahead), low + keys - ahead  # the first query with a key, the first behind all that lack
-    runs = [_Run((seen, every), (start, start + keys), every - seen > 1)]
-    return [*runs, _Run((every, tile.q[1]), (start, start + keys), False)] if every < tile.q[1] else runs
-
-
-def _blocks_of(run: _Run, left: tuple[str, ...]) -> Iterator[Block]:
-    if not run.causal:
-        yield Block(*_sized(run.q), *_sized(run.k), Kind.FULL)
-        return
-    edge = run.k[1] - (run.q[1] - run.q[0])
-    if run.k[0] < edge:
-        yield Block(*_sized(run.q), *_sized((run.k[0], edge)), Kind.FULL)
-    yield Block(*_sized(run.q), *_sized((edge, run.k[1])), Kind.CAUSAL, left)
-
-
-def _packed(runs: Sequence[_Run], causal: bool) -> Iterator[PackedCall]:
-    """The runs of one kind; as many in one as follow each other in queries and in keys."""
-    queries, keys = list[int](), list[int]()
-    for run in runs:
-        if run.causal != causal:
-            continue
-        if queries and (run.q[0] < queries[-1] or run.k[0] < keys[-1]):
-            yield PackedCall(causal, tuple(queries), tuple(keys))
-            queries, keys = [], []
-        for q, k in ((run.q[0], keys[-1] if keys else run.k[0]), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
-            if not queries or (q, k) != (queries[-1], keys[-1]):
-                queries.append(q)
-                keys.append(k)
-    if queries:
-        yield PackedCall(causal, tuple(queries), tuple(keys))
-
-
 def _close(first: CellPair, before: CellPair, tile: CellPair) -> bool:
     """May a block that begins with `first` and ends with `before`, which neighbours the tile, hold the tile too?"""
     follows = before.q[1] == tile.q[0] and before.k[1] <= tile.k[0]
@@ -373,10 +326,6 @@ def _line(terms: Sequence[tuple[str, int]], index: str, vectors: Mapping[str, Pi
     if None in lines:
         return None
     return tuple(sum(c * x for (_, c), x in zip(terms, parts)) for parts in zip(*lines)) if lines else (0, 0)
-
-
-def _sized(part: Range) -> tuple[int, int]:
-    return part[0], part[1] - part[0]
 
 
 def _hull(part: Range, verdict: Callable[[Range], Verdict]) -> Range:

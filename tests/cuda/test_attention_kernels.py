@@ -25,6 +25,19 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 CUDNN = "_scaled_dot_product_cudnn_attention"
 
 
+BANDS = [
+    "(k <= q) & (q - k < 23)",
+    "(k <= q) & (q - k < 1)",
+    "(k <= q - 3) & (q - k < 12)",
+    "(k < q + 4) & (q - k < 9)",
+    "q - k < 6",
+    "k < q + 5",
+    "(k <= q) & Eq(row1, col1) & (q - k < 6)",
+    "(k <= q - 2) & Eq(row1, col1)",
+    "Eq(row1, col1) & (q - k < 6) & (k - q < 3)",
+]
+
+
 def on_gpu(xs: Sequence[Tensor]) -> list[Tensor]:
     return [borrow(x) for x in xs]
 
@@ -63,16 +76,20 @@ def one_device(name: str, q_len: int, k_len: int, key_heads: int, widths: tuple[
     return [give_back(x) for x in (out, lse, *grads)], by_hand(p), watch.seen.kernels
 
 
-def ring(name: str, length: int, n: int, folds: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], int]:
-    """All steps of all ranks, padded in front, and the most kernels of attention in one forward or backward."""
-    p = Problem(name, length, length, key_heads=2)
+def ring(
+    predicate: str, length: int, n: int, folds: int, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], int, int]:
+    """All steps of all ranks, padded in front; the most kernels of attention in one forward or backward, and products
+    of matrices besides them."""
+    p = Problem("none", length, length, key_heads=2)
+    p.predicate = predicate
     rounded(p, dtype)
     wanted = by_hand(p)
     out_, lse_ = wanted[0].to(dtype), wanted[1].float()
     spans = [[n, folds, 1, shift, 1, length] for shift in range(n)]
     found = [torch.zeros_like(x) for x in wanted]
 
-    def live(rank: int) -> int:
+    def live(rank: int) -> tuple[int, int]:
         def here(x: Tensor, span: list[int]) -> Tensor:
             return borrow(shard(x, span, rank))
 
@@ -80,7 +97,7 @@ def ring(name: str, length: int, n: int, folds: int, dtype: torch.dtype) -> tupl
         valid = torch.tensor([i is not None for i in row_indices(spans[0], rank)])
         grad, q, out, lse = (here(x, spans[0]) for x in (p.grad * 1, p.q, out_, lse_[..., None]))
         grad, lse = borrow(grad.values * valid[:, None]), borrow(lse.values[..., 0].contiguous())
-        parts, launches = [], 0
+        parts, launches, products = [], 0, 0
         for span in spans:
             args, keys, values = arguments(p, spans[0], span, GROUP), here(p.k, span), here(p.v, span)
             with Watch() as forward, torch.no_grad():
@@ -88,6 +105,7 @@ def ring(name: str, length: int, n: int, folds: int, dtype: torch.dtype) -> tupl
             with Watch() as backward, torch.no_grad():
                 dq, dk, dv, _ = bodies.attend_backward(grad, q, keys, values, out, lse, *args, False)
             launches = max(launches, len(forward.seen.kernels), len(backward.seen.kernels))
+            products += forward.seen.products + backward.seen.products
             found[2][:, :, rows] += dq.values[:, :, valid]
             for local, i in enumerate(row_indices(span, rank)):
                 if i is not None:
@@ -96,9 +114,10 @@ def ring(name: str, length: int, n: int, folds: int, dtype: torch.dtype) -> tupl
         total, total_lse = reduce(lambda a, b: list(merge(*a, *b)), parts)
         found[0][:, :, rows] = total[:, :, valid].double()
         found[1][:, :, rows] = total_lse[:, :, valid].double()
-        return launches
+        return launches, products
 
-    return found, wanted, max(run_ranks(n, live))
+    launches, products = map(max, zip(*run_ranks(n, live)))
+    return found, wanted, launches, products
 
 
 def check(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> None:
@@ -130,8 +149,29 @@ def test_every_mask(
 def test_every_mask_round_a_ring(
     gpu: AbsentGpu, name: str, n: int, length: int, folds: int, dtype: torch.dtype
 ) -> None:
-    found, wanted, _ = gpu.run(ring, name, length, n, folds, dtype)
+    found, wanted, *_ = gpu.run(ring, PREDICATES[name], length, n, folds, dtype)
     check(found, wanted, dtype)
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("folds", [1, 2])
+@pytest.mark.parametrize(("n", "length"), [(1, 37), (2, 37), (3, 62), (4, 85)])
+@pytest.mark.parametrize("predicate", BANDS)
+def test_bands_are_few_calls(gpu: AbsentGpu, predicate: str, n: int, length: int, folds: int) -> None:
+    """Windows within a rank and over several, none of them dense."""
+    found, wanted, launches, products = gpu.run(ring, predicate, length, n, folds, torch.bfloat16)
+    check(found, wanted, torch.bfloat16)
+    assert products == 0
+    assert launches <= (3 if predicate.startswith("(k <= q) &") else 4)
+
+
+@pytest.mark.parametrize("predicate", ["k <= q", "k <= q - 90", "(k <= q) & (q - k < 200)"])
+def test_long_blocks_round_a_ring(gpu: AbsentGpu, predicate: str) -> None:
+    """By several kernels, which get each other's log-sum-exps; and queries without keys."""
+    found, wanted, launches, products = gpu.run(ring, predicate, 270, 2, 1, torch.float16)
+    check(found, wanted, torch.float16)
+    assert products == 0
+    assert launches <= 4
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from support.attention.attending import PREDICATES, packed
 from torch import Tensor
 
+from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
 from sp_compile.lowering.masks.pieces import pieces_of
-from sp_compile.lowering.masks.plan import Block, Kind, PackedCall, plan
+from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import conjuncts, evaluate
 from sp_compile.lowering.masks.spans import Segment, intervals, valid_rows, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
@@ -40,22 +41,37 @@ def covered(blocks: Sequence[Block], q_rows: Any, k_rows: Any, q_len: int, k_len
         if block.kind is Kind.CAUSAL:
             assert block.q_len == block.k_len
             held = held.tril()
+        if block.kind is Kind.BAND:
+            held = inside(block.window, block.q_len, block.k_len)
+            assert held.any(0).all()
+            assert held.any(1).all()
         counts[torch.tensor(queries)[:, None], torch.tensor(keys)] += held
     return counts
 
 
+def inside(window: Window, rows: int, keys: int) -> Tensor:
+    """int64 (rows, keys): 1 for the pairs of a window, which kernels count from the last query and key."""
+    behind = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+    allowed = torch.ones(rows, keys, dtype=torch.bool)
+    if window.left is not None:
+        assert window.left >= 0  # what is below stands for None
+        allowed &= behind >= -window.left
+    if window.right is not None:
+        assert window.right >= 0
+        allowed &= behind <= window.right
+    return allowed.long()
+
+
 def apart(sequences: Sequence[PackedCall]) -> list[Block]:
-    """Each sequence of each call as blocks."""
+    """Each sequence of each call as a block."""
     found = []
-    for causal, queries, keys in sequences:
+    for window, queries, keys, _ in sequences:
         assert len(queries) == len(keys)
         for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys)):
             assert a <= b
             assert c <= d
-            edge = d - (b - a) if causal and b > a and d > c else d
-            assert edge >= c
-            found += [Block(a, b - a, c, edge - c, Kind.FULL)] if b > a and edge > c else []
-            found += [Block(a, b - a, edge, b - a, Kind.CAUSAL)] if edge < d else []
+            if b > a and d > c:
+                found.append(Block(a, b - a, c, d - c, Kind.BAND, window=window))
     return found
 
 
@@ -127,6 +143,7 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         sure = [block for block in blocks if block.kind is not Kind.MASKED]
         assert not (covered(sure, q_rows, k_rows, q_len, k_len).bool() & ~allowed.all(0)).any()
     for block in found.blocks:
+        assert block.kind is not Kind.BAND
         assert set(block.conditions) <= set(conjuncts(predicate))
         assert (block.kind is Kind.FULL) == (not block.conditions)
     heights = {block.q_off: block.q_len for block in found.blocks}
@@ -202,6 +219,29 @@ def test_padding_is_left_out(text: str) -> None:
         blocks = plan(text, rows, rows, (), vectors, vectors).blocks
         assert Kind.MASKED not in {block.kind for block in blocks}
         assert work(blocks) <= 4096 * 3096
+
+
+@pytest.mark.parametrize("text", ["(k <= q) & (q - k < 700)", "(k - q < 50) & (q - k < 2000)", "q - k < 100"])
+@pytest.mark.parametrize("folds", [1, 2])
+def test_a_window_is_three_calls_a_step(text: str, folds: int) -> None:
+    """A band for each two stretches of indices, in every step of a ring and for gathered keys."""
+    for rank in range(4):
+        q_rows = rows_of([4, folds, 1, 0, 3, 8100], 2048, rank)
+        for shift in range(4):
+            keys = rows_of([4, folds, 1, shift, 3, 8100], 2048, rank)
+            for k_rows in (keys, (Segment(0, 0, 8100),)):
+                found = plan(text, q_rows, k_rows)
+                assert Kind.MASKED not in {block.kind for block in found.others}
+                assert len(found.others) <= (3 if "k <= q" in text else 4)
+
+
+def test_documents_with_a_window_are_one_call() -> None:
+    """Those that are shorter than the window among them."""
+    vectors = tuple(pieces_of(x) for x in packed([300, 1000, 129, 4000, 700, 256, 1200, 607]))
+    rows = (Segment(0, 0, 8192),)
+    text = "Eq(row0, col0) & (col1 <= row1) & (row1 - col1 < 500)"
+    found = plan(text, rows, rows, (), vectors, vectors)
+    assert ([call.window for call in found.packed], found.others) == ([Window(499, 0)], ())
 
 
 def calls_of(run: Callable[[], Any]) -> int:

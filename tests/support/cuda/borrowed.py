@@ -19,8 +19,22 @@ aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default}
-"""The host waits for a value, or for a size; so does a copy to the CPU that blocks."""
+"""The host waits for a value, or for a size; so does a copy that blocks, and one from memory that is not pinned."""
 PRODUCTS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmm.default}
+
+
+_pinned: dict[int, Tensor] = {}
+"""Memory of the host that the device could read, by its address; it stays."""
+
+
+def _pin(x: Tensor, device: Any = None) -> Tensor:
+    copy = x.clone()
+    _pinned[copy.data_ptr()] = copy
+    return copy
+
+
+HERE = KERNELS | {aten._pin_memory.default: _pin, aten.is_pinned.default: lambda x, *_: x.data_ptr() in _pinned}
+"""What gives the results of what a CPU cannot do."""
 
 
 class Borrowed(Tensor):
@@ -65,7 +79,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        if func in WAITS or (func is aten._to_copy.default and _blocks(kwargs)):
+        if func in WAITS or (func is aten._to_copy.default and _blocks(args[0], kwargs)):
             self.seen.waits.append(name)
         elif func in KERNELS:
             self.seen.kernels.append(name)
@@ -82,8 +96,12 @@ def give_back(x: Any) -> Any:
     return x.values if isinstance(x, Borrowed) else x
 
 
-def _blocks(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("device") == torch.device("cpu") and not kwargs.get("non_blocking")
+def _blocks(x: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether the host waits for a copy."""
+    device = torch.device(kwargs.get("device") or x.device)
+    if device.type == x.device.type:
+        return False
+    return not kwargs.get("non_blocking") or (device.type == "cuda" and x.data_ptr() not in _pinned)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -96,7 +114,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = kwargs | ({"device": "cpu"} if there else {})
     assert func not in KERNELS or all(isinstance(x, Borrowed) for x in leaves if isinstance(x, Tensor))
     given, named = tree_map(give_back, (args, kwargs))
-    out = KERNELS.get(func, func)(*given, **named)
+    out = HERE.get(func, func)(*given, **named)
     if not there:
         return out
     if func._schema.is_mutable:

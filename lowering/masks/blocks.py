@@ -1,0 +1,195 @@
+"""What a plan is made of: blocks, calls for many sequences, and runs of queries and keys that become either.
+
+A run is all that a tile says whose pairs are known: queries, keys, and how far a query sees. On a kernel that knows
+windows it is one call, or a part of one; on any other, blocks that are full, causal or masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from .cells import CellPair, Range
+
+
+class Kind(Enum):
+    FULL = "full"
+    CAUSAL = "causal"
+    BAND = "band"
+    PACKED = "packed"
+    MASKED = "masked"
+
+
+class Window(NamedTuple):
+    """How many keys a query sees before and behind the one of its own place, None for all. The last query and the last
+    key are of the same place, which is where kernels count from."""
+
+    left: int | None = None
+    right: int | None = None
+
+
+FULL, CAUSAL = Window(), Window(None, 0)
+
+
+class Block(NamedTuple):
+    """Local query rows x local key rows. FULL: all pairs attend. CAUSAL: square, the i-th query attends to the
+    first i + 1 keys. BAND: those of a window, in which every query has a key and every key a query. MASKED: any other
+    case. The pairs attend for which all ``conditions`` hold, of those of a BAND no more is said than its window."""
+
+    q_off: int
+    q_len: int
+    k_off: int
+    k_len: int
+    kind: Kind
+    conditions: tuple[str, ...] = ()
+    window: Window = FULL
+
+
+class PackedCall(NamedTuple):
+    """What one call of a kernel for many sequences takes (its cu_seqlens), all with one window.
+
+    The queries [queries[i], queries[i + 1]) attend to the keys [keys[i], keys[i + 1]), as far as the window lets them.
+    Rows that lie between two sequences are some of their own, without the others.
+    """
+
+    window: Window
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    kind: Kind = Kind.PACKED
+
+    @property
+    def q_off(self) -> int:
+        return self.queries[0]
+
+    @property
+    def q_len(self) -> int:
+        return self.queries[-1] - self.queries[0]
+
+    @property
+    def k_off(self) -> int:
+        return self.keys[0]
+
+    @property
+    def k_len(self) -> int:
+        return self.keys[-1] - self.keys[0]
+
+
+class BlockPlan(NamedTuple):
+    """Which kernel calls there are: one a block, or one for many sequences and one for each of the other blocks.
+
+    Each attendable pair is in exactly one of ``blocks``, and in exactly one of ``packed`` and ``others``. ``blocks``
+    ask nothing of kernels: none is a BAND, and those with the same ``q_off`` follow each other and have the same
+    ``q_len``; all others have no query in common. ``packed`` and ``others`` are for kernels that know windows.
+    """
+
+    blocks: tuple[Block, ...] = ()
+    packed: tuple[PackedCall, ...] = ()
+    others: tuple[Block, ...] = ()
+
+
+class Run(NamedTuple):
+    """Queries and keys that attend to each other within a window; none of them is without any."""
+
+    q: Range
+    k: Range
+    window: Window
+
+    def fits(self, window: Window) -> bool:
+        """Whether the same pairs attend in another window."""
+        left = window.left == self.window.left or (
+            self.window.left is None and window.left is not None and window.left >= self.k[1] - self.k[0] - 1
+        )
+        return left and (
+            window.right == self.window.right
+            or (self.window.right is None and window.right is not None and window.right >= self.q[1] - self.q[0] - 1)
+        )
+
+
+def runs_of(tile: CellPair) -> list[Run] | None:
+    """The pairs of a tile, if it has any; None if only the predicate knows them."""
+    if not tile.left:
+        return [Run(tile.q, tile.k, FULL)]
+    if tile.band is None:
+        return None
+    (lower, upper), rows, keys = tile.band, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+    # The queries that have a key, and of the keys those that have a query.
+    first, behind = max(0, -upper), min(rows, keys - lower)
+    if first >= behind or lower > upper:
+        return []
+    low, high = max(0, first + lower), min(keys, behind + upper)
+    q, k = (tile.q[0] + first, tile.q[0] + behind), (tile.k[0] + low, tile.k[0] + high)
+    n, m = behind - first, high - low
+    lower, upper = lower + first - low, upper + first - low
+    left, right = None if lower <= 1 - n else m - n - lower, None if upper >= m - 1 else upper - (m - n)
+    return [Run(q, k, Window(left, right))]
+
+
+def split(run: Run) -> list[Run]:
+    """Queries behind the first that sees all keys by themselves: what is left is causal, and one call with others."""
+    left, right = run.window
+    if left is not None or not right:
+        return [run]
+    every = run.q[1] - right
+    return [Run((run.q[0], every), run.k, CAUSAL), Run((every, run.q[1]), run.k, FULL)]
+
+
+def runs_of_parts(tile: CellPair) -> list[Run] | None:
+    """The runs of a tile's parts, or of itself if it has none; None if one of them is not known."""
+    found = list[Run]()
+    for part in tile.parts or (tile,):
+        known = runs_of(part)
+        if known is None:
+            return None
+        found += known
+    return found
+
+
+def any_masked(blocks: Sequence[Block]) -> bool:
+    return any(block.kind is Kind.MASKED for block in blocks)
+
+
+def block_of(run: Run) -> Block:
+    """One block, whatever its window."""
+    square = run.q[1] - run.q[0] == run.k[1] - run.k[0]
+    kind = Kind.FULL if run.window == FULL else Kind.CAUSAL if run.window == CAUSAL and square else Kind.BAND
+    return Block(*sized(run.q), *sized(run.k), kind, window=run.window)
+
+
+def blocks_of(run: Run, left: tuple[str, ...]) -> Iterator[Block]:
+    """Without a band."""
+    if run.window == FULL:
+        yield Block(*sized(run.q), *sized(run.k), Kind.FULL)
+        return
+    edge = run.k[1] - (run.q[1] - run.q[0])
+    if run.k[0] < edge:
+        yield Block(*sized(run.q), *sized((run.k[0], edge)), Kind.FULL)
+    yield Block(*sized(run.q), *sized((edge, run.k[1])), Kind.CAUSAL, left)
+
+
+def packed(runs: Sequence[Run]) -> Iterator[PackedCall]:
+    """The runs of each window; as many in one as follow each other in queries and in keys."""
+    of: dict[Window, list[Run]] = {}
+    for run in runs:
+        of.setdefault(run.window, []).append(run)
+    windows = sorted(of, key=lambda window: window.count(None))  # the widest last
+    if len(windows) > 1 and None not in windows[0]:
+        of = {window: [] for window in windows}
+        for run in runs:
+            of[next(window for window in windows if run.fits(window))].append(run)
+    for window, alike in of.items():
+        queries, keys = list[int](), list[int]()
+        for run in alike:
+            if queries and (run.q[0] < queries[-1] or run.k[0] < keys[-1]):
+                yield PackedCall(window, tuple(queries), tuple(keys))
+                queries, keys = [], []
+            for q, k in ((run.q[0], keys[-1] if keys else run.k[0]), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
+                if not queries or (q, k) != (queries[-1], keys[-1]):
+                    queries.append(q)
+                    keys.append(k)
+        if queries:
+            yield PackedCall(window, tuple(queries), tuple(keys))
+
+
+def sized(part: Range) -> tuple[int, int]:
+    return part[0], part[1] - part[0]
