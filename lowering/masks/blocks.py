@@ -156,6 +156,13 @@ def block_of(run: Run) -> Block:
     return Block(*sized(run.q), *sized(run.k), kind, window=run.window)
 
 
+def of_any_shape(block: Block) -> Block:
+    """The same as a BAND: documents tell its shape, which is another each time, and some kernels are built for one."""
+    if block.kind is Kind.MASKED:
+        return block
+    return block._replace(kind=Kind.BAND, conditions=(), window=FULL if block.kind is Kind.FULL else CAUSAL)
+
+
 def blocks_of(run: Run, left: tuple[str, ...]) -> Iterator[Block]:
     """Without a band."""
     if run.window == FULL:

@@ -24,6 +24,7 @@ from .blocks import (
     any_masked,
     block_of,
     blocks_of,
+    of_any_shape,
     packed,
     runs_of,
     runs_of_parts,
@@ -96,7 +97,7 @@ class _Planner:
             if known is None and any_masked(blocks):
                 known = runs_of_parts(tile)
             if known is None:
-                others += blocks
+                others += map(of_any_shape, blocks)
             else:
                 runs += known
         together = tuple(self._together(pairs))

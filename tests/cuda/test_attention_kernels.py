@@ -95,22 +95,24 @@ def ring(
 
         rows = [i for i in row_indices(spans[0], rank) if i is not None]
         valid = torch.tensor([i is not None for i in row_indices(spans[0], rank)])
-        grad, q, out, lse = (here(x, spans[0]) for x in (p.grad * 1, p.q, out_, lse_[..., None]))
-        grad, lse = borrow(grad.values * valid[:, None]), borrow(lse.values[..., 0].contiguous())
+        q, out = here(p.q, spans[0]), here(out_, spans[0])
+        grad = borrow(shard(p.grad, spans[0], rank) * valid[:, None])
+        lse = borrow(shard(lse_[..., None], spans[0], rank)[..., 0].contiguous())
         parts, launches, products = [], 0, 0
         for span in spans:
             args, keys, values = arguments(p, spans[0], span, GROUP), here(p.k, span), here(p.v, span)
             with Watch() as forward, torch.no_grad():
                 parts.append([give_back(x) for x in bodies.attend(q, keys, values, *args)])
             with Watch() as backward, torch.no_grad():
-                dq, dk, dv, _ = bodies.attend_backward(grad, q, keys, values, out, lse, *args, False)
+                grads = bodies.attend_backward(grad, q, keys, values, out, lse, *args, False)
+            dq, dk, dv, _ = map(give_back, grads)
             launches = max(launches, len(forward.seen.kernels), len(backward.seen.kernels))
             products += forward.seen.products + backward.seen.products
-            found[2][:, :, rows] += dq.values[:, :, valid]
+            found[2][:, :, rows] += dq[:, :, valid]
             for local, i in enumerate(row_indices(span, rank)):
                 if i is not None:
-                    found[3][:, :, i] += dk.values[:, :, local]
-                    found[4][:, :, i] += dv.values[:, :, local]
+                    found[3][:, :, i] += dk[:, :, local]
+                    found[4][:, :, i] += dv[:, :, local]
         total, total_lse = reduce(lambda a, b: list(merge(*a, *b)), parts)
         found[0][:, :, rows] = total[:, :, valid].double()
         found[1][:, :, rows] = total_lse[:, :, valid].double()
