@@ -3,7 +3,9 @@
     python benchmarks/gpu_attention.py                          bf16, 8 ranks of 8192 tokens, 32 heads of 128
     python benchmarks/gpu_attention.py --device cpu --small     the same code on a CPU; its times mean nothing
 
-values  every way of attention on simulated ranks against float64, forward and gradients, beside one device's own error
+values  every way of attention on simulated ranks against float64, forward and gradients, beside one device's own error;
+        causal, in windows, and in packed documents
+kernels every kernel of a block that takes it, by itself
 merge   the log-sum-exp merge of two blocks, as a share of a copy_ that moves as many bytes in the same process
 ranks   the steps of all ranks, one after another on this device, against causal attention of one device on the whole
         sequence. The ranks' exchanges are copies within the device; they say nothing about communication and are
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,10 @@ from measuring.tables import markdown, processor
 from sp_compile.config import Ranks
 from sp_compile.functional import attention as functional
 from sp_compile.lowering import triton as triton_kernels
+from sp_compile.lowering.attention.case import Case, Need
+from sp_compile.lowering.attention.kernels import KERNELS
 from sp_compile.lowering.attention.merge import merge_pointwise
+from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 RESULTS = Path(__file__).parent / "results"
@@ -84,7 +90,7 @@ def shards(whole: Inputs, way: str, n: int) -> list[Inputs]:
     return [tuple(of(x, rank).transpose(1, 2) for x in whole) for rank in range(n)]
 
 
-def all_ranks(way: str, given: list[Inputs], backward: bool) -> list[list[Tensor]]:
+def all_ranks(way: str, given: list[Inputs], backward: bool, **masks: Any) -> list[list[Tensor]]:
     """Result and gradients of every rank."""
     op = getattr(functional, f"{way}_attention")
     mesh = Ranks(len(given), GROUP)
@@ -92,41 +98,59 @@ def all_ranks(way: str, given: list[Inputs], backward: bool) -> list[list[Tensor
     def live(rank: int) -> list[Tensor]:
         *operands, grad = given[rank]
         leaves = [x.detach().requires_grad_(backward) for x in operands]
-        out = op(*leaves, mesh=mesh, layout=WAYS[way], is_causal=True, check=False)
+        out = op(*leaves, mesh=mesh, layout=WAYS[way], is_causal=True, check=False, **masks)
         return [out, *(torch.autograd.grad(out, leaves, grad) if backward else ())]
 
     return run_ranks(len(given), live)
 
 
-def one_device(whole: Inputs, backward: bool) -> list[Tensor]:
+def one_device(whole: Inputs, backward: bool, allowed: Tensor | None = None) -> list[Tensor]:
     *operands, grad = (x.transpose(1, 2) for x in whole)
     leaves = [x.detach().requires_grad_(backward) for x in operands]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    out = F.scaled_dot_product_attention(*leaves, attn_mask=allowed, is_causal=allowed is None)
     return [out, *(torch.autograd.grad(out, leaves, grad) if backward else ())]
 
 
 # Values.
 
 
+def masks_of(tokens: int, device: torch.device) -> dict[str, tuple[dict[str, Any], Tensor | None]]:
+    """The options of each mask, and the mask as (S, S)."""
+    row = torch.arange(tokens, device=device)
+    causal, near = row <= row[:, None], row[:, None] - row < tokens // 50
+    documents = (row * 37 // tokens)[None]
+    same = documents == documents.T
+    window = {"window": tokens // 50}
+    return {
+        "causal": ({}, None),
+        "window": (window, causal & near),
+        "documents": ({"documents": documents}, causal & same),
+        "documents in a window": ({"documents": documents, **window}, causal & same & near),
+    }
+
+
 def values(sizes: Sizes, device: torch.device) -> Table:
     """Largest error over the largest true value, of results and gradients; exits where it is too large."""
     whole = draw(sizes, sizes.checked, device)
-    true = one_device(tuple(x.double() for x in whole), backward=True)
-    alone = [_error(t, x) for t, x in zip(true, one_device(whole, backward=True))]
-    table = Table("", "out", "dq", "dk", "dv", title="largest error against float64, bfloat16")
-    table.add_row("one device", *(f"{e:.1e}" for e in alone))
+    table = Table("mask", "", "out", "dq", "dk", "dv", title="largest error against float64, bfloat16")
     wrong = []
-    for way in WAYS:
-        found = all_ranks(way, shards(whole, way, sizes.ranks), backward=True)
-        mine = [shards(tuple(t.transpose(1, 2) for t in true), way, sizes.ranks)[rank] for rank in range(sizes.ranks)]
-        errors = [
-            max(_error(mine[rank][i], found[rank][i], t) for rank in range(sizes.ranks)) for i, t in enumerate(true)
-        ]
-        table.add_row(way, *(f"{e:.1e}" for e in errors))
-        wrong += [way] if any(e > ALLOWED * a for e, a in zip(errors, alone)) else []
+    for mask, (options, allowed) in masks_of(sizes.checked * sizes.ranks, device).items():
+        true = one_device(tuple(x.double() for x in whole), True, allowed)
+        alone = [_error(t, x) for t, x in zip(true, one_device(whole, True, allowed))]
+        table.add_row(mask, "one device", *(f"{e:.1e}" for e in alone))
+        for way in WAYS:
+            found = all_ranks(way, shards(whole, way, sizes.ranks), True, **options)
+            mine = [
+                shards(tuple(t.transpose(1, 2) for t in true), way, sizes.ranks)[rank] for rank in range(sizes.ranks)
+            ]
+            errors = [
+                max(_error(mine[rank][i], found[rank][i], t) for rank in range(sizes.ranks)) for i, t in enumerate(true)
+            ]
+            table.add_row(mask, way, *(f"{e:.1e}" for e in errors))
+            wrong += [f"{way}, {mask}"] if not all(e <= ALLOWED * a for e, a in zip(errors, alone)) else []
     if wrong:
         Console().print(table)
-        raise SystemExit(f"{', '.join(wrong)}: more than {ALLOWED} times the error of one device")
+        raise SystemExit(f"{'; '.join(wrong)}: more than {ALLOWED} times the error of one device")
     return table
 
 
@@ -184,6 +208,31 @@ def _check_merge(operands: Inputs, kernels: dict[str, Callable[..., Any]]) -> No
     for kernel in kernels.values():
         for expected, found in zip(true, kernel(*operands)):
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
+    """Kernels of one block, in the order of the table from which `sp::attend` takes the first that fits."""
+    q, k, v, grad = (x[:, : sizes.tokens].transpose(1, 2) for x in draw(sizes, sizes.tokens, device))
+    scale = sizes.head_dim**-0.5
+    flops = 4 * sizes.heads * sizes.head_dim * sizes.tokens**2
+    table = Table("block", "kernel", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s", title="kernels of a block")
+    for kind in (Kind.FULL, Kind.CAUSAL):
+        need = Need(device, q.dtype, kind, False, sizes.head_dim, sizes.tokens)
+        jobs: dict[str, Job] = {}
+        for kernel in KERNELS:
+            if kernel.accepts(need) and not kernel.dense:
+                case = Case(scale, causal=kind is Kind.CAUSAL)
+                out, lse = kernel.forward(q, k, v, case)
+                jobs[kernel.name] = lambda run=kernel.forward, c=case: run(q, k, v, c)
+                jobs[f"{kernel.name} back"] = lambda run=kernel.backward, o=out, s=lse, c=case: run(
+                    grad, q, k, v, o, s, c
+                )
+        times, work = clock.interleaved(jobs, sizes.repeats, 1), flops / (2 if kind is Kind.CAUSAL else 1)
+        for name in (name for name in jobs if not name.endswith(" back")):
+            forward, backward = times[name], times[f"{name} back"]
+            rates = f"{work / forward / 1e9:.0f}", f"{2.5 * work / backward / 1e9:.0f}"
+            table.add_row(kind.value, name, f"{forward:.3f}", rates[0], f"{backward:.3f}", rates[1])
+    return table
 
 
 def stepping(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
@@ -256,7 +305,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {processor()}"
     tables = []
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for part in (values, merging, stepping):
+        for part in (values, kernels, merging, stepping):
             tables.append(part(sizes, device, *([] if part is values else [clock])))
             console.print(tables[-1])
     args.output.mkdir(parents=True, exist_ok=True)
