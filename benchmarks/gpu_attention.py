@@ -222,11 +222,9 @@ def kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
         for kernel in KERNELS:
             if kernel.accepts(need) and not kernel.dense:
                 case = Case(scale, causal=kind is Kind.CAUSAL)
-                out, lse = kernel.forward(q, k, v, case)
-                jobs[kernel.name] = lambda run=kernel.forward, c=case: run(q, k, v, c)
-                jobs[f"{kernel.name} back"] = lambda run=kernel.backward, o=out, s=lse, c=case: run(
-                    grad, q, k, v, o, s, c
-                )
+                results = kernel.forward(q, k, v, case)
+                jobs[kernel.name] = partial(kernel.forward, q, k, v, case)
+                jobs[f"{kernel.name} back"] = partial(kernel.backward, grad, q, k, v, *results, case)
         times, work = clock.interleaved(jobs, sizes.repeats, 1), flops / (2 if kind is Kind.CAUSAL else 1)
         for name in (name for name in jobs if not name.endswith(" back")):
             forward, backward = times[name], times[f"{name} back"]
