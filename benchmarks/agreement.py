@@ -1,6 +1,6 @@
 """What it costs that ranks agree before every call: beside one all-gather of Gloo's of as many bytes.
 
-    python benchmarks/agreement.py
+    python benchmarks/agreement.py      writes benchmarks/results/agreement.md
 
 The program itself does nothing, so that only the agreement is seen: its inputs are two rows of tokens and the weights
 of a small decoder. Calls with and without it and plain all-gathers take turns; medians over the rounds, of the slowest
@@ -8,16 +8,19 @@ rank. Then what the checksums of weights take, which are compared once in `check
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from measuring.gloo_ranks import joined
+from measuring.tables import markdown, processor
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -30,6 +33,7 @@ from sp_compile.spmd.settings import settings
 
 HEADER = 3  # words a rank sends on a call
 WIDTH, LAYERS = 256, 4
+RESULTS = Path(__file__).parent / "results" / "agreement.md"
 
 
 def inputs() -> list[Tensor]:
@@ -73,6 +77,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     table = Table(
         "ranks", "call alone", "all-gather alone", "agreed call", "added beside the all-gather", title="ms a call"
@@ -90,9 +95,16 @@ def main() -> None:
     checksum(x)
     seconds = time.process_time() - start
     each, every = 1e9 / x.numel() * seconds, SPConfig.check_every
-    console.print(
+    sums = (
         f"checksums of a billion weights: {each:.1f} CPU s, once in {every} calls: {each / every * 1e3:.0f} ms a call"
     )
+    console.print(sums)
+    about = [
+        f"- {date.today()}, {processor()}, {os.cpu_count()} CPUs for all ranks; torch {torch.__version__}, Gloo",
+        f"- `python benchmarks/agreement.py`: ms a call, the slowest rank's medians of {given.rounds} rounds",
+        f"- {sums}",
+    ]
+    given.output.write_text("\n\n".join(["# Ranks agree before a call", "\n".join(about), markdown(table)]) + "\n")
 
 
 if __name__ == "__main__":
