@@ -20,8 +20,9 @@ from sp_compile.graph.sizes import product, sizes
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 from sp_compile.passes.localize.gradients import buckets
-from sp_compile.sharding.matchers import keeps_all
 from sp_compile.sharding.placement import Partial
+
+from .varying import moves
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -51,7 +52,7 @@ class BucketReductions(Pass):
 
 def _made_of(node: Node) -> tuple[set[Node], set[Node]]:
     """What only moves the value, and what reads it or that in the end: the program's results, or another bucket."""
-    made = closure([node], lambda n: [user for user in n.users if not _is_end(user) and keeps_all(user)])
+    made = closure([node], lambda n: [user for user in n.users if not _is_end(user) and moves(user)])
     readers = {user for n in made for user in n.users} - made
     return (made - {node}, readers) if all(map(_is_end, readers)) else (set(), set())
 

@@ -13,11 +13,10 @@ from sp_compile.graph.closure import closure
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, product, quotient, same, typical
 from sp_compile.sharding.axes import Atom, Axes, name_axes
-from sp_compile.sharding.matchers import keeps_all
 from sp_compile.sharding.placement import Frame, Plan, Replicate, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
 
-from .varying import ScatterJob, count, differing, moved_from, wait_of
+from .varying import ScatterJob, count, differing, moved_from, moves, wait_of
 
 sp = torch.ops.sp
 
@@ -94,7 +93,7 @@ def _of_linear(node: Node) -> bool:
 def work_on_rows(plan: Plan, start: Node) -> int:
     """How many nodes compute something on the rows of a scattered value."""
     reached = closure([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
-    return sum(node in plan.wants and not keeps_all(node) for node in reached - {start})
+    return sum(node in plan.wants and not moves(node) for node in reached - {start})
 
 
 def _runs_on_rows(plan: Plan, node: Node) -> bool:

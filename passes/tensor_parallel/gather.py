@@ -13,10 +13,9 @@ from torch.fx import Node
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import product, same, sizes
 from sp_compile.passes.strategies.gather import Gather, operand_of, replace_operand
-from sp_compile.sharding.matchers import keeps_all
 from sp_compile.sharding.placement import Demand, Shard
 
-from .varying import ScatterJob
+from .varying import ScatterJob, moves
 
 aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
 
@@ -71,5 +70,10 @@ class GatherOnce(Gather):
 
 
 def _hands_on(node: Node) -> bool:
-    """Is it as well to gather the operand? Not of a cast whose results are fewer bytes to send."""
-    return keeps_all(node) and node.meta["val"].element_size() >= Call(node).operands[0].meta["val"].element_size()
+    """Is it as well to gather the operand? Not of a wait: what another group's exchange brings is not there before.
+
+    And not of a cast whose results are fewer bytes to send.
+    """
+    if not moves(node) or node.target is c10d.wait_tensor.default:
+        return False
+    return node.meta["val"].element_size() >= Call(node).operands[0].meta["val"].element_size()

@@ -24,7 +24,6 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes, name_axes
-from sp_compile.sharding.matchers import keeps_all
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
 from sp_compile.sharding.rule import Factors, lookup, transfer_of
 from sp_compile.spmd.grid import Grid
@@ -262,8 +261,17 @@ def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
                         yield source
 
 
+def moves(node: Node) -> bool:
+    """Does the node only move or convert the values of its one tensor operand?"""
+    found = lookup(node)
+    if found is None or len(found[0].operands) != 1:
+        return False
+    rule = found[1]
+    return rule is not None and rule.lazy and not rule.spans
+
+
 def moved_from(node: Node) -> Node:
     """The value that views, permutations and casts have made this one of."""
-    while keeps_all(node):
+    while node.op == "call_function" and moves(node):
         node = Call(node).operands[0]
     return node

@@ -45,7 +45,6 @@ class Factors:
     extents: the sizes of the factors that stand in groups.
     sizes: the schema argument that spells the result's sizes (made local when the result is sharded).
     lazy: the op only moves data, so it does not by itself decide that a replicated value is worth sharding.
-    makes: of the operands only shapes, dtypes and devices are read: every value is the op's own.
     reshapes: the elements keep their row-major order, so a rank makes its part by a reshape to its local sizes.
     lenders: the operands of which only the shape is read.
     pad: (operand, value): the operand to fill outside the window, and with what, so that a sum ignores padding.
@@ -69,7 +68,6 @@ class Factors:
     wants: tuple[Placement, ...] | None = None
     gives: Placement | None = None
     alias: bool = False
-    makes: bool = False
     reshapes: bool = False
     lenders: tuple[int, ...] = ()
     extents: Mapping[str, Size] = field(default_factory=dict)
@@ -96,7 +94,7 @@ class Factors:
         said = [f"{kind}={' '.join(factors)}" for kind, factors in by_kind.items()]
         given = {name: getattr(self, name) for name in ("sizes", "pad", "masks", "lenders")}
         said += [f"{name}={value}" for name, value in given.items() if value not in (None, ())]
-        flags = [name for name in ("lazy", "makes", "reshapes") if getattr(self, name)]
+        flags = [name for name in ("lazy", "reshapes") if getattr(self, name)]
         return "; ".join([" -> ".join(sides), *said, *flags])
 
     def kind(self, factor: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ FILLS = overloads("full full_like new_full")
 LITERALS = overloads("lift_fresh lift_fresh_copy")  # of a number that the program writes down
 JOINS = overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PADS = overloads("constant_pad_nd pad")
+NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
 
 
 def _movement(node: Any) -> tuple[Node, Factors] | None:
@@ -51,13 +53,13 @@ def _movement(node: Any) -> tuple[Node, Factors] | None:
     None of a detach that stops a gradient: what is behind it is another value to whoever differentiates.
     """
     found = lookup(node) if is_tensor(node) and not _is_private(node) and not _stops_gradient(node) else None
-    if found is None or node.target.namespace not in ("aten", "prims") or node.target is aten.view.dtype:
-        return None  # what views of another dtype read are bits, not elements
+    if found is None or node.target.namespace not in ("aten", "prims") or NO_MOVES.match(str(node.target)[5:]):
+        return None
     call, rule = found
     if not call.operands:
         return None
     lent = [x for x in call.operands[1:] if x is not call.get("other")]  # view_as, type_as: its shape, its dtype
-    moves = rule is not None and rule.lazy and not rule.makes and (rule.reshapes or rule.spans or not rule.kinds)
+    moves = rule is not None and rule.lazy and (rule.reshapes or rule.spans or not rule.kinds)
     return (call.operands[0], rule) if moves and rule is not None and not lent else None
 
 
@@ -86,12 +88,6 @@ def source_of(node: Any) -> Node | None:
     """The operand that the op moves, cuts, repeats, copies or casts: every element of the result is one of it."""
     found = _movement(node)
     return found[0] if found is not None else None
-
-
-def keeps_all(node: Any) -> bool:
-    """Is no element of `source_of` left out: a view, a permutation, a repeat, a copy, a cast, but no piece?"""
-    found = _movement(node)
-    return found is not None and not found[1].spans
 
 
 def is_cast(node: Any) -> bool:

@@ -109,12 +109,13 @@ class NodeText(NamedTuple):
 def lines_of(gm: GraphModule) -> tuple[NodeText, ...]:
     """The text of a graph, but for symbols that only describe memory: ranks need not share them."""
     places: dict[Node, int | str] = {}
-    inputs = count()
+    inputs, operations = count(), count()
     lines: list[NodeText] = []
     for node in gm.graph.nodes:
         if is_unused_symbol(node):
             continue
-        places[node] = f"input {next(inputs)}" if node.op == "placeholder" else len(lines)
+        # Counted apart: one input more on a rank moves no operation.
+        places[node] = f"input {next(inputs)}" if node.op == "placeholder" else next(operations)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         takes = tuple(places[leaf] if isinstance(leaf, Node) else None for leaf in leaves)
         written = [_written(node, leaf) for leaf in leaves if not isinstance(leaf, Node)]

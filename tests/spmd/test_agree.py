@@ -8,11 +8,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.spellings.tracing_exchanges import one_of
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
 from sp_compile.config import resolve
 from sp_compile.lowering.collectives import checksums
-from sp_compile.spmd.fingerprint import fingerprint
+from sp_compile.spmd.fingerprint import fingerprint, program_of
 
 
 class Attention(nn.Module):
@@ -58,6 +59,15 @@ def test_fingerprint_knows_what_is_of_one_rank() -> None:
     with one_of(2):
         mine, other = dist.group.WORLD.group_name, dist.new_group([0]).group_name
         assert one_op(3, "cpu", mine) == one_op(3, "cpu", other) != one_op(3, "cpu", "none")
+
+
+def test_an_input_more_moves_no_operation() -> None:
+    x = torch.ones(2, 2)
+    few = make_fx(lambda x, w: torch.tanh(torch.cos(torch.sin(x @ w))))(x, x)
+    more = make_fx(lambda x, w, b: torch.tanh(torch.cos(torch.sin(x @ w)) + b))(x, x, x)
+    both = zip(program_of(few).lines, program_of(more).lines)
+    first = next((a.name, b.name) for a, b in both if a.text != b.text)
+    assert first == ("aten.tanh.default", "aten.add.Tensor")
 
 
 def test_options_are_not_ignored() -> None:

@@ -5,7 +5,18 @@ from collections import Counter
 
 import pytest
 import torch
-from support.parallel.tensor_parallel import GROUP, WIDTH, cut, decoder, joint_graph, on_ranks, spelt, weights
+from support.golden import captured
+from support.parallel.tensor_parallel import (
+    GROUP,
+    WIDTH,
+    all_reduce,
+    cut,
+    decoder,
+    joint_graph,
+    on_ranks,
+    spelt,
+    weights,
+)
 
 from sp_compile.config import Ranks
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
@@ -59,3 +70,23 @@ def test_counts():
     assert targets["sp.reduce_scatter.default"] == 12  # two a layer, there and back
     assert targets["sp.all_gather.default"] == 13  # as many, and the gradient of the input
     assert targets["sp.all_reduce.default"] == 1  # the gradients of norm weights and of biases, together
+
+
+def modes(program, *operands):
+    one = SequenceParallelLinear(Ranks(2, GROUP))
+    one(captured(program, *operands))
+    return [layer.mode for layer in one.layers]
+
+
+def test_exchanges_over_another_group_are_no_work_on_rows():
+    """What is summed again and then returned has nothing between to be done on a share of the rows."""
+    x, w, v = torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3)
+    assert modes(lambda x, w: all_reduce(all_reduce(x @ w), "dp"), x, w) == ["full"]
+    assert modes(lambda x, w, v: torch.relu(all_reduce(x @ w)) @ v, x, w, v) == ["scattered"]
+
+
+def test_a_weight_that_comes_from_another_group_is_one():
+    c10d = torch.ops._c10d_functional
+    sent = lambda w: c10d.wait_tensor(c10d.broadcast(w, 0, "dp"))  # noqa: E731
+    x, w, v = torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3)
+    assert modes(lambda x, w, v: torch.relu(all_reduce(x @ sent(w))) @ v, x, w, v) == ["scattered"]

@@ -27,7 +27,7 @@ def _made(call: Call) -> Factors:
 def _made_like(call: Call) -> Factors:
     """Only the dtype and the device of the operand are read."""
     operand, made = names(call.ndim(), "operand"), names(len(call["size"]), "made")
-    return Factors((operand,), (made,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True, makes=True)
+    return Factors((operand,), (made,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)
 
 
 rule(aten.scalar_tensor.default, "->", lazy=True)

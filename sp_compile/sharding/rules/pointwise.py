@@ -17,10 +17,10 @@ from ._build import along, bind, names
 
 aten = torch.ops.aten
 
-MOVES = overloads("""
-    alias clone contiguous detach lift lift_fresh lift_fresh_copy to.device to.dtype to.dtype_layout _to_copy
+LAZY = overloads("""
+    alias clone contiguous detach empty_like full_like lift lift_fresh lift_fresh_copy ones_like rand_like
+    randint_like randint_like.low_dtype randn_like to.device to.dtype to.dtype_layout _to_copy zeros_like
 """) + [torch.ops.prims.convert_element_type.default]
-MAKES = overloads("empty_like full_like ones_like rand_like randint_like randint_like.low_dtype randn_like zeros_like")
 
 
 def pointwise_rule(call: Call) -> Factors | None:
@@ -29,8 +29,7 @@ def pointwise_rule(call: Call) -> Factors | None:
         return None
     operands = ", ".join("..." for _ in call.operands)
     results = ", ".join("..." for _ in call.results())
-    makes = call.node.target in MAKES
-    return bind(call, f"{operands} -> {results}", lazy=makes or call.node.target in MOVES, makes=makes)
+    return bind(call, f"{operands} -> {results}", lazy=call.node.target in LAZY)
 
 
 UNTAGGED = overloads("""
@@ -46,7 +45,7 @@ UNTAGGED = overloads("""
     special_xlogy subtract.Scalar subtract.Tensor true_divide.Scalar where.Scalar where.ScalarOther
     where.ScalarSelf where.self
 """)
-rule_of(POINTWISE, *MOVES, *MAKES, *UNTAGGED)(pointwise_rule)
+rule_of(POINTWISE, *LAZY, *UNTAGGED)(pointwise_rule)
 
 rule(aten.copy.default, "..., ... -> ...")
 rule([aten.feature_alpha_dropout.default, aten.feature_dropout.default], "n c ... -> n c ...", whole="...")
