@@ -110,7 +110,13 @@ def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator
             yield [(call, kernel(Kind.PACKED, call.q_len))]
         calls = masking.plan.others
     for _, blocks in groupby(calls, key=lambda block: (block.q_off, block.q_len, block.kind is Kind.BAND)):
-        strip = [(block, kernel(block.kind, min(block.q_len, block.k_len))) for block in blocks]
+        found = [(block, kernel(block.kind, min(block.q_len, block.k_len))) for block in blocks]
+        whole: Strip = [pair for pair in found if not pair[1].takes_masks]
+        if whole:
+            yield whole  # a part of a causal block is masked
+        strip = [pair for pair in found if pair[1].takes_masks]
+        if not strip:
+            continue
         rows = min(_most_rows(q, masking, *pair) for pair in strip)
         first = strip[0][0]
         for low in range(0, first.q_len, rows):

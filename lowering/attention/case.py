@@ -44,9 +44,9 @@ class SequenceEnds(NamedTuple):
 @lru_cache(maxsize=256)
 def _ends(places: tuple[int, ...], batch: int, pinned: bool) -> tuple[Tensor, int]:
     """All ends, on the host, and the longest stretch. Kept, so that a copy on its way still finds them."""
-    one = torch.tensor(places, dtype=torch.int32) - places[0]
+    one = torch.tensor(places, dtype=torch.int32, device="cpu") - places[0]
     rows = places[-1] - places[0]
-    starts = one[:-1] + torch.arange(batch, dtype=torch.int32)[:, None] * rows
+    starts = one[:-1] + torch.arange(batch, dtype=torch.int32, device="cpu")[:, None] * rows
     ends = torch.cat([starts.flatten(), one.new_tensor([batch * rows])])
     return ends.pin_memory() if pinned else ends, max(b - a for a, b in pairwise(places))
 
@@ -112,6 +112,11 @@ class Kernel:
     """Of CUDA, the least."""
     switch: Callable[[], bool] = lambda: True
     """What else has to hold in this process."""
+
+    @property
+    def takes_masks(self) -> bool:
+        """Whether tensors may tell it which pairs attend."""
+        return self.kinds is None or Kind.MASKED in self.kinds
 
     def accepts(self, need: Need) -> bool:
         """Whether it runs such blocks."""

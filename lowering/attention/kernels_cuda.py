@@ -86,7 +86,8 @@ class _CallRows(NamedTuple):
         if case.sequences is None:
             return _CallRows((None, None), (q.shape[2], k.shape[2]), window == CAUSAL, sizes)
         queries, keys, *longest = case.sequences
-        return _CallRows((queries, keys), (longest[0], longest[1]), window == CAUSAL, sizes)
+        # With one query a sequence it would look for as many sequences as queries; this is an upper bound.
+        return _CallRows((queries, keys), (max(2, longest[0]), longest[1]), window == CAUSAL, sizes)
 
     def laid(self, *xs: Tensor) -> list[Tensor]:
         """(B, H, S, X) -> (B, S, H, X), or (B * S, H, X) of sequences: a view of what has heads behind rows."""
@@ -154,7 +155,8 @@ def efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case
 ) -> Gradients:
     grad, query, key, value, out = padded(_width(q, v), grad, q, k, v, out)
-    grad, query, out = (x.transpose(1, 2) for x in (grad, query, out))
+    grad, query = grad.transpose(1, 2), query.transpose(1, 2)
+    out = out.transpose(1, 2).contiguous()  # of half types it reads whole rows without asking for their stride
     key, value = (_expanded(x, q.shape[1]) for x in (key, value))
     lse = F.pad(finite_lse(lse), (0, -lse.shape[-1] % _ROWS), value=torch.inf)
     unused, kind = _unused(q), _CAUSAL if case.causal else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple
 
 from .cells import CellPair, Range
@@ -96,7 +97,11 @@ class Run(NamedTuple):
     window: Window
 
     def fits(self, window: Window) -> bool:
-        """Whether the same pairs attend in another window."""
+        """Whether the same pairs attend in another window, for a kernel as well (`kernels_know`)."""
+        if window == self.window:
+            return True
+        if self.q[1] - self.q[0] > self.k[1] - self.k[0] + 1:
+            return False
         left = window.left == self.window.left or (
             self.window.left is None and window.left is not None and window.left >= self.k[1] - self.k[0] - 1
         )
@@ -112,17 +117,42 @@ def runs_of(tile: CellPair) -> list[Run] | None:
         return [Run(tile.q, tile.k, FULL)]
     if tile.band is None:
         return None
-    (lower, upper), rows, keys = tile.band, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+    return _runs(tile.q, tile.k, *tile.band)
+
+
+def _runs(q: Range, k: Range, lower: int, upper: int) -> list[Run]:
+    """The pairs with lower <= key - query <= upper, both counted from their beginnings."""
+    rows, keys = q[1] - q[0], k[1] - k[0]
     # The queries that have a key, and of the keys those that have a query.
     first, behind = max(0, -upper), min(rows, keys - lower)
     if first >= behind or lower > upper:
         return []
     low, high = max(0, first + lower), min(keys, behind + upper)
-    q, k = (tile.q[0] + first, tile.q[0] + behind), (tile.k[0] + low, tile.k[0] + high)
+    q, k = (q[0] + first, q[0] + behind), (k[0] + low, k[0] + high)
     n, m = behind - first, high - low
     lower, upper = lower + first - low, upper + first - low
     left, right = None if lower <= 1 - n else m - n - lower, None if upper >= m - 1 else upper - (m - n)
-    return [Run(q, k, Window(left, right))]
+    window = Window(left, right)
+    if n <= m + 1 or kernels_know(window, n, m):
+        return [Run(q, k, window)]
+    # The queries that see the first key, those that see neither, or both, and those that see the last.
+    last, no_first = 0 if right is None else n - 1 - right, n if left is None else n - m + left + 1
+    cuts = sorted({0, n, *(cut for cut in (last, no_first) if 0 < cut < n)})
+    return [run for a, b in pairwise(cuts) for run in _runs((q[0] + a, q[0] + b), k, lower + a, upper + a)]
+
+
+def kernels_know(window: Window, queries: int, keys: int) -> bool:
+    """Whether FlashAttention takes a window for what it is.
+
+    It counts from the last key, and takes a right side of all keys or more for `keys`. The first of more queries than
+    keys then see too few keys, or, without a left side, too many.
+    """
+    left, right = window
+    if queries <= keys + 1:
+        return True
+    if left is not None:
+        return right is not None and right < keys
+    return right is None or right < keys or right >= queries - 1
 
 
 def split(run: Run) -> list[Run]:

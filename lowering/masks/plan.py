@@ -88,7 +88,7 @@ class _Planner:
         for tile in tiles:
             known = runs_of(tile)
             if known:
-                known = split(known[0])
+                known = [one for run in known for one in split(run)]
             if known and known[0].window in (FULL, CAUSAL):
                 blocks = [block for run in known for block in blocks_of(run, tile.left)]
             else:
@@ -109,8 +109,11 @@ class _Planner:
         """Instead of masks at the edges of windows, or many blocks: one for each two stretches of indices."""
         if not any_masked(every) and len(every) <= PARTS:
             return every
+        tiles = self._tiles()
+        if tiles is None:
+            return every
         runs = list[Run]()
-        for tile in self._tiles() or []:
+        for tile in tiles:
             known = runs_of_parts(tile)
             if known is None:
                 return every

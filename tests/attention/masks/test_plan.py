@@ -62,16 +62,25 @@ def inside(window: Window, rows: int, keys: int) -> Tensor:
     return allowed.long()
 
 
+def told(window: Window, most: int) -> Window:
+    """What FlashAttention-2 makes of a window beside at most so many keys: see `kernels_know`."""
+    left, right = (None if side is None or side >= most else side for side in window)
+    if (left, right) == (None, None) or window == Window(None, 0):
+        return Window(left, right)
+    return Window(most if left is None else left, most if right is None else right)
+
+
 def apart(sequences: Sequence[PackedCall]) -> list[Block]:
     """Each sequence of each call as a block."""
     found = []
     for window, queries, keys, _ in sequences:
         assert len(queries) == len(keys)
+        seen = told(window, max(d - c for c, d in pairwise(keys)))
         for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys)):
             assert a <= b
             assert c <= d
             if b > a and d > c:
-                found.append(Block(a, b - a, c, d - c, Kind.BAND, window=window))
+                found.append(Block(a, b - a, c, d - c, Kind.BAND, window=seen))
     return found
 
 
@@ -136,7 +145,8 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
     for a, b in intervals(q_rows, 0, lengths[0]):
         for c, d in intervals(k_rows, 0, lengths[1]):
             here[a : b + 1, c : d + 1] = True
-    for blocks in (found.blocks, [*apart(found.packed), *found.others]):
+    others = [block._replace(window=told(block.window, block.k_len)) for block in found.others]
+    for blocks in (found.blocks, [*apart(found.packed), *others]):
         counts = covered(blocks, q_rows, k_rows, q_len, k_len)
         assert counts.max() <= 1
         assert (counts[allowed.any(0) & here] == 1).all()
@@ -285,3 +295,14 @@ def test_a_plan_is_made_once() -> None:
         vectors = tuple(pieces_of(x) for x in packed([100, 300, 112]))
         plan("Eq(row0, col0) & (col1 <= row1)", rows, rows, (), vectors, vectors)
     assert plan.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("text", ["col0 <= row0", "Ne(row0, col0)", "Eq(row0, col0)"])
+def test_vectors_of_many_stretches_keep_their_pairs(text: str) -> None:
+    """Where cells would be too many, kernels that know windows are given the blocks of all others."""
+    place = torch.arange(2048)
+    values = (pieces_of((place // 64 if text == "col0 <= row0" else place // 40 % 2)[None]),)
+    rows = rows_of([1, 1, 1, 0, 0, 2048], 2048, 0)
+    found = plan(text, rows, rows, (), values, values)
+    assert found.blocks
+    assert found.packed or found.others

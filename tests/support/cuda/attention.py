@@ -100,8 +100,17 @@ def _sequences(
     assert len(queries) == len(keys)
     assert (queries[0], keys[0]) == (0, 0)
     assert (queries[-1], keys[-1]) == (len(q), len(k))
-    assert most == tuple(max(b - a for a, b in pairwise(x)) for x in (queries, keys))
+    longest = [max(b - a for a, b in pairwise(x)) for x in (queries, keys)]
+    assert most == (max(2, longest[0]), longest[1])
     yield from ((slice(*a), slice(*b)) for a, b in zip(pairwise(queries), pairwise(keys)))
+
+
+def _told(left: int | None, right: int | None, keys: int) -> tuple[int | None, int | None]:
+    """The window that FlashAttention-2 makes of one: as many as all keys is none, and one side brings the other."""
+    left, right = (None if side is None or side >= keys else side for side in (left, right))
+    if left is not None and right is None:
+        return left, keys
+    return (keys, right) if left is None and right is not None else (left, right)
 
 
 def _flash(
@@ -111,7 +120,7 @@ def _flash(
 ) -> tuple[Any, ...]:  # fmt: skip
     assert (dropout_p, debug) == (0.0, False)
     _asked(q, k, v)
-    window = window_size_left, 0 if is_causal else window_size_right
+    window = (None, 0) if is_causal else _told(window_size_left, window_size_right, most_k)
     if cum_q is None:
         assert (most_q, most_k) == (q.shape[1], k.shape[1])
         q, k, v = (x.permute(HEADS_FIRST) for x in (q, k, v))
@@ -134,7 +143,7 @@ def _flash_backward(
     assert dropout_p == 0.0
     _asked(grad, q, k, v, out)
     assert lse.is_contiguous()
-    window = window_size_left, 0 if is_causal else window_size_right
+    window = (None, 0) if is_causal else _told(window_size_left, window_size_right, most_k)
     if cum_q is None:
         assert (most_q, most_k) == (q.shape[1], k.shape[1])
         given = [x.permute(HEADS_FIRST) for x in (grad, q, k, v, out)]
@@ -175,6 +184,7 @@ def _efficient_backward(
     _asked(grad, q, k, v, out, dtypes=EFFICIENT)
     assert lse.shape == (q.shape[0], q.shape[2], most_q + -most_q % 32)
     assert lse.is_contiguous()
+    assert out.is_contiguous()
     given = [x.permute(HEADS_FIRST) for x in (grad, q, k, v, out)]
     allowed = _allowed(most_q, most_k, None, 0 if kind == 2 else None)
     found = _backward(*given, lse[..., :most_q], allowed, scale)
