@@ -136,7 +136,9 @@ class _Lower(Interpreter):
             with torch.no_grad():
                 lowered = trace(body, [torch.empty_like(tensor), *_leaves(free)], self.fake_mode)
             out = tensor.view_as(tensor)
-        return _record(target, args, kwargs, {body: lowered}, out)
+        result = _record(target, args, kwargs, {body: lowered}, out)
+        _hook_every_use(tensor, result)
+        return result
 
     def inline_functorch(self, nodes: list[Node], first: Node) -> Any:
         """A vmap or grad region as plain ATen: recorded below functorch, replayed in the outer trace.
@@ -189,6 +191,32 @@ def _record(
     new_args, new_kwargs = pytree.tree_map(proxied, (tuple(args), dict(kwargs)))
     proxy = tracer.create_proxy("call_function", target, new_args, new_kwargs)
     return track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+
+
+def _hook_every_use(tensor: Any, hooked: Any) -> None:
+    """A hook sees the whole gradient of its tensor: also what comes from uses before it was registered.
+
+    Raises SpError where the hook reads values that are computed after the tensor, which those uses could not wait for.
+    """
+    proxies = [active_tracer().unwrap_proxy(x) for x in (tensor, hooked)]
+    if not all(isinstance(proxy, torch.fx.Proxy) for proxy in proxies):
+        return
+    source, hook = (proxy.node for proxy in proxies)
+    if len(source.users) == 1:
+        return
+    bodies = [node for node in hook.all_input_nodes if node.op == "get_attr"]
+    free = [node for node in hook.all_input_nodes if node is not source and node.op not in ("get_attr", "placeholder")]
+    late = [node for node in free if source < node]
+    if late:
+        raise SpError(
+            f"the hook registered at {at(hook)} reads {late[0].name}, which is computed after the tensor whose "
+            "gradient it changes has been used: register it right behind the tensor, before its first use"
+        )
+    inputs = list(source.graph.find_nodes(op="placeholder"))
+    (source if source.op != "placeholder" else inputs[-1]).append(hook)
+    for body in bodies:
+        hook.prepend(body)
+    source.replace_all_uses_with(hook, delete_user_cb=lambda user: user is not hook)
 
 
 def _leaves(args: Sequence[Any]) -> list[Any]:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from support.capturing import Backend, assert_same, compile_function, step
 from support.programs.kinds import PROGRAMS, D, Model
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import sp_compile
 from sp_compile.capture.capture import capture, capture_export, fake_inputs
 from sp_compile.errors import SpError
 
@@ -231,3 +232,25 @@ def test_exported_program(as_module: bool) -> None:
             outcomes.append([loss, y, *tensors])
         assert_same(outcomes[1], outcomes[0])
     assert len(list(captured.parameters())) == len(list(model.parameters()))
+
+
+class HookedLate(nn.Module):
+    """A hook on a value that has been used already sees the gradient of that use, too; one on an input as well."""
+
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.of_input = of_input
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.of_input else x.sin()
+        before = y.cumsum(1)
+        y.register_hook(lambda gradient: gradient * 0.5)
+        return (before * 3 + y.cos()).square().sum()
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+def test_a_hook_sees_the_whole_gradient(of_input: bool) -> None:
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(1, 6, 4).requires_grad_()
+    for ranks in (1, 2):
+        torch._dynamo.reset()
+        assert sp_compile.verify(HookedLate(of_input), x, sp=ranks, seq_dims={"x": 1}).worst < 1e-12
