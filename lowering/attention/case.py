@@ -23,7 +23,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 class SequenceEnds(NamedTuple):
-    """SequenceEnds one behind the other, in every batch entry the same, and the entries behind each other."""
+    """Sequences one behind the other, in every batch entry the same, and the entries behind each other."""
 
     queries: Tensor
     """int32 (sequences + 1,): where each begins in all queries, and where the last ends; on the device."""

@@ -106,7 +106,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, 
         query, key, value, *rows.ends, *rows.longest, 0.0, rows.causal, False, scale=case.scale, **rows.sizes
     )
     if case.sequences is not None:
-        # SequenceEnds are neighbours in it, heads are not; and some may be without keys.
+        # Sequences are neighbours in it, heads are not; and some may be without keys.
         lse = lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
         lse = torch.where(lse == torch.inf, -torch.inf, lse)
     return rows.back(q.shape[0], out)[0][..., : v.shape[-1]], lse

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention.attending import PREDICATES, packed
+from support.cuda.attention import told
 from torch import Tensor
 
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
@@ -62,12 +63,9 @@ def inside(window: Window, rows: int, keys: int) -> Tensor:
     return allowed.long()
 
 
-def told(window: Window, most: int) -> Window:
-    """What FlashAttention-2 makes of a window beside at most so many keys: see `kernels_know`."""
-    left, right = (None if side is None or side >= most else side for side in window)
-    if (left, right) == (None, None) or window == Window(None, 0):
-        return Window(left, right)
-    return Window(most if left is None else left, most if right is None else right)
+def seen(window: Window, most: int) -> Window:
+    """What FlashAttention makes of a window beside at most so many keys; a causal one is told as such."""
+    return window if window == Window(None, 0) else Window(*told(*window, most))
 
 
 def apart(sequences: Sequence[PackedCall]) -> list[Block]:
@@ -75,12 +73,12 @@ def apart(sequences: Sequence[PackedCall]) -> list[Block]:
     found = []
     for window, queries, keys, _ in sequences:
         assert len(queries) == len(keys)
-        seen = told(window, max(d - c for c, d in pairwise(keys)))
+        by_kernel = seen(window, max(d - c for c, d in pairwise(keys)))
         for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys)):
             assert a <= b
             assert c <= d
             if b > a and d > c:
-                found.append(Block(a, b - a, c, d - c, Kind.BAND, window=seen))
+                found.append(Block(a, b - a, c, d - c, Kind.BAND, window=by_kernel))
     return found
 
 
@@ -145,7 +143,7 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
     for a, b in intervals(q_rows, 0, lengths[0]):
         for c, d in intervals(k_rows, 0, lengths[1]):
             here[a : b + 1, c : d + 1] = True
-    others = [block._replace(window=told(block.window, block.k_len)) for block in found.others]
+    others = [block._replace(window=seen(block.window, block.k_len)) for block in found.others]
     for blocks in (found.blocks, [*apart(found.packed), *others]):
         counts = covered(blocks, q_rows, k_rows, q_len, k_len)
         assert counts.max() <= 1

@@ -105,7 +105,7 @@ def _sequences(
     yield from ((slice(*a), slice(*b)) for a, b in zip(pairwise(queries), pairwise(keys)))
 
 
-def _told(left: int | None, right: int | None, keys: int) -> tuple[int | None, int | None]:
+def told(left: int | None, right: int | None, keys: int) -> tuple[int | None, int | None]:
     """The window that FlashAttention-2 makes of one: as many as all keys is none, and one side brings the other."""
     left, right = (None if side is None or side >= keys else side for side in (left, right))
     if left is not None and right is None:
@@ -120,7 +120,7 @@ def _flash(
 ) -> tuple[Any, ...]:  # fmt: skip
     assert (dropout_p, debug) == (0.0, False)
     _asked(q, k, v)
-    window = (None, 0) if is_causal else _told(window_size_left, window_size_right, most_k)
+    window = (None, 0) if is_causal else told(window_size_left, window_size_right, most_k)
     if cum_q is None:
         assert (most_q, most_k) == (q.shape[1], k.shape[1])
         q, k, v = (x.permute(HEADS_FIRST) for x in (q, k, v))
@@ -143,7 +143,7 @@ def _flash_backward(
     assert dropout_p == 0.0
     _asked(grad, q, k, v, out)
     assert lse.is_contiguous()
-    window = (None, 0) if is_causal else _told(window_size_left, window_size_right, most_k)
+    window = (None, 0) if is_causal else told(window_size_left, window_size_right, most_k)
     if cum_q is None:
         assert (most_q, most_k) == (q.shape[1], k.shape[1])
         given = [x.permute(HEADS_FIRST) for x in (grad, q, k, v, out)]
