@@ -42,6 +42,7 @@ ALL_OF: dict[Any, Number] = {
 }
 FILLS = overloads("full full_like new_full")
 LITERALS = overloads("lift_fresh lift_fresh_copy")  # of a number that the program writes down
+ENDS = {*LITERALS, aten.detach.default}  # no gradient goes past them
 JOINS = overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PADS = overloads("constant_pad_nd pad")
 NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
@@ -69,12 +70,12 @@ def _is_private(node: Node) -> bool:
 
 
 def _stops_gradient(node: Node) -> bool:
-    return node.target is aten.detach.default and carries_gradient(node)
+    return node.target is aten.detach.default and carries_gradient(node.args[0])
 
 
 def carries_gradient(node: Node) -> bool:
     """Is it made of floats that may need a gradient?"""
-    inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) and n.target not in LITERALS else ())
+    inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) and n.target not in ENDS else ())
     return any(
         n.op in ("placeholder", "get_attr") and _floats(n) and record(n).requires_grad is not False for n in inputs
     )

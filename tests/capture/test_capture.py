@@ -254,3 +254,20 @@ def test_a_hook_sees_the_whole_gradient(of_input: bool) -> None:
     for ranks in (1, 2):
         torch._dynamo.reset()
         assert sp_compile.verify(HookedLate(of_input), x, sp=ranks, seq_dims={"x": 1}).worst < 1e-12
+
+
+class HookedForNothing(nn.Module):
+    """A view of a leaf says that it requires a gradient where it is made under no_grad, and hands none on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            view = x.expand(2, *x.shape[1:])
+        largest = view.amax(2, keepdim=True)
+        if largest.requires_grad:
+            largest.register_hook(lambda gradient: gradient * 0.5)
+        return (view - largest).exp() + x.cumsum(1)
+
+
+def test_a_hook_that_no_gradient_reaches() -> None:
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 6, 4).requires_grad_()
+    assert sp_compile.verify(HookedForNothing(), x, sp=2, seq_dims={"x": 1}).worst < 1e-12

@@ -141,8 +141,13 @@ def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
     wanted = {f"gradient {i}": x for i, x in enumerate(leaves) if x.requires_grad}
     floors = {}
-    if outs and wanted:
-        grads = torch.autograd.grad(outs, list(wanted.values()), list(map(_cotangent, outs)), materialize_grads=True)
+    if wanted:
+        # A view of a leaf that is made under no_grad is told to require a gradient, and hands none on. Where nothing
+        # else of the results does, they may as well not be told so: a gradient of zero it is, either way.
+        grads = [torch.zeros_like(x) for x in wanted.values()]
+        if outs:
+            given = list(map(_cotangent, outs))
+            grads = torch.autograd.grad(outs, list(wanted.values()), given, materialize_grads=True)
         largest = max((_largest(g) for g in grads), default=0.0)
         floors = dict.fromkeys(wanted, ROUNDING * largest)
         values |= zip(wanted, grads)
