@@ -27,7 +27,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_compile._compat import gloo_group, group_store, group_timeout, is_lost, keep_for_good, real_tensors
+from sp_compile._compat import (
+    gloo_group,
+    group_store,
+    group_timeout,
+    is_lost,
+    keep_for_good,
+    process_groups,
+    real_tensors,
+)
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import Later
@@ -172,7 +180,7 @@ class Wire:
         return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else NOBODY
 
     def _is_since(self, one: Stop) -> bool:
-        return one.talks.get(self.name, 0) == self.talks
+        return one.talks.get(self.name) == self.talks
 
     def _someone_compiles(self, begun: float) -> bool:
         """Has a rank that compiles shown a sign of life of late, during the wait that began then?"""
@@ -202,7 +210,8 @@ def _came(work: Any) -> bool:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group.
+    """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group that
+    there was; what is said of one does not hold for groups that are made later.
 
     subject: the program that it cannot call; "": whichever.
     """
@@ -221,7 +230,7 @@ _mine: list[Stop] = []  # what this rank said last
 def stop(words: str, goes_on: bool = False, subject: str = "") -> None:
     """Say why this rank stops, for whoever waits for it in vain: a `Stop`."""
     if dist.is_available() and dist.is_initialized():
-        talks = {wire.name: wire.talks for wire in _wires.values()}
+        talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.talks for wire in _wires.values()}
         _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks, subject)]
         with suppress(RuntimeError):  # the rank that keeps the store is gone
             answered(lambda: _of_all().set("stopped", json.dumps(astuple(_mine[0]))), None)

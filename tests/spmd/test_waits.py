@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile.spmd import wire
+from sp_compile.spmd.message import CALLS, Message
 
 SECONDS = 5
 
@@ -98,7 +99,6 @@ def compiles_for_long() -> float:
     mesh = impatient("compiles")
     if mesh is None:
         return 0.0
-    # Not Floats: what a rank once said of a program that it could not compile is believed of that program.
     return sp(Halves(), mesh=mesh, compiler=slow_on_rank_1)(torch.ones(2, 8, 16, dtype=torch.float64)).item()
 
 
@@ -138,6 +138,19 @@ def test_a_rank_that_cannot_compile_one_program_comes_to_the_next(ranks: Ranks) 
     assert "no axis" in first
     assert "no axis" in second
     assert then == also == pytest.approx(Halves()(torch.ones(2, 8, 16, dtype=torch.float64)).item())
+
+
+@pytest.mark.parametrize(("name", "believed"), [("there", True), ("later", False)])
+def test_a_stop_holds_for_the_groups_that_there_were(
+    monkeypatch: pytest.MonkeyPatch, name: str, believed: bool
+) -> None:
+    """A rank that could not compile a program comes to the same one over a group that is made later."""
+    said = wire.Stop(1, "mesh: it has no axis 'sq'", False, {"there": 0}, "Floats")
+    monkeypatch.setattr(wire, "_last_stop", lambda: said)
+    monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
+    waiting = wire.Wire(name, [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    found = waiting._stopped(Message(CALLS, "Floats", 1))
+    assert found == (said if believed else wire.NOBODY)
 
 
 def recompiled_too_often() -> str:
