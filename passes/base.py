@@ -89,7 +89,7 @@ class Pass(PassBase, Editor):
             job.forget()
         seconds, more = time.perf_counter() - start, len(self.gm.graph.nodes) - nodes
         job.laps.append(Lap(self.name, self.requires, self.provides, self.changes, more, seconds))
-        job.notes += [note for note in self.notes if note not in job.notes]
+        job.notes += [note for note in dict.fromkeys(self.notes) if note not in job.notes]
         log.debug("after %s: %d changes, %d nodes", self.name, self.changes, len(self.gm.graph.nodes))
         if self.changes and before:
             trace_graph(f"sp_before_{self.name}", before)

@@ -239,6 +239,14 @@ REFUSED = {
         masked(lambda x: x[0, 0] @ x[0, 0].T > 0),
         r"the mask stays data: \w+ .* holds torch.float32 that no position gives",
     ),
+    "op": (
+        masked(lambda x: torch.arange(x.shape[-2])[:, None] ^ torch.arange(x.shape[-2]) > 1),
+        r"the mask stays data: \w+ \(aten.__xor__.Tensor\) works on the bits of integers",
+    ),
+    "batches": (
+        masked(lambda x: grid(x)[1] <= grid(x)[0] + (torch.arange(x.shape[0]) * x.shape[1])[:, None, None, None]),
+        "the mask stays data: it differs between heads or batches",
+    ),
     "heads": (
         masked(lambda x: grid(x)[1] <= grid(x)[0] + torch.arange(x.shape[1])[:, None, None]),
         "the mask stays data: it differs between heads",

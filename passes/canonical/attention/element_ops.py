@@ -66,7 +66,7 @@ def _from_front(p: Positions, index: Any, extent: Size) -> sympy.Expr:
     if p.box.nonnegative(-at - 1):
         at = at + extent
     if not p.box.nonnegative(at) or not p.box.nonnegative(extent - at):  # torch would clamp it
-        raise NotSymbolic
+        raise NotSymbolic(f"cuts at {at}, which might be outside of its {extent} rows")
     return at
 
 
@@ -100,7 +100,7 @@ def _pieces(p: Positions, parts: list[Any], at: Coords, dim: int) -> Element:
 def _first(found: list[tuple[Any, Element]]) -> Element:
     """The value of the first condition that holds; the last holds where no other does."""
     if not found:
-        raise NotSymbolic
+        raise NotSymbolic("is read behind its last piece")
     value = found[-1][1]
     for condition, piece in reversed(found[:-1]):
         value = where(condition, piece, value)
@@ -114,7 +114,7 @@ def _index(p: Positions, call: Call, at: Coords) -> Element:
     given = [d for d, i in enumerate(indices) if i is not None]
     depth = len(at) - (len(indices) - len(given))
     if any(not is_tensor(i) or i.meta["val"].dtype == torch.bool for i in indices if i is not None):
-        raise NotSymbolic
+        raise NotSymbolic("is indexed by a bool mask")
     together = given == list(range(given[0], given[-1] + 1))
     first = given[0] if together else 0
     chosen, kept = at[first : first + depth], iter((*at[:first], *at[first + depth :]))
@@ -122,7 +122,7 @@ def _index(p: Positions, call: Call, at: Coords) -> Element:
     for index, extent in zip(indices, call.shape("self")):
         coords.append(next(kept) if index is None else p.integer(p.operand(index, chosen)))
         if index is not None and not p.box.within(coords[-1], extent):
-            raise NotSymbolic
+            raise NotSymbolic(f"is indexed by {coords[-1]}, which might be outside of its {extent} rows")
     return p.at(call["self"], coords)
 
 
@@ -137,7 +137,7 @@ def _triangle(p: Positions, call: Call, at: Coords) -> Element:
 def _diff(p: Positions, call: Call, at: Coords) -> Element:
     dim = call.dim()
     if call["n"] != 1 or (call["append"] is not None and call["prepend"] is None):
-        raise NotSymbolic
+        raise NotSymbolic("takes differences of differences, or with rows behind it alone")
     parts = [x for x in (call["prepend"], call["self"], call["append"]) if x is not None]
     here, there = ((*at[:dim], at[dim] + i, *at[dim + 1 :]) for i in (0, 1))
     return by_cases(lambda a, b: b - a, _pieces(p, parts, here, dim), _pieces(p, parts, there, dim))
@@ -149,7 +149,7 @@ def _cumsum(p: Positions, call: Call, at: Coords) -> Element:
     dim = call.dim()
     each = cases(p.at(call.operands[0], at))
     if len(each) != 1 or not each[0][1].is_number:
-        raise NotSymbolic
+        raise NotSymbolic("sums up what is no constant")
     return ((sympy.true, sympy.expand(each[0][1] * (at[dim] + 1))),)
 
 
@@ -183,10 +183,10 @@ def _divide(p: Positions, call: Call, at: Coords) -> Element:
     name = schema_of(call.node.target).name
     rounds = call.get("rounding_mode") == "floor" or "div" not in name or "floor" in name
     if call.node.meta["val"].dtype.is_floating_point or not all(v.is_Integer and v > 0 for _, v in cases(b)):
-        raise NotSymbolic
+        raise NotSymbolic("divides floats, or by what is no positive constant")
     truncates = call.get("rounding_mode") == "trunc" and all(p.box.nonnegative(v) for _, v in cases(a))
     if not rounds and not truncates:
-        raise NotSymbolic
+        raise NotSymbolic("truncates what may be negative")
     return by_cases(lambda x, y: sympy.Mod(x, y) if "rem" in name else sympy.floor(x / y), a, b)
 
 
@@ -221,7 +221,7 @@ def _logical(function: Callable[..., Any], *names: str) -> None:
     def handler(p: Positions, call: Call, at: Coords) -> Element:
         bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
         if bitwise and call.node.meta["val"].dtype != torch.bool:
-            raise NotSymbolic
+            raise NotSymbolic("works on the bits of integers")
         return function(*(truth(p.operand(call[n], at)) for n in ("self", "other") if n in call.args))
 
     handles(*names)(handler)
@@ -236,7 +236,7 @@ _logical(Not, "bitwise_not", "logical_not")
 @handles("where")
 def _where(p: Positions, call: Call, at: Coords) -> Element:
     if "self" not in call.args:
-        raise NotSymbolic
+        raise NotSymbolic("lists where its condition holds")
     yes, no = (p.operand(call[name], at) for name in ("self", "other"))
     return where(truth(p.operand(call["condition"], at)), yes, no)
 

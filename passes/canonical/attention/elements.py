@@ -39,7 +39,15 @@ WIDE = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every po
 
 
 class NotSymbolic(Exception):
-    """No expression describes the element; the message says of which value, and why, where that is final."""
+    """No expression describes an element: why, and of which node, which is the innermost that nothing stands for."""
+
+    def __init__(self, why: str, node: Node | None = None) -> None:
+        super().__init__(why if node is None else f"{node.name} ({node.target}) {why}")
+        self.node = node
+
+    def of(self, node: Node) -> NotSymbolic:
+        """The same, said of the node unless it is of another already."""
+        return self if self.node is not None else NotSymbolic(str(self), node)
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
@@ -63,29 +71,35 @@ class Positions:
         return self.known[key]
 
     def _element(self, node: Node, coords: Coords) -> Element:
-        why: tuple[Any, ...] = ()
-        if _name(node):
-            handler = HANDLERS.get(_name(node), _moved)
-            try:
-                return cast(handler(self, Call(node), coords), node.meta["val"].dtype)
-            except NotSymbolic as error:  # one value to look up may still stand for all that was not understood
-                why = error.args
-        held = constant_of(node)
-        if held is not None:
-            return cast(number(held), node.meta["val"].dtype)
+        why: NotSymbolic | None = None
         try:
-            return self._leaf(node, coords)
+            computed = self._computed(node, coords)
+            if computed is not None:
+                return cast(computed, node.meta["val"].dtype)
+        except NotSymbolic as error:  # one value to look up may still stand for all that was not understood
+            why = error
+        try:
+            held = constant_of(node)
+            return self._leaf(node, coords) if held is None else cast(number(held), node.meta["val"].dtype)
         except NotSymbolic as error:
-            raise NotSymbolic(*(why or error.args)) from None
+            raise (why or error).of(node) from None
+
+    def _computed(self, node: Node, coords: Coords) -> Element | None:
+        """What the op makes of its operands; None where nothing is known of it."""
+        name = _name(node)
+        if name in HANDLERS:
+            return HANDLERS[name](self, Call(node), coords)
+        moved = element_of(node, coords) if name else None  # by the op's rule, for all that only moves or casts
+        return None if moved is None else self.at(*moved)
 
     def _leaf(self, node: Node, coords: Coords) -> Element:
         value = node.meta["val"]
         if value.dtype not in LEAVES:
-            raise NotSymbolic(f"{node.name} ({node.target}) holds {value.dtype} that no position gives")
+            raise NotSymbolic(f"holds {value.dtype} that no position gives")
         which = [self._index(c, s) for c, s in zip(coords, sizes(value.shape))]
         used = [index for index in which if index is not None]
         if len(set(used)) < len(used) or {QUERY, KEY} <= set(used):
-            raise NotSymbolic(f"{node.name} ({node.target}) belongs to a query and a key at once")
+            raise NotSymbolic("belongs to a query and a key at once")
         function = sympy.Function(f"leaf_{node.name}", integer=True)
         self.leaves[f"leaf_{node.name}"] = node
         element = function(*coords)
@@ -93,15 +107,16 @@ class Positions:
 
     def _index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
         """The index whose window the coordinate runs over; None for a fixed one. Raises NotSymbolic for others."""
+        outside = NotSymbolic(f"is read at {coord} of {extent}, which is no row that a query, a key or a batch has")
         for index in (QUERY, KEY):
             if coord.has(index):
                 if (coord - index).has(*INDICES, AppliedUndef) or not self.box.within(coord, extent):
-                    raise NotSymbolic
+                    raise outside
                 return index
         if coord == BATCH and same(self.sizes[BATCH], extent):
             return BATCH
         if coord.has(*INDICES, AppliedUndef) or not self.box.nonnegative(extent - 1 - coord):
-            raise NotSymbolic
+            raise outside
         return None
 
     def operand(self, x: Any, coords: Coords) -> Element:
@@ -116,7 +131,7 @@ class Positions:
         """The value where it is one integer expression. Raises NotSymbolic."""
         found = cases(value)
         if len(found) != 1 or not found[0][1].is_integer:
-            raise NotSymbolic
+            raise NotSymbolic("takes what is no integer, or an integer by cases")
         return found[0][1]
 
 
@@ -126,26 +141,18 @@ def _name(node: Node) -> str:
     return ""
 
 
-def _moved(p: Positions, call: Call, at: Coords) -> Element:
-    """By the op's rule, for all that only moves or casts: the element of its operand. Raises NotSymbolic for others."""
-    found = element_of(call.node, at)
-    if found is None:
-        raise NotSymbolic
-    return p.at(*found)
-
-
 def number(x: Any) -> Element:
     """A Python number, or the node or symbol of a size, as a value. Raises NotSymbolic for NaN."""
     if isinstance(x, bool):
         return sympy.true if x else sympy.false
     if isinstance(x, float):
         if x != x:
-            raise NotSymbolic
+            raise NotSymbolic("holds NaN")
         return ((sympy.true, sympy.Rational(x) if abs(x) != float("inf") else sympy.oo * (1 if x > 0 else -1)),)
     if isinstance(x, Node):
         x = x.meta["val"]
     if not isinstance(x, (int, torch.SymInt, sympy.Expr)):
-        raise NotSymbolic
+        raise NotSymbolic(f"takes a {type(x).__name__} for a number")
     return ((sympy.true, sympy.sympify(size(x))),)
 
 
@@ -173,7 +180,7 @@ def cast(value: Element, dtype: torch.dtype) -> Element:
         constant = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
         position = v.is_integer and dtype in WIDE and not (dtype == torch.float32 and v.has(AppliedUndef))
         if not constant and not position:
-            raise NotSymbolic
+            raise NotSymbolic(f"might round or wrap as {dtype}")
     return found
 
 
@@ -186,10 +193,10 @@ def by_cases(function: Callable[..., Any], *values: Element) -> Cases:
             continue
         result = sympy.expand(function(*(v for _, v in chosen))).subs(_pinned(condition))
         if result is sympy.nan:
-            raise NotSymbolic
+            raise NotSymbolic("holds NaN")
         out[result] = Or(out.get(result, sympy.false), condition)
     if len(out) > MOST_CASES:
-        raise NotSymbolic
+        raise NotSymbolic(f"has {len(out)} cases, more than {MOST_CASES}")
     return ((sympy.true, next(iter(out))),) if len(out) == 1 else tuple((c, v) for v, c in out.items())
 
 

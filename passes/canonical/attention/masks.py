@@ -130,59 +130,64 @@ class Masks(base.Spelling):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         self.vectors: dict[tuple[Any, ...], Node] = {}
-        self.masks: dict[tuple[Node, tuple[Size, ...]], Mask | None] = {}  # layers share theirs
+        self.masks: dict[tuple[Node, tuple[Size, ...]], Mask | str] = {}  # layers share theirs, or why there is none
         target = aten.scaled_dot_product_attention.default
         found = self.graph.find_nodes(op="call_function", target=target)
         return sum([self._rewrite(n) for n in found if Call(n)["attn_mask"] is not None])
 
     def _rewrite(self, node: Node) -> bool:
+        """Do without the mask's data, where that can be; of a mask that is computed here the report says why not."""
         call = Call(node)
+        data = call["attn_mask"]
+        try:
+            self._without(data, node, call)
+        except (NotSymbolic, SpError) as why:  # SpError: of a size that the graph cannot compute from its inputs
+            if data.op == "call_function":
+                self.refused(data, f"the mask stays data: {why}")
+            return False
+        return True
+
+    def _without(self, data: Node, node: Node, call: Call) -> None:
+        """Raises NotSymbolic or SpError if the mask stays."""
         shapes = [call.shape(i) for i in range(3)]
-        shape = (*shapes[0][:-1], shapes[1][-2])
         if call["is_causal"] or not _plain(call, shapes):
-            return False
-        key = (call["attn_mask"], shape)
-        if key not in self.masks:
-            self.masks[key] = self._understood(*key)
-        mask = self.masks[key]
-        if mask is None:
-            return False
+            raise NotSymbolic("q, k and v have other batches or heads, or it comes with is_causal")
+        mask = self._understood(data, (*shapes[0][:-1], shapes[1][-2]))
         # torch's own causal kernel returns NaN for a scale that is not positive.
         kernel = mask.allowed == CAUSAL and (call["scale"] is None or call["scale"] > 0)
         if mask.allowed == sympy.true or kernel:
-            old = call["attn_mask"]
             causal = {"is_causal": True} if kernel else {}
             node.args, node.kwargs = call.rebuild(call.operands[:3] + [None], **causal)
-            self.drop(old)
-            return True
-        return self._predicate(node, call, mask)
+            self.drop(data)
+        else:
+            self._predicate(node, call, mask)
 
-    def _understood(self, node: Node, shape: tuple[Size, ...]) -> Mask | None:
-        """The mask; of one that is computed here and stays data, the report says why."""
-        try:
-            return understood(node, shape)
-        except NotSymbolic as why:
-            if node.op == "call_function":
-                self.refused(node, f"the mask stays data: {why}" if why.args else "the mask stays data")
-            return None
+    def _understood(self, node: Node, shape: tuple[Size, ...]) -> Mask:
+        """As `understood`, once for all layers."""
+        key = (node, shape)
+        if key not in self.masks:
+            try:
+                self.masks[key] = understood(node, shape)
+            except NotSymbolic as why:
+                self.masks[key] = str(why)  # the exception itself would keep every frame
+        mask = self.masks[key]
+        if isinstance(mask, str):
+            raise NotSymbolic(mask)
+        return mask
 
-    def _predicate(self, node: Node, call: Call, mask: Mask) -> bool:
+    def _predicate(self, node: Node, call: Call, mask: Mask) -> None:
         spelling = MaskForm()
         predicate = spelling.spell(mask.allowed)
-        if predicate.free_symbols & {BATCH, HEAD}:  # a condition on the head and on data
-            return False
-        try:
-            rows = [self._vector(mask, leaf, QUERY, node) for leaf in spelling.rows]
-            cols = [self._vector(mask, leaf, KEY, node) for leaf in spelling.cols]
-            extents = self.sizes.list(_size(e) for e in spelling.sizes)
-        except SpError:  # a size that the graph cannot compute from its inputs
-            return False
+        if predicate.free_symbols & {BATCH, HEAD}:
+            raise NotSymbolic("what it asks of its data differs between heads or batches")
+        rows = [self._vector(mask, leaf, QUERY, node) for leaf in spelling.rows]
+        cols = [self._vector(mask, leaf, KEY, node) for leaf in spelling.cols]
+        extents = self.sizes.list(_size(e) for e in spelling.sizes)
         with self.graph.inserting_before(node):
             options = [call[name] for name in ("dropout_p", "scale", "enable_gqa")]
             args = (*call.operands[:3], rows, cols, extents, str(predicate), *options)
             fresh = self.emit(sp.masked_attention.default, args, node.meta["val"], node)
         self.replace(node, fresh)
-        return True
 
     def _vector(self, mask: Mask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:
         """The leaf's values at every index (and batch), as (B or 1, Q) or (B or 1, K)."""
