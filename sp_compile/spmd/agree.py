@@ -9,7 +9,7 @@ where groups are declared. Ranks that are about to do different things therefore
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,11 +123,19 @@ def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
     """Which fields differ that all ranks have? "" if none does."""
     names = [name for name in everyone[0].fields if all(name in one.fields for one in everyone)]
     names = [name for name in names if not all(_close(everyone[0].fields[name], one.fields[name]) for one in everyone)]
-    if not names:
-        return ""
-    rows = [", ".join(f"{name} {one.fields[name][:WIDTH]}".strip() for name in names[:SHOWN]) for one in everyone]
+    return what_differs(what, advice, rows_of([one.fields for one in everyone], names)) if names else ""
+
+
+def rows_of(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
+    """What each rank says of the first of these fields."""
+    shown = names[:SHOWN]
+    return [", ".join(f"{name} {one.get(name, 'missing')[:WIDTH]}".strip() for name in shown) for one in everyone]
+
+
+def what_differs(what: str, advice: str, rows: Sequence[str], heading: str = "What differs") -> str:
+    """The error of ranks that do not say the same; rows: of each rank, what it says."""
     each = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
-    return f"{what}; {advice}. What differs:\n{each}"
+    return f"{what}; {advice}. {heading}:\n{each}"
 
 
 def _close(a: str, b: str) -> bool:

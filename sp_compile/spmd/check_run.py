@@ -23,14 +23,14 @@ from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.lowering.collectives.checksums import checksum, later, sent, summary
 
-from .agree import ABOUT, agree, astray, exchanged, failures, unlike_fields
+from .agree import ABOUT, agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
 from .fingerprint import Program
 from .message import BACKWARD, CALLS, STOPS, Message, Standing
 from .wire import Wire, stop, wire_of
 
 FEW = 4096  # floats that are compared on every call
-SHOWN = 8  # inputs that differ between the ranks, in an error message
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
+SAME_CALL = "every rank has to call the same model, with the same weights, on the same arguments"
 SAME_LOSS = "every rank computes the same loss of it, from the same targets, weights and random numbers"
 INPUT = "input "  # fields of a message that tell of an input
 CHECKED = " with checksum "
@@ -154,7 +154,7 @@ class CheckedProgram:
             [_only(one, lambda name: name.startswith(EARLIER)) for one in everyone],
             "the ranks of this group were given different values at an earlier call; what lies on a device is compared "
             "one call later, so the steps since then are wrong",
-            "every rank has to call the same model, with the same weights, on the same arguments",
+            SAME_CALL,
         )
         if other:
             return other
@@ -241,8 +241,8 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozens
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]
     names.sort(key=lambda name: "(" not in first.get(name, "("))  # tensors before symbols
-    rows = [", ".join(f"{name} {one.get(name, 'missing')}" for name in names[:SHOWN]) for one in inputs]
-    what, differs = "different programs", "What differs"
+    rows = rows_of(inputs, names)
+    what, heading = "different programs", "What differs"
     same_program = len({one.fields[PROGRAM] for one in everyone}) == 1
     if all(one.keys() == first.keys() for one in inputs):
         if _sizes_differ(inputs, known):
@@ -258,14 +258,12 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozens
                 "every rank sets requires_grad alike",
             )
         elif lines:
-            differs = "What differs first"
+            heading = "What differs first"
             rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
-    per_rank = [f"  rank {r}: {row or 'the same inputs as the others'}" for r, row in enumerate(rows)]
+    rows = [row or "the same inputs as the others" for row in rows]
     later = what == "different values" and not shared.isdisjoint(names)
-    return (
-        f"the {len(inputs)} ranks of this group were given {what}; every rank has to call the same model, with the "
-        f"same weights, on the same arguments. {differs}:\n" + "\n".join(per_rank) + (LATER if later else "")
-    )
+    given = f"the {len(inputs)} ranks of this group were given {what}"
+    return what_differs(given, SAME_CALL, rows, heading) + (LATER if later else "")
 
 
 def _sizes_differ(inputs: Sequence[Mapping[str, str]], names: Sequence[str]) -> bool:
