@@ -4,7 +4,8 @@ A way registers itself, under a name and with a rank; the one of lowest rank tha
 (or an object) with `fits(problem) -> bool` and the functions scan, extremes, linear and linear_total of a problem and
 its tensors, as `kernels.generic.Kernels` describes them; it needs only those for which it fits. The ways here are the
 modules of `kernels`, which imports them. They have rank 0 (torch, of what is small), 10 (C++), 20 (Triton), 30 (torch),
-40 (in blocks of torch operations) and 50 (a tree of them, which always fits).
+40 (in blocks of torch operations) and 50 (a tree of them, which always fits). One that only calls torch's own operator
+says OF_TORCH = True.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ register, choose, using = LOWERINGS.register, LOWERINGS.choose, LOWERINGS.using
 def kernel(problem: Problem) -> Callable[..., Any]:
     """The function that solves a problem."""
     return getattr(LOWERINGS[choose(problem)], problem.kind)
+
+
+def is_of_torch(problem: Problem) -> bool:
+    """Is torch's own operator the first way that fits?"""
+    return getattr(LOWERINGS[choose(problem)], "OF_TORCH", False)
 
 
 def strides_of(starts: Tensor | None) -> tuple[int, int, int]:

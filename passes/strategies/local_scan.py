@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import size_hint
 from sp_compile.graph.call import Call
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.lowering.scan.table import Problem, choose
+from sp_compile.lowering.scan.table import Problem, is_of_torch
 from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH, has_scan, respelt
 from sp_compile.passes.job import Job
@@ -56,7 +56,7 @@ def is_slow(node: Node) -> bool:
     rows = (outer, extents[dim], inner)
     dtypes = (call.operands[0].meta["val"].dtype, result.dtype, wide)
     problem = Problem(kind, result.device.type, *rows, *dtypes, op=op, total=False)
-    return choose(problem) != "aten"
+    return not is_of_torch(problem)
 
 
 def hint(extent: Any) -> int:

@@ -25,7 +25,7 @@ Raise SpError for shapes, heads, meshes, layouts and options that do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from sp_compile.sharding.attention import FILL
 from .call import LAYOUTS, RankCall, frame, needs_gradient, unknown, wrong_choice
 
 WAYS_HOME = ("travel", "scatter")
+sp = torch.ops.sp
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,23 @@ NAMES = tuple(f.name for f in fields(Options))
 
 
 @dataclass(frozen=True)
+class Way:
+    """A way to split attention. run: from a call and what all operators take of it, by the way's own.
+
+    merges: by log-sum-exps, of blocks of keys. skips: it asks no rank for keys that no query of a causal window needs.
+    """
+
+    name: str
+    run: Callable[[AttentionCall, tuple[Any, ...]], Tensor]
+    merges: bool = False
+    skips: bool = False
+
+
+@dataclass(frozen=True)
 class AttentionCall(RankCall):
     """This rank's call. width: ranks that share heads; others: names that are no option."""
 
-    kind: str
+    way: Way
     q: Tensor
     k: Tensor
     v: Tensor
@@ -97,19 +111,13 @@ class AttentionCall(RankCall):
     def run(self) -> Tensor:
         """The attention. Raises SpError for a call that does not fit."""
         self.require()
-        given, ranks, width = self.options, self.ranks, self.width or 1
+        given, ranks = self.options, self.ranks
         seed = given.seed if given.seed is None else torch.as_tensor(given.seed, device=self.q.device)
         weights = given.attn_mask, *given.lookups(), seed, given.dropout_p, given.scale
         shards = ShardArgs(*weights, *self.frames(), ranks.n, ranks.group, balance=False)
-        args = self.q, self.k, self.v, *shards.flat()
-        steps = self.steps() if self.kind == "ring" else ranks.n // width
         if torch.compiler.is_compiling():
-            _prepare(ranks.group, width, steps)
-        if self.kind == "gathered":
-            return sp.gathered_attention(*args)
-        if self.kind == "ring":
-            return sp.ring_attention(*args, steps, self.kv_grads)
-        return sp.hybrid_attention(*args, width, self.kv_grads)
+            _prepare(ranks.group, self.width or 1, self.steps())
+        return self.way.run(self, (self.q, self.k, self.v, *shards.flat()))
 
     def frames(self) -> tuple[FrameArg, FrameArg]:
         """Where the shards of queries and keys lie."""
@@ -118,11 +126,12 @@ class AttentionCall(RankCall):
         return frame(self.q.shape[2], n, given.length, given.layout), of_keys
 
     def steps(self) -> int:
-        """Ranks whose keys any query needs, counted backwards from its own: fewer than all for a causal window."""
+        """How often keys are attended to on their way round: where a way skips, fewer times for a causal window."""
         given, n, rows = self.options, self.ranks.n, self.q.shape[2]
         q_frame, k_frame = self.frames()
-        if given.window is None or not given.is_causal or given.layout == "zigzag" or q_frame != k_frame:
-            return n
+        skips = self.way.skips and given.is_causal and given.layout != "zigzag" and q_frame == k_frame
+        if not skips or given.window is None:
+            return n // (self.width or 1)
         return 1 + hops_of_window(given.window, rows, n)
 
     def problems(self) -> Iterator[str]:
@@ -163,7 +172,7 @@ class AttentionCall(RankCall):
             yield "hybrid_attention: pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
         elif width < 1 or n % width or heads % width:
             yield (
-                f"{self.kind}_attention: {width} ranks that share heads must divide the {n} ranks and the {heads} "
+                f"{self.way.name}_attention: {width} ranks that share heads must divide the {n} ranks and the {heads} "
                 "query heads; use ring_attention, gathered_attention, or another hybrid"
             )
 
@@ -186,7 +195,7 @@ class AttentionCall(RankCall):
             yield f"attn_mask is whole on every rank, it broadcasts to {list(full)}, got {list(x.shape)}"
         if x.dtype != torch.bool and not x.is_floating_point():
             yield f"attn_mask is bool (True: may attend) or floating-point (added), got {x.dtype}"
-        merged = self.kind in ("ring", "hybrid") or bool(given.lookups()[-1])
+        merged = self.way.merges or bool(given.lookups()[-1])
         if given.check and merged and x.is_floating_point() and not x.is_meta and _holds_fills(x):
             yield (
                 "attn_mask holds large finite numbers, whose log-sum-exps cannot be merged over blocks of "
@@ -207,7 +216,7 @@ class AttentionCall(RankCall):
         grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask)]
         given = {name: getattr(self.options, name) for name in NAMES if name != "seed"}
         options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in given.items()]
-        how = f"{self.kind} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
+        how = f"{self.way.name} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
         wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
         return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *options])
 
@@ -219,13 +228,26 @@ def _holds_fills(mask: Tensor) -> bool:
     return bool(((mask <= -FILL) & mask.isfinite()).any())
 
 
-sp = torch.ops.sp
+def _hybrid(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
+    return sp.hybrid_attention(*args, call.width, call.kv_grads)
+
+
+def _ring(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
+    return sp.ring_attention(*args, call.steps(), call.kv_grads)
+
+
+def _gathered(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
+    return sp.gathered_attention(*args)
+
+
+ULYSSES, HYBRID = Way("ulysses", _hybrid), Way("hybrid", _hybrid, merges=True)
+RING, GATHERED = Way("ring", _ring, merges=True, skips=True), Way("gathered", _gathered)
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:
     """Heads are exchanged for sequence: two all-to-alls. The ranks must divide the query heads (arXiv:2309.14509)."""
     ranks = ranks_of(mesh)
-    return _attend("ulysses", q, k, v, ranks, options, ranks.n)
+    return _attend(ULYSSES, q, k, v, ranks, options, ranks.n)
 
 
 def ring_attention(
@@ -235,7 +257,7 @@ def ring_attention(
 
     kv_grads: "travel", gradients of keys and values go round behind them; "scatter", they go home in one exchange.
     """
-    return _attend("ring", q, k, v, ranks_of(mesh), options, 1, kv_grads)
+    return _attend(RING, q, k, v, ranks_of(mesh), options, 1, kv_grads)
 
 
 def hybrid_attention(
@@ -254,16 +276,16 @@ def hybrid_attention(
     """
     ranks = ranks_of(mesh)
     width = 1 if ranks.n == 1 else ranks.ulysses if ulysses is None else ulysses
-    return _attend("hybrid", q, k, v, ranks, options, width, kv_grads)
+    return _attend(HYBRID, q, k, v, ranks, options, width, kv_grads)
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:
     """Keys and values are gathered, and gathered again in the backward; any number of heads."""
-    return _attend("gathered", q, k, v, ranks_of(mesh), options, 1)
+    return _attend(GATHERED, q, k, v, ranks_of(mesh), options, 1)
 
 
 def _attend(
-    kind: str,
+    way: Way,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -277,7 +299,7 @@ def _attend(
     if given.attn_mask is not None and given.attn_mask.ndim < 4:
         given = replace(given, attn_mask=given.attn_mask[(None,) * (4 - given.attn_mask.ndim)])
     q, k, v = autocast(q, k, v)
-    call = AttentionCall("attention", given.check, kind, q, k, v, ranks, given, width, kv_grads, others)
+    call = AttentionCall("attention", given.check, way, q, k, v, ranks, given, width, kv_grads, others)
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call.run()

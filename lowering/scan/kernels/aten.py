@@ -11,6 +11,7 @@ from sp_compile.lowering.scan.monoids import MONOIDS, Monoid, Pair, accumulate_d
 from sp_compile.lowering.scan.table import SMALL, Problem, register
 
 DIM = 1
+OF_TORCH = True
 SHORT = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up
 
 
