@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import routes
 from .communicator import Communicator, use
+from .dtypes import accumulation_dtype
 
 GROUP = "sim"
 """A group name for programs that are only simulated. Any other name works as well."""
@@ -186,7 +187,7 @@ def _routed(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
 def _total(xs: list[Tensor]) -> Tensor:
     """Rounded once, and never all of them side by side: gradients of whole keys are large."""
     dtype = xs[0].dtype
-    total = xs[0].to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype, copy=True)
+    total = xs[0].to(accumulation_dtype(dtype), copy=True)
     for x in xs[1:]:
         total += x
     return total.to(dtype)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.dtypes import accumulation_dtype
 from sp_compile.lowering.library import opaque
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
 
 from .args import LocalArgs
-from .case import Kernel, Need, accumulation_dtype
+from .case import Kernel, Need
 from .kernels import KERNELS
 from .masking import Masking
 from .merge import merge
@@ -107,9 +108,9 @@ def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator
     calls = masking.plan.blocks
     if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).dense:
         for call in masking.plan.packed:
-            yield [(call, kernel(Kind.PACKED, call.q_len))]
+            yield [(call, kernel(Kind.PACKED, call.query_rows[1]))]
         calls = masking.plan.others
-    for _, blocks in groupby(calls, key=lambda block: (block.q_off, block.q_len, block.kind is Kind.BAND)):
+    for _, blocks in groupby(calls, key=lambda block: (block.query_rows, block.kind is Kind.BAND)):
         found = [(block, kernel(block.kind, min(block.q_len, block.k_len))) for block in blocks]
         whole: Strip = [pair for pair in found if not pair[1].takes_masks]
         if whole:
@@ -145,16 +146,8 @@ def _cut(block: Block, low: int, rows: int) -> Block:
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, block: Block | PackedCall) -> tuple[Tensor, Tensor, Tensor]:
-    keys = _keys(block)
-    return q.narrow(2, *_queries(block)), k.narrow(2, *keys), v.narrow(2, *keys)
-
-
-def _queries(block: Block | PackedCall) -> tuple[int, int]:
-    return block.q_off, block.q_len
-
-
-def _keys(block: Block | PackedCall) -> tuple[int, int]:
-    return block.k_off, block.k_len
+    keys = block.key_rows
+    return q.narrow(2, *block.query_rows), k.narrow(2, *keys), v.narrow(2, *keys)
 
 
 def _scaled(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
@@ -199,7 +192,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
             kernel.forward(*_operands(q, k, v, block), masking.case(block, q.shape[0], scale, kernel.dense))
             for block, kernel in strip
         ]
-        total.add(*reduce(lambda a, b: merge(*a, *b), parts), _queries(strip[0][0]))
+        total.add(*reduce(lambda a, b: merge(*a, *b), parts), strip[0][0].query_rows)
     return total.total()
 
 
@@ -225,7 +218,7 @@ def attend_backward(
     wanted = args.mask is not None and mask_grad
     dmask = q.new_zeros(_shape_of_grad(args.mask, mask_grad), dtype=dtype)
     for block, kernel in (pair for strip in _strips(q, v, masking, wanted) for pair in strip):
-        queries, keys = _queries(block), _keys(block)
+        queries, keys = block.query_rows, block.key_rows
         given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
         case = replace(masking.case(block, q.shape[0], scale, kernel.dense), bias_grad=wanted)
         dq_part, dk_part, dv_part, dbias = kernel.backward(given, *_operands(q, k, v, block), *of_rows, case)

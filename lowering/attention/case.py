@@ -19,8 +19,6 @@ from torch import Tensor
 
 from sp_compile.lowering.masks.blocks import FULL, Kind, PackedCall, Window
 
-HALF = frozenset({torch.float16, torch.bfloat16})
-
 
 class SequenceEnds(NamedTuple):
     """Sequences one behind the other, in every batch entry the same, and the entries behind each other."""
@@ -138,11 +136,6 @@ class Kernel:
 def _capability(device: torch.device) -> tuple[int, int]:
     """Of HIP that of which all kernels that it has are."""
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half types, else the type itself."""
-    return torch.float32 if dtype in HALF else dtype
 
 
 def finite_lse(lse: Tensor) -> Tensor:

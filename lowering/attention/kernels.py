@@ -7,10 +7,11 @@ Shapes, and rows that attend to nothing: see ``case.py``. The CPU has PyTorch's 
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.dtypes import HALF, accumulation_dtype
 from sp_compile.lowering.masks.blocks import Kind
 
 from . import kernels_cuda as cuda
-from .case import HALF, Case, Gradients, Kernel, accumulation_dtype, finite_lse, padded
+from .case import Case, Gradients, Kernel, finite_lse, padded
 
 aten = torch.ops.aten
 

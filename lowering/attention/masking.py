@@ -151,7 +151,7 @@ class Masking:
         """The block's part of the mask that is data."""
         if self.mask is None:
             return None
-        part = self.mask.narrow(2, block.q_off, block.q_len) if self.mask.shape[2] > 1 else self.mask
+        part = self.mask.narrow(2, *block.query_rows) if self.mask.shape[2] > 1 else self.mask
         return take(part, 3, *self._keys(block)) if part.shape[3] > 1 else part
 
     def _queries(self, block: Block) -> tuple[Rows, int, int]:
@@ -162,7 +162,7 @@ class Masking:
 
     def add_grad(self, total: Tensor, part: Tensor, block: Block) -> None:
         """Add the gradient of the block's part of the mask to that of the mask."""
-        rows = total.narrow(2, block.q_off, block.q_len) if total.shape[2] > 1 else total
+        rows = total.narrow(2, *block.query_rows) if total.shape[2] > 1 else total
         if total.shape[3] == 1:
             rows += part
         else:

@@ -46,6 +46,16 @@ class Block(NamedTuple):
     conditions: tuple[str, ...] = ()
     window: Window = FULL
 
+    @property
+    def query_rows(self) -> tuple[int, int]:
+        """(offset, length)"""
+        return self.q_off, self.q_len
+
+    @property
+    def key_rows(self) -> tuple[int, int]:
+        """(offset, length)"""
+        return self.k_off, self.k_len
+
 
 class PackedCall(NamedTuple):
     """What one call of a kernel for many sequences takes (its cu_seqlens), all with one window.
@@ -60,20 +70,14 @@ class PackedCall(NamedTuple):
     kind: Kind = Kind.PACKED
 
     @property
-    def q_off(self) -> int:
-        return self.queries[0]
+    def query_rows(self) -> tuple[int, int]:
+        """(offset, length) of all sequences together."""
+        return sized((self.queries[0], self.queries[-1]))
 
     @property
-    def q_len(self) -> int:
-        return self.queries[-1] - self.queries[0]
-
-    @property
-    def k_off(self) -> int:
-        return self.keys[0]
-
-    @property
-    def k_len(self) -> int:
-        return self.keys[-1] - self.keys[0]
+    def key_rows(self) -> tuple[int, int]:
+        """(offset, length) of all sequences together."""
+        return sized((self.keys[0], self.keys[-1]))
 
 
 class BlockPlan(NamedTuple):
@@ -142,14 +146,12 @@ def _runs(q: Range, k: Range, lower: int, upper: int) -> list[Run]:
 
 
 def kernels_know(window: Window, queries: int, keys: int) -> bool:
-    """Whether FlashAttention takes a window for what it is.
+    """Whether FlashAttention takes a window of more queries than keys, by two at least, for what it is.
 
     It counts from the last key, and takes a right side of all keys or more for `keys`. The first of more queries than
     keys then see too few keys, or, without a left side, too many.
     """
     left, right = window
-    if queries <= keys + 1:
-        return True
     if left is not None:
         return right is not None and right < keys
     return right is None or right < keys or right >= queries - 1

@@ -15,12 +15,12 @@ from torch.fx import Node
 
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.sizes import Size, product, sizes
+from sp_compile.lowering.dtypes import HALF, accumulation_dtype
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Partial
 
 sp, aten = torch.ops.sp, torch.ops.aten
 NONE, SUM = 0, 2
-HALVES = (torch.bfloat16, torch.float16)
 CLASS_LOSSES = (
     aten.cross_entropy_loss.default,
     aten.nll_loss.default,
@@ -69,7 +69,7 @@ class Means(Rewrite):
     def _class_loss(self, node: Node) -> Node:
         call = Call(node)
         dtype = node.meta["val"].dtype
-        half = dtype in HALVES  # then the loss of each position is rounded, and their sum is not
+        half = dtype in HALF  # then the loss of each position is rounded, and their sum is not
         args, kwargs = call.rebuild(call.operands, reduction=NONE if half else SUM)
         total = self.compute(node.target, args, node, kwargs)
         total = self._sum(total, node) if half else total
@@ -81,14 +81,14 @@ class Means(Rewrite):
             each = self.compute(aten.index.Tensor, (weight, [index]), node)
             counted = self.compute(aten.mul.Tensor, (each, counted), node)
         count = self.compute(aten.sum.default, (counted,), node)
-        wide = torch.float32 if dtype in HALVES else dtype
+        wide = accumulation_dtype(dtype)
         loss = self.compute(aten.div.Tensor, (total, self.cast(count, wide, node)), node)
         return self.cast(loss, dtype, node)
 
     def _sum(self, x: Node, node: Node, dims: list[int] | None = None, keepdim: bool = False) -> Node:
         """Sum in at least float32: the partial sums of the ranks are rounded once, after they are added."""
         dtype = x.meta["val"].dtype
-        wide = {"dtype": torch.float32} if dtype in HALVES else {}
+        wide = {"dtype": torch.float32} if dtype in HALF else {}
         if dims is None:
             return self.compute(aten.sum.default, (x,), node, wide)
         return self.compute(aten.sum.dim_IntList, (x, dims, keepdim), node, wide)

@@ -25,6 +25,7 @@ from sp_compile._compat import OpOverload
 from sp_compile.graph.autocast import autocast_at, same_autocast
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, product, same, sizes
+from sp_compile.lowering.dtypes import HALF
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import filling_nodes
@@ -36,7 +37,6 @@ from .scores import Scores, between_products, keeps_matrices, scores_of, why_no_
 
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.default)
-HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass
