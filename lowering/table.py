@@ -12,7 +12,7 @@ Row = TypeVar("Row")
 T = TypeVar("T")
 
 
-class Forced(Generic[T]):
+class Override(Generic[T]):
     """What everything inside `with forced.to(value)` takes, on any thread: for tests and measurements."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Table(dict[str, Row]):
         super().__init__()
         self.title = title
         self._ranks: dict[str, Callable[[Any], int]] = {}
-        self._forced: Forced[str] = Forced()
+        self._forced: Override[str] = Override()
 
     def register(self, name: str, row: Row, rank: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
         """Add a row: for good, or `with table.register(...):` for a block. Raises SpError: the name is taken.

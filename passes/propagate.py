@@ -66,7 +66,7 @@ class Step:
     demands: Demands = ()
 
 
-def as_spelt(call: Call, rule: Factors, have: Sequence[Placement]) -> Step:
+def as_written(call: Call, rule: Factors, have: Sequence[Placement]) -> Step:
     """The call says where its operands lie; a shard that lies elsewhere is gathered first, and cut anew."""
     assert rule.wants is not None
     assert rule.gives is not None
@@ -322,7 +322,7 @@ def _step(
         why = "its result is changed in place" if is_written(node) else why
         return all_whole(node, have, "no rule", why, max(1, len(call.results())) if call is not None else 1)
     if rule.wants is not None:
-        return as_spelt(call, rule, have)
+        return as_written(call, rule, have)
     if any(isinstance(p, Shard) for p in have):
         return through_factors(call, rule, have, n)
     begun = None if keep_whole else start(axes, call, rule, n)

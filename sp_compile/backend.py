@@ -72,7 +72,7 @@ def sp(
     given = vars(options) if isinstance(options, SPConfig) else options or {}
     session = Session(gm, example_inputs, given)
     session.open()
-    lowered: Lowered | None = None
+    lowered: RankProgram | None = None
     run: Callable[..., Any] | None = None
     error: Exception | None = None
     try:
@@ -104,7 +104,7 @@ def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) 
 
 
 @dataclass
-class Lowered:
+class RankProgram:
     """A Dynamo graph for one rank. ranks: those that its sequence is split over, a single one where it is not split.
 
     joint: what its exchanges over other groups become, once AOTAutograd has made a joint graph of it; None if there is
@@ -118,7 +118,7 @@ class Lowered:
     joint: JointPasses | None = None
 
 
-def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> Lowered:
+def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> RankProgram:
     """Dynamo graph -> graph of one rank, in one of three ways. Runs inside a torch.compile backend.
 
     A program with a sequence is split along it. One that exchanges by itself and has no ranks left for a sequence stays
@@ -127,10 +127,10 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     session.learn(gm, example_inputs)
     if not session.splits:
         config = _of_whole(gm, options)
-        lowered = Lowered(gm, config, ALONE, Report(1), _joint(example_inputs, config, session))
+        lowered = RankProgram(gm, config, ALONE, Report(1), _joint(example_inputs, config, session))
     elif runs_as_written(gm, example_inputs, options):
         log.info("%s", AS_WRITTEN)
-        lowered = Lowered(gm, _of_whole(gm, options), ALONE, Report(1, [AS_WRITTEN]))
+        lowered = RankProgram(gm, _of_whole(gm, options), ALONE, Report(1, [AS_WRITTEN]))
     else:
         lowered = _split(gm, example_inputs, options, session)
     if _compat.is_cut_by_ddp(gm):
@@ -139,7 +139,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     return lowered
 
 
-def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> Lowered:
+def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> RankProgram:
     """Along its sequence, over the ranks of the session."""
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     try:
@@ -153,7 +153,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str,
     found = {"seq_dims": seq_dims, "inputs": inputs, "machine": machine, "aligned": session.aligned}
     local, report = run_pipeline(graph, Settings.of(config, session.ranks, device, **found), fragment)
     declare_routes(local, session.ranks)
-    return Lowered(local, config, session.ranks, report, _joint(example_inputs, config, session))
+    return RankProgram(local, config, session.ranks, report, _joint(example_inputs, config, session))
 
 
 def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:
@@ -196,7 +196,7 @@ def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Map
     return not axes.sequences
 
 
-def compile_local(lowered: Lowered, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def compile_local(lowered: RankProgram, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Hand the local graph to Inductor (or the compiler that the config names)."""
     config, joint, local = lowered.config, lowered.joint, lowered.graph
     compiler = _compat.compiler(config.compiler)

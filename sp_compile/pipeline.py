@@ -33,7 +33,7 @@ from sp_compile.passes.strategies.local_scan import SlowScans
 from sp_compile.passes.strategies.pick import Pick
 from sp_compile.passes.strategies.reduce import Means, Reduce
 from sp_compile.passes.strategies.scan import NestedScan, Scan
-from sp_compile.passes.strategies.sequence import Aligned, LocalOutputs, Sequences
+from sp_compile.passes.strategies.sequence import LocalOutputs, MarkExchanges, Sequences
 from sp_compile.passes.strategies.windows import Halo
 from sp_compile.sharding.placement import Shard
 
@@ -55,7 +55,7 @@ class Pipeline(Passes):
 
     steps = (
         Canonicalize,
-        Aligned,
+        MarkExchanges,
         Sequences,
         ChooseAttention,
         Discharge,

@@ -17,7 +17,7 @@ from sp_compile.passes.job import Note
 from sp_compile.passes.report import Report
 from sp_compile.spmd.session import Session
 
-from .backend import NO_COLLECTIVE_PASSES, Lowered, compile_local, lower
+from .backend import NO_COLLECTIVE_PASSES, RankProgram, compile_local, lower
 from .config import Ranks, SPConfig
 from .errors import SpError
 from .pipeline import BEHIND
@@ -52,7 +52,7 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
     sp, config: as for `explain`. Raises SpError where there is nothing to compare.
     """
 
-    def compare(gm: GraphModule, lowered: Lowered, inputs: Sequence[Any]) -> None:
+    def compare(gm: GraphModule, lowered: RankProgram, inputs: Sequence[Any]) -> None:
         worst, alone = dict(lowered.report.errors), _run(gm, inputs)
         for rank in run_ranks(lowered.ranks.n, lambda _: _run(lowered.graph, inputs)):
             for name, error in _errors(gm, inputs, alone, rank):
@@ -147,7 +147,7 @@ def _look(session: Session, options: SPConfig, sp: int | None, simulate: bool) -
     return session.ranks.n
 
 
-def _joint_report(lowered: Lowered, example_inputs: Sequence[Any], given: SPConfig) -> None:
+def _joint_report(lowered: RankProgram, example_inputs: Sequence[Any], given: SPConfig) -> None:
     """Add to the report what becomes of a tensor-parallel program's layers and collectives: compiled and not run."""
     if lowered.joint is None:
         given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")

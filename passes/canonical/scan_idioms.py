@@ -72,7 +72,7 @@ class ScanForm:
     reverse: bool = False
 
 
-def spelt(node: object) -> ScanForm | None:
+def scan_form(node: object) -> ScanForm | None:
     """The scan that the value is, if it is one without segments, shards or options of its own."""
     node = origin(node)
     if not isinstance(node, Node) or node.op != "call_function":
@@ -172,12 +172,12 @@ def _shifted_scan(node: Node) -> ScanForm | None:
 def _excluding(node: Node) -> ScanForm | None:
     """The inclusive scan whose rows, moved by one, the value is."""
     move = shifted(node)
-    inner = spelt(move.source) if move is not None else None
+    inner = scan_form(move.source) if move is not None else None
     return inner if move is not None and inner is not None and _excludes(inner, move) else None
 
 
 def _scan_of_shifted(node: Node) -> ScanForm | None:
-    outer = spelt(node)
+    outer = scan_form(node)
     move = shifted(origin(outer.x)) if outer is not None else None
     if outer is None or move is None or not _excludes(outer, move):
         return None
@@ -192,7 +192,7 @@ def _excludes(inner: ScanForm, move: Pad) -> bool:
 
 
 def _flipped(node: Node) -> ScanForm | None:
-    inner = spelt(node.args[0]) if node.target is aten.flip.default else None
+    inner = scan_form(node.args[0]) if node.target is aten.flip.default else None
     source = origin(inner.x) if inner is not None else None
     if inner is None or source is None or not dies_with(inner.node, node):
         return None
@@ -206,7 +206,7 @@ def _combined(node: Node) -> ScanForm | None:
     if node.target not in ADDS:
         return None
     terms = _terms(node)
-    scans = [s for s in map(spelt, terms) if s is not None and s.op == "sum"]
+    scans = [s for s in map(scan_form, terms) if s is not None and s.op == "sum"]
     if len(scans) != 1 or len(terms) > 3:
         return None
     found = scans[0]

@@ -19,7 +19,7 @@ TORCH = {**CUMULATIVE, **EXTREMES}
 OURS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
 
 
-def respelt(editor: Editor, node: Node) -> Node:
+def to_sp_scan(editor: Editor, node: Node) -> Node:
     """The scan as an op of the package in the node's place; ours stay as they are.
 
     A running maximum whose indices nobody reads is an sp::scan.

@@ -143,7 +143,7 @@ class JoinExchanges(Passes):
         return registered(CollectivePass)
 
     def apply(self, gm: GraphModule, job: JointJob) -> int:
-        if job.session.all_alike():
+        if job.session.all_equal():
             return super().apply(gm, job)
         names = ", ".join(kind.name for kind in self.parts())
         why = "the ranks' programs differ, so they might not all rewrite the same exchanges"

@@ -176,7 +176,7 @@ class _Localizer(Editor):
         assert isinstance(have, Shard)
         if node not in self.differentiable or stays_smooth(node, self.plan):
             return local
-        args = (local, have.dim, self.sizes.list(have.spelt()), self.ranks.n, self.ranks.group)
+        args = (local, have.dim, self.sizes.list(have.frame_arg()), self.ranks.n, self.ranks.group)
         return self._call(sp.window.default, args, node)
 
     def _local_shape(self, node: Node) -> list[int | Node]:
@@ -189,7 +189,7 @@ class _Localizer(Editor):
         index, value = rule.pad or (next(i for i, w in enumerate(wants) if isinstance(w, Shard)), 0)
         want = wants[index]
         if isinstance(want, Shard) and not want.frame.exact(self.ranks.n):
-            args = (operands[index], want.dim, self.sizes.list(want.spelt()), value, self.ranks.n, self.ranks.group)
+            args = (operands[index], want.dim, self.sizes.list(want.frame_arg()), value, self.ranks.n, self.ranks.group)
             operands[index] = self._call(sp.mask.default, args, call.node)
         return operands
 
@@ -222,7 +222,7 @@ class _Localizer(Editor):
     def _conversion(self, source: Node, want: Placement, user: Node) -> Node:
         local, n, group = self.env[source], self.ranks.n, self.ranks.group
         if isinstance(want, Shard):
-            new = self._call(sp.shard.default, (local, want.dim, self.sizes.list(want.spelt()), n, group), user)
+            new = self._call(sp.shard.default, (local, want.dim, self.sizes.list(want.frame_arg()), n, group), user)
         else:
             both = self._call(sp.reduce_grad.default, ([local], self._how(source), n, group), user)
             new = self._call(operator.getitem, (both, 0), user)

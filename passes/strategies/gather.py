@@ -70,7 +70,7 @@ class Gather(Rewrite):
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
         whole = next((u for u in source.users if u.target is op and u.args[0] is source), None)
         if whole is None:
-            args = (source, have.dim, self.sizes.list(have.spelt()), self.job.ranks.n, self.job.ranks.group)
+            args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
             with self.behind(source):
                 whole = self.emit(op, args, source.meta["val"], node)
         replace_operand(node, demand.operand, whole)

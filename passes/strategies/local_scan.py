@@ -20,7 +20,7 @@ from sp_compile.graph.call import Call
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import Problem, is_of_torch
 from sp_compile.passes.base import Pass
-from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH, has_scan, respelt
+from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH, has_scan, to_sp_scan
 from sp_compile.passes.job import Job
 
 LARGE = 1 << 14  # elements; below them the call is what takes time
@@ -38,7 +38,7 @@ class SlowScans(Pass):
         nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH]
         slow = [n for n in nodes if n not in waiting and is_slow(n)]
         for node in slow:
-            fresh = respelt(self, node)
+            fresh = to_sp_scan(self, node)
             why = f"{TORCH[node.target]} along dim {Call(fresh).dim()}, which torch is slow at"
             self.note(fresh, why, done="scan")
         return len(slow)

@@ -35,7 +35,7 @@ from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, respelt, scan
+from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, scan, to_sp_scan
 from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Plan, Shard
@@ -65,7 +65,7 @@ class NestedScan(Rewrite):
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         shard = scanned_rows(self.plan, node)
-        fresh = respelt(self, node)
+        fresh = to_sp_scan(self, node)
         with self.graph.inserting_before(fresh):
             parts = _Nested(self, fresh).run(shard)
         self.replace(fresh, parts)
@@ -145,12 +145,12 @@ class Scan(Rewrite):
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         shard = scanned_rows(self.plan, node)
-        fresh = respelt(self, node)
+        fresh = to_sp_scan(self, node)
         call, ranks, folds = Call(fresh), self.job.ranks, shard.frame.folds
         nbytes, _ = message_bytes(call, folds, hint)
         cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(fresh), folds)
         where = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
-        fresh.args, fresh.kwargs = call.rebuild(call.operands, frame=self.sizes.list(shard.spelt()), **where)
+        fresh.args, fresh.kwargs = call.rebuild(call.operands, frame=self.sizes.list(shard.frame_arg()), **where)
         self.note(fresh, f"{_described(call)} of {shard.frame.size} positions: {cost}")
 
 

@@ -18,7 +18,7 @@ from sp_compile.spmd.inputs import mark_across
 ALL = "the whole graph"
 
 
-class Aligned(Pass):
+class MarkExchanges(Pass):
     """Marks the exchanges of the program's own that no rank may make of its rows alone: these run on whole values."""
 
     provides = frozenset({"exchanges are marked"})

@@ -66,7 +66,7 @@ class Halo(Rewrite):
     def _on_shards(
         self, slides: WindowCall, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node
     ) -> Node:
-        ranks, frames = self.job.ranks, [self.sizes.list(shard.spelt()) for shard in (have, result)]
+        ranks, frames = self.job.ranks, [self.sizes.list(shard.frame_arg()) for shard in (have, result)]
         if slides.sliding.rolls is not None:
             frames = frames[:1]
         args = (x, *slides.args(have.frame.length), *frames, ranks.n, ranks.group)

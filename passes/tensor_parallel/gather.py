@@ -58,7 +58,7 @@ class GatherOnce(Gather):
     def _gathered(self, source: Node) -> Node:
         have = self.plan.of(source)
         assert isinstance(have, Shard)
-        args = (source, have.dim, self.sizes.list(have.spelt()), self.job.ranks.n, self.job.ranks.group)
+        args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         value = source.meta["val"]
         with self.behind(source):
             whole = self.emit(sp.all_gather.default, args, value, source)

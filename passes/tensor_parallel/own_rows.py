@@ -43,7 +43,7 @@ class OwnRows(Pass):
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
-        apart = job.ranks.group in job.session.apart
+        apart = job.ranks.group in job.session.differing
         return cls(job.ranks, partial(job.session.rows, job.ranks)) if apart else None
 
     def apply(self, gm: GraphModule, job: Job) -> int:

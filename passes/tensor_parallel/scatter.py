@@ -57,7 +57,7 @@ class Scatter(Pass):
         return len(cut)
 
     def _scattered(self, node: Node, shard: Shard) -> Node:
-        wait, frame = wait_of(node), Sizes(self.graph).list(shard.spelt())
+        wait, frame = wait_of(node), Sizes(self.graph).list(shard.frame_arg())
         assert wait is not None
         args = (node.args[0], shard.dim, frame, self.job.ranks.n, self.job.ranks.group)
         return respell(self.gm, wait, sp.reduce_scatter.default, args, node)

@@ -85,7 +85,7 @@ class Shard:
         """The size of the sharded dim on one of `n` ranks."""
         return product((self.outer, self.frame.local(n), self.inner))
 
-    def spelt(self) -> tuple[Size, ...]:
+    def frame_arg(self) -> tuple[Size, ...]:
         """The frame as sp:: ops take it: outer, size, start, length, and folds where that is not 1."""
         frame = self.frame
         return (self.outer, frame.size, frame.start, frame.length, *([frame.folds] if frame.folds != 1 else []))

@@ -25,7 +25,7 @@ from sp_compile.lowering.collectives.checksums import checksum, later, sent, sum
 
 from .agree import ABOUT, agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
 from .fingerprint import Program
-from .message import BACKWARD, CALLS, STOPS, Message, Standing
+from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .wire import Wire, stop, wire_of
 
 FEW = 4096  # floats that are compared on every call
@@ -70,9 +70,9 @@ class CheckedProgram:
     called: set[str] = field(default_factory=set)
 
     @cached_property
-    def standing(self) -> Standing:
+    def standing(self) -> HashedFields:
         """What it says of itself on every call."""
-        return Standing({**self.options, PROGRAM: str(self.program.digest)})
+        return HashedFields({**self.options, PROGRAM: str(self.program.digest)})
 
     def __call__(self, *args: Any) -> Any:
         traced = any(isinstance(a, FakeTensor) for a in args)  # then nothing runs
@@ -98,7 +98,7 @@ class CheckedProgram:
         first = subject not in self.called
         self.called.add(subject)
         again = bool(self.check_every) and number % self.check_every == 0
-        earlier = wire.told_later() if wire is not None else {}
+        earlier = wire.earlier_fields() if wire is not None else {}
         fields = {**earlier, **self._fields(args, first or again, wire, f"{subject} (number {number})")}
         mine = Message(CALLS, subject, number, fields, self.standing, _words(self.error))
         everyone = exchanged(self.ranks, mine)

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 
-class Standing(dict[str, str]):
+class HashedFields(dict[str, str]):
     """Fields that are the same in many messages, and hashed once. Not to be written to."""
 
     @cached_property
@@ -34,7 +34,7 @@ class Message:
     subject: str = ""
     number: int = 0
     fields: Mapping[str, str] = field(default_factory=dict)
-    standing: Standing = field(default_factory=Standing)
+    standing: HashedFields = field(default_factory=HashedFields)
     error: str = ""
     asks: bool = False
     answer: Any = None
@@ -53,7 +53,7 @@ class Message:
     @property
     def body(self) -> bytes:
         """All of it."""
-        whole = replace(self, fields={**self.standing, **self.fields}, standing=Standing())
+        whole = replace(self, fields={**self.standing, **self.fields}, standing=HashedFields())
         return json.dumps([_packed(getattr(whole, f.name)) for f in fields(self)]).encode()
 
     @classmethod

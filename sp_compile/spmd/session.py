@@ -27,7 +27,16 @@ from .check_compile import Lockstep, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
 from .grid import grids
-from .inputs import Facts, are_apart, check_options, digests_of, equal_arguments, equal_inputs, facts_of, sized_inputs
+from .inputs import (
+    Facts,
+    check_options,
+    digests_of,
+    equal_arguments,
+    equal_inputs,
+    facts_of,
+    programs_differ,
+    sized_inputs,
+)
 from .message import spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
 from .settings import settings
@@ -71,7 +80,7 @@ class Session:
         self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
         self.everyone = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
         self.facts: dict[str, Facts] = {}
-        self.apart: set[str] = set()
+        self.differing: set[str] = set()
         self.unlike = False
         self.aligned: frozenset[str] | None = None
         self.measures, self.split = measures, False
@@ -110,8 +119,8 @@ class Session:
             everyone = self._talk.ask(ranks, "inputs", mine)
             check_options(everyone)
             self.facts[ranks.group] = facts_of(mine, everyone)
-            if are_apart(everyone):
-                self.apart.add(ranks.group)
+            if programs_differ(everyone):
+                self.differing.add(ranks.group)
             else:
                 self._talk.skip(ranks, OF_PASSES)
         self._place()
@@ -182,7 +191,7 @@ class Session:
     def numbers(self, gm: GraphModule, ranks: Ranks) -> frozenset[str] | None:
         """The nodes that other ranks have with other numbers; None if their graphs differ in more than that."""
         found: frozenset[str] | None = frozenset()
-        if ranks.group in self.apart:
+        if ranks.group in self.differing:
             everyone = self._talk.ask(ranks, "text", text_of(gm))
             found = None if None in everyone else unlike(gm, everyone)
         self.unlike |= found is None or bool(found)
@@ -190,7 +199,7 @@ class Session:
 
     def same_exchanges(self, local: GraphModule, ranks: Ranks, tangents: Sequence[str]) -> bool:
         """Would every rank exchange the same with the others, and compare the same gradients?"""
-        if ranks.group not in self.apart:
+        if ranks.group not in self.differing:
             return True
         mine = (text_of(local).exchanges, list(tangents))
         return all(theirs == mine for theirs in self._talk.ask(ranks, "exchanges", mine))
@@ -202,7 +211,7 @@ class Session:
         question = f"layers {self.groups.index(ranks)}"
         return connected(self._talk, self.everyone, question, [said + one for one in cut])
 
-    def all_alike(self) -> bool:
+    def all_equal(self) -> bool:
         """Have all ranks that any of the groups connect programs that differ in nothing?"""
         self.unlike |= not connected(self._talk, self.everyone, "unlike", [str(self.unlike)] * len(self.everyone))
         return not self.unlike

@@ -164,7 +164,7 @@ class Wire:
             tied[key] = self.known
         return tied[key]
 
-    def told_later(self) -> dict[str, str]:
+    def earlier_fields(self) -> dict[str, str]:
         """The checksums that earlier calls left to be read."""
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}

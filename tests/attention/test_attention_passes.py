@@ -11,7 +11,7 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Settings
-from sp_compile.passes.strategies.attention.gathered import Gathered
+from sp_compile.passes.strategies.attention.gathered import KeyGather
 from sp_compile.passes.strategies.attention.hybrid import Hybrid
 from sp_compile.passes.strategies.attention.ring import Ring
 from sp_compile.passes.strategies.attention.ulysses import Ulysses
@@ -98,7 +98,7 @@ return (hybrid_attention_default,)""",
 
     def test_gathered(self):
         gm = captured(causal, torch.randn(1, 16, 16))
-        Gathered(FOUR)(gm)
+        KeyGather(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\

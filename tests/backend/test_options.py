@@ -85,7 +85,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
         seen.append((gm.code, functorch_config.activation_memory_budget))
         return gm.forward
 
-    def watched(lowered: backend.Lowered, inputs: Any) -> Any:
+    def watched(lowered: backend.RankProgram, inputs: Any) -> Any:
         run = plain(lowered, inputs)
         seen.append((lowered.graph.code, str(lowered.joint and lowered.joint.report)))
         return run

@@ -58,7 +58,7 @@ class Box:
         return Eq(less - rest, more) if less != 0 else Eq(more, -rest)
 
     def tidy(self, p: Boolean) -> Boolean:
-        """The predicate with every relation decided or respelt, and without what the others imply."""
+        """The predicate with every relation decided or rewritten, and without what the others imply."""
         if isinstance(p, Relational):
             return self._relation(p)
         if isinstance(p, Not):

@@ -41,7 +41,7 @@ from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
 
 from .chains import COLLECTIVES, Chain, Chunks, chains
-from .ways import Chooser, LinkSet, apart, compared, value_of
+from .ways import Chooser, LinkSet, compared, unmerged, value_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -102,8 +102,8 @@ class MergeReductions(CollectivePass):
         """Do a chain in the best way that the policy allows."""
         ways = self.chooser.ways(chain)
         best = self.chooser.best(ways)
-        if best is apart(ways):
-            self.refused(chain.links[-1].node, self.chooser.why_apart(chain, ways))
+        if best is unmerged(ways):
+            self.refused(chain.links[-1].node, self.chooser.why_unmerged(chain, ways))
             return False
         for block, name in best.blocks.items():
             if len(block) > 1:
@@ -111,7 +111,7 @@ class MergeReductions(CollectivePass):
                 self._merge(chain, block, name)
                 groups = ", ".join(repr(link.group) for link in links)
                 size = self.groups.size(name)
-                why = f"over {groups}: one over {size} ranks ({name!r}), {compared(best, apart(ways))}"
+                why = f"over {groups}: one over {size} ranks ({name!r}), {compared(best, unmerged(ways))}"
                 self.note(links[-1].node, why)
         return True
 

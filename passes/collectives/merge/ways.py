@@ -71,20 +71,20 @@ class Chooser:
         """The one that the policy takes."""
         if self.policy == "auto":
             fastest = min(way.time for way in ways)
-            ways = [way for way in ways if way.time <= fastest * TIE] or [apart(ways)]
+            ways = [way for way in ways if way.time <= fastest * TIE] or [unmerged(ways)]
         elif self.policy == "intra_node":
             inside = self.groups.in_one_node
             ways = [way for way in ways if all(len(b) == 1 or inside(name) for b, name in way.blocks.items())]
         return min(ways, key=lambda way: (len(way.blocks), way.time))
 
-    def why_apart(self, chain: Chain, ways: list[MergeWay]) -> str:
+    def why_unmerged(self, chain: Chain, ways: list[MergeWay]) -> str:
         """Why the chain stays as it is."""
-        merged = [way for way in ways if way is not apart(ways)]
+        merged = [way for way in ways if way is not unmerged(ways)]
         if merged and self.policy == "intra_node":
             return "the policy is 'intra_node', and the ranks are on several machines"
         if merged:
             fastest = min(merged, key=lambda way: way.time)
-            return f"predicted to be slower merged: {compared(fastest, apart(ways))}"
+            return f"predicted to be slower merged: {compared(fastest, unmerged(ways))}"
         block = (len(chain.links) - 2, len(chain.links) - 1)
         parts, kind = self._parts(chain, block), chain.links[0].kind
         groups = " and ".join(repr(chain.links[i].group) for i in block)
@@ -136,7 +136,7 @@ class Chooser:
         return _elements(whole) * last.dtype.itemsize
 
 
-def apart(ways: list[MergeWay]) -> MergeWay:
+def unmerged(ways: list[MergeWay]) -> MergeWay:
     """The way that merges nothing."""
     return max(ways, key=lambda way: len(way.blocks))
 

@@ -68,13 +68,13 @@ class IndexMap:
         """Their product."""
         return product(self._sizes[factor] for factor in factors)
 
-    def alike(self, a: Sequence[int], b: Sequence[int]) -> bool:
+    def same_factors(self, a: Sequence[int], b: Sequence[int]) -> bool:
         """Are these the same factors in the same order?"""
         return self.resolve(a) == self.resolve(b)
 
     def equal(self, a: Arrangement, b: Arrangement) -> bool:
         """Do both hold the same elements at the same places?"""
-        alike = len(a.dims) == len(b.dims) and all(map(self.alike, a.dims, b.dims))
+        alike = len(a.dims) == len(b.dims) and all(map(self.same_factors, a.dims, b.dims))
         return alike and not a.fixed and not b.fixed
 
     def take(self, dim: FactorIds, length: Size) -> tuple[FactorIds, FactorIds] | None:
@@ -119,7 +119,7 @@ class IndexMap:
             if len(part.dims) != len(first.dims) or len(part.fixed) != len(first.fixed):
                 return None
             if not self._same_place(part.fixed, (*others, (factors, i))) or not all(
-                map(self.alike, part.dims, first.dims)
+                map(self.same_factors, part.dims, first.dims)
             ):
                 return None
         dims = list(first.dims)
@@ -130,7 +130,7 @@ class IndexMap:
         return Arrangement(tuple(dims), others)
 
     def _same_place(self, a: Sequence[tuple[FactorIds, int]], b: Sequence[tuple[FactorIds, int]]) -> bool:
-        return all(i == j and self.alike(x, y) for (x, i), (y, j) in zip(a, b))
+        return all(i == j and self.same_factors(x, y) for (x, i), (y, j) in zip(a, b))
 
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default

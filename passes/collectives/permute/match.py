@@ -206,7 +206,7 @@ def undone(first: Node, second: Node) -> bool | None:
     scatter, gather = (d % len(there.dims) for d in second.args[1:3])
     back = index.take(there.dims[scatter], n)
     # What came from rank r goes back to rank r: its block of what was sent to this rank is this rank's again.
-    if back is None or not index.alike(back[0], came):
+    if back is None or not index.same_factors(back[0], came):
         return None
     home = Arrangement(exchanged(index, there, scatter, gather, back[0], cut[0]))
     if index.equal(home, given):

@@ -114,7 +114,7 @@ class ShardedAttention(AttentionPass):
         call = Call(node)
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         assert query is not None
-        q_frame, k_frame = (self.sizes.list(shard.spelt()) if shard is not None else [] for shard in (query, key))
+        q_frame, k_frame = (self.sizes.list(shard.frame_arg()) if shard is not None else [] for shard in (query, key))
         with self.graph.inserting_before(node):
             batch = tuple(sizes(node.meta["val"].shape)[:-3])
             q, k, v = (self._four_dims(o, batch, node) for o in call.operands[:3])

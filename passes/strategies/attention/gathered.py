@@ -27,9 +27,10 @@ from sp_compile.lowering import routes
 from .base import ShardedAttention, register
 
 
-class Gathered(ShardedAttention):
+class KeyGather(ShardedAttention):
     """Claims attention that was chosen to gather its keys, and what is left of attention when its turn comes."""
 
+    name = "gathered"
     op = torch.ops.sp.gathered_attention.default
     merges = moves_keys = False
     takes_rest = True
@@ -66,5 +67,5 @@ def _declare(call: Call, ranks: Ranks) -> None:
 
 
 register(
-    Strategy(name="gather", preference=1, rewrite=Gathered, candidates=_candidates, sends=_sends, declare=_declare)
+    Strategy(name="gather", preference=1, rewrite=KeyGather, candidates=_candidates, sends=_sends, declare=_declare)
 )

@@ -74,14 +74,14 @@ class Ulysses(AttentionPass):
         fresh: dict[Node, Node] = {}
         with self.graph.inserting_before(node):
             for group in groups:
-                rows = (SEQUENCE_FROM_END, moved[group[0]].spelt())
+                rows = (SEQUENCE_FROM_END, moved[group[0]].frame_arg())
                 fresh.update(zip(group, self._exchange(group, whole, rows, node)))
         operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
         node.args, node.kwargs = call.rebuild(operands)
         queries = moved.get(call.operands[0])
         if queries is not None:
             with self.behind(node):
-                (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.spelt()), whole, node)
+                (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), whole, node)
             self.interpose(node, back)
         self.note(node, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back")
 

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from sp_compile.errors import SpError
-from sp_compile.lowering.table import Forced
+from sp_compile.lowering.table import Override
 
 from .tiles import State, Sweep
 from .walk import in_one, in_parts
@@ -43,7 +43,7 @@ def way_of(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> s
     return "one" if across >= sizes.enough * multiprocessors or along <= 2 else "parts"
 
 
-_forced: Forced[tuple[str, TileSizes | None]] = Forced()
+_forced: Override[tuple[str, TileSizes | None]] = Override()
 
 
 def using_way(name: str, sizes: TileSizes | None = None) -> AbstractContextManager[None]:
