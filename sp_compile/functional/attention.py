@@ -236,12 +236,9 @@ def _ring(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
     return sp.ring_attention(*args, call.steps(), call.kv_grads)
 
 
-def _gathered(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
-    return sp.gathered_attention(*args)
-
-
 ULYSSES, HYBRID = Way("ulysses", _hybrid), Way("hybrid", _hybrid, merges=True)
-RING, GATHERED = Way("ring", _ring, merges=True, skips=True), Way("gathered", _gathered)
+RING = Way("ring", _ring, merges=True, skips=True)
+GATHERED = Way("gathered", lambda call, args: sp.gathered_attention(*args))
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:

@@ -86,10 +86,12 @@ class Positions:
 
     def _computed(self, node: Node, coords: Coords) -> Element | None:
         """What the op makes of its operands; None where nothing is known of it."""
-        name = _name(node)
-        if name in HANDLERS:
-            return HANDLERS[name](self, Call(node), coords)
-        moved = element_of(node, coords) if name else None  # by the op's rule, for all that only moves or casts
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
+            return None
+        handler = HANDLERS.get(str(schema_of(node.target).name).removeprefix("aten::"))
+        if handler is not None:
+            return handler(self, Call(node), coords)
+        moved = element_of(node, coords)  # by the op's rule, for all that only moves or casts
         return None if moved is None else self.at(*moved)
 
     def _leaf(self, node: Node, coords: Coords) -> Element:
@@ -133,12 +135,6 @@ class Positions:
         if len(found) != 1 or not found[0][1].is_integer:
             raise NotSymbolic("takes what is no integer, or an integer by cases")
         return found[0][1]
-
-
-def _name(node: Node) -> str:
-    if node.op == "call_function" and isinstance(node.target, OpOverload):
-        return str(schema_of(node.target).name).removeprefix("aten::")
-    return ""
 
 
 def number(x: Any) -> Element:
