@@ -89,7 +89,7 @@ def check_options(everyone: Sequence[InputDigests | None]) -> None:
         raise SpError(f"the ranks of this group were given different options; every rank passes the same\n{each}")
 
 
-def programs_differ(everyone: Sequence[InputDigests | None]) -> bool:
+def may_differ(everyone: Sequence[InputDigests | None]) -> bool:
     """May the ranks' graphs differ, below autograd too? DTensors are cut there, by rank."""
     first = everyone[0]
     return any(

@@ -27,16 +27,7 @@ from .check_compile import Lockstep, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
 from .grid import grids
-from .inputs import (
-    Facts,
-    check_options,
-    digests_of,
-    equal_arguments,
-    equal_inputs,
-    facts_of,
-    programs_differ,
-    sized_inputs,
-)
+from .inputs import Facts, check_options, digests_of, equal_arguments, equal_inputs, facts_of, may_differ, sized_inputs
 from .message import spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
 from .settings import settings
@@ -119,7 +110,7 @@ class Session:
             everyone = self._talk.ask(ranks, "inputs", mine)
             check_options(everyone)
             self.facts[ranks.group] = facts_of(mine, everyone)
-            if programs_differ(everyone):
+            if may_differ(everyone):
                 self.differing.add(ranks.group)
             else:
                 self._talk.skip(ranks, OF_PASSES)
