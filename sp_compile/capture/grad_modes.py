@@ -39,6 +39,6 @@ def detach_regions(graph: Graph) -> None:
             for user in outside:
                 user.replace_input_with(node, detached)
     for hook in graph.find_nodes(op="call_function", target=register_hook_op) if register_hook_op else ():
-        if not carries_gradient(hook.args[0]):
+        if not modes[hook] or not carries_gradient(hook.args[0]):
             hook.replace_all_uses_with(hook.args[0])
             graph.erase_node(hook)

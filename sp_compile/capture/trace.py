@@ -196,13 +196,15 @@ def _record(
 def _hook_every_use(tensor: Any, hooked: Any) -> None:
     """A hook sees the whole gradient of its tensor: also what comes from uses before it was registered.
 
+    And it is one of its tensor's, wherever it is registered: under no_grad, too.
+
     Raises SpError where the hook reads values that are computed after the tensor, which those uses could not wait for.
     """
     proxies = [active_tracer().unwrap_proxy(x) for x in (tensor, hooked)]
     if not all(isinstance(proxy, torch.fx.Proxy) for proxy in proxies):
         return
     source, hook = (proxy.node for proxy in proxies)
-    if len(source.users) == 1:
+    if len(source.users) == 1 and torch.is_grad_enabled():
         return
     bodies = [node for node in hook.all_input_nodes if node.op == "get_attr"]
     free = [node for node in hook.all_input_nodes if node is not source and node.op not in ("get_attr", "placeholder")]

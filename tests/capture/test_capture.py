@@ -256,6 +256,16 @@ def test_a_hook_sees_the_whole_gradient(of_input: bool) -> None:
         assert sp_compile.verify(HookedLate(of_input), x, sp=ranks, seq_dims={"x": 1}).worst < 1e-12
 
 
+class HookedWithoutGradients(nn.Module):
+    """A hook of a value outside that is registered under no_grad, as one that only looks is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        with torch.no_grad():
+            y.register_hook(lambda gradient: gradient * 0.5)
+        return y.cumsum(1)
+
+
 class HookedForNothing(nn.Module):
     """A view of a leaf says that it requires a gradient where it is made under no_grad, and hands none on."""
 
@@ -268,6 +278,7 @@ class HookedForNothing(nn.Module):
         return (view - largest).exp() + x.cumsum(1)
 
 
-def test_a_hook_that_no_gradient_reaches() -> None:
+@pytest.mark.parametrize("model", [HookedWithoutGradients(), HookedForNothing()])
+def test_hooks_and_regions_without_gradients(model: nn.Module) -> None:
     x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 6, 4).requires_grad_()
-    assert sp_compile.verify(HookedForNothing(), x, sp=2, seq_dims={"x": 1}).worst < 1e-12
+    assert sp_compile.verify(model, x, sp=2, seq_dims={"x": 1}).worst < 1e-12
