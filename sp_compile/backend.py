@@ -88,6 +88,9 @@ def sp(
     except Exception as failure:
         error = _taught(failure, gm, example_inputs)
     session.finish(error)
+    if _compat.is_cut_by_ddp(gm):
+        _warn_once(CUT_BY_DDP)
+        _compat.keep_first_call_fake()
     if lowered is None:
         return session.guard(None, error, gm, example_inputs)
     scattered = lowered.joint.given.scattered if lowered.joint is not None else ()
@@ -133,9 +136,6 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
         lowered = RankProgram(gm, _of_whole(gm, options), ALONE, Report(1, [AS_WRITTEN]))
     else:
         lowered = _split(gm, example_inputs, options, session)
-    if _compat.is_cut_by_ddp(gm):
-        _warn_once(CUT_BY_DDP)
-        _compat.keep_first_call_fake()
     return lowered
 
 
