@@ -76,9 +76,8 @@ def _stops_gradient(node: Node) -> bool:
 def carries_gradient(node: Node) -> bool:
     """Is it made of floats that may need a gradient?"""
     inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) and n.target not in ENDS else ())
-    return any(
-        n.op in ("placeholder", "get_attr") and _floats(n) and record(n).requires_grad is not False for n in inputs
-    )
+    leaves = [n for n in inputs if n.op in ("placeholder", "get_attr") and is_tensor(n) and _floats(n)]
+    return any(record(leaf).requires_grad is not False for leaf in leaves)
 
 
 def _floats(node: Node) -> bool:

@@ -128,9 +128,16 @@ class _SimulatedRanks:
         self.reports.append(lowered.report)
 
         def call(*args: Any) -> Any:
-            return (gm if isinstance(current(), FunctionalCommunicator) else lowered.graph).forward(*args)
+            if isinstance(current(), FunctionalCommunicator):
+                return gm.forward(*args)
+            return [_no_view_of_a_function(y) for y in lowered.graph.forward(*args)]
 
         return call
+
+
+def _no_view_of_a_function(y: Any) -> Any:
+    """A result as a compiler hands it over: one that may be changed in place behind a graph break."""
+    return y.clone() if isinstance(y, Tensor) and y._is_view() and y.requires_grad else y
 
 
 def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
