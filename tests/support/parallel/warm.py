@@ -13,7 +13,12 @@ import sp_compile.functional  # noqa: F401
 
 tqdm.monitor_interval = 0  # Inductor's bar of progress: no thread in a process that forks
 torch.set_num_threads(1)
-sp(build(Sums))(torch.ones(2, 8, 16, dtype=torch.float64)).backward()
+run, x = sp(build(Sums)), torch.ones(2, 8, 16, dtype=torch.float64)
+if torch.backends.cuda.is_built():  # whose autograd starts threads at its first backward, and is lost to who forks then
+    with torch.no_grad():
+        run(x)
+else:
+    run(x).backward()
 torch.compile(torch.sin)(torch.ones(4))  # Inductor tries out vector instructions, each kind in a process of its own
 torch._dynamo.reset()
 
