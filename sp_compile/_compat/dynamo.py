@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -94,3 +96,14 @@ def _called_by_user_code() -> bool:
 def refuse_eager_fallback() -> None:
     """Past its recompile limit Dynamo runs the model uncompiled, which is another program where inputs are shards."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def uncut_by_ddp(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call in which Dynamo leaves graphs under DistributedDataParallel whole, whatever `optimize_ddp` says."""
+
+    @functools.wraps(call)
+    def uncut(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            return call(*args, **kwargs)
+
+    return uncut

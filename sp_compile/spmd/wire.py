@@ -88,14 +88,28 @@ class Wire:
         Raises SpError: a rank did not come within the group's timeout or is gone, and at once where that has happened
         before.
         """
+        out = [torch.empty_like(mine) for _ in self.seen]
+        self._exchange(lambda gloo: gloo.allgather([out], [mine]), (out, mine), saying)
+        return out
+
+    def broadcast(self, values: torch.Tensor, root: int, saying: Message) -> None:
+        """Fill every rank's `values` (contiguous bytes on the CPU, as many on each) with those of the group's `root`.
+
+        Raises what `gather` does.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._exchange(lambda gloo: gloo.broadcast([values], options), (values,), saying)
+
+    def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], saying: Message) -> None:
+        """Start an exchange of the communicator, and wait for it. tensors: what it reads and writes."""
         if self.broken:
             raise SpError(f"this group of ranks is broken since\n{self.broken}")
-        out = [torch.empty_like(mine) for _ in self.seen]
         begun, finished = time.monotonic(), False
         try:
             if self.gloo is None:
                 self._meet(saying, begun)
-            work = self.gloo.allgather([out], [mine])
+            work = start(self.gloo)
             while not _came(work):
                 self._look(saying, begun)
             finished = True
@@ -112,8 +126,7 @@ class Wire:
                     self.broken = f"rank {dist.get_rank()} {saying} and was interrupted"
                     stop(f"it was interrupted when it {saying}", goes_on=True)
                 # Its end would wait for ranks that did not come, and its threads drop tensors when Python has ended.
-                keep_for_good((self.gloo, out, mine))
-        return out
+                keep_for_good((self.gloo, *tensors))
 
     def _meet(self, saying: Message, begun: float) -> None:
         """Connect all ranks, once all are here: connecting cannot be interrupted."""

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST_ENTRIES = 16
+MARKERS = ("__init__.py", "py.typed")  # which every package has, wherever its parts are
 
 LAYERS = """
 _compat                         lowering/triton
@@ -26,12 +27,13 @@ sharding/rules                  capture                     cost
 passes
 passes/canonical/attention      passes/canonical/loops
 passes/canonical                spmd
-functional                      passes/strategies           passes/collectives
+functional                      passes/strategies           passes/collectives        data
 passes/localize                 passes/collectives/merge    passes/collectives/permute
 passes/strategies/attention     passes/tensor_parallel
 pipeline                        passes/joint
 backend
-verify
+verify                          integrations/_compat
+integrations
 __init__
 """
 """Rooms, low to high: folders, and the files beside `sp_compile/`'s folders. Rooms of a line do not import each other."""
@@ -121,7 +123,7 @@ FOLDERS = sorted({file.parent.relative_to(ROOT) for file in files_of("sp_compile
 
 @pytest.mark.parametrize("folder", [*map(str, FOLDERS), "benchmarks", "examples"])
 def test_no_folder_is_a_heap(folder: str) -> None:
-    entries = [p.name for p in (ROOT / folder).iterdir() if not p.name.startswith((".", "__pycache__"))]
+    entries = [p.name for p in (ROOT / folder).iterdir() if not p.name.startswith((".", "__pycache__", *MARKERS))]
     assert len(entries) <= MOST_ENTRIES, sorted(entries)
 
 

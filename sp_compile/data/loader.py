@@ -1,0 +1,248 @@
+"""A loader of batches for ranks that share a sequence, made of the loader of one device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice, repeat
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from sp_compile.config import Mesh
+from sp_compile.errors import SpError
+from sp_compile.spmd.agree import astray, unlike_fields
+from sp_compile.spmd.message import Message
+from sp_compile.spmd.wire import stop
+
+from .handing import handed_on, spread
+from .packed import packed
+from .replica import replica_of
+from .rounds import ShardedBatches, dealt
+from .sampler import share_of
+
+READS = ("all", "first")
+END = object()
+LENGTH = "batches of a replica"
+UNLIKE = "the ranks of this group read different data"
+ALIKE = "every rank makes the same loader over the same dataset, and sets the same epoch"
+SHARDS_ALREADY = (
+    "SequenceLoader: the loader's sampler is a DistributedSampler over {} ranks, so ranks that share a sequence would "
+    "get different batches: make the loader as for one device (shuffle=True), or give it a SequenceSampler of this mesh"
+)
+NOT_HERE = "SequenceLoader: this rank has no loader, and reads='all' has every rank read: pass one, or reads='first'"
+
+
+class SequenceLoader:
+    """The batches of a loader: the same on ranks that share a sequence, other ones on their data-parallel neighbours.
+
+    loader: as for one device, where every batch is for one replica. A DataLoader or StatefulDataLoader over a dataset
+    with indices is made anew, and each replica reads only its own batches. Of anything else that yields batches (an
+    IterableDataset's loader, a generator's maker, a list) each rank reads all and takes its own.
+    mesh, mesh_dim, data_dims: as `replica_of` takes them. reads: "all", or "first": one rank of each sequence reads and
+    hands its batches to the others, which may pass None for a loader. They come on the CPU, tensors as bytes and the
+    rest as JSON (see `sp_compile.data.packed`).
+    seed: random orders are drawn of seed + epoch, alike on all ranks. drop_last: what becomes of a last round in which
+    there are batches for some replicas only: False fills it with the first batches of the epoch.
+
+    Epochs count by themselves; `set_epoch` says which comes next. `state_dict` within an epoch and `load_state_dict`
+    before the next go on behind the last batch that was yielded, on another number of replicas too unless the loader
+    has a state of its own (StatefulDataLoader).
+
+    Every rank iterates to the same batch. Ranks compare the length of an epoch when it begins, and where nobody can
+    know it, or one reads for others, before every batch whether all have one: an epoch ends everywhere when it ends
+    somewhere. Raises SpError, on every rank: other lengths, epochs or seeds; a rank that could not read; one that does
+    something else instead of reading.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any] | None,
+        mesh: Mesh = None,
+        *,
+        mesh_dim: str | None = None,
+        data_dims: str | Sequence[str] | None = None,
+        reads: str = "all",
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if reads not in READS:
+            raise SpError(f"reads={reads!r}: expected one of {', '.join(map(repr, READS))}")
+        self.replica = replica = replica_of(mesh, mesh_dim, data_dims)
+        self.hands_on = reads == "first" and bool(replica.sequence)
+        self.reader = not self.hands_on or replica.first
+        self.seed, self.drop_last = seed, drop_last
+        self.loader: Any = None
+        self.indexed = False
+        self._at = {"epoch": 0}
+        self._batches = self._behind = 0
+        self._known: int | None = None
+        self._problem = SpError(NOT_HERE) if self.reader and loader is None else None
+        if self.reader and self._problem is None:
+            try:
+                self.loader, self.indexed = self._dealt_out(loader)
+            except SpError as problem:  # said with the others, who would wait
+                self._problem = problem
+        self._compare("makes", {})
+        self._asks = bool(replica.axes) and (self.hands_on or not self.indexed)
+
+    def _dealt_out(self, loader: Any) -> tuple[Any, bool]:
+        """The loader of this replica; whether it yields only its batches."""
+        at_random = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if not at_random:
+            return loader, False
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        place = (self.replica.n, self.replica.rank)
+        if isinstance(sampler, DistributedSampler):
+            if (sampler.num_replicas, sampler.rank) != place:
+                raise SpError(SHARDS_ALREADY.format(sampler.num_replicas))
+            place = (1, 0)
+        batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        mine = ShardedBatches(batches, place[1], place[0], self.drop_last, self.seed, self._at)
+        return remade(loader, mine), True
+
+    def __len__(self) -> int:
+        """How many batches an epoch has. Raises TypeError, as a DataLoader does, where nobody knows."""
+        length = self._known if not self.reader else self._length()
+        if length is None:
+            raise TypeError("the loader has no length")
+        return length
+
+    def _length(self) -> int | None:
+        try:
+            whole = len(self.loader)
+        except TypeError:
+            return None
+        n = 1 if self.indexed else self.replica.n
+        return whole // n if self.drop_last else -(-whole // n)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch the next iteration is: the random order, and what the dataset makes of its own `set_epoch`."""
+        self._at["epoch"] = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on behind the batch that was yielded last."""
+        state = {"epoch": self._at["epoch"], "batches": self._batches, "replicas": self.replica.n}
+        if hasattr(self.loader, "state_dict"):
+            state["loader"] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on there with the next iteration. Raises SpError on another number of replicas that cannot stand there."""
+        self._at["epoch"] = state["epoch"]
+        self._behind = share_of(state["batches"], state["replicas"], self.replica.n, "batches")
+        if hasattr(self.loader, "load_state_dict") and "loader" in state:
+            if state["replicas"] != self.replica.n:
+                raise SpError(
+                    f"the loader's own state is of one of {state['replicas']} data-parallel replicas, and there are "
+                    f"{self.replica.n}: resume on as many, or with a DataLoader, which has no state of its own"
+                )
+            self.loader.load_state_dict(state["loader"])
+
+    def __iter__(self) -> Iterator[Any]:
+        self._batches, self._behind = self._behind, 0
+        self._compare("begins an epoch of", {"epoch": str(self._at["epoch"]), "batches before": str(self._batches)})
+        for batch in self._told() if self._asks else self._read():
+            self._batches += 1
+            yield batch
+        self._batches = 0
+        self._at["epoch"] += 1
+
+    def _own(self) -> Iterator[Any]:
+        """The batches of this replica, behind those that a state says were taken."""
+        stateful, skip = hasattr(self.loader, "load_state_dict"), self._batches
+        if self.indexed:
+            self._at["skip"] = 0 if stateful else skip
+            return iter(self.loader)
+        source = getattr(self.loader, "dataset", self.loader)
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(self._at["epoch"])
+        batches = dealt(self.loader, self.replica.rank, self.replica.n, self.drop_last)
+        return islice(batches, 0 if stateful else skip, None)
+
+    def _read(self) -> Iterator[Any]:
+        """As many batches as every rank has; one that cannot read on says so to those that wait for it elsewhere."""
+        try:
+            yield from self._own()
+        except Exception as error:
+            stop(f"it could not read a batch: {_words(error)}")
+            raise
+
+    def _told(self) -> Iterator[Any]:
+        """Batches while every rank has one, which they tell each other."""
+        own = self._own() if self.reader else repeat(None)
+        for number in count(1):
+            parcel: Any = None
+            failure: Exception | None = None
+            try:
+                parcel = batch = next(own, END)
+                if self.reader and self.hands_on and batch is not END:
+                    parcel = packed(batch)
+            except Exception as error:
+                failure = error
+            problem = _told_by(failure) if failure else ""
+            has = {"batch": "none" if parcel is END else "one"}
+            try:
+                said = spread(
+                    self.replica.axes, Message("reads", "a batch", number, has, error=problem), _fails, _least
+                )
+            except SpError as told:
+                raise told from failure
+            if said["batch"] == "none":
+                return
+            yield handed_on(self.replica.sequence, parcel, number) if self.hands_on else batch
+
+    def _compare(self, doing: str, fields: Mapping[str, str]) -> None:
+        """Raise SpError, on all ranks, if these are not the same on all or one has a problem."""
+        problem, self._problem = self._problem, None
+        facts = {"seed": str(self.seed), "drop_last": str(self.drop_last), **fields}
+        if self.reader and problem is None:
+            facts[LENGTH] = str(self._length())
+        mine = Message(doing, "a SequenceLoader", 0, facts, error=_told_by(problem) if problem else "")
+        said = spread(self.replica.axes, mine, _unlike, _all_fields)
+        if problem is not None:  # with nobody to tell
+            raise problem
+        self._known = int(said[LENGTH]) if said.get(LENGTH, "None") != "None" else None
+
+
+def remade(loader: DataLoader[Any], batches: ShardedBatches) -> DataLoader[Any]:
+    """The loader with other batches (of indices; indices where it collates none), and all else as it was given."""
+    taken = set(inspect.signature(type(loader).__init__).parameters)
+    kept = {name: getattr(loader, name) for name in KEPT if name in taken and hasattr(loader, name)}
+    if loader.num_workers == 0:  # then these are refused
+        kept = {name: value for name, value in kept.items() if name not in OF_WORKERS}
+    if loader.batch_sampler is None:
+        return type(loader)(loader.dataset, sampler=batches, batch_size=None, **kept)
+    return type(loader)(loader.dataset, batch_sampler=batches, **kept)
+
+
+KEPT = """num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor
+persistent_workers snapshot_every_n_steps in_order""".split()
+OF_WORKERS = "prefetch_factor persistent_workers multiprocessing_context timeout".split()
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, SpError) else f"{type(error).__name__}: {error}"[:500]
+
+
+def _told_by(error: Exception) -> str:
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return f"rank {rank} could not read: {_words(error)}"
+
+
+def _fails(everyone: Sequence[Message]) -> str:
+    return "\n".join(dict.fromkeys(one.error for one in everyone if one.error)) or astray(everyone)
+
+
+def _all_fields(everyone: Sequence[Message]) -> dict[str, str]:
+    return {name: value for one in everyone for name, value in one.fields.items()}
+
+
+def _unlike(everyone: Sequence[Message]) -> str:
+    return _fails(everyone) or unlike_fields(everyone, UNLIKE, ALIKE)
+
+
+def _least(everyone: Sequence[Message]) -> dict[str, str]:
+    return {"batch": "none" if any(one.fields["batch"] == "none" for one in everyone) else "one"}

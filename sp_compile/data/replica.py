@@ -1,0 +1,96 @@
+"""Which ranks take the same batches: the data-parallel replicas of a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compile.config import Mesh, Ranks, ranks_of, resolve
+from sp_compile.errors import SpError
+from sp_compile.spmd.agree import answers
+
+SAME_BATCH = frozenset({"sp", "cp", "ring", "ulysses", "tp", "ep", "etp", "pp"})
+"""Names of mesh axes along which all ranks take the same batch; along any other they take different ones."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The ranks that take one batch, of which there are `n`, and this is number `rank`, from 0.
+
+    first: is this rank the one that reads where one reads for all? sequence: those that it reads for. axes: the groups
+    by which this rank reaches all others, one behind the other; each of them as `Ranks`.
+    """
+
+    rank: int
+    n: int
+    first: bool
+    sequence: tuple[Ranks, ...]
+    axes: tuple[Ranks, ...]
+
+
+def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | Sequence[str] | None = None) -> Replica:
+    """Where this rank stands.
+
+    mesh: a DeviceMesh with named axes. data_dims: the axes along which ranks take different batches; by default all but
+    those called as in `SAME_BATCH` and `mesh_dim`. Nobody is asked. With a mesh of one axis, or a group, its ranks take
+    the same batches, and all ranks of the default process group ask each other who else there is, so all have to come.
+    None: the default group is one replica.
+
+    Raises SpError: a mesh of several axes without names, an axis that it lacks, this rank outside of it, groups that
+    are not the default group cut in pieces.
+    """
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+        return _of_axes(mesh, mesh_dim, data_dims)
+    if data_dims is not None:
+        raise SpError(f"data_dims={data_dims!r} names axes of a mesh of several axes, and none is given")
+    ranks = resolve(mesh, mesh_dim) if isinstance(mesh, DeviceMesh) else ranks_of(mesh)
+    return _of_group(ranks)
+
+
+def _of_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Sequence[str] | None) -> Replica:
+    names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
+    if not names:
+        raise SpError(f"mesh: its {mesh.ndim} axes have no names: pass mesh_dim_names=('dp', 'sp') to init_device_mesh")
+    if coordinate is None:
+        raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
+    given = [data_dims] if isinstance(data_dims, str) else data_dims
+    for name in [*(given or ()), *([mesh_dim] if mesh_dim is not None else ())]:
+        if name not in names:
+            raise SpError(f"mesh: it has no axis {name!r}, only {names}")
+    if given is not None and mesh_dim in given:
+        raise SpError(f"data_dims: {mesh_dim!r} is the axis of the sequence, whose ranks take the same batches")
+    different = set(given) if given is not None else {x for x in names if x not in SAME_BATCH and x != mesh_dim}
+    if len(different) == len(names):
+        raise SpError(f"mesh: none of its axes {names} is one of the sequence: name it by mesh_dim")
+    rank, n = 0, 1
+    axes = [Ranks(mesh.size(i), mesh.get_group(i).group_name) for i in range(mesh.ndim)]
+    for name, at, ranks in zip(names, coordinate, axes, strict=True):
+        if name in different:
+            rank, n = rank * ranks.n + at, n * ranks.n
+    same = [i for i, name in enumerate(names) if name not in different]
+    first = all(coordinate[i] == 0 for i in same)
+    order = [*same, *(i for i in range(mesh.ndim) if i not in same)]
+    return Replica(rank, n, first, tuple(axes[i] for i in same), tuple(axes[i] for i in order))
+
+
+def _of_group(ranks: Ranks) -> Replica:
+    group = ranks.process_group
+    if group is None or not ranks.exchanges:
+        return Replica(0, 1, True, (), ())
+    members = dist.get_process_group_ranks(group)
+    first = members[0] == dist.get_rank()
+    world = ranks_of(dist.group.WORLD)
+    if ranks.n == world.n:
+        return Replica(0, 1, first, (ranks,), (ranks,))
+    everyone = answers(world, "asks for", "the ranks that share a sequence", members)
+    groups = sorted({tuple(one) for one in everyone}, key=min)
+    if sum(map(len, groups)) != world.n or math.gcd(*map(len, groups)) != ranks.n:
+        raise SpError(
+            f"mesh: the groups {groups} are not the {world.n} ranks of the default process group in equal pieces, so "
+            "it is open who takes which batch: pass a DeviceMesh of all of them, as ('dp', 'sp')"
+        )
+    return Replica(groups.index(tuple(members)), len(groups), first, (ranks,), (ranks, world))

@@ -1,0 +1,208 @@
+"""accelerate: an Accelerator whose ranks share sequences.
+
+    from sp_compile.integrations.accelerate import SequenceParallelAccelerator
+
+    accelerator = SequenceParallelAccelerator()                                    # all ranks share each sequence
+    accelerator = SequenceParallelAccelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, sp_size=4))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+Everything else of the loop stays as it is. Tried on accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import get_sampler
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import ParallelismConfig, TorchDynamoPlugin, broadcast, is_compiled_module, recursively_apply
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from sp_compile._compat import uncut_by_ddp
+from sp_compile.backend import sp
+from sp_compile.errors import SpError
+
+from ._compat import NAME, is_compiled_in_place, known_backend
+
+__all__ = ["SequenceParallelAccelerator", "known_backend", "sizes"]
+
+REPLICA, SEQUENCE = "dp_replicate", "cp"
+"""Axes of the mesh. accelerate calls "cp" an axis along which ranks take the same batches."""
+
+OWN = ("mesh", "mesh_dim", "param_grads")
+COMPILED = (
+    "the model is compiled already; sequence parallelism needs to know the ranks of this Accelerator: pass the model "
+    "itself, which is compiled here with backend='sp', and what you would change by sp_options={...}"
+)
+DISPATCHES = (
+    "dispatch_batches=True cuts a batch over all ranks, and those that share a sequence need the same one: leave it "
+    "out, or hand in a sp_compile.data.SequenceLoader(loader, mesh=accelerator.mesh, reads='first')"
+)
+
+
+class SequenceParallelAccelerator(Accelerator):
+    """An Accelerator of `dp_replicate_size` replicas, in each of which `sp_size` ranks share every sequence.
+
+    parallelism_config: these two sizes; one that is 1 is what the other leaves of the processes, so that without any
+    all ranks share a sequence. sp_options: fields of `sp_compile.SPConfig` for the model's compilation, but for the
+    mesh and what becomes of gradients, which are known here. dynamo_backend: "sp", or none at all, which means the
+    same; a dynamo_plugin's `dynamic`, `fullgraph` and `options` are taken.
+
+    What is prepared: loaders give ranks that share a sequence the same batches; a model is compiled in place, under
+    DDP; a scheduler is stepped once for each replica's batch, as accelerate does for each process.
+    `gather_for_metrics` counts a sequence once; `gather` and `reduce` are those of all ranks. With one process it is an
+    Accelerator that compiles. mesh: axes ("dp_replicate", "cp"), the second of which is the sequence's; None with one
+    process.
+
+    Raises SpError: sizes that do not fit, another backend, FSDP, DeepSpeed or Megatron.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        parallelism_config: ParallelismConfig | None = None,
+        sp_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        with known_backend():
+            super().__init__(*args, **kwargs)
+        plugin = self.state.dynamo_plugin
+        if plugin.backend not in ("NO", NAME):
+            other = str(plugin.backend.value).lower()
+            raise SpError(
+                f"backend {other!r}: the model is compiled with backend='sp' here, which hands each rank's graph to a "
+                f"compiler: leave it out, or say 'sp', and sp_options={{'compiler': {other!r}}}"
+            )
+        self.sp_options = dict(sp_options or {}) | dict(plugin.options or {})
+        for name in OWN:
+            if name in self.sp_options:
+                raise SpError(f"sp_options: {name!r} follows from the Accelerator's processes: leave it out")
+        self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
+        self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # which would compile around DDP
+        replicas, share = sizes(parallelism_config, self.num_processes)
+        self.mesh: DeviceMesh | None = None
+        if self.num_processes > 1:
+            if not str(self.distributed_type.value).startswith("MULTI_"):
+                raise SpError(
+                    f"{self.distributed_type}: ranks that share sequences go with DDP here, and with nothing else"
+                )
+            names = (REPLICA, SEQUENCE)
+            self.mesh = init_device_mesh(self.device.type, (replicas, share), mesh_dim_names=names)
+            if self.dataloader_config.dispatch_batches:
+                raise SpError(DISPATCHES)
+            self.dataloader_config.dispatch_batches = False
+        self.sp_size, self.replicas = share, replicas
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh by which accelerate's loaders find out which ranks take the same batches."""
+        return self.mesh if self.mesh is not None else super().torch_device_mesh
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `Accelerator.prepare_data_loader`. A random order without a generator is drawn alike on all ranks."""
+        sampler = get_sampler(data_loader)
+        if self.mesh is not None and getattr(sampler, "generator", self) is None:
+            seed = broadcast(torch.empty((), dtype=torch.int64, device=self.device).random_())
+            sampler.generator = torch.Generator().manual_seed(int(seed))
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """As `Accelerator.prepare_model`, of a model that is compiled with backend="sp" first; see `compile`."""
+        if getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, *args, **kwargs)
+        self.compile(model)
+        model = super().prepare_model(model, *args, **kwargs)
+        if isinstance(model, DistributedDataParallel):
+            model.forward = uncut_by_ddp(model.forward)
+        return model
+
+    def compile(self, model: torch.nn.Module) -> None:
+        """Compile a model in place for the ranks that share its sequence; once. Raises SpError: somebody else has."""
+        if getattr(model, "is_sequence_parallel", False):
+            return
+        if is_compiled_module(model) or is_compiled_in_place(model):
+            raise SpError(COMPILED)
+        options = dict(self.sp_options)
+        if self.mesh is not None:
+            options |= {"mesh": self.mesh[SEQUENCE], "param_grads": "partial"}
+        model.compile(backend=sp, options=options, **self.compiles)
+        model.is_sequence_parallel = True
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As `Accelerator.prepare_scheduler`, of which a step counts replicas, not processes."""
+        prepared = super().prepare_scheduler(scheduler)
+        if self.mesh is None or type(prepared) is not AcceleratedScheduler or prepared.split_batches:
+            return prepared
+        mine = ReplicaScheduler(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, True)
+        mine.replicas = self.replicas
+        self._schedulers[-1] = mine
+        return mine
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `Accelerator.gather_for_metrics`, of every replica once."""
+        if self.mesh is None:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        group = self.mesh.get_group(REPLICA)
+        try:
+            gathered = None if use_gather_object else _gathered(input_data, group, self.replicas)
+        except TypeError:  # something is no tensor
+            gathered = None
+        if gathered is None:
+            each: list[Any] = [None] * self.replicas
+            dist.all_gather_object(each, input_data, group)
+            gathered = [x for one in each for x in one]
+        left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        if left <= 0:
+            return gathered
+        return gathered[:left] if isinstance(gathered, list) else recursively_apply(lambda x: x[:left], gathered)
+
+
+def _gathered(data: Any, group: dist.ProcessGroup, n: int) -> Any:
+    """The tensors of all ranks of a group, along their first dim. Raises TypeError for what is none."""
+
+    def each(x: torch.Tensor) -> torch.Tensor:
+        x = (x[None] if x.ndim == 0 else x).contiguous()
+        out = [torch.empty_like(x) for _ in range(n)]
+        dist.all_gather(out, x, group)
+        return torch.cat(out)
+
+    recursively_apply(lambda x: x, data, error_on_other_type=True)  # before any rank waits
+    return recursively_apply(each, data, error_on_other_type=True)
+
+
+class ReplicaScheduler(AcceleratedScheduler):
+    """Steps once for each replica at an optimizer's step: schedules are written for the batches of one device."""
+
+    replicas = 1
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As `AcceleratedScheduler.step`."""
+        for _ in range(self.replicas if self.gradient_state.sync_gradients else 1):
+            if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", float("inf")):
+                super().step(*args, **kwargs)
+
+
+def sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, int]:
+    """(replicas, ranks that share a sequence) of so many processes. Raises SpError where the config's do not fit."""
+    if config is None:
+        return 1, processes
+    for name in ("tp_size", "cp_size", "dp_shard_size"):
+        if getattr(config, name) > 1:
+            advice = "say sp_size, whose ranks share a sequence here" if name == "cp_size" else "leave it out"
+            raise SpError(f"ParallelismConfig: {name}={getattr(config, name)} has no meaning here: {advice}")
+    replicas, share = config.dp_replicate_size, config.sp_size
+    if replicas == 1:
+        replicas = max(processes // share, 1)
+    elif share == 1:
+        share = max(processes // replicas, 1)
+    if replicas * share != processes:
+        raise SpError(
+            f"ParallelismConfig: dp_replicate_size={config.dp_replicate_size} and sp_size={config.sp_size} do not fit "
+            f"{processes} processes: their product is how many there are; one that is left out is what remains"
+        )
+    return replicas, share

@@ -1,0 +1,199 @@
+"""A SequenceLoader in one process: orders, epochs, states, what it makes anew of a loader, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from sp_compile import SpError
+from sp_compile.data import Replica, SequenceLoader, SequenceSampler
+from sp_compile.data.packed import packed, unpacked
+
+DATASET = TensorDataset(torch.arange(23))
+
+
+class Stream(IterableDataset):
+    """Numbers of an epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(9) + 100 * self.epoch)
+
+
+def of_replica(rank: int, n: int) -> Any:
+    """Loaders and samplers made meanwhile take themselves for those of one replica."""
+    replica = Replica(rank, n, True, (), ())
+    modules = "sp_compile.data.loader", "sp_compile.data.sampler"
+    return [mock.patch.multiple(module, replica_of=lambda *_: replica) for module in modules]
+
+
+def loader(rank: int, n: int, make: Any = None, **options: Any) -> SequenceLoader:
+    one, two = of_replica(rank, n)
+    with one, two:
+        return SequenceLoader((make or shuffled)(), **options)
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(DATASET, batch_size=3, shuffle=True)
+
+
+def sampled() -> DataLoader[Any]:
+    return DataLoader(DATASET, batch_size=3, sampler=SequenceSampler(DATASET, seed=5))
+
+
+def single() -> DataLoader[Any]:
+    return DataLoader(DATASET, batch_size=None, shuffle=True)
+
+
+def streamed() -> DataLoader[Any]:
+    return DataLoader(Stream(), batch_size=2)
+
+
+def listed() -> list[Any]:
+    return [torch.tensor([i, i + 1]) for i in range(0, 10, 2)]
+
+
+MAKERS = [shuffled, sampled, single, streamed, listed]
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    """The numbers of each batch."""
+    return [torch.as_tensor(b[0] if isinstance(b, list | tuple) else b).reshape(-1).tolist() for b in batches]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_replicas_take_everything_between_them(make: Any, drop_last: bool) -> None:
+    alone = sorted(chain(*numbers(loader(0, 1, make))))
+    each = [loader(rank, 2, make, drop_last=drop_last) for rank in range(2)]
+    taken = [numbers(one) for one in each]
+    assert len(taken[0]) == len(taken[1])
+    if make is streamed:
+        with pytest.raises(TypeError, match="no length"):
+            len(each[0])
+    else:
+        assert [len(one) for one in each] == [len(one) for one in taken]
+    flat = list(chain(*chain(*taken)))
+    if drop_last and make is not sampled:
+        assert len(set(flat)) == len(flat)
+        assert set(flat) <= set(alone)
+    else:
+        assert set(flat) == set(alone)
+
+
+@pytest.mark.parametrize("make", [shuffled, sampled, single])
+def test_ranks_with_other_random_numbers_draw_one_order(make: Any) -> None:
+    taken = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        one = loader(1, 2, make)
+        taken.append([numbers(one), numbers(one)])
+    assert taken[0] == taken[1]
+    assert taken[0][0] != taken[0][1]  # the next epoch has another
+
+
+def test_another_seed_is_another_order() -> None:
+    assert numbers(loader(0, 1)) != numbers(loader(0, 1, seed=1))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_goes_on_where_a_state_was_taken(make: Any) -> None:
+    whole, begun, resumed = (loader(1, 2, make) for _ in range(3))
+    epochs = [numbers(whole), numbers(whole)]
+    list(begun)
+    some = iter(begun)
+    next(some)
+    next(some)
+    state = begun.state_dict()
+    resumed.load_state_dict(state)
+    assert numbers(resumed) == epochs[1][2:]
+    whole.set_epoch(0)
+    assert numbers(whole) == epochs[0]
+
+
+def test_goes_on_with_another_number_of_replicas() -> None:
+    begun = [loader(rank, 2) for rank in range(2)]
+    before = []
+    for one in begun:
+        some = iter(one)
+        before += numbers(next(some) for _ in range(2))
+    alone = loader(0, 1)
+    alone.load_state_dict(begun[0].state_dict())
+    assert sorted(before + numbers(alone)) == sorted(numbers(loader(0, 1)))
+    with pytest.raises(SpError, match="2 data-parallel replicas that have taken 2 batches each, which 3"):
+        loader(0, 3).load_state_dict(begun[0].state_dict())
+
+
+def test_a_sampler_goes_on() -> None:
+    one, two = of_replica(1, 2)
+    with one, two:
+        begun, resumed, whole = (SequenceSampler(DATASET, seed=2) for _ in range(3))
+    for sampler in (begun, whole):
+        sampler.set_epoch(3)
+    some = iter(begun)
+    taken = [next(some) for _ in range(4)]
+    resumed.load_state_dict(begun.state_dict())
+    assert taken + list(resumed) == list(whole)
+    assert list(resumed) == list(whole)  # a state counts once
+
+
+def test_what_a_loader_was_given_stays() -> None:
+    def collate(rows: Any) -> torch.Tensor:
+        return torch.cat([row[0][None] for row in rows]) * 10
+
+    given = DataLoader(DATASET, batch_size=3, collate_fn=collate, num_workers=1, prefetch_factor=3)
+    made = loader(0, 2, lambda: given).loader
+    assert (made.collate_fn, made.num_workers, made.prefetch_factor) == (collate, 1, 3)
+    assert numbers(made)[:2] == [[0, 10, 20], [60, 70, 80]]
+
+
+def test_a_sampler_that_shards_over_all_ranks_is_refused() -> None:
+    sampler = DistributedSampler(DATASET, num_replicas=4, rank=0)
+    with pytest.raises(SpError, match="DistributedSampler over 4 ranks"):
+        loader(0, 2, lambda: DataLoader(DATASET, sampler=sampler))
+    with pytest.raises(SpError, match="reads='somewhere'"):
+        loader(0, 1, reads="somewhere")
+    with pytest.raises(SpError, match="has no loader"):
+        loader(0, 1, lambda: None)
+
+
+def test_a_batch_as_text_and_tensors() -> None:
+    batch = {
+        "input_ids": torch.randint(9, (2, 3)),
+        "bf16": torch.randn(3, 2, dtype=torch.bfloat16).T,
+        "none of": torch.empty(0, 4),
+        "bool": torch.tensor(True),
+        "text": ["a", "b\n"],
+        "nested": ({1: 2.5, "x": None}, [True, np.arange(3, dtype=np.int16)]),
+    }
+    text, tensors = packed(batch)
+    found, empty = unpacked(text)
+    for mine, sent in zip(empty, tensors, strict=True):
+        mine.copy_(sent)
+    assert torch.equal(found["bf16"], batch["bf16"])
+    assert found["bool"].item() is True
+    assert found["none of"].shape == (0, 4)
+    assert found["text"] == batch["text"]
+    assert found["nested"][0] == batch["nested"][0]
+    array = found["nested"][1][1]
+    assert array.dtype == np.int16
+    assert array.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("what", [object(), {1, 2}, np.array(["a"]), {"a": [b"bytes"]}])
+def test_what_cannot_be_handed_on_is_named(what: Any) -> None:
+    with pytest.raises(SpError, match=r"batch.* is a \w+, which one rank cannot hand"):
+        packed(what)

@@ -1,0 +1,118 @@
+"""Loaders on real ranks: neighbours of a sequence get one batch, replicas others; whatever differs, all hear of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.ranks import Ranks, mesh2d
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from sp_compile import SpError
+from sp_compile.data import SequenceLoader, SequenceSampler, replica_of
+
+DP, SP = 2, 2
+
+
+class Stream(IterableDataset):
+    """Of a length of each rank's own; it may fail at one."""
+
+    def __init__(self, length: int, fails: int = -1) -> None:
+        self.length, self.fails = length, fails
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for i in range(self.length):
+            if i == self.fails:
+                raise OSError("the disk is gone")
+            yield torch.tensor(i)
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(torch.arange(11))
+
+
+def read(kind: str) -> list[Any]:
+    """What a rank is given, with random numbers of its own."""
+    mesh, rank = mesh2d(DP, SP), dist.get_rank()
+    torch.manual_seed(rank)
+    makers: dict[str, Callable[[], Any]] = {
+        "shuffled": lambda: SequenceLoader(DataLoader(dataset(), batch_size=2, shuffle=True), mesh),
+        "sampler": lambda: DataLoader(dataset(), batch_size=2, sampler=SequenceSampler(dataset(), mesh)),
+        "stream": lambda: SequenceLoader(DataLoader(Stream(7)), mesh),
+        "shorter on one": lambda: SequenceLoader(DataLoader(Stream(7 - 3 * (rank == 3))), mesh),
+        "of a group": lambda: SequenceLoader([torch.tensor([i]) for i in range(4)], mesh["sp"]),
+        "first": lambda: SequenceLoader(
+            [{"x": torch.tensor([i], dtype=torch.float16)} for i in range(3)] if rank % SP == 0 else None,
+            mesh,
+            reads="first",
+        ),
+    }
+    out = []
+    for batch in makers[kind]():
+        (values,) = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list) else [batch]
+        out.append(values.tolist())
+    return out
+
+
+def test_who_gets_what(ranks: Ranks) -> None:
+    for kind, batches in {
+        "shuffled": 3,
+        "sampler": 3,
+        "stream": 4,
+        "shorter on one": 2,
+        "of a group": 2,
+        "first": 2,
+    }.items():
+        each = ranks.run(4, read, kind)
+        assert each[0] == each[1] != each[2] == each[3], kind
+        assert {len(one) for one in each} == {batches}, kind
+
+
+def one_differs(what: str) -> str:
+    mesh, odd = mesh2d(DP, SP), dist.get_rank() == 3
+    cases: dict[str, Callable[[], Any]] = {
+        "length": lambda: SequenceLoader(DataLoader(TensorDataset(torch.arange(4 + odd))), mesh),
+        "seed": lambda: SequenceLoader(DataLoader(dataset()), mesh, seed=int(odd)),
+        "no loader": lambda: SequenceLoader(None if odd else DataLoader(dataset()), mesh),
+        "fails": lambda: list(SequenceLoader(DataLoader(Stream(4, fails=2 if odd else -1)), mesh)),
+        "cannot hand on": lambda: list(SequenceLoader([object()], mesh, reads="first")),
+    }
+    try:
+        cases[what]()
+    except SpError as error:
+        return str(error)
+    return ""
+
+
+WORDS = {
+    "length": "batches of a replica 2.*batches of a replica 3",
+    "seed": "seed 0.*seed 1",
+    "no loader": "rank 3 could not read: SequenceLoader: this rank has no loader",
+    "fails": "rank 3 could not read: OSError: the disk is gone",
+    "cannot hand on": "rank 0 could not read: batch is a object.*reads='all'",
+}
+
+
+def test_what_differs_is_told_on_every_rank(ranks: Ranks) -> None:
+    for what, words in WORDS.items():
+        for told in ranks.run(4, one_differs, what):
+            assert re.search(words, told, re.DOTALL), (what, told)
+
+
+def who(names: tuple[str, ...], **options: Any) -> tuple[int, int, bool] | str:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    try:
+        replica = replica_of(mesh, **options)
+    except SpError as error:
+        return str(error)
+    return replica.rank, replica.n, replica.first
+
+
+def test_axes_say_who_takes_which_batch(ranks: Ranks) -> None:
+    assert ranks.run(4, who, ("dp", "sp")) == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
+    assert ranks.run(4, who, ("tp", "sp")) == [(0, 1, True)] + [(0, 1, False)] * 3
+    (message, *_) = ranks.run(4, who, ("a", "b"))
+    assert "none of its axes ('a', 'b') is one of the sequence: name it by mesh_dim" in message
