@@ -196,10 +196,10 @@ def sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, int]:
             advice = "say sp_size, whose ranks share a sequence here" if name == "cp_size" else "leave it out"
             raise SpError(f"ParallelismConfig: {name}={getattr(config, name)} has no meaning here: {advice}")
     replicas, share = config.dp_replicate_size, config.sp_size
-    if replicas == 1:
-        replicas = max(processes // share, 1)
-    elif share == 1:
+    if share == 1:
         share = max(processes // replicas, 1)
+    elif replicas == 1:
+        replicas = max(processes // share, 1)
     if replicas * share != processes:
         raise SpError(
             f"ParallelismConfig: dp_replicate_size={config.dp_replicate_size} and sp_size={config.sp_size} do not fit "
