@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from sp_compile.spmd.session import Session
 
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, compile_local, lower
 from .config import Ranks, SPConfig
-from .errors import SpError
+from .errors import SpError, did_you_mean
 from .pipeline import BEHIND
 
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
@@ -33,11 +34,11 @@ def explain(
     Needs no processes; the model runs once, on one device. A program that is tensor-parallel already needs its groups:
     of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers.
     sp: how many ranks share the sequence; 2, or as many as a `mesh` has along the axis for it. passes: show every pass
-    that ran, with its order's words, rewrites, nodes and seconds. config: the fields of SPConfig, and `kwargs`, a dict
-    of keyword arguments of the model. Raises SpError as the backend would, for an option that has no effect on a
+    that ran, with its order's words, rewrites, nodes and seconds. config: fields of SPConfig, and keyword arguments of
+    the model; those that are called as a field go into a dict `kwargs={...}`. Raises SpError as the backend would, for an option that has no effect on a
     report, and where nothing of the model is compiled.
     """
-    report = _each_graph("explain", IN_A_LOOK, model, args, sp, config, None)
+    report = _each_graph("explain", IN_A_LOOK, model, args, sp, *_sorted_out(model, config), None)
     report.show_passes = passes
     return report
 
@@ -60,7 +61,8 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
         lowered.report.errors = list(worst.items())
 
     behind = dict.fromkeys(BEHIND, "compiles nothing: leave it out")
-    report = _each_graph("verify", behind | IN_A_COMPARISON, model, args, sp, config, compare)
+    refused = behind | IN_A_COMPARISON
+    report = _each_graph("verify", refused, model, args, sp, *_sorted_out(model, config), compare)
     if not report.errors:
         why = "the program splits no sequence, and its own exchanges are not simulated; explain shows those"
         raise SpError(f"verify: nothing was compared: {why}")
@@ -82,14 +84,14 @@ def _each_graph(
     model: Callable[..., Any],
     args: Any,
     sp: int | None,
-    config: dict[str, Any],
+    config: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
     compare: Callable[..., None] | None,
 ) -> Report:
     """Lower every graph that Dynamo finds in the model, and merge the reports.
 
     compare: what to do with each that was split, over simulated ranks; None: the ranks of a mesh are taken as they are.
     """
-    kwargs = config.pop("kwargs", {})
     options = given = SPConfig.of(config)
     given.refuse(entry, **refused)
     if sp is not None and sp < 1:
@@ -133,6 +135,27 @@ def _each_graph(
             "torch.compiler.disable, TORCHDYNAMO_DISABLE or a stance that compiles nothing"
         )
     return total
+
+
+def _sorted_out(model: Callable[..., Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields of SPConfig, keyword arguments of the model).
+
+    What is neither a field nor in the model's signature goes to a model that takes any, unless it looks like a field
+    that is misspelt.
+    """
+    kwargs = dict(given.pop("kwargs", {}))
+    config: dict[str, Any] = {}
+    known = [field.name for field in fields(SPConfig)]
+    try:
+        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        parameters = inspect.Signature().parameters.values()
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for name, value in given.items():
+        of_model = name not in known and (name in names or (takes_any and not did_you_mean(name, known)))
+        (kwargs if of_model else config)[name] = value
+    return config, kwargs
 
 
 def _look(session: Session, options: SPConfig, sp: int | None, simulate: bool) -> int:

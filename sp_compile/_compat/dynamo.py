@@ -43,12 +43,6 @@ def is_module_state(node: Node) -> bool:
     return source is not None and source.guard_source.is_unspecialized_nn_module()
 
 
-def argument_name(node: Node) -> str:
-    """The user's name of a placeholder: `input_ids` for L['input_ids']."""
-    source = getattr(node, "_dynamo_source", None)
-    return str(getattr(source, "local_name", node.name)) if source is not None else node.name
-
-
 def is_fragment(gm: GraphModule) -> bool:
     """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?"""
     reason = getattr(gm, "compile_subgraph_reason", None)

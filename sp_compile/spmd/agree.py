@@ -127,9 +127,10 @@ def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
 
 
 def rows_of(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
-    """What each rank says of the first of these fields."""
-    shown = names[:SHOWN]
-    return [", ".join(f"{name} {one.get(name, 'missing')[:WIDTH]}".strip() for name in shown) for one in everyone]
+    """What each rank says of the first of these fields, and how many more there are."""
+    shown, more = names[:SHOWN], f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    each = [", ".join(f"{name} {one.get(name, 'missing')[:WIDTH]}".strip() for name in shown) for one in everyone]
+    return [row + more for row in each]
 
 
 def what_differs(what: str, advice: str, rows: Sequence[str], heading: str = "What differs") -> str:

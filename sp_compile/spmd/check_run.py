@@ -7,9 +7,10 @@ becomes an SpError with what is known of that one.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.data import IterableDataset, Sampler
 
 from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
@@ -24,7 +26,7 @@ from sp_compile.errors import RemoteError, SpError
 from sp_compile.lowering.collectives.checksums import checksum, later, sent, summary
 
 from .agree import ABOUT, agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
-from .fingerprint import Program
+from .fingerprint import InputName, Program
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .wire import Wire, stop, wire_of
 
@@ -127,14 +129,14 @@ class CheckedProgram:
             asked = self.error is None and (name in compared or (name in small and is_small(a)))
             apart = asked and wire is not None and is_away(a)
             if apart and a.numel():
-                away[a.device][f"{EARLIER}of {name} when it called {call}"] = a
+                away[a.device][f"{EARLIER}of {_shown(name)} when it called {call}"] = a
             value = checksum(a) if asked and not apart else ""
-            out[INPUT + name] = _size(a) + (f"{CHECKED}{value}" if value else "")
+            out[INPUT + _shown(name)] = _size(a) + (f"{CHECKED}{value}" if value else "")
             if isinstance(a, torch.Tensor) and a.requires_grad:
-                wanted.append(name)
+                wanted.append(_shown(name))
         if wire is not None:
             wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in away.values()]
-        return {**out, "gradients": " ".join(wanted)}
+        return {**out, "gradients": "\n".join(wanted)}
 
     def _difference(self, everyone: Sequence[Message]) -> str:
         """Why ranks cannot go on; "" if they can: what only some of them say is not compared."""
@@ -161,7 +163,8 @@ class CheckedProgram:
         lines: list[str] = []
         if len({one.fields[PROGRAM] for one in everyone}) > 1:
             lines = self.program.first_difference(self.ranks)
-        return explained(everyone, lines, self.shared)
+        arguments, shared = ({_shown(n) for n in self.names if n in some} for some in (self.arguments, self.shared))
+        return explained(everyone, lines, shared, arguments)
 
     @contextmanager
     def _told(self, what: Message) -> Iterator[None]:
@@ -228,10 +231,11 @@ LATER = (
 )
 
 
-def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozenset[str]) -> str:
+def explained(everyone: Sequence[Message], lines: Sequence[str], shared: Set[str], arguments: Set[str]) -> str:
     """What is not the same on all ranks, in words; "" if nothing is.
 
-    lines: where their programs differ. shared: the inputs that were equal when the program was compiled.
+    lines: where their programs differ. shared: the inputs that were equal when the program was compiled. arguments:
+    those of which every rank has to pass the whole.
     """
     inputs = [{k.removeprefix(INPUT): v for k, v in one.fields.items() if k.startswith(INPUT)} for one in everyone]
     known = [name for name in inputs[0] if all(name in one for one in inputs)]
@@ -251,19 +255,59 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: frozens
         elif same_program and names:
             what = "different values"
         elif same_program:
-            wanted = [_only(one, "gradients".__eq__) for one in everyone]
-            return unlike_fields(
-                wanted,
-                "the ranks of this group want gradients of different inputs",
-                "every rank sets requires_grad alike",
-            )
+            return _unlike_gradients([one.fields.get("gradients", "").split("\n") for one in everyone])
         elif lines:
             heading = "What differs first"
             rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
     rows = [row or "the same inputs as the others" for row in rows]
-    later = what == "different values" and not shared.isdisjoint(names)
+    values = what == "different values"
+    advice = LATER if values and not shared.isdisjoint(names) else ""
+    if values and arguments >= set(names):
+        advice = sharded_data()
     given = f"the {len(inputs)} ranks of this group were given {what}"
-    return what_differs(given, SAME_CALL, rows, heading) + (LATER if later else "")
+    return what_differs(given, SAME_CALL, rows, heading) + advice
+
+
+def _unlike_gradients(wanted: Sequence[Sequence[str]]) -> str:
+    """Which inputs only some ranks want gradients of; "" if there are none."""
+    names = dict.fromkeys(name for one in wanted for name in one if name and not all(name in other for other in wanted))
+    if not names:
+        return ""
+    rows = rows_of([dict.fromkeys(set(names).intersection(one), "wanted") for one in wanted], list(names))
+    return what_differs(UNLIKE_GRADIENTS, "every rank sets requires_grad alike", rows)
+
+
+UNLIKE_GRADIENTS = "the ranks of this group want gradients of different inputs"
+
+
+def sharded_data() -> str:
+    """What to do where ranks were given other data and nothing else differs; names samplers of this process that shard.
+
+    Looked for among all objects of the process: nothing that is at hand here knows the loader.
+    """
+    kinds = (Sampler, IterableDataset)
+    sharding = [one for one in gc.get_objects() if issubclass(type(one), kinds) and shards_over(one) > 1]
+    found = ", ".join(sorted({f"{type(one).__name__} over {shards_over(one)} ranks" for one in sharding}))
+    return SHARDED_DATA.format(f" (this process has a {found})" if found else "")
+
+
+SHARDED_DATA = (
+    "\nOnly the data differ. That is what a sampler does that shards over all ranks{}, and ranks that share a sequence "
+    "need the same batch: sp_compile.data.SequenceSampler(dataset, mesh), or SequenceLoader(loader, mesh) around the "
+    "loader of one device, gives it to them; for transformers and accelerate sp_compile.integrations does"
+)
+
+
+def shards_over(one: Any) -> int:
+    """Among how many ranks a sampler divides its data, as torch's and accelerate's say it; 1 for others."""
+    if getattr(one, "of_sequences", False):
+        return 1
+    known = (getattr(one, name, 1) for name in ("num_replicas", "num_processes"))
+    return max(n for n in known if isinstance(n, int))
+
+
+def _shown(name: str) -> str:
+    return name.shown if isinstance(name, InputName) else name
 
 
 def _sizes_differ(inputs: Sequence[Mapping[str, str]], names: Sequence[str]) -> bool:

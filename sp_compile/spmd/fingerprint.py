@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import known_process_group, namespace_of, pytree, real_tensors, size_hint
+from sp_compile._compat import argument_name, known_process_group, namespace_of, pytree, real_tensors, size_hint
 from sp_compile.config import Ranks
 from sp_compile.errors import first_frame, source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
@@ -181,9 +181,24 @@ def _call(node: Node) -> str:
     return " ".join([_target(node), *filter(None, words)])
 
 
+class InputName(str):
+    """The name of a graph's input. shown: what a person calls it, which no other input of the graph is called."""
+
+    shown: str
+
+
 def input_names(gm: GraphModule) -> list[str]:
-    """Names of the inputs; "" for a symbol that only describes memory (strides, offsets): ranks need not share it."""
-    return ["" if is_unused_symbol(n) else n.name for n in gm.graph.find_nodes(op="placeholder")]
+    """Names of the inputs, each an `InputName`; "" for a symbol that only describes memory (strides, offsets), which
+    ranks need not share.
+    """
+    nodes = gm.graph.find_nodes(op="placeholder")
+    shown = [argument_name(node) for node in nodes]
+    names = []
+    for node, known in zip(nodes, shown, strict=True):
+        name = InputName("" if is_unused_symbol(node) else node.name)
+        name.shown = known if shown.count(known) == 1 else node.name
+        names.append(name)
+    return [*names]
 
 
 def is_unused_symbol(node: Node) -> bool:

@@ -81,7 +81,7 @@ def test_lengths_share_compilations(ranks: Ranks, n: int) -> None:
     for _, compiles, refusal in results:
         assert compiles <= 2
         assert "inputs of different sizes" in refusal
-        assert "rank 1: l_ids_ (2, 22)" in refusal
+        assert "rank 1: ids (2, 22)" in refusal
 
 
 class Toggled(nn.Module):
@@ -321,4 +321,4 @@ def test_local_inputs_and_outputs(ranks: Ranks, n: int) -> None:
         check(outcomes)
     for _, refusal in results:
         assert "inputs of different sizes" in refusal
-        assert "rank 1: l_ids_ (2, 8)" in refusal
+        assert "rank 1: ids (2, 8)" in refusal

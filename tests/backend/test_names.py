@@ -1,0 +1,142 @@
+"""Arguments and weights are called what the user calls them, however the model is called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import sp_compile
+from sp_compile import SpError
+from sp_compile._compat import argument_name
+from sp_compile.spmd.check_run import explained
+from sp_compile.spmd.fingerprint import input_names
+from sp_compile.spmd.message import CALLS, Message
+
+
+def handed_on(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As models of transformers have it."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+        self.register_buffer("scale", torch.ones(4))
+
+    @handed_on
+    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None, **options: Any) -> Tensor:
+        x = self.blocks[0](ids.cumsum(1)) * self.scale
+        for value in (mask, labels, *options.values()):
+            x = x if value is None else x + (value["x"] if isinstance(value, dict) else value)
+        return x
+
+
+def data() -> Tensor:
+    return torch.randn(2, 8, 4)
+
+
+def compiled(model: nn.Module, in_place: bool) -> tuple[nn.Module, list[list[str]]]:
+    """A model, and where the names of its graphs will be."""
+    names: list[list[str]] = []
+
+    def backend(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
+        found = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
+        assert [one.shown for one in input_names(gm) if one] == found
+        names.append(found)
+        return gm.forward
+
+    torch.compiler.reset()
+    if not in_place:
+        return torch.compile(model, backend=backend), names
+    model.compile(backend=backend)
+    return model, names
+
+
+WEIGHTS = {"blocks.0.weight", "blocks.0.bias", "scale"}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        (lambda run: run(ids=data(), labels=data()), {"ids", "labels"}),
+        (lambda run: run(data(), data()), {"ids", "mask"}),
+        (lambda run: run(data(), labels=data(), bias=data()), {"ids", "labels", "bias"}),
+        (lambda run: run(data(), batch={"x": data()}), {"ids", "batch['x']"}),
+    ],
+)
+def test_names_are_those_of_the_signature(call: Callable[..., Any], arguments: set[str], in_place: bool) -> None:
+    run, (names) = compiled(Model(), in_place)
+    call(run)
+    assert set(names[0]) == WEIGHTS | arguments
+
+
+def test_a_symbol_is_called_by_its_argument() -> None:
+    torch.compiler.reset()
+    model, names = Model(), []
+    run = torch.compile(model, dynamic=True, backend=lambda gm, _: names.extend(map(str, shown(gm))) or gm.forward)
+    run(ids=data())
+    assert {"ids", "ids.size()[1]"} <= set(names)
+
+
+def shown(gm: GraphModule) -> list[str]:
+    return [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
+
+
+def test_seq_dims_take_the_users_names() -> None:
+    report = sp_compile.explain(Model(), ids=data(), labels=data(), sp=2, seq_dims={"ids": 1})
+    assert "the sequence is ids dim 1" in str(report)
+    with pytest.raises(
+        SpError, match=r"no input is called 'tokens'; the graph's tensor inputs are \['ids', 'labels'\]"
+    ):
+        sp_compile.explain(Model(), ids=data(), labels=data(), seq_dims={"tokens": 1})
+
+
+def test_explain_and_verify_take_what_the_model_takes() -> None:
+    model, x = Model().double(), data().double()
+    assert sp_compile.verify(model, ids=x, labels=x.clone(), bias=x.clone(), sp=2).worst < 1e-9
+    assert "sequence" in str(sp_compile.explain(model, x, kwargs={"labels": x.clone()}, sp=4))
+
+
+def test_a_misspelt_option_is_no_argument_of_the_model() -> None:
+    with pytest.raises(SpError, match=r"unknown option 'atention' \(did you mean 'attention'\?\)"):
+        sp_compile.explain(Model(), data(), atention="ring")
+    with pytest.raises(SpError, match="unknown option 'labels'"):
+        sp_compile.explain(nn.Linear(4, 4), data(), labels=data())
+
+
+def test_of_many_weights_a_few_are_shown() -> None:
+    def said(rank: int) -> Message:
+        fields = {f"input layers.{i}.weight": f"(4, 4) with checksum {rank}" for i in range(12)}
+        return Message(CALLS, "forward", 1, {"program": "1", **fields})
+
+    told = explained([said(0), said(1)], [], set(), {"ids"})
+    assert "different values" in told
+    assert "layers.7.weight (4, 4) with checksum 0 and 4 more" in told
+    assert "layers.8" not in told
+    assert "sp_compile.data" not in told
+
+
+def test_other_data_are_explained_by_a_sampler() -> None:
+    def said(rank: int) -> Message:
+        return Message(CALLS, "forward", 1, {"program": "1", "input ids": f"(4,) with checksum {rank}"})
+
+    sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=2, rank=0)
+    told = explained([said(0), said(1)], [], set(), {"ids"})
+    assert "Only the data differ" in told
+    assert "DistributedSampler over 2 ranks" in told
+    assert "sp_compile.data.SequenceSampler(dataset, mesh)" in told
+    del sampler
+    assert "DistributedSampler over" not in explained([said(0), said(1)], [], set(), {"ids"})
