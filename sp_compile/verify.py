@@ -35,8 +35,9 @@ def explain(
     of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers.
     sp: how many ranks share the sequence; 2, or as many as a `mesh` has along the axis for it. passes: show every pass
     that ran, with its order's words, rewrites, nodes and seconds. config: fields of SPConfig, and keyword arguments of
-    the model; those that are called as a field go into a dict `kwargs={...}`. Raises SpError as the backend would, for an option that has no effect on a
-    report, and where nothing of the model is compiled.
+    the model; those that are called as a field go into a dict `kwargs={...}`.
+    Raises SpError as the backend would, for an option that has no effect on a report, and where nothing of the model is
+    compiled.
     """
     report = _each_graph("explain", IN_A_LOOK, model, args, sp, *_sorted_out(model, config), None)
     report.show_passes = passes

@@ -92,12 +92,22 @@ def refuse_eager_fallback() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
-def uncut_by_ddp(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call in which Dynamo leaves graphs under DistributedDataParallel whole, whatever `optimize_ddp` says."""
+def compile_in_place(model: torch.nn.Module, **kwargs: Any) -> None:
+    """`model.compile(**kwargs)`, in whose calls Dynamo leaves graphs whole under DistributedDataParallel.
+
+    torch asks its `optimize_ddp` when a model is called, and has no other way to be told.
+    """
+    model.compile(**kwargs)
+    call = model._compiled_call_impl
 
     @functools.wraps(call)
     def uncut(*args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(optimize_ddp=False):
             return call(*args, **kwargs)
 
-    return uncut
+    model._compiled_call_impl = uncut
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Is it what `torch.compile` made of a model, or has `model.compile(...)` been called?"""
+    return isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None

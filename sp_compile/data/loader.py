@@ -75,6 +75,7 @@ class SequenceLoader:
         self.reader = not self.hands_on or replica.first
         self.seed, self.drop_last = seed, drop_last
         self.loader: Any = None
+        self._given = loader
         self.indexed = False
         self._at = {"epoch": 0}
         self._batches = self._behind = 0
@@ -123,16 +124,21 @@ class SequenceLoader:
         self._at["epoch"] = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on behind the batch that was yielded last."""
-        state = {"epoch": self._at["epoch"], "batches": self._batches, "replicas": self.replica.n}
+        """What it takes to go on behind the batch that was yielded last; every rank that reads has the same."""
+        state = {"epoch": self._at["epoch"], "samples": self._batches * self._batch_size, "replicas": self.replica.n}
         if hasattr(self.loader, "state_dict"):
             state["loader"] = self.loader.state_dict()
         return state
 
+    @property
+    def _batch_size(self) -> int:
+        """How many samples a batch counts for: what the DataLoader was given, 1 where nobody said."""
+        return getattr(self._given, "batch_size", None) or 1
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on there with the next iteration. Raises SpError on another number of replicas that cannot stand there."""
         self._at["epoch"] = state["epoch"]
-        self._behind = share_of(state["batches"], state["replicas"], self.replica.n, "batches")
+        self._behind = share_of(state["samples"], state["replicas"], self.replica.n, self._batch_size)
         if hasattr(self.loader, "load_state_dict") and "loader" in state:
             if state["replicas"] != self.replica.n:
                 raise SpError(

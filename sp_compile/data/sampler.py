@@ -58,14 +58,14 @@ class SequenceSampler(DistributedSampler):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on there. Raises SpError if the replicas do not divide what was taken."""
         self.set_epoch(state["epoch"])
-        self._skipped = share_of(state["yielded"], state["replicas"], self.num_replicas, "samples")
+        self._skipped = share_of(state["yielded"], state["replicas"], self.num_replicas)
 
 
-def share_of(taken: int, replicas: int, now: int, what: str) -> int:
-    """How many each of `now` replicas has taken of what each of others took `taken`."""
-    if taken * replicas % now:
+def share_of(taken: int, replicas: int, now: int, at_once: int = 1) -> int:
+    """How often each of `now` replicas takes so many samples at once until they have those that each of others took."""
+    if taken * replicas % (now * at_once):
         raise SpError(
-            f"the state is of {replicas} data-parallel replicas that have taken {taken} {what} each, which {now} "
-            "replicas cannot have taken in equal parts: save at a multiple, or resume on as many"
+            f"the state is of {replicas} data-parallel replicas that have taken {taken} samples each, which {now} that "
+            f"take {at_once} at once cannot have taken: save at a multiple, or resume on as many"
         )
-    return taken * replicas // now
+    return taken * replicas // (now * at_once)

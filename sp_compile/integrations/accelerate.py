@@ -19,15 +19,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import ParallelismConfig, TorchDynamoPlugin, broadcast, is_compiled_module, recursively_apply
+from accelerate.utils import ParallelismConfig, TorchDynamoPlugin, broadcast, recursively_apply
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
-from sp_compile._compat import uncut_by_ddp
-from sp_compile.backend import sp
 from sp_compile.errors import SpError
 
-from ._compat import NAME, is_compiled_in_place, known_backend
+from ._compat import NAME, known_backend
+from .ddp import compile_under_ddp
 
 __all__ = ["SequenceParallelAccelerator", "known_backend", "sizes"]
 
@@ -35,10 +33,6 @@ REPLICA, SEQUENCE = "dp_replicate", "cp"
 """Axes of the mesh. accelerate calls "cp" an axis along which ranks take the same batches."""
 
 OWN = ("mesh", "mesh_dim", "param_grads")
-COMPILED = (
-    "the model is compiled already; sequence parallelism needs to know the ranks of this Accelerator: pass the model "
-    "itself, which is compiled here with backend='sp', and what you would change by sp_options={...}"
-)
 DISPATCHES = (
     "dispatch_batches=True cuts a batch over all ranks, and those that share a sequence need the same one: leave it "
     "out, or hand in a sp_compile.data.SequenceLoader(loader, mesh=accelerator.mesh, reads='first')"
@@ -116,21 +110,14 @@ class SequenceParallelAccelerator(Accelerator):
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, *args, **kwargs)
         self.compile(model)
-        model = super().prepare_model(model, *args, **kwargs)
-        if isinstance(model, DistributedDataParallel):
-            model.forward = uncut_by_ddp(model.forward)
-        return model
+        return super().prepare_model(model, *args, **kwargs)
 
     def compile(self, model: torch.nn.Module) -> None:
-        """Compile a model in place for the ranks that share its sequence; once. Raises SpError: somebody else has."""
+        """Compile a model for the ranks that share its sequence, as `compile_under_ddp` does; once."""
         if getattr(model, "is_sequence_parallel", False):
             return
-        if is_compiled_module(model) or is_compiled_in_place(model):
-            raise SpError(COMPILED)
-        options = dict(self.sp_options)
-        if self.mesh is not None:
-            options |= {"mesh": self.mesh[SEQUENCE], "param_grads": "partial"}
-        model.compile(backend=sp, options=options, **self.compiles)
+        mesh = self.mesh[SEQUENCE] if self.mesh is not None else None
+        compile_under_ddp(model, mesh, **self.compiles, **self.sp_options)
         model.is_sequence_parallel = True
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -189,7 +176,7 @@ class ReplicaScheduler(AcceleratedScheduler):
 
 def sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, int]:
     """(replicas, ranks that share a sequence) of so many processes. Raises SpError where the config's do not fit."""
-    if config is None:
+    if config is None or processes == 1:
         return 1, processes
     for name in ("tp_size", "cp_size", "dp_shard_size"):
         if getattr(config, name) > 1:

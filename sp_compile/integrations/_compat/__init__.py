@@ -35,11 +35,6 @@ def known_backend() -> Iterator[None]:
         DynamoBackend._member_names_.remove(NAME)
 
 
-def is_compiled_in_place(model: Any) -> bool:
-    """Has `model.compile(...)` been called?"""
-    return model._compiled_call_impl is not None
-
-
 class CountsItems:
     """The part of a Trainer that counts the items of a step, by which its loss is divided."""
 

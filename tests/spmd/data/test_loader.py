@@ -133,7 +133,7 @@ def test_goes_on_with_another_number_of_replicas() -> None:
     alone = loader(0, 1)
     alone.load_state_dict(begun[0].state_dict())
     assert sorted(before + numbers(alone)) == sorted(numbers(loader(0, 1)))
-    with pytest.raises(SpError, match="2 data-parallel replicas that have taken 2 batches each, which 3"):
+    with pytest.raises(SpError, match="2 data-parallel replicas that have taken 6 samples each, which 3 that take 3"):
         loader(0, 3).load_state_dict(begun[0].state_dict())
 
 
@@ -197,3 +197,20 @@ def test_a_batch_as_text_and_tensors() -> None:
 def test_what_cannot_be_handed_on_is_named(what: Any) -> None:
     with pytest.raises(SpError, match=r"batch.* is a \w+, which one rank cannot hand"):
         packed(what)
+
+
+def test_goes_on_with_another_batch_size() -> None:
+    def small() -> DataLoader[Any]:
+        return DataLoader(DATASET, batch_size=2, shuffle=True)
+
+    def large() -> DataLoader[Any]:
+        return DataLoader(DATASET, batch_size=4, shuffle=True)
+
+    begun, whole, resumed = loader(0, 1, large), loader(0, 1, large), [loader(rank, 2, small) for rank in range(2)]
+    some = iter(begun)
+    next(some)
+    next(some)
+    for one in resumed:
+        one.load_state_dict(begun.state_dict())
+    pairs = zip(*map(numbers, resumed), strict=True)
+    assert [a + b for a, b in pairs][:-1] == numbers(whole)[2:-1]  # of the last one replicas lack a batch

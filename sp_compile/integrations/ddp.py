@@ -1,0 +1,51 @@
+"""DistributedDataParallel, whoever puts it around a model: torch, Lightning, accelerate.
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "sp"))
+    compile_under_ddp(model, mesh["sp"])
+    model = DistributedDataParallel(model)         # over all ranks; or fabric.setup(model), a Trainer's strategy="ddp"
+
+Batches: `sp_compile.data`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compile._compat import compile_in_place, is_compiled
+from sp_compile.backend import sp
+from sp_compile.config import SPConfig
+from sp_compile.errors import SpError
+
+__all__ = ["compile_under_ddp"]
+
+COMPILED = (
+    "the model is compiled already, and what goes under a DistributedDataParallel is compiled for it: pass the model "
+    "itself, and what you would change as options"
+)
+
+
+def compile_under_ddp(
+    model: torch.nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> torch.nn.Module:
+    """Compile a model in place, with backend="sp", so that a DDP over all ranks can be put around it; returns it.
+
+    Gradients are left partial for DDP, whose mean over all ranks is then that of the replicas; and the graph stays
+    whole, whatever `torch._dynamo.config.optimize_ddp` says. mesh: the ranks that share a sequence, all by default.
+    options: the fields of `sp_compile.SPConfig`. fullgraph, dynamic: as `torch.compile` has them.
+
+    Raises SpError: the model is compiled already, an option is unknown.
+    """
+    if is_compiled(model):
+        raise SpError(COMPILED)
+    given = {"mesh": mesh, "param_grads": "partial", **options}
+    SPConfig.of(given)  # raises here, not at the first call
+    compile_in_place(model, backend=sp, options=given, fullgraph=fullgraph, dynamic=dynamic)
+    return model

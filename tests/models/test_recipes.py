@@ -1,0 +1,108 @@
+"""The recipes of docs/, typed as they stand, on real processes against one device that runs the same lines eagerly."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "recipes"
+LOSS, WEIGHT = 2e-5, 1e-4  # float32; AdamW moves a weight whose gradient is next to nothing by as much as any other
+
+NEEDS = {
+    "trainer": ("accelerate",),
+    "sft": ("trl", "peft"),
+    "accelerate": ("accelerate",),
+    "fabric": ("lightning",),
+    "lightning": ("lightning",),
+    "torchrun": (),
+    "fsdp": (),
+}
+
+
+def code_of(name: str) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), re.DOTALL)
+    return code
+
+
+def run(name: str, folder: Path, processes: int, *changes: str) -> dict[str, Any]:
+    """What a recipe ends with; on one process without the compiler."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "TORCHDYNAMO_DISABLE": str(int(processes == 1)),
+    }
+    result = folder / f"{name}{processes}.pt"
+    script = ROOT / "tests" / "support" / "recipe.py"
+    command = [sys.executable, *launch, str(script), str(PAGES / f"{name}.md"), str(result), *changes]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return torch.load(result)
+
+
+def compare(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert len(found["losses"]) == len(alone["losses"]) >= 5
+    assert torch.allclose(*(torch.tensor(one["losses"]) for one in (found, alone)), rtol=0, atol=LOSS)
+    assert found["weights"].keys() == alone["weights"].keys()
+    for name, weight in alone["weights"].items():
+        assert torch.allclose(found["weights"][name], weight, rtol=0, atol=WEIGHT), name
+
+
+def test_every_page_is_run_and_short() -> None:
+    pages = {page.stem for page in PAGES.glob("*.md")} - {"README"}
+    assert pages == set(NEEDS)
+    for name in pages:
+        code = code_of(name)
+        compile(code, name, "exec")
+        lines = [line for line in code.splitlines() if line and not line.startswith(("import", "from"))]
+        assert len(lines) <= 30, (name, len(lines))
+        assert "environ" not in code
+        assert "optimize_ddp" not in code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
+    for package in NEEDS[name]:
+        pytest.importorskip(package)
+    alone = run(name, tmp_path, 1)
+    (tmp_path / "checkpoint").exists() and (tmp_path / "checkpoint").rename(tmp_path / "of one")
+    compare(run(name, tmp_path, 2), alone)
+
+
+@pytest.mark.slow
+def test_trainer_with_replicas_equals_one_device(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    batch = "per_device_train_batch_size=2"
+    compare(run("trainer", tmp_path, 4), run("trainer", tmp_path, 1, batch, "per_device_train_batch_size=4"))
+
+
+@pytest.mark.slow
+def test_replicas_with_ddp_equal_one_device(tmp_path: Path) -> None:
+    compare(run("torchrun", tmp_path, 4), run("torchrun", tmp_path, 1))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_resumed_on_another_number_of_ranks(tmp_path: Path) -> None:
+    alone = run("fsdp", tmp_path, 1)
+    for path in (tmp_path / "checkpoint").iterdir():
+        path.unlink()
+    (tmp_path / "checkpoint").rmdir()
+    run("fsdp", tmp_path, 2)
+    resumed = run("fsdp", tmp_path, 4)
+    compare(resumed, {**alone, "losses": alone["losses"][5:]})
