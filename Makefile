@@ -24,7 +24,7 @@ test: $(VENV)/.test
 quick: $(VENV)/.test
 	$(PYTEST) -m "quick and not slow" $(FILES)
 
-test-slow: $(VENV)/.test
+test-slow: $(VENV)/.test $(VENV)/.recipes
 	$(PYTEST) -m slow $(FILES)
 
 # Other versions of torch and Python: gigabytes the first time, half an hour each time.
@@ -60,7 +60,7 @@ $(VENV)/.torch:
 	$(BIN)/pip install -q $(TORCH)
 	touch $@
 
-$(VENV)/.test $(VENV)/.examples $(VENV)/.dev $(VENV)/.versions: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
+$(VENV)/.test $(VENV)/.recipes $(VENV)/.examples $(VENV)/.dev $(VENV)/.versions: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
 	$(BIN)/pip install -q -e .[$*] $(WITH)
 	touch $@
 

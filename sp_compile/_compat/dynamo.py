@@ -48,8 +48,7 @@ def is_fragment(gm: GraphModule) -> bool:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         return True
-    ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
-    return _called_by_user_code() or (ddp and reason is None)
+    return _called_by_user_code() or (is_under_ddp() and reason is None)
 
 
 def is_cut_by_ddp(gm: GraphModule) -> bool:
@@ -92,20 +91,27 @@ def refuse_eager_fallback() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
-def compile_in_place(model: torch.nn.Module, **kwargs: Any) -> None:
+def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwargs: Any) -> None:
     """`model.compile(**kwargs)`, in whose calls Dynamo leaves graphs whole under DistributedDataParallel.
 
-    torch asks its `optimize_ddp` when a model is called, and has no other way to be told.
+    torch asks its `optimize_ddp` when a model is called, and has no other way to be told. before: what comes before
+    each call.
     """
     model.compile(**kwargs)
     call = model._compiled_call_impl
 
     @functools.wraps(call)
     def uncut(*args: Any, **kwargs: Any) -> Any:
+        before()
         with torch._dynamo.config.patch(optimize_ddp=False):
             return call(*args, **kwargs)
 
     model._compiled_call_impl = uncut
+
+
+def is_under_ddp() -> bool:
+    """Is the forward of a DistributedDataParallel running?"""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

@@ -11,6 +11,7 @@ Everything else of the loop stays as it is. Tried on accelerate 1.15.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,6 +79,7 @@ class SequenceParallelAccelerator(Accelerator):
                 raise SpError(f"sp_options: {name!r} follows from the Accelerator's processes: leave it out")
         self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # which would compile around DDP
+        self._check_processes()
         replicas, share = sizes(parallelism_config, self.num_processes)
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
@@ -91,6 +93,16 @@ class SequenceParallelAccelerator(Accelerator):
                 raise SpError(DISPATCHES)
             self.dataloader_config.dispatch_batches = False
         self.sp_size, self.replicas = share, replicas
+
+    def _check_processes(self) -> None:
+        """Raise SpError where accelerate takes this for the only process, as it does on machines without a GPU."""
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        there = max(dist.get_world_size() if dist.is_initialized() else 1, launched)
+        if self.num_processes != there:
+            raise SpError(
+                f"{there} processes were started, and accelerate knows of {self.num_processes}: each would train a "
+                "model of its own. On CPUs pass TrainingArguments(use_cpu=True), or Accelerator(cpu=True)"
+            )
 
     @property
     def torch_device_mesh(self) -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile._compat import compile_in_place, is_compiled
+from sp_compile._compat import compile_in_place, is_compiled, is_under_ddp
 from sp_compile.backend import sp
-from sp_compile.config import SPConfig
+from sp_compile.config import SPConfig, resolve
 from sp_compile.errors import SpError
 
 __all__ = ["compile_under_ddp"]
@@ -24,6 +24,11 @@ __all__ = ["compile_under_ddp"]
 COMPILED = (
     "the model is compiled already, and what goes under a DistributedDataParallel is compiled for it: pass the model "
     "itself, and what you would change as options"
+)
+WITHOUT_DDP = (
+    "the model was compiled for a DistributedDataParallel and is called for training with none around it, so that "
+    "nobody would sum its gradients over the ranks: call DistributedDataParallel(model), or compile it with "
+    "torch.compile(model, backend='sp'), which sums them; to evaluate, call model.eval() or torch.no_grad()"
 )
 
 
@@ -41,11 +46,17 @@ def compile_under_ddp(
     whole, whatever `torch._dynamo.config.optimize_ddp` says. mesh: the ranks that share a sequence, all by default.
     options: the fields of `sp_compile.SPConfig`. fullgraph, dynamic: as `torch.compile` has them.
 
-    Raises SpError: the model is compiled already, an option is unknown.
+    Raises SpError: the model is compiled already, an option is unknown; and where it is called for training with no DDP
+    around it, where nobody would sum its gradients.
     """
     if is_compiled(model):
         raise SpError(COMPILED)
     given = {"mesh": mesh, "param_grads": "partial", **options}
     SPConfig.of(given)  # raises here, not at the first call
-    compile_in_place(model, backend=sp, options=given, fullgraph=fullgraph, dynamic=dynamic)
+
+    def check() -> None:
+        if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
+            raise SpError(WITHOUT_DDP)
+
+    compile_in_place(model, check, backend=sp, options=given, fullgraph=fullgraph, dynamic=dynamic)
     return model

@@ -1,0 +1,164 @@
+"""What integrations decide before a rank is asked: sizes, backends, and calls that would train wrongly."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import Ranks, mesh
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tree.test_layers import FILES
+
+from sp_compile import SpError
+from sp_compile.integrations.ddp import compile_under_ddp
+
+
+def test_only_integrations_import_what_they_are_for() -> None:
+    """Nothing that `import sp_compile` or `sp_compile.data` reaches needs any of them."""
+    wanted = "accelerate transformers lightning trl peft torchdata datasets".split()
+    pattern = re.compile(rf"^\s*(?:import|from) (?:{'|'.join(wanted)})\b", re.MULTILINE)
+    found = {module for module, file in FILES.items() if pattern.search(file.read_text())}
+    assert found == {f"sp_compile.integrations{name}" for name in ("._compat", ".accelerate", ".transformers")}
+
+
+@pytest.fixture
+def accelerate() -> Any:
+    """The integration, where its package is."""
+    pytest.importorskip("accelerate")
+    import sp_compile.integrations.accelerate as integration
+
+    return integration
+
+
+@pytest.mark.parametrize(
+    ("replicas", "share", "processes", "expected"),
+    [(1, 1, 4, (1, 4)), (2, 1, 4, (2, 2)), (1, 2, 4, (2, 2)), (2, 2, 4, (2, 2)), (4, 1, 4, (4, 1)), (2, 2, 1, (1, 1))],
+)
+def test_sizes_that_fit(accelerate: Any, replicas: int, share: int, processes: int, expected: tuple[int, int]) -> None:
+    config = accelerate.ParallelismConfig(dp_replicate_size=replicas, sp_size=share)
+    assert accelerate.sizes(config, processes) == expected
+    assert accelerate.sizes(None, processes) == (1, processes)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"sp_size": 3}, "sp_size=3 do not fit 4 processes"),
+        ({"sp_size": 2, "dp_replicate_size": 4}, "do not fit 4 processes"),
+        ({"cp_size": 2}, "cp_size=2 has no meaning here: say sp_size"),
+        ({"tp_size": 2}, "tp_size=2 has no meaning here: leave it out"),
+        ({"dp_shard_size": 2}, "dp_shard_size=2 has no meaning here"),
+    ],
+)
+def test_sizes_that_do_not_fit(accelerate: Any, given: dict[str, int], words: str) -> None:
+    with pytest.raises(SpError, match=words):
+        accelerate.sizes(accelerate.ParallelismConfig(**given), 4)
+
+
+def test_the_backend_is_known_meanwhile(accelerate: Any) -> None:
+    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+    before = list(DynamoBackend)
+    with accelerate.known_backend():
+        plugin = TorchDynamoPlugin(backend="sp")
+        assert plugin.to_kwargs()["backend"] == "sp"
+        with accelerate.known_backend():
+            pass
+        assert DynamoBackend("SP") is plugin.backend
+    assert list(DynamoBackend) == before
+    with pytest.raises(ValueError, match="'SP' is not a valid"):
+        DynamoBackend("SP")
+
+
+@pytest.fixture
+def fresh(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each Accelerator as the first one of a process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        monkeypatch.setattr(state, "_shared_state", {})
+    return accelerate
+
+
+@pytest.mark.parametrize("given", [{}, {"dynamo_backend": "sp"}])
+def test_one_process_compiles(fresh: Any, given: dict[str, Any]) -> None:
+    accelerator = fresh.SequenceParallelAccelerator(cpu=True, sp_options={"compiler": "aot_eager"}, **given)
+    assert (accelerator.mesh, accelerator.sp_size) == (None, 1)
+    model = nn.Linear(4, 4)
+    expected = model(torch.ones(2, 4))
+    prepared = accelerator.prepare(model)
+    assert prepared is model
+    assert accelerator.prepare_model(model) is model
+    torch.testing.assert_close(prepared(torch.ones(2, 4)), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dynamo_backend": "inductor"}, "backend 'inductor': the model is compiled with backend='sp' here"),
+        ({"sp_options": {"mesh": None}}, "sp_options: 'mesh' follows from the Accelerator's processes"),
+    ],
+)
+def test_what_an_accelerator_refuses(fresh: Any, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpError, match=words):
+        fresh.SequenceParallelAccelerator(cpu=True, **given)
+
+
+def test_processes_that_accelerate_does_not_know(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = fresh.SequenceParallelAccelerator(cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SpError, match=r"2 processes were started, and accelerate knows of 1.*use_cpu=True"):
+        accelerator._check_processes()
+
+
+def test_a_model_that_is_compiled_already() -> None:
+    for compiled in (torch.compile(nn.Linear(2, 2)), compile_under_ddp(nn.Linear(2, 2))):
+        with pytest.raises(SpError, match="compiled already"):
+            compile_under_ddp(compiled)
+    with pytest.raises(SpError, match="unknown option 'atention'"):
+        compile_under_ddp(nn.Linear(2, 2), atention="ring")
+
+
+class Sums(nn.Module):
+    """More parameters than DDP's first bucket takes, so that `optimize_ddp` would cut it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(384, 384) for _ in range(4))).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.cumsum(1)).square().mean()
+
+
+def under_ddp() -> tuple[int, float, str]:
+    """(graphs, worst error of a gradient against one device, what a call without DDP says)."""
+    torch.manual_seed(0)
+    model, alone = Sums(), Sums()
+    alone.load_state_dict(model.state_dict())
+    x = torch.randn(1, 9, 384, dtype=torch.float64)
+    alone(x).backward()
+    compile_under_ddp(model, mesh(), compiler="aot_eager")
+    wrapped = DistributedDataParallel(model, process_group=mesh().get_group())
+    torch._dynamo.utils.counters.clear()
+    wrapped(x).backward()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    worst = max((p.grad - q.grad).abs().max().item() for p, q in pairs)
+    with torch.no_grad():
+        model(x)
+    try:
+        model(x)
+    except SpError as error:
+        return graphs, worst, str(error)
+    return graphs, worst, f"nothing on rank {dist.get_rank()}"
+
+
+def test_a_model_under_ddp_is_one_graph(ranks: Ranks) -> None:
+    for graphs, worst, told in ranks.run(2, under_ddp):
+        assert graphs == 1
+        assert worst < 1e-10
+        assert "called for training with none around it" in told
