@@ -48,7 +48,7 @@ def run(name: str, folder: Path, processes: int, *changes: str) -> dict[str, Any
         "TORCHDYNAMO_DISABLE": str(int(processes == 1)),
     }
     result = folder / f"{name}{processes}.pt"
-    script = ROOT / "tests" / "support" / "recipe.py"
+    script = ROOT / "tests" / "support" / "programs" / "recipe.py"
     command = [sys.executable, *launch, str(script), str(PAGES / f"{name}.md"), str(result), *changes]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
