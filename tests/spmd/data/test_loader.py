@@ -214,3 +214,41 @@ def test_goes_on_with_another_batch_size() -> None:
         one.load_state_dict(begun.state_dict())
     pairs = zip(*map(numbers, resumed), strict=True)
     assert [a + b for a, b in pairs][:-1] == numbers(whole)[2:-1]  # of the last one replicas lack a batch
+
+
+class Counting(IterableDataset):
+    """Numbers, and how far it has come."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 20:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["indexed", "stream"])
+def test_a_loader_with_a_state_of_its_own_goes_on(kind: str, workers: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def make() -> Any:
+        dataset = DATASET if kind == "indexed" else Counting()
+        return stateful(dataset, batch_size=2, shuffle=kind == "indexed" or None, num_workers=workers)
+
+    whole, begun, resumed = (loader(1, 2, make) for _ in range(3))
+    expected = numbers(whole)
+    some = iter(begun)
+    taken = numbers(next(some) for _ in range(2))
+    resumed.load_state_dict(begun.state_dict())
+    assert taken + numbers(resumed) == expected
+    with pytest.raises(SpError, match=r"the loader's own state is of one of 2 data-parallel replicas"):
+        loader(0, 1, make).load_state_dict(begun.state_dict())
