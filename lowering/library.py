@@ -43,13 +43,13 @@ def composite(schema: str) -> Callable[[Body], Body]:
     return register
 
 
-def opaque(schema: str, fake: Callable[..., object], waits: bool = False) -> Callable[[Body], Body]:
+def opaque(schema: str, fake: Callable[..., object], replays: bool = True) -> Callable[[Body], Body]:
     """Decorator: register the function as ``sp::<schema>``, which no tracer looks into and no autograd derives.
 
-    fake: the function on fake tensors. Results must not be views of operands. waits: it waits for the device, so it
-    cannot be part of a CUDA graph.
+    fake: the function on fake tensors. Results must not be views of operands. replays: may a CUDA graph launch again
+    what it launched once? Not if it waits for the device, nor if it launches by what its operands hold.
     """
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if waits else None
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if not replays else None
     tags = (torch.Tag.pt2_compliant_tag, *([] if unsafe is None else [unsafe]))
 
     def register(body: Body) -> Body:

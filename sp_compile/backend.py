@@ -27,7 +27,7 @@ from sp_compile.spmd.session import ALONE, Session
 
 from . import _compat
 from .config import Ranks, SPConfig
-from .errors import SpError
+from .errors import SpError, did_you_mean
 from .pipeline import run_pipeline
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,10 @@ WHOLE_DTENSORS = (
 CUT_BY_DDP = (
     "DistributedDataParallel has cut the model at its buckets of gradients, and what crosses a cut is gathered: set "
     "torch._dynamo.config.optimize_ddp = False, or compile what is in it, DistributedDataParallel(torch.compile(model))"
+)
+NO_CUDA_GRAPHS = (
+    "records CUDA graphs, which replay what one call launched: attention launches by the documents of each batch, and "
+    "ranks would have to record and replay together. Use mode='max-autotune-no-cudagraphs' or 'default'"
 )
 NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
 OF_SEQUENCE = dict.fromkeys(
@@ -67,10 +71,11 @@ def sp(
 ) -> Any:
     """Compile one Dynamo graph for the ranks that share its sequence. `options`: the fields of SPConfig.
 
+    mode: a set of Inductor's settings, as `torch.compile` names them; those with CUDA graphs are refused.
     Errors are raised when the graph is first called, on every rank of the group, as SpError.
     """
     given = vars(options) if isinstance(options, SPConfig) else options or {}
-    session = Session(gm, example_inputs, given)
+    session = Session(gm, example_inputs, given, mode=mode)
     session.open()
     lowered: RankProgram | None = None
     run: Callable[..., Any] | None = None
@@ -79,10 +84,7 @@ def sp(
         with session.compiling():
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around it
                 lowered = lower(gm, example_inputs, given, session)
-            if mode is not None:
-                use = "set torch._inductor.config instead, which backend='sp' compiles with"
-                raise SpError(f"mode={mode!r} is Inductor's; {use}")
-            run = compile_local(lowered, example_inputs)
+            run = compile_local(lowered, example_inputs, mode)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
     except Exception as failure:
@@ -179,6 +181,20 @@ def _joint(example_inputs: Sequence[Any], config: SPConfig, session: Session) ->
     return JointPasses(JointJob(config=config, session=session, shapes=shapes)) if session.groups else None
 
 
+def _of_mode(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[str, Any]:
+    """Inductor's settings in this mode. Raises SpError: for another compiler, an unknown one, one with CUDA graphs."""
+    if mode is None:
+        return {}
+    if compiler != "inductor":
+        raise SpError(f"mode={mode!r} is Inductor's, and compiler={compiler!r} has none: leave one of them out")
+    known = _compat.mode_options()
+    if mode not in known:
+        raise SpError(f"mode={mode!r}: expected one of {', '.join(map(repr, known))}{did_you_mean(mode, known)}")
+    if known[mode].get("triton.cudagraphs"):
+        raise SpError(f"mode={mode!r} {NO_CUDA_GRAPHS}")
+    return known[mode]
+
+
 def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Is a Dynamo graph a program of its own groups alone? Not where options name the sequence or its ranks.
 
@@ -196,12 +212,13 @@ def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Map
     return not axes.sequences
 
 
-def compile_local(lowered: RankProgram, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def compile_local(lowered: RankProgram, example_inputs: Sequence[Any], mode: str | None = None) -> Callable[..., Any]:
     """Hand the local graph to Inductor (or the compiler that the config names)."""
     config, joint, local = lowered.config, lowered.joint, lowered.graph
-    compiler = _compat.compiler(config.compiler)
+    patches = _of_mode(mode, config.compiler)
+    compiler = _compat.compiler(config.compiler, patches)
     if joint is not None and config.has_place:
-        compiler = _compat.joint_compiler(config.compiler, joint, joint.key())
+        compiler = _compat.joint_compiler(config.compiler, joint, joint.key(), patches)
     elif joint is not None:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"

@@ -172,6 +172,7 @@ def _fake_backward(
         q.new_empty([*q.shape[:3], v.shape[3]]),
         q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
     ),
+    replays=False,  # which kernels it calls, documents tell
 )
 def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Shard(queries), Shard(keys) -> Shard(queries): the softmax average over this rank's keys.
@@ -200,6 +201,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     "attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{LocalArgs.schema()}, bool mask_grad, Tensor[]? after=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     _fake_backward,
+    replays=False,
 )
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any

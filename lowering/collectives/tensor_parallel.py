@@ -72,7 +72,7 @@ def all_rows(x: Tensor, dim: int, n: int, group: str) -> Tensor:
 @opaque(
     "shared(Tensor[] xs, str[] names, int n, str group) -> Tensor[]",
     lambda xs, *_: [torch.empty_like(x) for x in xs],
-    waits=True,
+    replays=False,
 )
 def shared(xs: list[Tensor], names: list[str], n: int, group: str) -> list[Tensor]:
     """Copies of gradients of shared results, once the ranks have found theirs equal. names: of the results.

@@ -230,5 +230,31 @@ def packed(runs: Sequence[Run]) -> Iterator[PackedCall]:
             yield PackedCall(window, tuple(queries), tuple(keys))
 
 
+def pairs_of(plan: BlockPlan) -> int:
+    """How many (query, key) pairs attend. All of a MASKED block count: only its predicate knows which do."""
+    calls = [(b.q_len, b.k_len, CAUSAL if b.kind is Kind.CAUSAL else b.window) for b in plan.others]
+    for call in plan.packed:
+        sequences = zip(pairwise(call.queries), pairwise(call.keys))
+        calls += [(q[1] - q[0], k[1] - k[0], call.window) for q, k in sequences]
+    return sum(_attended(*call) for call in calls)
+
+
+def _attended(queries: int, keys: int, window: Window) -> int:
+    """Pairs within a window, which counts from the last query and key."""
+    left, right = window
+    most = queries * keys if right is None else _reached(queries, keys, keys - queries + right)
+    return most if left is None else most - _reached(queries, keys, keys - queries - left - 1)
+
+
+def _reached(queries: int, keys: int, distance: int) -> int:
+    """Pairs in which the key's number is at most the query's and so many more."""
+
+    def below(stop: int) -> int:  # the sum over x < stop of x, but at least 0 and at most all keys
+        every = max(stop - keys, 0)
+        return (max(stop, 0) - every) * (min(max(stop, 0), keys) - 1) // 2 + every * keys
+
+    return below(queries + distance + 1) - below(distance + 1)
+
+
 def sized(part: Range) -> tuple[int, int]:
     return part[0], part[1] - part[0]

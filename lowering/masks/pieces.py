@@ -129,7 +129,7 @@ def _fake_pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
     return [x.new_empty([table_size(x.shape[1])], dtype=torch.int64, device="cpu") for x in vectors]
 
 
-@opaque("pieces(Tensor[] vectors) -> Tensor[]", _fake_pieces, waits=True)
+@opaque("pieces(Tensor[] vectors) -> Tensor[]", _fake_pieces, replays=False)
 def pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
     """Replicate -> Replicate, on the CPU: for each vector a table of its pieces, all for one wait for the device.
 

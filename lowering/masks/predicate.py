@@ -298,6 +298,13 @@ def symbols(text: str) -> frozenset[str]:
     return frozenset(str(symbol) for symbol in parse(text).free_symbols)
 
 
+@lru_cache(maxsize=1024)
+def of_positions(text: str) -> str:
+    """Its conditions that read no vector: what is known of a mask where vectors have no values."""
+    known = [c for c in conjuncts(text) if not any(name.startswith(("row", "col")) for name in symbols(c))]
+    return " & ".join(f"({c})" for c in known)
+
+
 def check_known(text: str, known: Collection[str]) -> None:
     """SpError when the predicate reads a symbol that has no value."""
     if missing := sorted(symbols(text) - set(known)):

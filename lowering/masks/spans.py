@@ -44,8 +44,14 @@ def span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:
 
 def valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows:
     """The rows that this rank of ``group`` holds; it is asked for its rank only if the sequence is cut."""
-    n, folds, stride, shift, start, length = (int(x) for x in span)
-    r = (current().rank(group) // stride - shift) % n if n > 1 else 0
+    n, _, stride, *_ = (int(x) for x in span)
+    return rows_of(span, local_length, current().rank(group) // stride if n > 1 else 0)
+
+
+def rows_of(span: Sequence[int], local_length: int, place: int) -> Rows:
+    """The rows that a rank holds. place: its number, or that of its neighbourhood."""
+    n, folds, _, shift, start, length = (int(x) for x in span)
+    r = (place - shift) % n
     chunk = local_length // folds
     firsts = (r * chunk, (2 * n - 1 - r) * chunk)[:folds]
     cut = [_cut(first - start, fold * chunk, chunk, length) for fold, first in enumerate(firsts)]

@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,25 +19,29 @@ JOINT_COMPILERS = ("inductor", "aot_eager")
 
 
 def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any]:
-    """AOTAutograd's partitioner keeps at most this share of the activations."""
-    if budget is None:
-        return contextlib.nullcontext()
+    """AOTAutograd's partitioner keeps at most this share of the activations; None leaves that to its own setting.
+
+    What it computes again it chooses by FLOPs, of our operators too: by default it takes what is not ATen for free.
+    """
     import torch._functorch.config as functorch_config
 
-    return functorch_config.patch(activation_memory_budget=budget)
+    ours = {} if budget is None else {"activation_memory_budget": budget}
+    return functorch_config.patch(is_non_builtin_to_include=True, **ours)
 
 
-def compiler(name: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A torch.compile backend as a function of (graph, example inputs)."""
+def compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """A torch.compile backend as a function of (graph, example inputs). patches: of Inductor's settings."""
     if name == "inductor":
-        return inductor
+        return partial(inductor, patches=patches)
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(name)
 
 
-def inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """Inductor, without its padding of strides on GPUs.
+def inductor(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None, **options: Any
+) -> Callable[..., Any]:
+    """Inductor, without its padding of strides on GPUs. patches: of its settings, while it compiles.
 
     Torch 2.11 may lay out a tensor that is viewed before it is read (heads in groups of ranks, say) in two ways, and
     read rows of odd length by padded strides that were written by others: wrong numbers and no word of it, seen on an
@@ -44,8 +49,17 @@ def inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) ->
     """
     from torch._inductor.compile_fx import compile_fx
 
-    run: Callable[..., Any] = compile_fx(gm, list(inputs), config_patches={"comprehensive_padding": False}, **options)
+    run: Callable[..., Any] = compile_fx(
+        gm, list(inputs), config_patches={"comprehensive_padding": False, **(patches or {})}, **options
+    )
     return run
+
+
+def mode_options() -> dict[str, dict[str, Any]]:
+    """Inductor's settings for each `mode=` of torch.compile, by name."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
 
 
 def on_recompile_limit(tell: Callable[[str], None]) -> None:
@@ -98,7 +112,9 @@ def compile_cpp(source: str, flags: Sequence[str], keep: Callable[[str], str], c
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor
 
 
-def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, key: str | None) -> Callable[..., Any]:
+def joint_compiler(
+    name: str | Callable[..., Any], transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """As `compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is partitioned.
 
     Forward and backward in one graph; of an inference, the forward. key: what `transform` will do, for caches of
@@ -106,7 +122,7 @@ def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, ke
     backends, only JOINT_COMPILERS have a place for it.
     """
     if name == "inductor":
-        return _joint_inductor(transform, key)
+        return _joint_inductor(transform, key, patches)
     if name != "aot_eager":
         raise NotImplementedError(f"compiler={name!r}: no place for passes on AOTAutograd's joint graph")
     from torch._dynamo.backends.common import aot_autograd
@@ -130,7 +146,9 @@ def joint_compiler(name: str | Callable[..., Any], transform: JointTransform, ke
     )
 
 
-def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[..., Any]:
+def _joint_inductor(
+    transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None
+) -> Callable[..., Any]:
     """Inductor with one more pass on the joint graph, after those of the user's own.
 
     2.11 and 2.12 take one pass there, 2.13 and newer a list, too: ours calls theirs.
@@ -156,7 +174,7 @@ def _joint_inductor(transform: JointTransform, key: str | None) -> Callable[...,
         theirs = config.joint_custom_pre_pass
         earlier = theirs if isinstance(theirs, list | tuple) else [] if theirs is None else [theirs]
         with config.patch(joint_custom_pre_pass=CustomPass(earlier)):
-            return inductor(gm, inputs)
+            return inductor(gm, inputs, patches)
 
     return run
 

@@ -49,7 +49,7 @@ class Session:
     facts: what is known of the inputs on each group, by its name: tensors are called input_0, input_1, ..., symbols
     size_0, ... apart: the groups whose ranks have different programs, or may. unlike: do programs differ in any group?
     aligned: the groups whose ranks all hold the same rows of the sequence; None: all. measures: time the links of the
-    ranks for the cost model.
+    ranks for the cost model. mode: Inductor's, as `torch.compile` was given it.
     """
 
     def __init__(
@@ -58,10 +58,11 @@ class Session:
         inputs: Sequence[Any] = (),
         options: Mapping[str, Any] | None = None,
         measures: bool = True,
+        mode: str | None = None,
     ) -> None:
         given = options or {}
         mesh, mesh_dim = given.get("mesh"), given.get("mesh_dim")
-        self.given = given
+        self.given, self.mode = given, mode
         self.options = str({name: given[name] for name in JOINT_OPTIONS if name in given})
         self.groups = groups_of(gm, inputs) if gm is not None else []
         self.splits = not self.groups or splits_sequence(mesh, mesh_dim, self.groups)
@@ -247,7 +248,7 @@ class Session:
                 error,
                 equal,
                 subject=subject,
-                options=settings(self.given),
+                options=settings({"mode": self.mode, **self.given}),
                 backward=True,
                 whole=config.outputs == "gather",
                 check_every=config.check_every,

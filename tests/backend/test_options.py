@@ -85,8 +85,8 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
         seen.append((gm.code, functorch_config.activation_memory_budget))
         return gm.forward
 
-    def watched(lowered: backend.RankProgram, inputs: Any) -> Any:
-        run = plain(lowered, inputs)
+    def watched(lowered: backend.RankProgram, inputs: Any, mode: str | None) -> Any:
+        run = plain(lowered, inputs, mode)
         seen.append((lowered.graph.code, str(lowered.joint and lowered.joint.report)))
         return run
 

@@ -1,0 +1,147 @@
+"""FLOPs that torch is told of attention: the closed formula of each mask, a share a rank, and what they decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.attention.attending import PREDICATES, Problem, packed, shard
+from support.models import BATCH, WIDTH, Decoder, causal, seeded, tokens
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import sp_compile
+from sp_compile import _compat
+from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.simulate import GROUP, run_ranks
+
+sp = torch.ops.sp
+EXACT = ("none", "causal", "shifted", "window", "documents")
+"""Masks that are bands between cells; of others the pairs of masked blocks count."""
+OF_POSITIONS = ("none", "causal", "shifted", "window")
+
+
+def counted(run: Callable[[], Any]) -> dict[Any, int]:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_flop_counts().get("Global", {})
+
+
+def forward_and_backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, arguments: list[Any]) -> list[int]:
+    out, lse = sp.attend(q, k, v, *arguments)
+    found = counted(lambda: sp.attend(q, k, v, *arguments))
+    found |= counted(lambda: sp.attend_backward(grad, q, k, v, out, lse, *arguments, False))
+    return [found[sp.attend], found[sp.attend_backward]]
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(13, 13), (7, 12), (300, 300)])
+@pytest.mark.parametrize("name", PREDICATES)
+def test_pairs_of_a_mask(name: str, q_len: int, k_len: int) -> None:
+    p = Problem(name, q_len, k_len, key_heads=2, width=8, v_width=5)
+    pairs = 4 * int(p.allowed().sum())
+    found = forward_and_backward(p, p.q, p.k, p.v, p.grad[..., :5], p.arguments(whole(q_len), whole(k_len)))
+    want = [2 * pairs * (8 + 5), 2 * pairs * (3 * 8 + 2 * 5)]
+    if name in EXACT:
+        assert found == want
+    else:
+        every = 2 * 4 * q_len * k_len
+        assert all(w <= f <= w * every // (pairs or 1) for w, f in zip(want, found)) or pairs == 0
+
+
+def test_packed_documents_by_their_positions() -> None:
+    lengths = [5, 19, 64, 128]
+    document, position = packed(lengths)
+    q, total = torch.randn(1, 2, sum(lengths), 8), sum(n * (n + 1) // 2 for n in lengths)
+    predicate, vectors = "Eq(row0, col0) & (col1 <= row1)", [document, position]
+    span = whole(sum(lengths))
+    arguments = (None, vectors, vectors, [], [], predicate, None, 0.0, 0.3, span, span, 1, "")
+    assert counted(lambda: sp.attend(q, q, q, *arguments)) == {sp.attend: 2 * 2 * total * 16}
+
+
+@pytest.mark.parametrize("folds", [1, 2])
+@pytest.mark.parametrize("name", EXACT)
+def test_ranks_add_up(name: str, folds: int) -> None:
+    """The steps of a ring on all ranks are the whole; on fake tensors each rank takes the mean for its own."""
+    n, length = 3, 18
+    p = Problem(name, length, length, key_heads=2)
+    spans = [[n, folds, 1, shift, 0, length] for shift in range(n)]
+
+    def live(rank: int) -> list[list[int]]:
+        q, grad = (shard(x, spans[0], rank) for x in (p.q, p.grad))
+        held = [[shard(x, span, rank) for x in (p.k, p.v)] for span in spans]
+        arguments = [p.arguments(spans[0], span, GROUP) for span in spans]
+        return [forward_and_backward(p, q, *x, grad, a) for x, a in zip(held, arguments)]
+
+    ranks = run_ranks(n, live)
+    pairs = 4 * int(p.allowed().sum())
+    assert torch.tensor(ranks).sum((0, 1)).tolist() == [2 * pairs * 16, 2 * pairs * 40]
+    if name not in OF_POSITIONS:
+        return
+    means = run_ranks(n, lambda rank: [_of_fake(p, spans[0], span, length // n) for span in spans])
+    assert means[0] == means[1] == means[2]
+    assert abs(sum(means[0]) * n - 2 * pairs * 16) <= n * n * 2 * 8 * 16  # each step is rounded down
+
+
+def _of_fake(p: Problem, q_span: Sequence[int], k_span: Sequence[int], rows: int) -> int:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(x.shape[0], x.shape[1], rows, x.shape[3]) for x in (p.q, p.k, p.v))
+        arguments = p.arguments(q_span, k_span, GROUP)
+        arguments[1:3] = [[], []]
+        return counted(lambda: sp.attend(q, k, v, *arguments))[sp.attend]
+
+
+def every_pair(model: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "hybrid", "gather"])
+@pytest.mark.parametrize(("attend", "layout"), [(every_pair, "contiguous"), (causal, "zigzag")])
+def test_a_rank_does_its_share(attend: Any, layout: str, strategy: str) -> None:
+    """Of one device's FLOPs, where the work is balanced: products and attention, forward and backward."""
+    n, length = 4, 16
+    model, ids = seeded(partial(Decoder, attend)), tokens(length)
+    local = sp_compile.parallelize(torch.export.export(model, (ids,)), sp=n, attention=strategy, layout=layout)
+    run = {"one": model, "rank": local}
+
+    def step(name: str) -> dict[Any, int]:
+        def both() -> None:
+            result = run[name](ids)
+            (result[0] if isinstance(result, list | tuple) else result).sum().backward()
+
+        return counted(both)
+
+    alone = step("one")
+    pairs = BATCH * (length * (length + 1) // 2 if attend is causal else length**2)
+    want = {sp.attend: 4 * pairs * WIDTH, sp.attend_backward: 10 * pairs * WIDTH}
+    want |= {op: alone[op] for op in (torch.ops.aten.addmm, torch.ops.aten.mm)}
+    for found in run_ranks(n, lambda _: step("rank")):
+        assert {op: n * flops for op, flops in found.items()} == want
+
+
+def test_a_budget_computes_attention_again_last() -> None:
+    """Long attention is most of a layer's FLOPs, and its result as large as any other."""
+    names: list[list[str]] = []
+
+    def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        names.append([str(node.target) for node in gm.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(gm.forward)
+
+    def attend(model: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sp.masked_attention(q, k, v, [], [], [], "k <= q", 0.0, None, False)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    model, ids = seeded(partial(Decoder, attend)), tokens(256)
+    with _compat.memory_budget(0.5):
+        torch.compile(model, backend=backend)(ids).sum().backward()
+    forward, backward = names
+    assert forward.count("sp.attend.default") == 1
+    assert "sp.attend.default" not in backward
+    assert "aten.addmm.default" in backward or "aten.mm.default" in backward

@@ -1,0 +1,73 @@
+"""`torch.compile(mode=...)` with backend="sp": Inductor's settings for it, or why not; and what CUDA graphs leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config
+from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+from torch.fx import Graph
+
+import sp_compile
+from sp_compile.lowering.library import COMPOSITES
+
+REPLAYED = """
+add_into from_bytes local_extremes local_linear_scan local_linear_total local_scan merge_into pack pack_by_owner rank
+to_bytes
+""".split()
+NEVER_REPLAYED = "attend attend_backward pieces shared".split()
+
+
+def test_what_a_cuda_graph_may_hold() -> None:
+    """Every opaque operator is one or the other, and Inductor cuts its CUDA graphs there."""
+    found: dict[bool, list[str]] = {True: [], False: []}
+    names = (name.removeprefix("sp::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("sp::"))
+    for name in sorted(names):
+        op = getattr(torch.ops.sp, name).default
+        if op not in COMPOSITES:
+            found[is_cudagraph_unsafe_fx_node(Graph().call_function(op))].append(name)
+    assert found == {True: NEVER_REPLAYED, False: REPLAYED}
+
+
+def settings_of(mode: str | None, **options: Any) -> tuple[bool, bool]:
+    """(autotuning, padding of strides) as Inductor is told for one rank's graph."""
+    seen: list[tuple[bool, bool]] = []
+
+    def look(graph: Graph) -> None:
+        seen.append((config.max_autotune, config.comprehensive_padding))
+
+    def both(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return sp_compile.backend.sp(gm, inputs, mode=mode, options=options)  # torch.compile takes one of them
+
+    torch._dynamo.reset()
+    uncached = config.patch(joint_custom_pre_pass=look, fx_graph_cache=False)
+    with uncached, functorch_config.patch(enable_autograd_cache=False), torch.no_grad():
+        run = torch.compile(torch.sin, backend=both if options else "sp", mode=None if options else mode)
+        torch.testing.assert_close(run(torch.ones(4)), torch.ones(4).sin())
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "autotune"), [(None, False), ("default", False), ("max-autotune-no-cudagraphs", True)]
+)
+def test_settings(mode: str | None, autotune: bool) -> None:
+    assert settings_of(mode) == (autotune, False)
+    assert not config.max_autotune
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "words"),
+    [
+        ("reduce-overhead", {}, ["mode='reduce-overhead' records CUDA graphs", "max-autotune-no-cudagraphs"]),
+        ("max-autotune", {}, ["mode='max-autotune' records CUDA graphs"]),
+        ("max-autotun", {}, ["mode='max-autotun': expected one of 'default'", "did you mean 'max-autotune'?"]),
+        ("default", {"compiler": "aot_eager"}, ["mode='default' is Inductor's", "compiler='aot_eager' has none"]),
+    ],
+)
+def test_refused(mode: str, options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(Exception, match="mode=") as caught:
+        settings_of(mode, **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
