@@ -53,7 +53,7 @@ NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: th
 OF_SEQUENCE = dict.fromkeys(
     ("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "fallback"),
     "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
-) | {"check_every": "compares what its ranks share on every call and in every backward: leave it out"}
+) | {"check_every": "compares what its ranks share on every call, and weights once: leave it out"}
 AS_WRITTEN = Note(
     "replicated",
     "graph",

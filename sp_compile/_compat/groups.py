@@ -61,12 +61,18 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._world.pg_map[group][1]
 
 
-def gloo_group(store: dist.Store, rank: int, size: int) -> Any:
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A communicator on the CPU that is in no table of torch's: neither destroyed nor named with the others.
 
-    It never gives up by itself, so that whoever waits can look around and wait on.
+    timeout: of connecting, which no signal interrupts. Raises RuntimeError if a rank does not connect.
     """
-    return dist.ProcessGroupGloo(store, rank, size, timedelta(days=7))
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def patient(options: Any) -> Any:
+    """Options of an exchange that never gives up by itself, so that whoever waits can look around and wait on."""
+    options.timeout = timedelta(days=7)
+    return options
 
 
 def keep_for_good(it: object) -> None:

@@ -14,6 +14,11 @@ get_data = torch._C._autograd._get_data_attr  # what `x.data` is in Dynamo's gra
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 
+def in_backward() -> bool:
+    """Does this thread run a backward just now? Autograd has threads of its own for those of a device."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def storage_of(x: torch.Tensor) -> int:
     """The identity of the memory that a strided tensor lies in, fake ones too."""
     return x.untyped_storage()._cdata

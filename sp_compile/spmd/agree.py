@@ -21,7 +21,7 @@ from .message import BACKWARD, COMPILES, STOPS, Message
 from .wire import gather, wire_of
 
 ABOUT = "about "  # of a value of numbers that need not be the same to the bit
-CLOSE = 1e-3  # of the first of them
+CLOSE = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
 SHOWN = 8  # fields that differ, in an error message
 WIDTH = 1000  # characters of a value
 

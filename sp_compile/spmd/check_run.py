@@ -93,6 +93,7 @@ class CheckedProgram:
     def _agree(self, args: Sequence[Any]) -> Message:
         wire, subject, number = wire_of(self.ranks), self.subject, 0
         if wire is not None:
+            wire.own()  # before the call counts
             which = wire.model(args)
             subject += f" of model {which}" if which > 1 else ""
             wire.calls[subject] += 1

@@ -31,8 +31,10 @@ from sp_compile._compat import (
     gloo_group,
     group_store,
     group_timeout,
+    in_backward,
     is_lost,
     keep_for_good,
+    patient,
     process_groups,
     real_tensors,
 )
@@ -45,6 +47,7 @@ from .message import CALLS, Message
 
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
 PATIENCE = 2.0  # seconds of a wait before a rank that has stopped is looked for
+CONNECTING = timedelta(seconds=60)  # of ranks that are all there
 POLL = 0.005  # seconds between looks for ranks that have not connected
 ANSWERS = 2.0  # seconds within which the store answers: it may lie in a rank that has stopped
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
@@ -89,7 +92,8 @@ class Wire:
         before.
         """
         out = [torch.empty_like(mine) for _ in self.seen]
-        self._exchange(lambda gloo: gloo.allgather([out], [mine]), (out, mine), saying)
+        options = patient(dist.distributed_c10d.AllgatherOptions())
+        self._exchange(lambda gloo: gloo.allgather([out], [mine], options), (out, mine), saying)
         return out
 
     def broadcast(self, values: torch.Tensor, root: int, saying: Message) -> None:
@@ -97,7 +101,7 @@ class Wire:
 
         Raises what `gather` does.
         """
-        options = dist.BroadcastOptions()
+        options = patient(dist.BroadcastOptions())
         options.rootRank = root
         self._exchange(lambda gloo: gloo.broadcast([values], options), (values,), saying)
 
@@ -129,12 +133,19 @@ class Wire:
                 keep_for_good((self.gloo, *tensors))
 
     def _meet(self, saying: Message, begun: float) -> None:
-        """Connect all ranks, once all are here: connecting cannot be interrupted."""
+        """Connect all ranks, once all are here: connecting cannot be interrupted. A rank that gives up is not here."""
         answered(lambda: self.store.add("here", 1), 0)
-        while answered(lambda: self.store.add("here", 0), 0) < len(self.seen):
-            time.sleep(POLL)
-            self._look(saying, begun)
-        self.gloo = gloo_group(self.store, self.ranks.index(dist.get_rank()), len(self.seen))
+        try:
+            while answered(lambda: self.store.add("here", 0), 0) < len(self.seen):
+                time.sleep(POLL)
+                self._look(saying, begun)
+            me = self.ranks.index(dist.get_rank())
+            self.gloo = gloo_group(self.store, me, len(self.seen), min(self.timeout, CONNECTING))
+        except RuntimeError as error:
+            raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
+        finally:
+            if self.gloo is None:
+                answered(lambda: self.store.add("here", -1), 0)
 
     def _look(self, saying: Message, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
@@ -145,7 +156,12 @@ class Wire:
             raise SpError(self.lost(saying, waited))
 
     def own(self) -> None:
-        """Raise SpError in a second thread that calls programs: the words of two would meet in any order."""
+        """Raise SpError in a second thread that calls programs: the words of two would meet in any order.
+
+        A backward has threads of its own, which call programs again where they were checkpointed, in the order of all.
+        """
+        if in_backward():
+            return
         me = threading.get_ident()
         if self.thread not in (0, me) and any(thread.ident == self.thread for thread in threading.enumerate()):
             raise SpError(
@@ -215,9 +231,9 @@ def _came(work: Any) -> bool:
     try:
         work.wait(SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # raises what it ended with, if it did not end well just now
     return True
 
 
