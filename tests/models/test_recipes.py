@@ -27,6 +27,8 @@ NEEDS = {
     "fsdp": (),
 }
 
+OF_LIGHTNING = ("fabric", "lightning")  # which is told how many processes torchrun starts
+
 
 def code_of(name: str) -> str:
     (code,) = re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), re.DOTALL)
@@ -80,7 +82,8 @@ def test_every_page_is_run_and_short() -> None:
 def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
     for package in NEEDS[name]:
         pytest.importorskip(package)
-    alone = run(name, tmp_path, 1)
+    changes = ("devices=2", "devices=1") if name in OF_LIGHTNING else ()
+    alone = run(name, tmp_path, 1, *changes)
     (tmp_path / "checkpoint").exists() and (tmp_path / "checkpoint").rename(tmp_path / "of one")
     compare(run(name, tmp_path, 2), alone)
 
