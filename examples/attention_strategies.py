@@ -1,10 +1,14 @@
 """How the attention of one decoder would be split over ranks, why, and that every strategy gives the same numbers.
 
     python examples/attention_strategies.py
+    python examples/attention_strategies.py --million    1,048,576 tokens of an 8B Llama on 8 and 64 H100, and what fits
 
 One process, no GPU. The times are the cost model's for the hardware that `COST` describes; without `cost`, they are
 those of the device at hand, or what was measured on it (`sp_compile.cost.machine`).
 """
+
+import argparse
+import time
 
 import torch
 from models import DecoderLM
@@ -34,8 +38,40 @@ def verified(ranks: int = 4) -> None:
         assert report.worst < 1e-4
 
 
+def million(ranks: int, layers: int) -> None:
+    """Checkpointed layers of the sizes of Llama 3 8B, bfloat16: the candidates, and what a rank holds beside them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=1 << 20,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(sizes).bfloat16().train(), torch.zeros(1, 1 << 20, dtype=torch.int64)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    start = time.process_time()
+    report = sp_compile.explain(model, ids, sp=ranks, outputs="local", kwargs={"labels": ids})
+    print(f"\n== {layers} layers on {ranks} ranks, {time.process_time() - start:.0f} s of CPU time")
+    print(*report.memory, *report.attention, sep="\n")
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--million", action="store_true", help="8B at 1,048,576 tokens")
+    parser.add_argument("--layers", type=int, default=32, help="with --million")
+    args = parser.parse_args()
     for ranks in (8, 64):
-        predicted(ranks)
-    print()
-    verified()
+        if args.million:
+            million(ranks, args.layers)
+        else:
+            predicted(ranks)
+    if not args.million:
+        print()
+        verified()

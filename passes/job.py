@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.config import Ranks, SPConfig
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
+from sp_compile.cost.memory import Memory
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
@@ -128,6 +129,7 @@ class Job(Settings):
     sequence_inputs: dict[str, list[int]] = field(default_factory=dict)
     constraints: list[str] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
     _analysed: tuple[Axes, Plan] | None = None
 
     @classmethod

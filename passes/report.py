@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from tabulate import tabulate
 
 from sp_compile.cost.decision import Decision, merged
 from sp_compile.cost.exchanges import Exchange
+from sp_compile.cost.memory import Memory
 from sp_compile.graph.sizes import Size
 from sp_compile.passes.job import Lap, laps_by_pass
 
@@ -27,6 +29,7 @@ class Report:
     notes: list = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     attention: list[Decision] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
     inputs: dict[str, list[int]] = field(default_factory=dict)
     sharded_outputs: list[str] = field(default_factory=list)
     constraints: list[str] = field(default_factory=list)
@@ -46,6 +49,7 @@ class Report:
         self.inputs.update(other.inputs)
         self.passes += other.passes
         self.exchanges += other.exchanges
+        self.memory += other.memory
         self.attention = merged([*self.attention, *other.attention])
         self.constraints += [c for c in other.constraints if c not in self.constraints]
         self.sharded_outputs += other.sharded_outputs
@@ -86,6 +90,8 @@ class Report:
             rows = [(_short(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers]
             headers = ("linear + all_reduce at", "mode", "rows of", "cut along", "ops on rows", "why")
             yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
+        if limits := [str(one) for one in self.memory if not math.isinf(one.device)]:
+            yield "Memory of a rank, predicted\n" + "\n".join(f"  {one}" for one in limits)
         if self.attention:
             yield "Attention, predicted\n" + "\n\n".join(map(str, merged(self.attention)))
         if self.exchanges:

@@ -94,6 +94,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         notes=state.notes,
         exchanges=exchanges_of(pipeline.gm, job.ranks.n),
         attention=merged(state.decisions),
+        memory=state.memory,
         inputs=state.sequence_inputs,
         sharded_outputs=[n.name for n in results if isinstance(state.planned.of(n), Shard)],
         constraints=state.constraints,

@@ -78,6 +78,11 @@ class Shape:
         return self.heads * self.out_bytes * (1 + 2 * self.widening)
 
     @property
+    def gradient_bytes(self) -> float:
+        """The gradient of q of all of one rank's rows, in what it is summed in; nothing where none flows."""
+        return self.heads * self.q_bytes * self.widening if self.training else 0.0
+
+    @property
     def accumulate_bytes(self) -> float:
         """Read and written to add one block's gradient of q to that of all of one rank's rows."""
         return self.heads * self.q_bytes * 3 * self.widening
@@ -125,11 +130,11 @@ class Candidate:
     """One way to compute an attention: heads shared by `ulysses` neighbouring ranks, the sequence split over `ring`.
 
     kind: the strategy's name. layout: "contiguous" or "zigzag", the order of the sequence inside. forward, backward:
-    predicted seconds. memory: bytes that the forward holds per rank beyond its shards. rounds: collectives forward and
-    backward. ring_grads: how the gradients of K and V get home: they "travel" with them, or "scatter" (one
-    reduce-scatter); "" without a ring. legal: None, or the reason why not. relayout: q, k and v first move from
-    contiguous to zigzag order, and the result back; `candidates` adds what that costs. folds_keys: do keys and values
-    move then, too?
+    predicted seconds. memory: bytes that a rank holds beyond its shards, in the larger of both. rounds: collectives
+    forward and backward. ring_grads: how the gradients of K and V get home: they "travel" with them, or "scatter" (one
+    reduce-scatter); "" without a ring. legal: None, or the reason why not. fits: is there enough memory? relayout: q, k
+    and v first move from contiguous to zigzag order, and the result back; `candidates` adds what that costs.
+    folds_keys: do keys and values move then, too?
     """
 
     kind: str
@@ -142,6 +147,7 @@ class Candidate:
     rounds: tuple[int, int]
     ring_grads: str = ""
     legal: str | None = None
+    fits: bool = True
     relayout: bool = False
     folds_keys: bool = True
 
@@ -237,7 +243,7 @@ def _finished(c: Candidate, shape: Shape, machine: Machine) -> Candidate:
     if not shape.training:
         c = replace(c, backward=0.0, rounds=(c.rounds[0], 0), ring_grads="")
     if c.legal is None and c.memory > machine.memory:
-        return replace(c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB allowed")
+        return replace(c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB left", fits=False)
     return c
 
 

@@ -60,12 +60,14 @@ def table(found: Sequence[Candidate], chosen: Candidate) -> str:
 def _row(c: Candidate, chosen: Candidate, found: Sequence[Candidate]) -> tuple[object, ...]:
     layout = c.layout + (", moved" if c.relayout else "")
     numbers = [x * 1e3 for x in (c.forward, c.backward, c.seconds)] + [c.memory / 2**20]
-    known = numbers if c.legal is None else [None] * 4
+    known = numbers if c.legal is None or c == chosen else [None] * 4
     why = _won(c, found) if c == chosen else c.legal or f"{c.seconds / chosen.seconds - 1:+.1%}"
     return (c.kind, f"{c.ulysses} x {c.ring}", layout, *known, why)
 
 
 def _won(c: Candidate, found: Sequence[Candidate]) -> str:
+    if not c.fits:
+        return f"chosen: needs least, {c.legal}"
     if not any(other.legal is None for other in found) or c != choose(found):
         return "chosen: asked for"
     best = fastest(found)

@@ -25,7 +25,8 @@ class Machine:
         reduce-scatter, a shift around a ring, and an all-reduce, between ranks of one node.
     step_latency, inter_node_step_latency: seconds that every step of an all-reduce adds, of 2 (n - 1).
     inter_node_bandwidth: between nodes. ranks_per_node: neighbouring ranks on one node.
-    memory_bandwidth: bytes read plus bytes written. memory: bytes one attention may use on top of its shards.
+    memory_bandwidth: bytes read plus bytes written. memory: bytes of the device; of those that weights, gradients and
+        what is kept for the backward leave, an attention may use all on top of its shards.
 
     Raises SpError: a value that is no number or is out of range.
     """
@@ -166,4 +167,5 @@ GPU = Machine(
     inter_node_bandwidth=45e9,
     ranks_per_node=8,
     memory_bandwidth=2.85e12,
+    memory=80e9,
 )

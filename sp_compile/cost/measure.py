@@ -24,17 +24,18 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from sp_compile._compat import process_group
 from sp_compile.config import Ranks
+from sp_compile.lowering.attention.args import LocalArgs
 from sp_compile.lowering.communicator import current
+from sp_compile.lowering.masks.spans import whole
 
 from .line import Line, bytes_of, fitted
 from .machine import Machine
 
-VERSION = 1  # of what is kept on disk
+VERSION = 2  # of what is kept on disk
 CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
 GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
 MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
@@ -57,7 +58,9 @@ def machine(ranks: Ranks, device: torch.device) -> Machine:
         everyone = [(ranks.group, (tuple(range(ranks.n)),))]
         jobs = [_collective(kind, everyone, where) for kind in ("all_to_all", "all_gather")]
         lines = measured([*jobs, _attention(device)], group, device, where, MACHINE_REPEATS)
-        known[device.type] = constants(lines, ranks.n, _ranks_per_node(ranks, where), Machine.of(device.type))
+        node, memory = _ranks_per_node(ranks, where), _least_memory(group, device, where)
+        base = replace(Machine.of(device.type), memory=memory)
+        known[device.type] = constants(lines, ranks.n, node, base)
     return known[device.type]
 
 
@@ -144,13 +147,14 @@ def _collective(kind: str, named: Named, where: torch.device) -> Measurement:
 
 
 def _attention(device: torch.device) -> Measurement:
-    """Of one rank: seconds per FLOP are (1 + block_keys / keys) / flops."""
+    """Of one rank, by the kernel that its blocks run: seconds per FLOP are (1 + block_keys / keys) / flops."""
     cpu = device.type == "cpu"
     heads, dim, dtype = (4, 64, torch.float32) if cpu else (16, 128, torch.bfloat16)
 
     def call(length: int) -> Callable[[], object]:
-        q = torch.ones(1, heads, length, dim, device=device, dtype=dtype)
-        return lambda: F.scaled_dot_product_attention(q, q, q)
+        q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), whole(length)
+        args = LocalArgs(None, [], [], [], [], "", None, 0.0, dim**-0.5, rows, rows, 1, "")
+        return lambda: args.attend(q, q, q, rows)
 
     def point(length: int, seconds: float) -> tuple[float, float]:
         return 1 / length, seconds / (4 * heads * dim * length**2)
@@ -232,6 +236,14 @@ def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
     mine = torch.tensor([int(_hash(platform.node())[:15], 16)], device=where)
     hosts = current().all_gather(mine, ranks.n, ranks.group)
     return min(Counter(hosts.tolist()).values())
+
+
+def _least_memory(group: Any, device: torch.device, where: torch.device) -> float:
+    """Bytes of the smallest of the ranks' devices; nothing limits a CPU, whose memory others share."""
+    mine = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+    least = torch.tensor(mine, dtype=torch.float64, device=where)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return float(least.item())
 
 
 def _shared(found: Sequence[Line | None], group: Any, where: torch.device) -> list[Line | None]:

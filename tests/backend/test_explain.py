@@ -53,13 +53,13 @@ Attention, predicted
 2 x batch 1, 4 heads x 4, 64 positions, causal
 attention    U x R    layout           forward ms    backward ms    total ms    memory MiB  why
 -----------  -------  -------------  ------------  -------------  ----------  ------------  ---------------
-ulysses      4 x 1    contiguous            0.707          0.710       1.417         0.004  chosen: fastest
-gather       1 x 4    contiguous            0.616          0.934       1.550         0.008  +9.4%
-hybrid       2 x 2    contiguous            1.211          1.522       2.733         0.017  +92.9%
-gather       1 x 4    zigzag, moved         1.519          1.834       3.353         0.008  +136.6%
-ring         1 x 4    contiguous            1.619          1.944       3.563         0.021  +151.4%
-hybrid       2 x 2    zigzag, moved         2.019          2.331       4.350         0.017  +207.0%
-ring         1 x 4    zigzag, moved         2.627          2.952       5.579         0.021  +293.7%
+ulysses      4 x 1    contiguous            0.707          0.710       1.417         0.008  chosen: fastest
+gather       1 x 4    contiguous            0.616          0.934       1.550         0.017  +9.4%
+hybrid       2 x 2    contiguous            1.211          1.522       2.733         0.027  +92.9%
+gather       1 x 4    zigzag, moved         1.519          1.834       3.353         0.017  +136.6%
+ring         1 x 4    contiguous            1.619          1.944       3.563         0.027  +151.4%
+hybrid       2 x 2    zigzag, moved         2.019          2.331       4.350         0.027  +207.0%
+ring         1 x 4    zigzag, moved         2.627          2.952       5.579         0.027  +293.7%
 
 Collectives, bytes that one rank sends
   times  exchange     local shape                                     sent forward    sent backward    at
@@ -95,12 +95,12 @@ Attention, predicted
 2 x batch 1, 2 heads x 8, 10 positions, causal
 attention    U x R    layout           forward ms    backward ms    total ms    memory MiB  why
 -----------  -------  -------------  ------------  -------------  ----------  ------------  -----------------------------------
-ring         1 x 4    contiguous            1.603          1.907       3.510         0.004  chosen: asked for
-gather       1 x 4    contiguous            0.603          0.906       1.509         0.001  -57.0%
-hybrid       2 x 2    contiguous            1.202          1.503       2.705         0.003  -22.9%
-gather       1 x 4    zigzag, moved         1.503          1.806       3.309         0.001  -5.7%
-hybrid       2 x 2    zigzag, moved         2.003          2.305       4.308         0.003  +22.8%
-ring         1 x 4    zigzag, moved         2.604          2.908       5.513         0.004  +57.1%
+ring         1 x 4    contiguous            1.603          1.907       3.510         0.005  chosen: asked for
+gather       1 x 4    contiguous            0.603          0.906       1.509         0.003  -57.0%
+hybrid       2 x 2    contiguous            1.202          1.503       2.705         0.005  -22.9%
+gather       1 x 4    zigzag, moved         1.503          1.806       3.309         0.003  -5.7%
+hybrid       2 x 2    zigzag, moved         2.003          2.305       4.308         0.005  +22.8%
+ring         1 x 4    zigzag, moved         2.604          2.908       5.513         0.005  +57.1%
 ulysses      4 x 1    contiguous                                                            4 ranks do not divide 2 query heads
 
 Collectives, bytes that one rank sends

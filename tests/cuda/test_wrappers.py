@@ -196,22 +196,25 @@ kernel
 pack
 2 = shift:1:2 bfloat16[1, 2, 262144, 256]
 attend_backward step 0 of 2
+kernel
+3 = shift:1:2 float32[1, 2, 262144, 256]
 wait 2
-attend_backward step 1 of 2
+attend_backward step 1 of 2, 3
 add_into
-pack_by_owner
-3 = across:2 float32[2, 1, 2, 262144, 256]
 wait 3
 kernel
-4 = among:2 bfloat16[2, 2, 67108864]
+4 = shift:-1:2 float32[1, 2, 262144, 256]
 wait 4
 kernel
-product
+5 = among:2 bfloat16[2, 2, 67108864]
+wait 5
 kernel
 product
 kernel
-5 = all_reduce bfloat16[3145728]
-wait 5""",
+product
+kernel
+6 = all_reduce bfloat16[3145728]
+wait 6""",
     )
 
 

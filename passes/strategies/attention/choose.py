@@ -32,6 +32,7 @@ from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import Plan, Shard
 
 from .base import heads_broadcast, may_hold_fills, sequence_shard
+from .memory import memory_of
 
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 
@@ -54,10 +55,15 @@ class ChooseAttention(Pass):
         plan, trained = job.plan(gm), differentiable_nodes(gm)
         nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
         shapes = {n: _shape(n, job.ranks.n, n in trained) for n in nodes}
+        machines = {n: job.machine_of(n) for n in nodes}
+        if nodes:
+            taken = memory_of(gm, plan, job.ranks.n, trained, machines[nodes[0]].memory)
+            job.memory.append(taken)
+            machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
         programs = [1] if job.ranks.n == 1 or job.layout != "zigzag" else [2]
         if job.layout == "auto" and job.ranks.n > 1 and _permutable(plan, job):
             programs = [1, 2]
-        made = {folds: _decisions(shapes, folds, plan, job) for folds in programs}
+        made = {folds: _decisions(shapes, machines, folds, plan, job) for folds in programs}
         folds, best = min(made.items(), key=lambda one: (sum(d.chosen.seconds for d in one[1]), one[0]))
         for decision in best:
             mark(decision.node, choice=decision.chosen)
@@ -68,11 +74,13 @@ class ChooseAttention(Pass):
         return 0
 
 
-def _decisions(shapes: dict[Node, Shape], folds: int, plan: Plan, job: Settings) -> list[NodeDecision]:
+def _decisions(
+    shapes: dict[Node, Shape], machines: dict[Node, Machine], folds: int, plan: Plan, job: Settings
+) -> list[NodeDecision]:
     """The best way for every attention if the program keeps its sequence in this order."""
     out = []
     for node, shape in shapes.items():
-        found = _found(replace(shape, zigzag=folds == 2), job.machine_of(node))
+        found = _found(replace(shape, zigzag=folds == 2), machines[node])
         choice = _choice(found, node, plan, job)
         if choice is not None:
             out.append(NodeDecision(shape, found, choice, node=node))
@@ -113,6 +121,8 @@ def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -
     legal = [c for c in allowed if c.legal is None]
     if legal:
         return choose(legal)
+    if large := [c for c in allowed if not c.fits]:
+        return min(large, key=lambda c: (c.memory, c.seconds))
     if asked is None or asked.rewrite.explains:
         return None
     raise SpError(_unfit(node, job, allowed, {c.kind for c in found if c.legal is None}))

@@ -52,7 +52,10 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     if shape.causal:
         forward += machine.copy(shape.merge_bytes)
         backward += machine.copy(shape.accumulate_bytes)
-    yield Candidate("gather", 1, n, layout, forward, backward, n * kv, (1, 2), folds_keys=False)
+    memory: float = n * kv
+    if shape.training:  # with the gradients of all keys; then these alone, and packed
+        memory = max(memory * (1 + shape.widening), 2 * n * kv * shape.widening) + shape.gradient_bytes
+    yield Candidate("gather", 1, n, layout, forward, backward, memory, (1, 2), folds_keys=False)
 
 
 def _sends(call: Call, n: int) -> tuple[Size, Size]:

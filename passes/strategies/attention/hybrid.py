@@ -29,7 +29,7 @@ from sp_compile.lowering import routes
 
 from .base import ShardedAttention, register
 from .ring import candidate, ring_grads, sends
-from .ulysses import exchange_seconds, exchanged_bytes
+from .ulysses import exchange_seconds, exchanged_memory
 
 
 class Hybrid(ShardedAttention):
@@ -74,13 +74,15 @@ class Hybrid(ShardedAttention):
 def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
     for u in range(2, shape.n):
         if shape.n % u == 0 and shape.heads % u == 0:
-            ring, heads = candidate(shape, machine, layout, u), exchange_seconds(shape, machine, u)
+            heads, exchanged = exchange_seconds(shape, machine, u), exchanged_memory(shape, u)
+            left = replace(machine, memory=max(machine.memory - exchanged, 1.0))
+            ring = candidate(shape, left, layout, u)
             yield replace(
                 ring,
                 kind="hybrid",
                 forward=heads + ring.forward,
                 backward=heads + ring.backward,
-                memory=ring.memory + exchanged_bytes(shape, u),
+                memory=ring.memory + exchanged,
                 rounds=(2 + ring.rounds[0], 2 + ring.rounds[1]),
             )
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.cost.attention import BACKWARD_FLOPS, Candidate, Shape, Strategy
+from sp_compile.cost.attention import BACKWARD_FLOPS, TIE, Candidate, Shape, Strategy
 from sp_compile.cost.exchanges import Heads
 from sp_compile.cost.line import bytes_of
 from sp_compile.cost.machine import Machine
@@ -92,15 +92,18 @@ def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> 
     forward += hops * share * machine.copy(shape.merge_bytes)
     back = BACKWARD_FLOPS * step
     backward = calls + back + hops * share * machine.copy(shape.accumulate_bytes)
-    memory = 2 * kv + shape.heads * shape.out_bytes * shape.widening
+    # Keys that are here and coming, and the accumulators with what is added to them.
+    memory = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
+    if shape.training:
+        memory = max(memory, 2 * kv + 2 * shape.gradient_bytes + 3 * grads)
     last = 1 if hops else 0  # from the last rank home; there is none if no rank needs another one's keys
     travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads)) + last * hop_grads
     scatter = hops * machine.together(back, hop) + machine.seconds("all_gather", grads, size, ulysses)
-    if travel <= scatter:
+    parts = memory + 2 * size * grads  # every part, and all of them packed
+    if forward + backward + travel <= TIE * (forward + backward + scatter) or parts > machine.memory:
         rounds = (hops, 2 * hops + last)
         return Candidate("ring", ulysses, size, layout, forward, backward + travel, memory, rounds, "travel")
-    memory += 2 * size * grads  # every part, and all of them packed
-    return Candidate("ring", ulysses, size, layout, forward, backward + scatter, memory, (hops, hops + 1), "scatter")
+    return Candidate("ring", ulysses, size, layout, forward, backward + scatter, parts, (hops, hops + 1), "scatter")
 
 
 def _hops(shape: Shape, size: int) -> int:

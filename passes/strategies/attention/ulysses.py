@@ -132,7 +132,7 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     compute = machine.attention(shape.flops, shape.kv_len)
     fixed = exchange_seconds(shape, machine, n) + machine.call
     backward = BACKWARD_FLOPS * compute + fixed
-    memory, rounds = (exchanged_bytes(shape, n), (2, 2)) if n > 1 else (0, (0, 0))
+    memory, rounds = (exchanged_memory(shape, n), (2, 2)) if n > 1 else (0, (0, 0))
     yield Candidate("ulysses", n, 1, layout, compute + fixed, backward, memory, rounds, legal=legal)
 
 
@@ -150,6 +150,11 @@ def exchanged_bytes(shape: Shape, ranks: int) -> int:
     """q, k, v and the result of one rank on either side of the exchange; too few key heads are repeated."""
     repeated = math.lcm(shape.kv_heads, ranks)
     return shape.heads * (shape.q_bytes + shape.out_bytes) + repeated * shape.kv_bytes
+
+
+def exchanged_memory(shape: Shape, ranks: int) -> int:
+    """q, k, v and the result behind the exchange, and in the backward their gradients."""
+    return exchanged_bytes(shape, ranks) * (2 if shape.training else 1)
 
 
 register(Strategy(name="ulysses", preference=0, rewrite=Ulysses, candidates=_candidates))

@@ -1,0 +1,130 @@
+"""What a rank holds beside an attention, and candidates that do not fit into the rest."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from support.models import Decoder, seeded, tokens
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import sp_compile
+from sp_compile.cost.memory import GIB, Memory
+from sp_compile.passes.report import Report
+
+LENGTH, RANKS = 64, 4
+
+
+class Checkpointed(nn.Module):
+    """A decoder whose layers are computed again."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.embed(ids)
+        for layer in self.model.layers:
+            x = checkpoint(layer, x, partial(self.model.attend, self.model), use_reentrant=False)
+        return self.model.head(x)
+
+
+def explained(memory: float, again: bool = False, cost: Any = None, **options: Any) -> Report:
+    model: nn.Module = seeded(partial(Decoder, layers=2))
+    model = Checkpointed(model) if again else model  # type: ignore[arg-type]
+    return sp_compile.explain(model, tokens(LENGTH), sp=RANKS, cost={"memory": memory, **(cost or {})}, **options)
+
+
+@cache
+def roomy() -> Report:
+    return explained(1e15)
+
+
+def kinds(report: Report) -> set[str]:
+    return {decision.chosen.kind for decision in report.attention}
+
+
+def test_weights_and_gradients_are_whole() -> None:
+    (memory,) = roomy().memory
+    nbytes = sum(p.numel() * p.element_size() for p in seeded(partial(Decoder, layers=2)).parameters())
+    assert (memory.weights, memory.gradients) == (nbytes, nbytes)
+    assert "are left for an attention" in str(roomy())
+
+
+def test_what_is_kept_is_a_share() -> None:
+    """The operands of every product, once each; of layers that are computed again, what goes into them."""
+    (memory,) = roomy().memory
+    rows, width, double = 2 * LENGTH // RANKS, 24, 8
+    operands = 2 * (6 * width + 2 * width) + width  # normalised twice, q, k, v and out, the wide one; and of the head
+    assert memory.kept == rows * double * operands
+    (again,) = explained(1e15, again=True).memory
+    assert again.kept == rows * double * 3 * width
+
+
+def test_auto_takes_what_fits() -> None:
+    slow_exchanges = {
+        "all_to_all_bandwidth": 1e5,
+        "hop_bandwidth": 1e5,
+    }  # the smallest candidate is not the fastest then
+    report = explained(1e15, cost=slow_exchanges)
+    (memory,), (decision,) = report.memory, report.attention
+    fast, *others = sorted((c for c in decision.candidates if c.legal is None), key=lambda c: c.seconds)
+    smaller = [c for c in others if c.memory < fast.memory]
+    assert smaller, "the fastest one needs least"
+    report = explained(memory.taken + fast.memory - 1, cost=slow_exchanges)
+    (found,) = report.attention
+    assert found.chosen.kind in {c.kind for c in smaller}
+    same = (fast.kind, fast.ulysses, fast.layout)
+    refused = next(c for c in found.candidates if (c.kind, c.ulysses, c.layout) == same)
+    assert refused.legal is not None
+    assert "MiB left" in refused.legal
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "ring"}])
+def test_nothing_fits(options: dict[str, Any]) -> None:
+    """Estimates do not stop a program: the least is taken, or what was asked for, and the report says it."""
+    (memory,) = roomy().memory
+    report = explained(memory.taken + 1.0, **options)
+    (decision,) = report.attention
+    allowed = [c for c in decision.candidates if not c.fits and c.kind in (options.get("attention"), c.kind)]
+    assert decision.chosen.memory == min(c.memory for c in allowed if options.get("attention") in (None, c.kind))
+    assert "chosen: needs least" in str(report)
+
+
+def test_the_rest_alone_is_too_large() -> None:
+    """Then attention is not to blame, and the fastest is taken as long as it fits by itself."""
+    (memory,) = roomy().memory
+    report = explained(memory.taken)
+    assert kinds(report) == kinds(roomy())
+    assert "more than" in str(report.memory[0])
+
+
+def test_text() -> None:
+    memory = Memory(device=80 * GIB, weights=15 * GIB, gradients=15 * GIB, kept=8 * GIB)
+    assert str(memory) == (
+        "weights 15.0 GiB, gradients 15.0 GiB, kept for the backward 8.0 GiB; 42.0 of 80.0 GiB are left for an attention"
+    )
+    assert math.isinf(Memory(device=math.inf, weights=1, gradients=1, kept=1).left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_eight_billion_at_a_million(ranks: int) -> None:
+    """A layer of the sizes of Llama 3 8B: candidates that fit an H100, with bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = LlamaConfig(
+        vocab_size=2048, hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32,
+        num_key_value_heads=8, use_cache=False, attn_implementation="sdpa", max_position_embeddings=1 << 20,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(sizes).bfloat16(), torch.zeros(1, 1 << 20, dtype=torch.int64)
+    report = sp_compile.explain(model, ids, sp=ranks, kwargs={"labels": ids})
+    (decision,), (memory,) = report.attention, report.memory
+    assert decision.chosen.legal is None
+    assert decision.chosen.memory <= memory.left <= 80e9
+    assert 0.05 < decision.chosen.seconds < 60
