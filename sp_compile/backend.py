@@ -43,7 +43,7 @@ WHOLE_DTENSORS = (
 )
 CUT_BY_DDP = (
     "DistributedDataParallel has cut the model at its buckets of gradients, and what crosses a cut is gathered: set "
-    "torch._dynamo.config.optimize_ddp = False, or compile what is in it, DistributedDataParallel(torch.compile(model))"
+    "torch._dynamo.config.optimize_ddp = False, or take sp_compile.integrations.ddp.compile_under_ddp"
 )
 NO_CUDA_GRAPHS = (
     "records CUDA graphs, which replay what one call launched: attention launches by the documents of each batch, and "

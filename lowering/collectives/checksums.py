@@ -36,7 +36,7 @@ def checksum(a: Any) -> str:
 
 @dataclass(frozen=True)
 class Later:
-    """Checksums on their way from a device: (n,) int64, or (n, 2) of summaries. there: None if they are on the CPU."""
+    """Checksums on their way from a device: (n,) int64, or (n, 3) of summaries. there: None if they are on the CPU."""
 
     values: torch.Tensor
     there: Any = None
@@ -45,7 +45,7 @@ class Later:
         """One text each; waits for the device only where it has not come to them yet."""
         if self.there is not None and not self.there.query():
             self.there.synchronize()
-        return [str(one) if isinstance(one, int) else f"{one[0]!r} {one[1]!r}" for one in self.values.tolist()]
+        return [str(one) if isinstance(one, int) else " ".join(map(repr, one)) for one in self.values.tolist()]
 
 
 def later(xs: Sequence[torch.Tensor]) -> Later:

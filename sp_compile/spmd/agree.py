@@ -122,7 +122,9 @@ def failures(errors: Sequence[str], ranks: Sequence[int]) -> str:
 def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
     """Which fields differ that all ranks have? "" if none does."""
     names = [name for name in everyone[0].fields if all(name in one.fields for one in everyone)]
-    names = [name for name in names if not all(_close(everyone[0].fields[name], one.fields[name]) for one in everyone)]
+    names = [
+        name for name in names if not all(is_close(everyone[0].fields[name], one.fields[name]) for one in everyone)
+    ]
     return what_differs(what, advice, rows_of([one.fields for one in everyone], names)) if names else ""
 
 
@@ -139,7 +141,8 @@ def what_differs(what: str, advice: str, rows: Sequence[str], heading: str = "Wh
     return f"{what}; {advice}. {heading}:\n{each}"
 
 
-def _close(a: str, b: str) -> bool:
+def is_close(a: str, b: str) -> bool:
+    """Do two ranks say the same of a value, as far as numbers need be the same?"""
     if a == b or not (a.startswith(ABOUT) and b.startswith(ABOUT)):
         return a == b
     first, second = ([float(x) for x in one.removeprefix(ABOUT).split()] for one in (a, b))

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import sp_compile
 from sp_compile.config import resolve
 from sp_compile.lowering.collectives import checksums
+from sp_compile.spmd.agree import ABOUT, is_close
 from sp_compile.spmd.fingerprint import fingerprint, program_of
 
 
@@ -183,3 +184,30 @@ def test_checksums_of_lazy_signs() -> None:
     for lazy in (x.conj(), x.conj().imag):
         assert str(checksums.total(lazy).item()) == summed(lazy.clone())
         assert checksums.checksum(lazy) == checksums.checksum(lazy.resolve_conj().resolve_neg().clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("differ", [1, 64])
+def test_gradients_of_other_targets_are_told_apart(dtype: torch.dtype, differ: int) -> None:
+    """A loss outside of the graph, of other labels or of another sign: its gradient has the same sum and magnitude."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 500, dtype=dtype, generator=generator)
+    labels = torch.randint(500, (64,), generator=generator)
+    others = torch.where(torch.arange(64) < differ, labels + 7, labels) % 500
+
+    def said(labels: Tensor, sign: int = 1) -> str:
+        leaf = logits.clone().requires_grad_()
+        (sign * F.cross_entropy(leaf.double(), labels)).backward()
+        return ABOUT + checksums.sent(checksums.summary(leaf.grad)[None]).read()[0]
+
+    assert is_close(said(labels), said(labels))
+    assert not is_close(said(labels), said(others))
+    assert not is_close(said(labels), said(labels, -1))
+
+
+def test_what_a_summary_takes() -> None:
+    ones = [checksums.summary(torch.ones(size)) for size in ((), (3,), (2, 5, 7), (3, 0))]
+    assert [one.shape for one in ones] == [(3,)] * 4
+    assert torch.allclose(checksums.summary(torch.ones(2, 3).expand(4, 2, 3)), checksums.summary(torch.ones(4, 2, 3)))
+    assert checksums.summary(torch.full((4, 1 << 14), 6e4, dtype=torch.float16)).isfinite().all()
+    assert checksums.summary(torch.ones(2, dtype=torch.complex64))[0] > 0

@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sp_compile import SpError
 from sp_compile.spmd import wire
 from sp_compile.spmd.message import CALLS, Message
 
@@ -151,6 +153,34 @@ def test_a_stop_holds_for_the_groups_that_there_were(
     waiting = wire.Wire(name, [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     found = waiting._stopped(Message(CALLS, "Floats", 1))
     assert found == (said if believed else wire.NOBODY)
+
+
+def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or those who come later would connect to nobody, in a call that no signal interrupts."""
+    store = dist.HashStore()
+    monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(wire, "stop", lambda *_, **__: None)
+    monkeypatch.setattr(wire, "_last_stop", lambda: wire.NOBODY)
+    waiting = wire.Wire("one", [0, 1], store, timedelta(seconds=0.2), ["joined the group"] * 2)
+    with pytest.raises(SpError, match="waited 0 s for ranks that did not come"):
+        waiting.gather(torch.zeros(1), Message(CALLS, "Floats", 1))
+    assert store.add("here", 0) == 0
+    alone = wire.Wire("one", [0], store, timedelta(seconds=5), ["joined the group"])
+    assert alone.gather(torch.ones(1), Message(CALLS, "Floats", 1))[0].item() == 1
+
+
+def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:
+    """As a checkpoint does that recomputes on a GPU; any other second thread may not."""
+    waiting = wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    waiting.own()
+    x = torch.ones(1, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda gradient: waiting.own())
+    with ThreadPoolExecutor(1) as another:
+        another.submit(y.sum().backward).result()
+        with pytest.raises(SpError, match="two threads of this process"):
+            another.submit(waiting.own).result()
+    assert x.grad is not None
 
 
 def recompiled_too_often() -> str:
