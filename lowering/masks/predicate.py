@@ -255,11 +255,16 @@ def parse(text: str) -> Any:
         expr = sympy.true if unknown else _read(tree)
     except (SyntaxError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
         raise SpError(f"not a mask predicate: {text[:SHOWN]!r} ({error})") from error
-    boolean = isinstance(expr, sympy.logic.boolalg.Boolean) and not expr.is_Symbol
-    if unknown or not boolean:
+    compared = [side for relation in expr.atoms(sympy.core.relational.Relational) for side in relation.args]
+    if unknown or not _is_condition(expr) or any(map(_is_condition, compared)):
         why = f"unknown symbols {', '.join(unknown)}" if unknown else "it is not a condition"
+        why = "it compares conditions" if any(map(_is_condition, compared)) else why
         raise SpError(f"not a mask predicate: {text[:SHOWN]!r}: {why}; known are q, k, row<i>, col<i> and n<i>")
     return expr
+
+
+def _is_condition(expr: Any) -> bool:
+    return isinstance(expr, sympy.logic.boolalg.Boolean) and not expr.is_Symbol
 
 
 def _read(node: ast.AST) -> Any:
