@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from sp_compile.cost.memory import Memory
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
-from sp_compile.sharding.placement import Placement, Plan
+from sp_compile.sharding.placement import Placement, Plan, Shard
 
 from .propagate import propagate
 
@@ -28,7 +28,7 @@ class Settings:
     ranks: Ranks
     seq_dims: Mapping[str, int] | None = None
     inputs: Mapping[str, Placement] = field(default_factory=dict)
-    gather_outputs: bool = True
+    outputs: str | Sequence[str] = "gather"  # the option, or what it says of each result
     attention: str = "auto"
     layout: str = "auto"
     machine: Machine | None = None  # of the cost model; the device's defaults if None
@@ -44,11 +44,11 @@ class Settings:
         found: what graph and ranks say. seq_dims: those of the options by the names of the graph. machine: as it was
         measured on these ranks; of no use where the option `cost` names constants, which replace the device's defaults.
         """
+        found.setdefault("outputs", config.outputs)
         if config.cost is not None:
             found["machine"] = Machine.of(device.type, config.cost)
         return Settings(
             ranks,
-            gather_outputs=config.outputs == "gather",
             attention=config.attention,
             layout=config.layout,
             fallback=config.fallback,
@@ -79,7 +79,10 @@ def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     named = None if job.seq_dims is None else {nodes[name]: dim for name, dim in job.seq_dims.items()}
     find_sequences(gm, axes, named)
     inputs = {nodes[name]: placement for name, placement in job.inputs.items()}
-    return axes, propagate(gm, axes, job.ranks.n, inputs, job.gather_outputs)
+    for node, placement in inputs.items():  # whatever the graph does with it: a piece of a model may only pass it on
+        if isinstance(placement, Shard):
+            axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][placement.dim])
+    return axes, propagate(gm, axes, job.ranks.n, inputs, job.outputs)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from sp_compile.sharding.rule import has_rule, lookup, transfer_of
 from sp_compile.sharding.rules.exchanges import lies_as_written
 from sp_compile.sharding.windows import place
 
+from .results import asked_of, why_whole
+
 
 def located(rule: Factors, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int) -> Shard | None:
     """Where a tensor of these dims lies if `factor` is sharded as in `base`; None without the factor."""
@@ -229,7 +231,7 @@ def propagate(
     axes: Axes,
     n: int,
     inputs: Mapping[Node, Placement] | None = None,
-    gather_outputs: bool = True,
+    outputs: str | Sequence[str] = "gather",
     begin: bool = True,
     declines: Declines | None = None,
 ) -> Plan:
@@ -237,7 +239,7 @@ def propagate(
 
     inputs: placements of placeholders and attributes that are not replicated. begin: may replicated values be cut
     where a sequence begins? If not, only inputs and exchanges shard anything. declines: why a node that could run on
-    shards had better not.
+    shards had better not. outputs: which results stay in shards, see `asked_of`.
     """
     plan = Plan()
     whole = only_masks(gm) if begin else frozenset(gm.graph.nodes)
@@ -245,7 +247,7 @@ def propagate(
         if node.op in ("placeholder", "get_attr"):
             plan.placements[node] = ((inputs or {}).get(node, REPLICATE),)
         elif node.op == "output":
-            _visit_output(plan, node, gather_outputs)
+            _visit_output(plan, node, outputs)
         elif node.op == "call_function":
             step = _visit(plan, axes, node, n, node in whole, declines)
             if step.wants is not None:
@@ -255,15 +257,16 @@ def propagate(
     return plan
 
 
-def _visit_output(plan: Plan, node: Node, gather: bool) -> None:
+def _visit_output(plan: Plan, node: Node, outputs: str | Sequence[str]) -> None:
+    asked = asked_of(node, outputs)
     for i, source in enumerate(node.all_input_nodes):
         have = plan.of(source)
         if isinstance(have, Partial):
             plan.demands.append(Demand(node, i, "reduce", have, why="a result of the model"))
         elif have == SUMMAND:
             plan.demands.append(Demand(node, i, "invariant", have, why=INVARIANT))
-        elif isinstance(have, Shard) and gather:
-            plan.demands.append(Demand(node, i, "whole", have, why="a result of the model (outputs='gather')"))
+        elif isinstance(have, Shard) and (why := why_whole(have, source.meta["val"], asked[source])):
+            plan.demands.append(Demand(node, i, "whole", have, why=why))
 
 
 def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, declines: Declines | None = None) -> Step:

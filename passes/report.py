@@ -83,6 +83,8 @@ class Report:
         yield self._ranks()
         if self.constraints:
             yield "Constraints\n" + "\n".join(f"  {c}" for c in self.constraints)
+        if self.sharded_outputs:
+            yield f"Results that stay in shards: {', '.join(self.sharded_outputs)}"
         if self.notes:
             rows = _grouped((note.done, _short(note.where), note.why) for note in self.notes)
             yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS)

@@ -2,6 +2,7 @@
 
 from sp_compile.capture.capture import capture_export
 from sp_compile.functional.attention import gathered_attention, hybrid_attention, ring_attention, ulysses_attention
+from sp_compile.functional.in_shards import in_shards
 from sp_compile.functional.permute import all_to_all_permute, declare_symmetric_memory
 from sp_compile.functional.scans import (
     exclusive_scan,
@@ -41,6 +42,7 @@ __all__ = [
     "explain",
     "gathered_attention",
     "hybrid_attention",
+    "in_shards",
     "inclusive_scan",
     "linear_scan",
     "parallel_exclusive_scan",

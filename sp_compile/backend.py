@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -12,15 +12,20 @@ import torch
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture
-from sp_compile.capture.inputs import global_view
+from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.graph.random import decorrelated, draws
+from sp_compile.graph.sizes import sizes
+from sp_compile.graph.strides import order_of_strides
+from sp_compile.lowering.collectives.sharded import Layout, Sharded
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.joint import JointJob, JointPasses
 from sp_compile.passes.report import Report
 from sp_compile.sharding.axes import find_sequences, name_axes
+from sp_compile.sharding.placement import Shard
+from sp_compile.spmd.between import Edges, Result, symbols_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
 from sp_compile.spmd.session import ALONE, Session
@@ -28,7 +33,7 @@ from sp_compile.spmd.session import ALONE, Session
 from . import _compat
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean
-from .pipeline import run_pipeline
+from .pipeline import RESULTS, run_pipeline
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +89,7 @@ def sp(
         with session.compiling():
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around it
                 lowered = lower(gm, example_inputs, given, session)
-            run = compile_local(lowered, example_inputs, mode)
+            run = compile_local(lowered, mode)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
     except Exception as failure:
@@ -96,7 +101,7 @@ def sp(
     if lowered is None:
         return session.guard(None, error, gm, example_inputs)
     scattered = lowered.joint.given.scattered if lowered.joint is not None else ()
-    return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, scattered)
+    return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, scattered, lowered.edges)
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:
@@ -112,6 +117,7 @@ def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) 
 class RankProgram:
     """A Dynamo graph for one rank. ranks: those that its sequence is split over, a single one where it is not split.
 
+    inputs: what stands for its inputs when it is compiled. edges: what it takes and returns in shards.
     joint: what its exchanges over other groups become, once AOTAutograd has made a joint graph of it; None if there is
     nothing to be done.
     """
@@ -120,7 +126,9 @@ class RankProgram:
     config: SPConfig
     ranks: Ranks
     report: Report
+    inputs: Sequence[Any]
     joint: JointPasses | None = None
+    edges: Edges = field(default_factory=Edges)
 
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> RankProgram:
@@ -132,10 +140,12 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     session.learn(gm, example_inputs)
     if not session.splits:
         config = _of_whole(gm, options)
-        lowered = RankProgram(gm, config, ALONE, Report(1), _joint(example_inputs, config, session))
+        plain = compiled_inputs(example_inputs)
+        lowered = RankProgram(gm, config, ALONE, Report(1), plain, _joint(plain, config, session))
     elif runs_as_written(gm, example_inputs, options):
         log.info("%s", AS_WRITTEN)
-        lowered = RankProgram(gm, _of_whole(gm, options), ALONE, Report(1, [AS_WRITTEN]))
+        plain = compiled_inputs(example_inputs)
+        lowered = RankProgram(gm, _of_whole(gm, options), ALONE, Report(1, [AS_WRITTEN]), plain)
     else:
         lowered = _split(gm, example_inputs, options, session)
     return lowered
@@ -148,14 +158,49 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str,
         config = SPConfig.of(options)
         if has_dtensors(gm, example_inputs):
             raise SpError(WHOLE_DTENSORS)
-        graph, inputs, seq_dims, fragment = global_view(gm, example_inputs, config, session.ranks.n)
+        view = global_view(gm, example_inputs, config, session.ranks)
         session.ranks.check_carries(device)
     finally:  # with the other ranks, whatever failed on this one
         machine = session.machine(device)
-    found = {"seq_dims": seq_dims, "inputs": inputs, "machine": machine, "aligned": session.aligned}
-    local, report = run_pipeline(graph, Settings.of(config, session.ranks, device, **found), fragment)
+    found: dict[str, Any] = {
+        "seq_dims": view.seq_dims,
+        "inputs": view.inputs,
+        "outputs": view.outputs,
+        "folds": view.folds,
+    }
+    found |= {"machine": machine, "aligned": session.aligned}
+    symbols, plain = symbols_of(view.graph), compiled_inputs(example_inputs, view.layouts, view.graph)
+    local, report = run_pipeline(view.graph, Settings.of(config, session.ranks, device, **found), view.fragment)
+    report.add(_taken_from_others(view, example_inputs))
     declare_routes(local, session.ranks)
-    return RankProgram(local, config, session.ranks, report, _joint(example_inputs, config, session))
+    rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
+    edges = Edges(view.layouts, _left_in_shards(local, view, session.ranks), rows, symbols)
+    if edges.results:
+        report.sharded_outputs = [result.name for result in edges.results.values()]
+    return RankProgram(local, config, session.ranks, report, plain, _joint(plain, config, session), edges)
+
+
+def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any]) -> Iterator[Note]:
+    """What the report says of inputs that earlier graphs left in shards."""
+    for i, (name, x) in enumerate(zip(view.arguments, example_inputs, strict=True)):
+        if isinstance(x, Sharded):
+            stays = f"an earlier graph left it {x.layout}"
+            other = f"{stays}, and this one runs on other ranks or writes to it"
+            done, why = ("in shards", stays) if i in view.layouts else ("whole", other)
+            yield Note(done, name, f"input {name}", why)
+
+
+def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[int, Result]:
+    """Results that know their shard, by number."""
+    found: dict[int, Result] = {}
+    for i, (name, asked, of_result) in enumerate(zip(view.names, view.outputs, local.meta[RESULTS], strict=True)):
+        if ranks.n == 1 or asked == "local" or of_result is None or not isinstance(of_result.placement, Shard):
+            continue
+        have, value, where = of_result
+        order = tuple(order_of_strides(sizes(value.stride())))
+        layout = Layout(have.dim, ranks.n, ranks.group, order, have.frame.folds)
+        found[i] = Result(name, where, layout, have.frame.size)
+    return found
 
 
 def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:
@@ -212,7 +257,7 @@ def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Map
     return not axes.sequences
 
 
-def compile_local(lowered: RankProgram, example_inputs: Sequence[Any], mode: str | None = None) -> Callable[..., Any]:
+def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[..., Any]:
     """Hand the local graph to Inductor (or the compiler that the config names)."""
     config, joint, local = lowered.config, lowered.joint, lowered.graph
     patches = _of_mode(mode, config.compiler)
@@ -223,7 +268,7 @@ def compile_local(lowered: RankProgram, example_inputs: Sequence[Any], mode: str
         log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
     with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag):
-        run = compiler(local, example_inputs)
+        run = compiler(local, lowered.inputs)
     if joint is not None:
         log.info("%s", joint.report)
     return decorrelated(run, lowered.ranks) if lowered.ranks.n > 1 and draws(local) else run

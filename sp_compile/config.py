@@ -21,10 +21,10 @@ from .errors import SpError, did_you_mean
 STRATEGIES: Table[Any] = Table("attention")
 """Strategies, as `sp_compile.cost.attention.Strategy` describes them, by the value of the option that asks for them."""
 
+OUTPUTS = ("auto", "lazy", "gather", "local")
 CHOICES = {
     "layout": ("auto", "contiguous", "zigzag"),
     "inputs": ("global", "local"),
-    "outputs": ("gather", "local"),
     "param_grads": ("reduce", "partial"),
     "fallback": ("gather", "error"),
     "sequence_parallel_linear": ("auto", "never"),
@@ -49,7 +49,10 @@ class SPConfig:
         what was measured on these ranks; see sp_compile.cost.machine.Machine.
     inputs: "global": every rank passes the whole sequence; "local": each passes its own equal, contiguous shard of the
         inputs named in seq_dims (or found), which needs a dynamic sequence length.
-    outputs: "gather": every rank returns whole results; "local": results that are sharded stay so.
+    outputs: "gather": every rank returns whole results. "auto": those of at least `LARGE` bytes that lie in shards stay
+        there, as tensors that know it and become whole when eager code reads them, on every rank; "lazy": smaller ones,
+        too. "local": each rank returns its own rows of them. Or {result: one of these}, by the name that the result has
+        in the model's code or by its place among the graph's results; the others are as by default.
     param_grads: "reduce": parameter gradients are summed over the ranks in the backward; "partial": they are left
         partial, scaled by the number of ranks, for a DDP or FSDP that averages over an axis that includes these ranks.
     fallback: "gather" does what cannot be sharded on the whole, and reports it; "error" refuses it.
@@ -74,7 +77,7 @@ class SPConfig:
     layout: str = "auto"
     cost: Mapping[str, Any] | None = None
     inputs: str = "global"
-    outputs: str = "gather"
+    outputs: str | Mapping[str | int, str] = "gather"
     param_grads: str = "reduce"
     fallback: str = "gather"
     sequence_parallel_linear: str = "auto"
@@ -90,6 +93,10 @@ class SPConfig:
                 raise SpError(
                     f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}{did_you_mean(value, allowed)}"
                 )
+        for value in self.outputs.values() if isinstance(self.outputs, Mapping) else [self.outputs]:
+            if value not in OUTPUTS:
+                known = f"one of {', '.join(map(repr, OUTPUTS))}, or a mapping from results to these"
+                raise SpError(f"outputs={self.outputs!r}: expected {known}{did_you_mean(value, OUTPUTS)}")
         if self.seq_dims != "auto" and not isinstance(self.seq_dims, Mapping):
             raise SpError(f"seq_dims={self.seq_dims!r}: expected 'auto' or a mapping from input name to dim")
         if isinstance(self.compiler, str):

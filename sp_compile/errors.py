@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,11 @@ def source_line(trace: str) -> str:
             short = Path(*path.parts[-2:])  # enough to find it, the same wherever the program is started
             return f"{short}:{line}: {code.strip()}".rstrip(": ")
     return "unknown source line"
+
+
+def user_line() -> str:
+    """As `at`, of the call that is running."""
+    return source_line("".join(traceback.format_stack()))
 
 
 @cache

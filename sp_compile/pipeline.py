@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.export import ExportedProgram
@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from sp_compile.capture.capture import capture_export
 from sp_compile.cost.decision import merged
 from sp_compile.cost.exchanges import exchanges_of
+from sp_compile.graph.call import is_tensor
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.base import Pass, Passes, check_order, passes_in
 from sp_compile.passes.canonical.associative_scan import Trees
@@ -35,9 +36,22 @@ from sp_compile.passes.strategies.reduce import Means, Reduce
 from sp_compile.passes.strategies.scan import NestedScan, Scan
 from sp_compile.passes.strategies.sequence import LocalOutputs, MarkExchanges, Sequences
 from sp_compile.passes.strategies.windows import Halo
-from sp_compile.sharding.placement import Shard
+from sp_compile.sharding.placement import Placement, Shard
 
+from ._compat import pytree
 from .config import Ranks, SPConfig, resolve
+from .errors import at
+
+RESULTS = "sp_results"
+"""Where a local graph keeps an `OfResult` of each of its results, in order; None of what is no tensor."""
+
+
+class OfResult(NamedTuple):
+    """Where a result lies, its value in the global view, and the user's line that makes it."""
+
+    placement: Placement
+    value: torch.Tensor
+    where: str
 
 
 class Discharge(Rounds):
@@ -89,6 +103,10 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     pipeline.run(gm, state)
     assert state.planned is not None
     results = gm.graph.output_node().all_input_nodes
+    leaves = pytree.tree_leaves(gm.graph.output_node().args[0])
+    pipeline.gm.meta[RESULTS] = [
+        OfResult(state.planned.of(n), n.meta["val"], at(n)) if is_tensor(n) else None for n in leaves
+    ]
     return pipeline.gm, Report(
         job.ranks.n,
         notes=state.notes,
@@ -118,6 +136,10 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     """
     options = SPConfig.of(config)
     options.refuse("parallelize", **BEHIND)
+    if options.outputs not in ("gather", "local"):
+        options.refuse(
+            "parallelize", outputs="makes a graph, whose results are tensors as they are: 'gather' or 'local'"
+        )
     if sp is not None:
         options.refuse(f"sp={sp}", mesh="says how many ranks there are: give one of them", mesh_dim="has no mesh")
     ranks = resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP)

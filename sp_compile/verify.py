@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note
 from sp_compile.passes.report import Report
+from sp_compile.spmd.between import in_shards
 from sp_compile.spmd.session import Session
 
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, compile_local, lower
@@ -111,7 +112,7 @@ def _each_graph(
                 total.n = _look(session, options, sp, simulate=compare is not None)
             lowered = lower(gm, example_inputs, vars(options), session)
             if compare is None:
-                _joint_report(lowered, example_inputs, given)
+                _joint_report(lowered, given)
         except SpError as error:
             failure.append(error)
             return gm.forward
@@ -120,7 +121,7 @@ def _each_graph(
             if compare is not None and session.split:
                 compare(gm, lowered, inputs)
             total.merge(lowered.report)
-            return gm.forward(*inputs)
+            return in_shards(gm.forward(*inputs), lowered.edges)
 
         return call
 
@@ -171,12 +172,12 @@ def _look(session: Session, options: SPConfig, sp: int | None, simulate: bool) -
     return session.ranks.n
 
 
-def _joint_report(lowered: RankProgram, example_inputs: Sequence[Any], given: SPConfig) -> None:
+def _joint_report(lowered: RankProgram, given: SPConfig) -> None:
     """Add to the report what becomes of a tensor-parallel program's layers and collectives: compiled and not run."""
     if lowered.joint is None:
         given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")
     elif lowered.config.has_place:
-        compile_local(lowered, example_inputs)
+        compile_local(lowered)
         lowered.report.merge(lowered.joint.report)
     else:
         why = NO_COLLECTIVE_PASSES.format(lowered.config.compiler)

@@ -11,6 +11,7 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, same
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note
+from sp_compile.passes.results import GATHER, asked_of, why_whole
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import Plan, Shard
 from sp_compile.spmd.inputs import mark_across
@@ -76,8 +77,11 @@ class LocalOutputs(Pass):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         plan = job.plan(gm)
-        if not job.gather_outputs:
-            _check_local_outputs(gm, plan, job.ranks.n)
+        _check_local_outputs(gm, plan, job)
+        for node, words in asked_of(gm.graph.output_node(), job.outputs).items():
+            why = _why_gathered(node, plan, words)
+            if why not in ("", GATHER):
+                self.note(node, why, done="whole")
         job.constraints = _constraints(gm, job.axes(gm), plan, job.ranks.n)
         return 0
 
@@ -94,8 +98,18 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
     return fixed
 
 
-def _check_local_outputs(gm: GraphModule, plan: Plan, n: int) -> None:
-    for node in gm.graph.output_node().all_input_nodes:
+def _why_gathered(node: Node, plan: Plan, words: list[str]) -> str:
+    """Why a result is whole that came from shards; "" of others."""
+    if node.target is not torch.ops.sp.unshard.default:
+        return ""
+    source = node.all_input_nodes[0]
+    have = plan.of(source)
+    return why_whole(have, source.meta["val"], words) if isinstance(have, Shard) else ""
+
+
+def _check_local_outputs(gm: GraphModule, plan: Plan, job: Job) -> None:
+    n, asked = job.ranks.n, asked_of(gm.graph.output_node(), job.outputs)
+    for node in [node for node, words in asked.items() if "local" in words]:
         have = plan.of(node)
         if isinstance(have, Shard) and not (have.frame.exact(n) or _guard_divisible(node, have, n)):
             raise SpError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
@@ -84,6 +84,19 @@ def _called_by_user_code() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def trace_again_with_symbols(dims: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """Have Dynamo trace the frame anew with symbols for these dims of inputs; raises what makes it do so.
+
+    Returns where it was asked before, and has found a reason for a constant. It is the one restart that Dynamo lets out
+    of a backend.
+    """
+    new = [(x, dim) for x, dim in dims if dim not in getattr(x, "_dynamo_weak_dynamic_indices", ())]
+    for x, dim in new:
+        torch._dynamo.maybe_mark_dynamic(x, dim)
+    if new:
+        raise TensorifyScalarRestartAnalysis(restart_reason="sp_compile: the length of a shard becomes a symbol")
 
 
 def refuse_eager_fallback() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 get_data = torch._C._autograd._get_data_attr  # what `x.data` is in Dynamo's graphs
+no_torch_function = torch._C._disabled_torch_function_impl  # of a subclass whose results are plain tensors
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -36,3 +38,13 @@ def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
 def size_hint(size: torch.SymInt) -> int:
     """The value of a symbolic size in the call that is being compiled; adds no guard."""
     return int(size.node.hint)
+
+
+def wrapper_subclass(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:
+    """A tensor without memory, of a subclass that says itself what ops do with it."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)
+
+
+def in_backward() -> bool:
+    """Does autograd's engine run the caller?"""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -28,6 +28,7 @@ from sp_compile._compat import (
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.record import mark
+from sp_compile.lowering.collectives.sharded import Sharded
 
 from .collectives import functional_collectives
 from .form import require_ops
@@ -62,6 +63,8 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """The fake mode of the running compilation, and `example_inputs` in it with Dynamo's dynamic dims.
 
+    Of a value in shards the whole.
+
     The values in the graph's meta["example_value"] belong to Dynamo's own finished trace and must not be mixed in.
     """
     context = TracingContext.try_get()
@@ -72,8 +75,16 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     def fake(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
+        if isinstance(x, Sharded):
+            parts = x if isinstance(x.local, FakeTensor) else in_mode(x)
+            with mode:
+                whole = torch.empty_strided(parts.shape, parts.stride(), dtype=x.dtype, device=x.device)
+            return whole.requires_grad_(x.requires_grad)
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is mode else mode.from_tensor(x)
+        return in_mode(x)
+
+    def in_mode(x: torch.Tensor) -> Any:
         symbolic = context.tensor_to_context.get(x)
         source = symbolic.tensor_source if symbolic else None
         static = None if symbolic else True

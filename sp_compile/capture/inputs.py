@@ -8,18 +8,29 @@ in the model (arange over the sequence) count over all ranks; the shards then en
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import argument_name, is_fragment, is_module_state, refuse_eager_fallback
-from sp_compile.config import SPConfig
+from sp_compile._compat import (
+    argument_name,
+    is_cut_by_ddp,
+    is_fragment,
+    is_module_state,
+    pytree,
+    refuse_eager_fallback,
+    trace_again_with_symbols,
+)
+from sp_compile.config import Ranks, SPConfig
 from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import size
+from sp_compile.lowering.collectives.sharded import Layout, Sharded
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Frame, Placement, Shard
 
@@ -31,12 +42,15 @@ def capture_shards(
 ) -> tuple[GraphModule, dict[str, Placement]]:
     """(graph in the global view, placements of the inputs that arrive sharded).
 
-    Raises SpError: a sequence dim that is static, or that shares its symbol with a dim that is not a sequence.
+    A dim that is static becomes a symbol: Dynamo traces the program once more.
+    Raises SpError: a sequence dim that stays static, or that shares its symbol with a dim that is not a sequence.
     """
     local = capture(gm, example_inputs)
     dims = _sequence_dims(local, seq_dims)
     mode, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
+    along = [(x, node, dims[node.name]) for node, x in zip(nodes, example_inputs) if node.name in dims]
+    trace_again_with_symbols((x, d) for x, node, d in along if isinstance(size(node.meta["val"].shape[d]), int))
     symbols = _symbols(nodes, dims)
     whole = [_enlarge(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
     graph = capture(gm, example_inputs, fakes=whole)
@@ -69,7 +83,7 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
             if isinstance(extent, int):
                 raise SpError(
                     f"inputs='local': dim {dims[node.name]} of {node.name} is compiled as the constant {extent}, which "
-                    "the graph may hold as a number; compile with dynamic=True, or torch._dynamo.mark_dynamic it"
+                    "the graph may hold as a number: its length is 1, or the program asks for it"
                 )
             symbols.add(extent)
     for node in nodes:
@@ -93,25 +107,113 @@ def _enlarge(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode:
         return torch.empty(shape, dtype=fake.dtype, device=fake.device).requires_grad_(fake.requires_grad)
 
 
-def global_view(
-    gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, n: int
-) -> tuple[GraphModule, dict[str, Placement], dict[str, int] | None, bool]:
-    """(graph in the global view, where inputs lie that come in shards, the sequence dims that the user named,
-    whether the graph is a piece of a model, between graph breaks, so that it may lack inputs that the user named).
+@dataclass(frozen=True)
+class GlobalView:
+    """A Dynamo graph in the global view. fragment: is it a piece of a model, between graph breaks?
+
+    arguments, names: what the user's code calls inputs and results; outputs: what the option of that name says of each
+    result. seq_dims: the sequence dims that the user named. inputs: where those lie that come in shards; layouts: of
+    the ones that are `Sharded`, by their number. folds: chunks of the sequence that a rank holds, as they have it.
+    """
+
+    graph: GraphModule
+    fragment: bool
+    arguments: list[str]
+    names: list[str]
+    outputs: list[str]
+    seq_dims: dict[str, int] | None
+    inputs: dict[str, Placement]
+    layouts: dict[int, Layout]
+
+    @property
+    def folds(self) -> int:
+        return min((layout.folds for layout in self.layouts.values()), default=1)
+
+
+def global_view(gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, ranks: Ranks) -> GlobalView:
+    """The graph as the passes take it, and what is known of its inputs and results.
+
+    Raises SpError: options that name none of them, or that the program cannot honour.
     """
     fragment = is_fragment(gm)
     if fragment and (config.outputs == "local" or config.inputs == "local"):
-        raise SpError("inputs='local' and outputs='local' need a model without graph breaks: what crosses one is whole")
+        raise SpError(
+            "inputs='local' and outputs='local' need a model without graph breaks, where a plain tensor is taken for a "
+            "whole one. outputs='lazy' keeps what crosses a break in shards"
+        )
     _mark_inputs(gm, example_inputs)
     seq_dims = None if isinstance(config.seq_dims, str) else _placeholder_names(gm, config.seq_dims, fragment)
     inputs: dict[str, Placement] = {}
-    if config.inputs == "local" and n > 1:
+    layouts: dict[int, Layout] = {}
+    if config.inputs == "local" and ranks.n > 1:
         refuse_eager_fallback()
-        graph, inputs = capture_shards(gm, example_inputs, n, seq_dims)
+        graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:
         graph = capture(gm, example_inputs)
+        inputs, layouts = _in_shards(graph, example_inputs, ranks)
     _mark_inputs(graph, example_inputs)
-    return graph, inputs, seq_dims, fragment
+    names, arguments = _result_names(gm), [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
+    whole = is_cut_by_ddp(gm)  # the next piece is compiled for what this one returns before it is called
+    asked = ["gather"] * len(names) if whole else _asked(names, config, fragment)
+    return GlobalView(graph, fragment, arguments, names, asked, seq_dims, inputs, layouts)
+
+
+def _in_shards(
+    graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks
+) -> tuple[dict[str, Placement], dict[int, Layout]]:
+    """Where inputs lie that an earlier graph left in shards on these ranks; the graph is told how many rows each has.
+
+    One that the graph writes to is taken whole.
+    """
+    mode, _ = fake_inputs(())
+    written = {n.args[0] for n in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    placements: dict[str, Placement] = {}
+    layouts: dict[int, Layout] = {}
+    for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
+        if not isinstance(x, Sharded) or node in written or (x.layout.n, x.layout.group) != (ranks.n, ranks.group):
+            continue
+        layout, whole = x.layout, node.meta["val"]
+        with mode, torch.no_grad():
+            local = layout.rows(whole).detach()
+        mark(node, local=local.requires_grad_(x.requires_grad))
+        placements[node.name] = Shard(layout.dim, Frame.full(size(whole.shape[layout.dim]), layout.folds))
+        layouts[i] = layout
+    return placements, layouts
+
+
+def compiled_inputs(
+    example_inputs: Sequence[Any], layouts: Mapping[int, Layout] | None = None, graph: GraphModule | None = None
+) -> list[Any]:
+    """What stands for the inputs when the program of one rank is compiled: of a `Sharded` its rows, or the whole.
+
+    layouts, graph: as `global_view` has them; of a program that is not split there are none.
+    """
+    if not any(isinstance(x, Sharded) for x in example_inputs):
+        return list(example_inputs)
+    _, fakes = fake_inputs(example_inputs)
+    nodes = graph.graph.find_nodes(op="placeholder") if graph is not None else []
+    rows = {i: record(nodes[i]).local for i in layouts or ()}
+    return [rows.get(i, fakes[i]) if isinstance(x, Sharded) else x for i, x in enumerate(example_inputs)]
+
+
+def _result_names(gm: GraphModule) -> list[str]:
+    """What the user's code calls each result, as far as Dynamo kept it."""
+    leaves = pytree.tree_leaves(gm.graph.output_node().args[0])
+    return [leaf.name if isinstance(leaf, Node) else "" for leaf in leaves]
+
+
+def _asked(names: Sequence[str], config: SPConfig, fragment: bool) -> list[str]:
+    """What the option says of each result. A fragment may lack some that it names."""
+    if isinstance(config.outputs, str):
+        return [config.outputs] * len(names)
+    asked = [SPConfig.outputs if isinstance(SPConfig.outputs, str) else ""] * len(names)
+    for key, word in config.outputs.items():
+        found = [i for i, name in enumerate(names) if key in (i, name, re.sub(r"_\d+$", "", name))]
+        if not found and not fragment:
+            raise SpError(f"outputs: no result is called {key!r}; the graph's results are {names}")
+        for i in found:
+            asked[i] = word
+    return asked
 
 
 def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:

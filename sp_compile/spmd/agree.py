@@ -17,7 +17,7 @@ import torch
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 
-from .message import BACKWARD, COMPILES, STOPS, Message
+from .message import BACKWARD, COMPILES, READS, STOPS, TOGETHER, Message
 from .wire import gather, wire_of
 
 ABOUT = "about "  # of a value of numbers that need not be the same to the bit
@@ -32,7 +32,7 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
     Raises what `Wire.gather` does.
     """
     wire = wire_of(ranks)
-    if wire is not None and mine.doing != BACKWARD:
+    if wire is not None and mine.doing not in (BACKWARD, READS):
         wire.own()
     headers = gather(mine.header, ranks, torch.int64, mine)
     same = all(header == headers[0] for header in headers)
@@ -102,6 +102,9 @@ def astray(everyone: Sequence[Message]) -> str:
             "of a group that a program exchanges over has to call it with the same sizes and numbers. Pad what has "
             "another size; pass a number that changes as a tensor; TORCH_LOGS=recompiles says why it compiles\n" + each
         )
+    readers = [rank for rank, one in enumerate(everyone) if one.doing == READS]
+    if readers and len(readers) < n:
+        return f"rank {_listed(readers)} of {n} reads what lies in shards and the others do not. {TOGETHER}:\n{each}"
     return (
         f"the {len(everyone)} ranks of this group are about to do different things; every rank has to run the same "
         f"models and backwards in the same order:\n{each}"

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.lowering.collectives.checksums import checksum, later, sent, summary
+from sp_compile.lowering.collectives.sharded import Layout, Sharded
 
 from .agree import ABOUT, agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
+from .between import is_traced, taken
 from .fingerprint import InputName, Program
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .wire import Wire, stop, wire_of
@@ -50,7 +52,8 @@ class CheckedProgram:
     every `check_every` calls, as checksums. So are the sizes of parameters, without which a program is another one.
     always: the inputs whose values are compared on every call, and so are `arguments` if they are small; shared: those
     that were found equal when the program was compiled. backward: compare the backwards, too; whole: and the gradients
-    of its results, of which every rank has all rows.
+    of its results, of which every rank has all rows, but for the sharded ones, by number. layouts: how it takes values
+    that an earlier program left in shards, by number; others are read.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -69,6 +72,8 @@ class CheckedProgram:
     check_every: int = 0
     arguments: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
+    layouts: Mapping[int, Layout] = field(default_factory=dict)
+    sharded: frozenset[int] = frozenset()
     called: set[str] = field(default_factory=set)
 
     @cached_property
@@ -77,18 +82,23 @@ class CheckedProgram:
         return HashedFields({**self.options, PROGRAM: str(self.program.digest)})
 
     def __call__(self, *args: Any) -> Any:
-        traced = any(isinstance(a, FakeTensor) for a in args)  # then nothing runs
+        traced = any(map(is_traced, args))  # then nothing runs
         call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
         if self.error is not None:
             raise self.error
         assert self.run is not None
+        takes = self._takes(args)
         if traced:
-            return self.run(*args)
+            return self.run(*takes)
         with self._told(call):
-            out = self.run(*args)
+            out = self.run(*takes)
         if self.backward and torch.is_grad_enabled():
             self._watch(out, call)
         return out
+
+    def _takes(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Another program that is asked first takes values as they are."""
+        return args if isinstance(self.run, CheckedProgram) else taken(args, self.layouts)
 
     def _agree(self, args: Sequence[Any]) -> Message:
         wire, subject, number = wire_of(self.ranks), self.subject, 0
@@ -124,16 +134,18 @@ class CheckedProgram:
         out = {"mode": mode()}
         wanted = []
         away: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
-        for name, a in zip(self.names, args):
-            if not name or (isinstance(a, torch.nn.Parameter) and not everything and name not in compared):
+        for name, given in zip(self.names, args):
+            if not name or (isinstance(given, torch.nn.Parameter) and not everything and name not in compared):
                 continue
-            asked = self.error is None and (name in compared or (name in small and is_small(a)))
+            asked = self.error is None and (name in compared or (name in small and is_small(given)))
+            a = given.local if asked and isinstance(given, Sharded) else given
+            where = f" in shards {given.layout}" if isinstance(given, Sharded) else ""
             apart = asked and wire is not None and is_away(a)
             if apart and a.numel():
                 away[a.device][f"{EARLIER}of {_shown(name)} when it called {call}"] = a
             value = checksum(a) if asked and not apart else ""
-            out[INPUT + _shown(name)] = _size(a) + (f"{CHECKED}{value}" if value else "")
-            if isinstance(a, torch.Tensor) and a.requires_grad:
+            out[INPUT + _shown(name)] = _size(given) + where + (f"{CHECKED}{value}" if value else "")
+            if isinstance(given, torch.Tensor) and given.requires_grad:
                 wanted.append(_shown(name))
         if wire is not None:
             wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in away.values()]
@@ -185,14 +197,19 @@ class CheckedProgram:
 
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""
-        mine = Message(BACKWARD, call.subject, call.number)
-        for node in compiled_backwards(pytree.tree_leaves(out), lambda: self._told(mine)):
-            node.register_prehook(lambda grads: self._begin(mine, grads))
+        mine, leaves = Message(BACKWARD, call.subject, call.number), pytree.tree_leaves(out)
+        rows = {(id(x.grad_fn), x.output_nr) for i, x in enumerate(leaves) if i in self.sharded}
+        for node in compiled_backwards(leaves, lambda: self._told(mine)):
+            mine_alone = frozenset(number for owner, number in rows if owner == id(node))
+            node.register_prehook(partial(self._begin, mine, mine_alone))
 
-    def _begin(self, mine: Message, grads: Sequence[Any]) -> None:
-        """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own."""
+    def _begin(self, mine: Message, rows: frozenset[int], grads: Sequence[Any]) -> None:
+        """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
+
+        rows: the numbers of those of which a rank has rows alone.
+        """
         fields, wire = {}, wire_of(self.ranks)
-        for i, grad in enumerate(grads if self.whole else ()):
+        for i, grad in [(i, grad) for i, grad in enumerate(grads if self.whole else ()) if i not in rows]:
             name = f"gradient of result {i}"
             if wire is not None and is_away(grad):
                 call = f"{EARLIER}of the {name} when it {mine}"

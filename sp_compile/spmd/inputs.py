@@ -18,6 +18,7 @@ from sp_compile._compat import is_module_state, known_process_group, real_tensor
 from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
 from sp_compile.lowering.collectives.checksums import is_one_number
+from sp_compile.lowering.collectives.sharded import Sharded
 
 from .fingerprint import Text, digest, input_names, text_of
 from .grid import Grid
@@ -107,11 +108,13 @@ def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among the inputs; of a DTensor, what this rank holds."""
+    """The tensors among the inputs; of a DTensor, and of a value in shards, what this rank holds."""
     return [_local(x) for x in inputs if isinstance(x, torch.Tensor)]
 
 
 def _local(x: Any) -> Any:
+    if isinstance(x, Sharded):
+        return x.local
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -137,7 +140,7 @@ def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) ->
     for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
         if isinstance(example, torch.nn.Parameter) or is_module_state(node) or record(node).parameter:
             state |= {node.name} if node.users else set()
-        elif inputs == "global":
+        elif inputs == "global" and not isinstance(example, Sharded):
             arguments.add(node.name)
     return frozenset(state | arguments), frozenset(arguments)
 

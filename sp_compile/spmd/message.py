@@ -64,6 +64,11 @@ class Message:
 
 CALLS = "calls"
 COMPILES = "compiles"
+READS = "reads"  # a value that lies in shards
+TOGETHER = (
+    "The first op on such a result makes it whole, and takes every rank: read it on all ranks (.full() does), not "
+    "under `if rank == 0`, or compile with outputs='gather', or outputs={'<result>': 'gather'}, which returns it whole"
+)
 BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
 STOPS = Message("stops")
 

@@ -23,6 +23,7 @@ from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
 
+from .between import Edges, Returning
 from .check_compile import Lockstep, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
@@ -228,13 +229,15 @@ class Session:
         local: GraphModule | None = None,
         config: SPConfig | None = None,
         scattered: Collection[str] = (),
+        edges: Edges | None = None,
     ) -> Callable[..., Any]:
         """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
 
         run, local, config: what this rank compiled, of which graph and how; None where that failed with `error`, which
         every call raises on all ranks. scattered: the groups that share work where values are equal.
+        edges: what it takes and returns in shards.
         """
-        config = config or SPConfig()
+        config, edges = config or SPConfig(), edges or Edges()
         subject = subject_of(gm)
         if self.split:
             done = run is not None and local is not None
@@ -250,9 +253,11 @@ class Session:
                 subject=subject,
                 options=settings({"mode": self.mode, **self.given}),
                 backward=True,
-                whole=config.outputs == "gather",
+                whole=config.outputs != "local",
                 check_every=config.check_every,
                 arguments=arguments,
+                layouts=edges.layouts,
+                sharded=edges.rows,
             )
             error = None
         elif error is not None and not self.groups:
@@ -267,6 +272,8 @@ class Session:
                 run, ranks, program_of(gm), names, error, always=always, subject=subject, shared=always
             )
         assert run is not None
+        if edges.results:
+            run = Returning(run, self.ranks, subject, edges.results, edges.symbols)
         return run if self.groups else OfWorld(run, gm.forward, config.inputs == "global")
 
 

@@ -12,6 +12,7 @@ longer than any timeout. There is one key for either, however many ranks there a
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import weakref
@@ -43,9 +44,10 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 
-from .message import CALLS, Message
+from .message import CALLS, READS, TOGETHER, Message
 
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
+READING = 10.0  # seconds of a wait in which all should have come that read one value
 PATIENCE = 2.0  # seconds of a wait before a rank that has stopped is looked for
 CONNECTING = timedelta(seconds=60)  # of ranks that are all there
 POLL = 0.005  # seconds between looks for ranks that have not connected
@@ -57,6 +59,7 @@ LIKELY = (
 )
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -67,7 +70,8 @@ class Wire:
     talks: how many exchanges there were. calls: how often this rank has called each program, by its name. later: what
     of a call is said at the next, as the names of fields and their checksums. models: the first parameter of each model
     that was called, by which two of one class are told apart; known: how many there were. beats: of the last wait when
-    it began, and how many signs of life were seen, the last of them when. gloo: None until all ranks have met.
+    it began, and how many signs of life were seen, the last of them when. warned: the wait of a
+    read that was spoken of, by when it began. gloo: None until all ranks have met.
     """
 
     name: str
@@ -83,6 +87,7 @@ class Wire:
     known: int = 0
     talks: int = 0
     beats: tuple[float, int, float] = (0.0, 0, 0.0)
+    warned: float = 0.0
     models: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def gather(self, mine: torch.Tensor, saying: Message) -> list[torch.Tensor]:
@@ -150,6 +155,9 @@ class Wire:
     def _look(self, saying: Message, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
         waited, alive = time.monotonic() - begun, self._someone_compiles(begun)
+        if saying.doing == READS and waited > READING and self.warned != begun:
+            self.warned = begun
+            log.warning("rank %d %s %s: it waits for the others. %s", dist.get_rank(), *_of_read(saying), TOGETHER)
         if waited > PATIENCE and not self._stopped(saying).goes_on:
             raise SpError(self.lost(saying, waited))
         if waited > self.timeout.total_seconds() and not alive:
@@ -175,9 +183,11 @@ class Wire:
         others = [f"  rank {rank} was last seen when it {seen}" for rank, seen in zip(self.ranks, self.seen)]
         stopped = self._stopped(saying)
         heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
+        what = " ".join(_of_read(saying)).strip()
         self.broken = "\n".join(
-            [f"rank {dist.get_rank()} {saying} and waited {waited:.0f} s for ranks that did not come{heard}", *others]
+            [f"rank {dist.get_rank()} {what} and waited {waited:.0f} s for ranks that did not come{heard}", *others]
             + ([f"  rank {stopped.rank} stopped: {stopped.words}"] if stopped.words else [LIKELY])
+            + ([TOGETHER] if saying.doing == READS else [])
         )
         return self.broken
 
@@ -224,6 +234,11 @@ class Wire:
     def beat(self) -> None:
         """Show a sign of life: this rank compiles."""
         self.store.add("compiles", 1)
+
+
+def _of_read(saying: Message) -> tuple[str, str]:
+    """What a rank is about to do, and of a read at which line."""
+    return str(saying), saying.fields.get("", "") if saying.doing == READS else ""
 
 
 def _came(work: Any) -> bool:

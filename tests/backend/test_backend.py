@@ -290,7 +290,7 @@ def shards(seq: int) -> tuple[list[Outcome], str]:
     mesh = worker.mesh()
     model = build(Shards, layers=1)
     alone = copy.deepcopy(model)
-    run = sp(model, mesh=mesh, inputs="local", outputs="local", dynamic=True)
+    run = sp(model, mesh=mesh, inputs="local", outputs="local")
     outcomes = []
     for seed in (1, 2):
         ids, targets = text(seq * seed, seed=seed)

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import sp_compile
 from sp_compile import SPConfig, SpError, backend, pipeline
 from sp_compile.spmd import declare
+from sp_compile.spmd.between import Returning
 from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.groups import Groups, axis_of
 from sp_compile.spmd.session import Session
@@ -85,8 +86,8 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
         seen.append((gm.code, functorch_config.activation_memory_budget))
         return gm.forward
 
-    def watched(lowered: backend.RankProgram, inputs: Any, mode: str | None) -> Any:
-        run = plain(lowered, inputs, mode)
+    def watched(lowered: backend.RankProgram, mode: str | None) -> Any:
+        run = plain(lowered, mode)
         seen.append((lowered.graph.code, str(lowered.joint and lowered.joint.report)))
         return run
 
@@ -94,7 +95,11 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
 
     def guarded(self: Session, *args: Any) -> Any:
         run = guard(self, *args)
-        seen.append((run.run if isinstance(run, OfWorld) else run).check_every)
+        checked = run
+        while isinstance(checked, OfWorld | Returning):
+            seen.append(type(checked).__name__)
+            checked = checked.run
+        seen.append(checked.check_every)
         return run
 
     compiler = "aot_eager" if isinstance(model, TensorParallel) else keep
@@ -158,8 +163,6 @@ def outcome(entry: Callable[..., str], model: nn.Module, options: Options, optio
     """What is seen of a compilation; of an error that it names the option."""
     torch._dynamo.reset()
     x = torch.randn(8, 32, WIDTH, generator=torch.Generator().manual_seed(0))
-    if option == "inputs":
-        torch._dynamo.mark_dynamic(x, 1)
     with torch.no_grad() if isinstance(model, TensorParallel) else torch.enable_grad():
         try:
             return entry(model, x, options)
@@ -173,7 +176,7 @@ def plainly() -> Callable[..., str]:
     known: dict[str, str] = {}
 
     def found(entry: Callable[..., str], model: nn.Module, options: Options, option: str) -> str:
-        key = f"{entry.__name__} {type(model).__name__} {options} {option == 'inputs'}"
+        key = f"{entry.__name__} {type(model).__name__} {options}"
         if key not in known:
             known[key] = outcome(entry, model, options, option)
         return known[key]
@@ -233,6 +236,17 @@ def test_options_of_a_sequence_in_another_piece(mesh: DeviceMesh) -> None:
             return super().forward(h)
 
     assert not outcome(of_backend, Broken(mesh), {"attention": "ring"}, "attention").startswith("refused: attention=")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("outputs", ["lazy", {0: "lazy"}], ids=str)
+def test_results_that_know_their_shard(mesh: DeviceMesh, entry: Callable[..., str], outputs: Any) -> None:
+    """Of a graph alone nobody makes any: `parallelize` refuses the option, and `verify`, which compares whole ones."""
+    found = outcome(entry, Model(), {"mesh": mesh, "outputs": outputs}, "outputs")
+    if entry in (of_verify, of_parallelize):
+        assert re.match(r"refused: outputs=", found), found
+    else:
+        assert found != outcome(entry, Model(), {"mesh": mesh}, "outputs")
 
 
 @pytest.mark.parametrize("options", [{"attention": "ring"}, {"layout": "zigzag"}])

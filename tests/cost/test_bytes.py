@@ -65,7 +65,7 @@ def test_attention(
     taken = lambda found: next(c for c in found if (c.kind, c.relayout) == (kind, relayout))  # noqa: E731
     monkeypatch.setattr(attention_strategy, "choose", taken)
     x = torch.randn(BATCH, LENGTH, heads * DIM, dtype=torch.bfloat16)
-    report = report_of(attending(heads, kv_heads, window), x, attention=kind, gather_outputs=False)
+    report = report_of(attending(heads, kv_heads, window), x, attention=kind, outputs="local")
     (decision,) = report.attention
     listed = [e for e in report.exchanges if e.op == "all_to_all" or e.op.endswith("_attention")]
     assert listed

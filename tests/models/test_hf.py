@@ -1,12 +1,16 @@
 """Models that nobody here wrote, from transformers, with tiny random weights."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from support import ranks as worker
-from support.parity import VOCAB, Outcome, against_eager, check
+from support.parity import VOCAB, Outcome, against_eager, check, difference, gradients, outcome, sp
 from support.ranks import Ranks
+
+import sp_compile
+from sp_compile.lowering.collectives.sharded import Sharded
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,3 +67,55 @@ def test_training_step(ranks: Ranks, model: Any, n: int, padded: bool) -> None:
 @pytest.mark.parametrize("model", [llama, gpt2, bert])
 def test_training_step_of_other_sizes(ranks: Ranks, model: Any, n: int, padded: bool) -> None:
     check(ranks.run(n, one_step, model, 13, padded), TOLERANCE)
+
+
+def trained(model: torch.nn.Module, whole: bool) -> torch.nn.Module:
+    """The model with labels: its loss alone, or all that it returns."""
+
+    class Trained(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            found = self.model(input_ids=input_ids, labels=labels, use_cache=False)
+            return found if whole else found.loss
+
+    return Trained()
+
+
+@pytest.mark.parametrize("outputs", ["lazy", {"logits": "lazy"}], ids=str)
+def test_logits_that_nobody_reads_cost_nothing(outputs: Any) -> None:
+    transformers.logging.set_verbosity_error()
+    ids = torch.randint(0, VOCAB, (2, 14))
+    sent = []
+    for whole in (False, True):
+        report = sp_compile.explain(trained(llama(), whole), ids, ids, sp=2, outputs=outputs if whole else "gather")
+        sent.append([sum(getattr(e, way) for e in report.exchanges) for way in ("forward", "backward")])
+    assert sent[0] == sent[1]
+    assert report.sharded_outputs == ["logits"]
+
+
+def logits_read() -> tuple[Outcome, float]:
+    """Loss and logits of one call of the unmodified model, the logits read behind the backward."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    model = llama().double()
+    ids = torch.randint(0, VOCAB, (2, 13))
+    alone = copy.deepcopy(model)
+    found = sp(model, mesh=worker.mesh(), outputs="lazy")(input_ids=ids, labels=ids, use_cache=False)
+    right = alone(input_ids=ids, labels=ids, use_cache=False)
+    assert isinstance(found.logits, Sharded)
+    found.loss.backward()
+    right.loss.backward()
+    assert not found.logits.is_whole
+    step = outcome(found.loss, gradients(model), right.loss, gradients(alone))
+    return step, difference(found.logits.detach().full(), right.logits.detach())
+
+
+@pytest.mark.slow
+def test_logits_are_one_devices(ranks: Ranks) -> None:
+    results = ranks.run(2, logits_read)
+    check([step for step, _ in results], TOLERANCE)
+    for _, error in results:
+        assert error < TOLERANCE

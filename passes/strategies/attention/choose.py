@@ -60,7 +60,7 @@ class ChooseAttention(Pass):
             taken = memory_of(gm, plan, job.ranks.n, trained, machines[nodes[0]].memory)
             job.memory.append(taken)
             machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
-        programs = [1] if job.ranks.n == 1 or job.layout != "zigzag" else [2]
+        programs = [2] if job.ranks.n > 1 and (job.layout == "zigzag" or job.folds == 2) else [1]
         if job.layout == "auto" and job.ranks.n > 1 and _permutable(plan, job):
             programs = [1, 2]
         made = {folds: _decisions(shapes, machines, folds, plan, job) for folds in programs}
@@ -105,7 +105,7 @@ def _shardable(node: Node, plan: Plan) -> bool:
 
 def _permutable(plan: Plan, job: Settings) -> bool:
     """May the whole program keep its sequence in another order?"""
-    given = job.gather_outputs and not job.inputs
+    given = not job.inputs and "local" not in ([job.outputs] if isinstance(job.outputs, str) else job.outputs)
     return given and not any(d.kind in ORDERED and d.node.op != "output" for d in plan.demands)
 
 

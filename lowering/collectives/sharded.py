@@ -1,0 +1,422 @@
+"""A value between two compiled graphs that knows its shard: the tensor of one device to whoever looks at it.
+
+    y = compiled(x)        y.shape, y.dtype are one device's; this rank holds its rows
+    z = compiled_next(y)   takes the rows; so does y.detach(), y.to(dtype), y.clone()
+    y.mean()               reads: an all-gather, once for y and all its aliases, on every rank
+
+Autograd works above: it records what is done to the value of one device, so reading is differentiable, and a gradient
+on its way back is such a value too, or whole (then every rank has the same) and cut where it enters a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from sp_compile._compat import (
+    OpOverload,
+    in_backward,
+    no_torch_function,
+    process_group,
+    pytree,
+    schema_of,
+    wrapper_subclass,
+)
+from sp_compile.lowering.frames import rows_held
+
+aten, sp = torch.ops.aten, torch.ops.sp
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Dim `dim` lies over the `n` ranks of a group: ceil(S / n) rows each, of which the last ranks' may be padding.
+
+    folds: 1, a run of rows; 2, zigzag. order: the dims of the whole in memory, from the largest stride to the smallest.
+    """
+
+    dim: int
+    n: int
+    group: str
+    order: tuple[int, ...]
+    folds: int = 1
+
+    def __str__(self) -> str:
+        return f"along dim {self.dim} over {self.n} ranks{' in zigzag order' if self.folds == 2 else ''}"
+
+    def frame(self, length: int) -> list[int]:
+        """The frame of a whole of `length` rows, as sp:: ops take it."""
+        return [1, length, 0, length, *([self.folds] if self.folds != 1 else [])]
+
+    def same_rows(self, other: Layout) -> bool:
+        """Does each rank hold the same rows in both?"""
+        return (self.dim, self.n, self.group, self.folds) == (other.dim, other.n, other.group, other.folds)
+
+    def strides(self, shape: Sequence[int]) -> list[int]:
+        """Those of a whole of this shape, without gaps."""
+        out, step = [0] * len(shape), 1
+        for dim in reversed(self.order):
+            out[dim], step = step, step * shape[dim]
+        return out
+
+    def whole(self, local: Tensor, length: int) -> Tensor:
+        """All ranks' rows: an all-gather."""
+        return self.dense(sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group))
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a whole; padding holds copies of others."""
+        return self.dense(sp.shard.default(whole, self.dim, self.frame(whole.shape[self.dim]), self.n, self.group))
+
+    def dense(self, x: Tensor) -> Tensor:
+        """The same values without gaps in memory, in its order."""
+        back = [self.order.index(dim) for dim in range(x.ndim)]
+        return x.permute(self.order).contiguous().permute(back)
+
+
+def _nobody(words: str) -> None:
+    """Ranks that are simulated, or trace, need not be asked."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from, in words. meet: ranks tell each other that they read it; raises SpError."""
+
+    words: str = "a value in shards"
+    meet: Callable[[str], None] = _nobody
+
+
+@dataclass(eq=False)
+class Held:
+    """What stands behind a value and all its aliases: this rank's rows, or the whole once somebody has read it.
+
+    The rows are gone then: eager code may write to the whole, and a graph that takes the value cuts its own.
+    """
+
+    layout: Layout
+    length: int
+    local: Tensor | None
+    origin: Origin = field(default_factory=Origin)
+    whole: Tensor | None = None
+
+    def rows(self) -> Tensor:
+        """This rank's."""
+        with torch.no_grad():
+            return self.local if self.local is not None else self.layout.rows(self._known())
+
+    def read(self) -> Tensor:
+        """The whole; every rank comes here. Raises SpError, on every rank that comes, if one does not."""
+        if self.whole is not None:
+            return self.whole
+        assert self.local is not None
+        traced = type(self.local) is not Tensor  # a compiler's stand-in: nothing is exchanged, and nothing kept
+        if not traced:
+            self.origin.meet(f"{self.origin.words} ({self.local.dtype} of {self.length} rows)")
+        with torch.inference_mode(False), torch.no_grad():
+            whole = self.layout.whole(self.local, self.length)
+        if not traced:
+            self.whole, self.local = whole, None
+        return whole
+
+    def _known(self) -> Tensor:
+        assert self.whole is not None
+        return self.whole
+
+    def mapped(self, op: Callable[[Tensor], Tensor], name: str) -> Held:
+        """The same of another value, made of this one row by row."""
+        origin = Origin(f"{name} of {self.origin.words}", self.origin.meet)
+        if self.whole is not None:
+            return Held(self.layout, self.length, None, origin, op(self.whole))
+        return Held(self.layout, self.length, op(self.rows()), origin)
+
+
+class Sharded(Tensor):
+    """The value of one device, of which this rank holds rows until somebody reads it.
+
+    Dynamo is to see none of this: it would compile what it meets between two graphs, and in its own guards.
+    Any op reads but those that only move it: detach, alias, a view of its own shape, clone, casts, record_stream, and
+    the sum of two that lie alike. Reading takes every rank. repr() does not read.
+    """
+
+    held: Held
+
+    @staticmethod
+    def __new__(cls, held: Held, shape: Sequence[int]) -> Sharded:
+        """shape: of the whole."""
+        near = held.local if held.local is not None else held.read()
+        strides = held.layout.strides(shape)
+        value: Sharded = wrapper_subclass(cls, shape, strides, near)
+        value.held = held
+        return value
+
+    __torch_function__ = no_torch_function
+
+    @property
+    def layout(self) -> Layout:
+        """How it lies over the ranks."""
+        return self.held.layout
+
+    @property
+    @torch.compiler.disable
+    def local(self) -> Tensor:
+        """This rank's rows, padding included; without a gradient."""
+        return self.held.rows()
+
+    @property
+    def is_whole(self) -> bool:
+        """Has somebody read it?"""
+        return self.held.whole is not None
+
+    @torch.compiler.disable
+    def full(self) -> Tensor:
+        """The whole as a plain tensor, which shares the memory of what eager code reads. Every rank has to call it.
+
+        Differentiable. Raises SpError if a rank does something else instead.
+        """
+        return _Full.apply(self)
+
+    @torch.compiler.disable
+    def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
+        """The same value as a DTensor on a mesh of one axis, Shard(dim); differentiable, without an exchange.
+
+        Ranks hold ceil(S / n) rows, the last ones less. One in zigzag order is read first, on every rank.
+        mesh: of the ranks that hold it; made of their group if None.
+        """
+        layout = self.layout
+        if layout.folds != 1 and not self.is_whole:
+            self.held.read()
+        if mesh is None:
+            mesh = DeviceMesh.from_group(process_group(layout.group), self.device.type, mesh_dim_names=("sp",))
+        plain = Layout(layout.dim, layout.n, layout.group, layout.order)
+        rows, length = rows_held(plain.frame(self.shape[plain.dim]), plain.n), self.shape[plain.dim]
+        first = min(length, rows * dist.get_rank(process_group(layout.group)))
+        local = entering(self, plain).narrow(plain.dim, 0, min(length, first + rows) - first)
+        where = {"shape": self.shape, "stride": self.stride(), "run_check": False}
+        return DTensor.from_local(local, mesh, [Shard(plain.dim)], **where)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        if self.is_whole:
+            return repr(self.held.read())
+        told = f"{tuple(self.shape)}, {self.dtype}, {self.layout}"
+        return f"Sharded({told}: .full() on every rank reads it)"
+
+    # What torch takes from memory, where no dispatcher sees it.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Of the whole."""
+        return self.full().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Of the whole."""
+        return self.full().tolist()
+
+    def data_ptr(self) -> int:
+        """Of the whole."""
+        return self.full().data_ptr()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)
+        return memo.setdefault(id(self), self.detach().clone().requires_grad_(self.requires_grad))
+
+    # What torch.compile takes it apart into.
+
+    @torch.compiler.disable
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["local"], self.layout
+
+    @staticmethod
+    @torch.compiler.disable
+    def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, shape: Any, strides: Any) -> Sharded:
+        return Sharded(Held(layout, shape[layout.dim], inner["local"]), shape)
+
+    @classmethod
+    @torch.compiler.disable
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        move = MOVES.get(func)
+        moved = move(func, args, kwargs) if move is not None else None
+        if moved is not None:
+            return moved
+        owners: dict[int, Sharded] = {}
+
+        def whole(value: Sharded) -> Tensor:
+            found = value.held.read()
+            owners[id(found)] = value
+            return found
+
+        args, kwargs = pytree.tree_map_only(Sharded, whole, (args, kwargs))
+        out = func(*args, **kwargs)
+        if not schema_of(func).is_mutable:
+            return out
+        return pytree.tree_map_only(Tensor, lambda found: owners.get(id(found), found), out)
+
+
+# What moves a value and does not read it; each returns None where it is not that simple.
+
+Move = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _aliased(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value = args[0]
+    same_shape = func is not aten.view.default or tuple(args[1]) == tuple(value.shape)
+    return Sharded(value.held, value.shape) if same_shape else None
+
+
+def _copied(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value, form = args[0], kwargs.get("memory_format")
+    in_order = value.layout.order == tuple(range(value.ndim))
+    forms = (None, torch.preserve_format, *([torch.contiguous_format] if in_order else []))
+    if form not in forms or kwargs.get("layout") not in (None, torch.strided):
+        return None
+    return Sharded(value.held.mapped(lambda x: func(x, **kwargs), COPIES[func]), value.shape)
+
+
+def _recorded(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value, *rest = args
+    func(value.held.read() if value.is_whole else value.local, *rest)
+    return ()
+
+
+def _summed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Also, on the way back, of one that lies in rows and a gradient that is whole: every rank has the same."""
+    a, b = args[:2]
+    if kwargs or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return None
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return None
+    first, *others = [x for x in (a, b) if isinstance(x, Sharded)]
+    alike = all(x.layout.same_rows(first.layout) for x in others) if others else in_backward()
+    if not alike or (others and first.is_whole and others[0].is_whole):
+        return None
+    layout = first.layout
+    total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.rows(x) for x in (a, b)))
+    origin = Origin(f"a sum with {first.held.origin.words}", first.held.origin.meet)
+    held = Held(layout, first.held.length, total, origin)
+    if func is aten.add.Tensor:
+        return Sharded(held, first.shape)
+    if a is not first or a.is_whole:
+        return None
+    a.held.local, a.held.whole = total, None
+    return a
+
+
+def _made(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is made after the shape of a value, whatever stands in it."""
+    value, *rest = args
+    like = torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+    return func(like, *rest, **kwargs)
+
+
+_FACTORIES = """
+empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_empty_strided
+""".split()
+COPIES = {aten.clone.default: "a copy", aten._to_copy.default: "a cast"}
+MOVES: dict[OpOverload, Move] = {
+    aten.detach.default: _aliased,
+    aten.alias.default: _aliased,
+    aten.view.default: _aliased,
+    **dict.fromkeys(COPIES, _copied),
+    aten.record_stream.default: _recorded,
+    aten.add.Tensor: _summed,
+    aten.add_.Tensor: _summed,
+    **{getattr(aten, name).default: _made for name in _FACTORIES},
+}
+
+
+# Where values enter graphs and leave them.
+
+
+class _Full(torch.autograd.Function):
+    """The whole of a value; its gradient is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Sharded) -> Tensor:
+        return x.held.read().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Enter(torch.autograd.Function):
+    """Value -> this rank's rows, whose gradient is rows of the value's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Sharded, layout: Layout) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.held.origin
+        return _rows_of(x, layout).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
+        layout, origin = ctx.layout, Origin(f"the gradient of {ctx.origin.words}", ctx.origin.meet)
+        return Sharded(Held(layout, ctx.shape[layout.dim], grad, origin), ctx.shape), None
+
+
+class _Leave(torch.autograd.Function):
+    """This rank's rows -> value; back come rows of its gradient, zeros in padding."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, held: Held, shape: Sequence[int]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.layout = held.layout
+        return Sharded(held, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        layout: Layout = ctx.layout
+        frame = layout.frame(grad.shape[layout.dim])
+        return sp.mask.default(_rows_of(grad, layout), layout.dim, frame, 0, layout.n, layout.group), None, None
+
+
+def _rows_of(x: Tensor, layout: Layout) -> Tensor:
+    """This rank's rows; of a value that lies otherwise, which is read."""
+    if not isinstance(x, Sharded):
+        return layout.rows(x)
+    return layout.dense(x.local) if x.layout.same_rows(layout) else layout.rows(x.held.read())
+
+
+def entering(x: Sharded, layout: Layout) -> Tensor:
+    """This rank's rows of a value, as a graph takes them; differentiable. One that lies otherwise is read, by all."""
+    return _Enter.apply(x, layout)
+
+
+def leaving(local: Tensor, layout: Layout, length: int, origin: Origin | None = None) -> Tensor:
+    """What a rank's rows are rows of, S = length of them in all ranks; differentiable, and padding has no gradient."""
+    shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
+    return _Leave.apply(local, Held(layout, length, local.detach(), origin or Origin()), shape)
+
+
+def known_whole(x: Tensor, layout: Layout) -> Tensor:
+    """A value that is whole, and says where its rows would lie: for a look at a program, which runs on none."""
+    return _Known.apply(x, layout)
+
+
+class _Known(torch.autograd.Function):
+    """The identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout) -> Tensor:
+        length = x.shape[layout.dim]
+        rows = rows_held(layout.frame(length), layout.n)
+        shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]
+        return Sharded(Held(layout, length, layout.dense(x.new_empty(shape)), whole=layout.dense(x)), x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.held.read() if isinstance(grad, Sharded) else grad, None

@@ -1,0 +1,51 @@
+"""Which results of a graph stay in shards, as the option `outputs` says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import pytree, size_hint
+from sp_compile.graph.sizes import same
+from sp_compile.sharding.placement import Shard
+
+LARGE = 1 << 20  # bytes of a result that outputs="auto" leaves in shards: a millisecond of a slow link, or less
+
+GATHER = "a result of the model (outputs='gather')"
+SMALL = f"a result of the model, smaller than {LARGE >> 20} MiB"
+FACTOR = "a result of the model whose sequence is only a factor of a dim, or a window of one"
+
+
+def asked_of(output: Node, outputs: str | Sequence[str]) -> dict[Node, list[str]]:
+    """What the option says of each value that the graph returns, once for each time that it does.
+
+    outputs: one word for all, or one for each of the results, nested ones in order.
+    """
+    leaves = pytree.tree_leaves(output.args[0])
+    words = [outputs] * len(leaves) if isinstance(outputs, str) else outputs
+    asked: dict[Node, list[str]] = {}
+    for leaf, word in zip(leaves, words, strict=True):
+        if isinstance(leaf, Node):
+            asked.setdefault(leaf, []).append(word)
+    return asked
+
+
+def why_whole(have: Shard, value: torch.Tensor, words: Sequence[str]) -> str:
+    """Why a result that lies in shards is gathered; "" if it stays."""
+    if "gather" in words:
+        return GATHER
+    if "local" in words:
+        return ""
+    if "lazy" not in words and _bytes(value) < LARGE:
+        return SMALL
+    frame = have.frame
+    plain = same(frame.start, 0) and same(frame.length, frame.size) and same(have.outer, 1) and same(have.inner, 1)
+    return "" if plain else FACTOR
+
+
+def _bytes(value: torch.Tensor) -> int:
+    """In the call that is compiled; asking adds no guard."""
+    numel = value.numel()
+    return (size_hint(numel) if isinstance(numel, torch.SymInt) else numel) * value.element_size()

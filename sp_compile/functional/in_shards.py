@@ -1,0 +1,64 @@
+"""Rows that a rank has already, as a value that knows its shard: a compiled graph takes it as it lies.
+
+A DTensor does not go into a model of plain parameters, in eager mode or compiled: torch refuses to mix them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from sp_compile.config import Mesh, Ranks, ranks_of
+from sp_compile.errors import SpError
+from sp_compile.lowering.collectives.sharded import Layout, Origin, leaving
+from sp_compile.lowering.frames import rows_held
+from sp_compile.spmd.between import meet
+
+
+def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
+    """This rank's rows as the value of one device, without an exchange; differentiable.
+
+    x: a DTensor with Shard(dim) on a mesh of one axis, of any length; or (..., s, ...) rows of `dim`, as many on every
+    rank of the `mesh` (a group, a mesh of one axis, or the default group), in the order of the ranks.
+    Returns (..., S, ...), of x's dtype: the DTensor's shape, or S = n * s. Models under backend="sp" take it as those
+    with inputs="local" take rows, without that option. With one rank it is x's values.
+    Raises SpError: a DTensor that lies otherwise, or rows without a dim.
+    """
+    if isinstance(x, DTensor):
+        return _of_dtensor(x, dim)
+    if dim is None or not -x.ndim <= dim < x.ndim:
+        raise SpError(f"in_shards: dim={dim}: which dim of {list(x.shape)} are the rows of?")
+    ranks = ranks_of(mesh)
+    return _made(x, dim % x.ndim, ranks, ranks.n * x.shape[dim])
+
+
+def _of_dtensor(x: DTensor, dim: int | None) -> Tensor:
+    placement = x.placements[0]
+    if (
+        x.device_mesh.ndim != 1
+        or type(placement) is not Shard
+        or dim not in (None, placement.dim, placement.dim - x.ndim)
+    ):
+        wanted = f"Shard({dim})" if dim is not None else "Shard(dim)"
+        raise SpError(
+            f"in_shards: the DTensor has {x.placements} on a mesh of {x.device_mesh.ndim} axes; expected {wanted} on a "
+            "mesh of one axis: redistribute it"
+        )
+    ranks, dim, length = ranks_of(x.device_mesh), placement.dim % x.ndim, x.shape[placement.dim]
+    rows = x.to_local()
+    missing = rows_held([1, length, 0, length], ranks.n) - rows.shape[dim]
+    if missing:  # padding holds copies; of no rows, ones
+        shape = [missing if d == dim else extent for d, extent in enumerate(rows.shape)]
+        last = rows.narrow(dim, rows.shape[dim] - 1, 1) if rows.shape[dim] else rows.new_ones(shape)
+        rows = torch.cat([rows, last.expand(shape)], dim)
+    return _made(rows, dim, ranks, length)
+
+
+def _made(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:
+    if ranks.n == 1:
+        return rows
+    layout = Layout(dim, ranks.n, ranks.group, tuple(range(rows.ndim)))
+    return leaving(rows, layout, length, Origin(f"what in_shards was given, {list(rows.shape)}", partial(meet, ranks)))

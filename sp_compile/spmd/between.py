@@ -1,0 +1,138 @@
+"""Values that cross from one compiled graph to the next in shards: what a program takes of them, and what it returns.
+
+Reading one takes every rank, so ranks tell each other of it first: a rank that reads alone hears who does what instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule
+
+from sp_compile._compat import FakeTensor
+from sp_compile.config import Ranks
+from sp_compile.errors import SpError, user_line
+from sp_compile.graph.sizes import Size, size
+from sp_compile.lowering.collectives.sharded import Layout, Origin, Sharded, entering, known_whole, leaving
+
+from .agree import astray, exchanged
+from .message import READS, Message
+
+
+def is_traced(a: Any) -> bool:
+    """Is it a stand-in, with which nothing runs?"""
+    return isinstance(a.held.local if isinstance(a, Sharded) else a, FakeTensor)
+
+
+def taken(args: Sequence[Any], layouts: Mapping[int, Layout]) -> list[Any]:
+    """What the program of one rank takes: of a value in shards its rows, of one that it takes whole the whole.
+
+    layouts: by number, how the program takes arguments. Raises SpError where ranks do not all read the same.
+    """
+    return [_taken(a, layouts.get(i)) if isinstance(a, Sharded) else a for i, a in enumerate(args)]
+
+
+def _taken(a: Sharded, layout: Layout | None) -> torch.Tensor:
+    return a.full() if layout is None else entering(a, layout)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result that stays in shards. name: in the user's code. where: the line that makes it."""
+
+    name: str
+    where: str
+    layout: Layout
+    length: Size
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What a program takes and returns in shards, by number. symbols: see `symbols_of`.
+
+    rows: the results of which a rank has rows alone, those too that are plain tensors.
+    """
+
+    layouts: Mapping[int, Layout] = field(default_factory=dict)
+    results: Mapping[int, Result] = field(default_factory=dict)
+    rows: frozenset[int] = frozenset()
+    symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Returning:
+    """Calls `run` and returns values that know their shard.
+
+    results: by number. lengths: how to find a symbolic length among the arguments. subject: what a person calls it.
+    """
+
+    run: Callable[..., Any]
+    ranks: Ranks
+    subject: str
+    results: Mapping[int, Result]
+    symbols: Mapping[sympy.Symbol, tuple[int, int | None]]
+    calls: int = 0
+
+    def __call__(self, *args: Any) -> Any:
+        out = self.run(*args)
+        self.calls += 1
+        made: dict[int, torch.Tensor] = {}  # of one value that is returned twice, one
+        values = list(out)
+        for i, result in self.results.items():
+            local = values[i]
+            if id(local) not in made:
+                length = self._value(result.length, args)
+                made[id(local)] = leaving(local, result.layout, length, self._origin(result))
+            values[i] = made[id(local)]
+        return type(out)(values)
+
+    def _origin(self, result: Result) -> Origin:
+        words = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
+        return Origin(words, partial(meet, self.ranks))
+
+    def _value(self, length: Size, args: Sequence[Any]) -> int:
+        if isinstance(length, int):
+            return length
+        known = {symbol: _at(args, place) for symbol, place in self.symbols.items() if symbol in length.free_symbols}
+        value = length.xreplace(known)
+        return int(value) if value.is_Integer else value
+
+
+def in_shards(results: Sequence[Any], edges: Edges) -> Sequence[Any]:
+    """Whole results that say where they would lie, as the next graph takes them: a look at a model without ranks."""
+    values = list(results)
+    for i, result in edges.results.items():
+        values[i] = known_whole(values[i], result.layout)
+    return values
+
+
+def _at(args: Sequence[Any], place: tuple[int, int | None]) -> Any:
+    i, dim = place
+    found = args[i] if dim is None else args[i].shape[dim]
+    return sympy.Integer(found) if isinstance(found, int) else found.node.expr
+
+
+def symbols_of(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | None]]:
+    """Where each symbol of a graph in the global view can be read: the number of an input, and the dim of a tensor."""
+    found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            found.setdefault(size(value), (i, None))
+        for dim, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(extent, torch.SymInt):
+                found.setdefault(size(extent), (i, dim))
+    return {symbol: place for symbol, place in found.items() if isinstance(symbol, sympy.Symbol)}
+
+
+def meet(ranks: Ranks, words: str) -> None:
+    """All ranks are about to read the same value. Raises SpError, on every rank, if they are not."""
+    everyone = exchanged(ranks, Message(READS, words, fields={"": f"at {user_line()}"})) or ()
+    problem = astray(everyone)  # lines may differ: it is one value
+    if problem:
+        raise SpError(problem)

@@ -1,0 +1,180 @@
+"""A value that knows its shard, on simulated ranks: what reads it, what moves it, and what comes back as its gradient."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.collectives.sharded import Layout, Origin, Sharded, entering, leaving
+from sp_compile.lowering.simulate import GROUP, run_ranks
+
+LENGTH = 7
+X = torch.randn(2, LENGTH, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+W = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+LAYOUTS = [Layout(1, n, GROUP, (0, 1, 2), folds) for n in (1, 2, 3) for folds in (1, 2)]
+
+
+def made(x: Tensor, layout: Layout) -> Tensor:
+    """What a graph makes of this rank's rows: sin(2 x)."""
+    rows = torch.ops.sp.shard(x, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
+    return leaving((rows * 2).sin(), layout, x.shape[layout.dim])
+
+
+def on_ranks(layout: Layout, run: Callable[[Layout], object]) -> list[object]:
+    return run_ranks(layout.n, lambda _: run(layout))
+
+
+def next_graph(y: Tensor, layout: Layout) -> Tensor:
+    return leaving((entering(y, layout) * W).cos(), layout, y.shape[layout.dim])
+
+
+WAYS: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
+    "read": lambda y, then: y.pow(2).mean(),
+    "twice": lambda y, then: (y * y).sum() + y.exp().sum(),
+    "taken": lambda y, then: then(y).sum(),
+    "taken and read": lambda y, then: then(y).sum() + y.pow(2).mean(),
+    "read and taken": lambda y, then: y.pow(2).mean() + then(y).sum(),
+    "taken twice": lambda y, then: (then(y) * then(y)).sum(),
+    "a residual": lambda y, then: (y + then(y)).sum(),
+    "a residual taken": lambda y, then: then(y + then(y)).sum(),
+    "through a view": lambda y, then: then(y.view_as(y)).sum() + then(y.clone()).mean(),
+    "a cast": lambda y, then: then(y.float().double()).sum(),
+    "full": lambda y, then: (y.full() if isinstance(y, Sharded) else y).exp().mean() + then(y).sum(),
+    "changed in place": lambda y, then: then(y.mul(2).add_(1)).sum(),
+    "rows changed in place": lambda y, then: then(_with_rows(y)).sum(),
+}
+
+
+def _with_rows(y: Tensor) -> Tensor:
+    y = y.clone()
+    y[:, 1:3] = 0.5
+    y[:, -1].mul_(3)
+    return y
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_values_and_gradients_are_those_of_one_device(layout: Layout, way: str) -> None:
+    def one_device() -> tuple[Tensor, Tensor]:
+        x = X.clone().requires_grad_()
+        loss = WAYS[way]((x * 2).sin(), lambda y: (y * W).cos())
+        return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+    def rank(layout: Layout) -> tuple[Tensor, Tensor]:
+        x = X.clone().requires_grad_()
+        loss = WAYS[way](made(x, layout), lambda y: next_graph(y, layout) if isinstance(y, Sharded) else (y * W).cos())
+        return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+    right = one_device()
+    tolerance = 1e-6 if way == "a cast" else 1e-12
+    for found in on_ranks(layout, rank):
+        torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
+
+
+MOVES: dict[str, Callable[[Tensor], object]] = {
+    "detach": lambda y: y.detach(),
+    "alias": lambda y: torch.ops.aten.alias(y),
+    "requires_grad_": lambda y: y.detach().requires_grad_(),
+    "data": lambda y: y.data,
+    "view_as": lambda y: y.view_as(y),
+    "clone": lambda y: y.clone(),
+    "cast": lambda y: y.to(torch.bfloat16),
+    "deepcopy": lambda y: copy.deepcopy(y.detach()),
+    "containers": lambda y: {"a": [y]}["a"][0],
+    "zeros_like": lambda y: torch.zeros_like(y) is not None and y,
+    "repr": lambda y: repr(y) and y,
+    "shape": lambda y: (y.shape, y.stride(), y.is_contiguous(), y.numel(), y.device) and y,
+    "a sum of two": lambda y: y + y.detach(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_what_only_moves_it_reads_nothing(move: str) -> None:
+    def rank(layout: Layout) -> None:
+        y = made(X, layout)
+        moved = MOVES[move](y)
+        assert isinstance(moved, Sharded)
+        assert not moved.is_whole
+        assert not y.is_whole
+
+    on_ranks(LAYOUTS[2], rank)
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "sum": lambda y: y.sum(),
+    "item": lambda y: y[0, 0, 0].item(),
+    "numpy": lambda y: y.numpy().sum(),
+    "tolist": lambda y: y.tolist(),
+    "pickle": lambda y: pickle.dumps(y),
+    "index": lambda y: y[:, 2],
+    "matmul": lambda y: y @ W,
+    "view": lambda y: y.view(-1, 3),
+    "full": lambda y: y.full(),
+    "data_ptr": lambda y: y.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_reads_it_makes_it_and_its_aliases_whole(read: str) -> None:
+    def rank(layout: Layout) -> None:
+        y = made(X, layout)
+        other = y.detach()
+        found, right = READS[read](y), READS[read]((X * 2).sin()) if read != "full" else (X * 2).sin()
+        assert y.is_whole
+        assert other.is_whole
+        if isinstance(found, Tensor):
+            assert type(found) is Tensor
+            torch.testing.assert_close(found, right)
+        elif read == "pickle":
+            torch.testing.assert_close(pickle.loads(found), (X * 2).sin())
+        elif read != "data_ptr":
+            assert found == right
+
+    on_ranks(LAYOUTS[4], rank)
+
+
+def test_it_is_gathered_once() -> None:
+    """All ranks are told, once each."""
+    told: list[str] = []
+
+    def rank(layout: Layout) -> None:
+        y = leaving(layout.rows(X), layout, LENGTH, Origin("the states", told.append))
+        whole = [y.full(), y.detach().full(), y.mul(1)]
+        assert whole[0].data_ptr() == whole[1].data_ptr() == y.data_ptr()
+
+    on_ranks(LAYOUTS[2], rank)
+    assert told == ["the states"] * 2
+
+
+def test_a_frozen_copy_is_a_leaf() -> None:
+    """As `x.detach().requires_grad_()` between two graphs, whose gradient is looked at."""
+
+    def rank(layout: Layout) -> Tensor:
+        y = made(X, layout).detach().requires_grad_()
+        next_graph(y, layout).sum().backward()
+        assert isinstance(y.grad, Sharded)
+        return y.grad.full()
+
+    leaf = (X * 2).sin().requires_grad_()
+    (leaf * W).cos().sum().backward()
+    for layout in LAYOUTS:
+        for found in on_ranks(layout, rank):
+            torch.testing.assert_close(found, leaf.grad)
+
+
+def test_the_memory_of_the_whole_is_in_its_order() -> None:
+    """A result that lies transposed on one device: `view` works where it does there."""
+
+    def rank(_: int) -> None:
+        layout = Layout(1, 2, GROUP, (1, 0, 2))
+        y = leaving(layout.rows(X), layout, LENGTH)
+        right = X.transpose(0, 1).contiguous().transpose(0, 1)
+        assert y.stride() == y.full().stride() == right.stride()
+        torch.testing.assert_close(y.transpose(0, 1).view(-1, 3), right.transpose(0, 1).view(-1, 3))
+
+    run_ranks(2, rank)

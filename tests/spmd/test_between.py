@@ -1,0 +1,354 @@
+"""Values in shards between graphs, on real ranks: every combination is one device's, and a rank that reads alone hears."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support import ranks as worker
+from support.parity import VOCAB, Block, Outcome, build, check, difference, error_text, gradients, outcome, sp, text
+from support.ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import sp_compile
+from sp_compile.lowering.collectives.sharded import Sharded
+
+Seen = list[tuple[str, str]]
+
+
+class Chain(nn.Module):
+    """Blocks that are compiled by themselves between an embedding and a loss that are not."""
+
+    def __init__(self, layers: int = 3, dim: int = 16, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.embed, self.head = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(Block(dim, 4) for _ in range(layers))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def chained(lengths: list[int], options: dict[str, Any], prints: bool) -> tuple[list[Outcome], Seen, int]:
+    """Steps of the blocks, what went in and out of each, and how many graphs there are."""
+    model = build(Chain)
+    alone, seen, graphs = copy.deepcopy(model), Seen(), list[int]()
+
+    def compiler(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(1)
+        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+    def note(block: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        seen.append((type(args[0]).__name__, type(out).__name__))
+        if prints:
+            seen.append(("mean", f"{out.detach().mean():.3f}"))
+
+    given = {"compiler": compiler, "cost": {}, "mesh": worker.mesh(), "outputs": "lazy", **options}
+    for block in model.blocks:
+        block.compile(backend="sp", options=given)
+        block.register_forward_hook(note)
+    outcomes = []
+    for seed, length in enumerate(lengths):
+        args = text(length, seed=seed)
+        for one in (model, alone):
+            one.zero_grad()
+        loss, right = model(*args), alone(*args)
+        loss.backward()
+        right.backward()
+        outcomes.append(outcome(loss, gradients(model), right, gradients(alone)))
+    return outcomes, seen, len(graphs)
+
+
+@pytest.mark.parametrize(
+    ("n", "lengths", "options", "prints"),
+    [
+        (2, [9], {}, False),
+        pytest.param(2, [9, 12], {}, False, marks=pytest.mark.slow),
+        pytest.param(3, [10], {"layout": "zigzag", "attention": "ring"}, True, marks=pytest.mark.slow),
+        pytest.param(2, [8], {"attention": "ring"}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_pass_on_shards(ranks: Ranks, n: int, lengths: list[int], options: dict[str, Any], prints: bool) -> None:
+    """One graph for the first, which is given the whole, and one for all others."""
+    results = ranks.run(n, chained, lengths, options, prints)
+    for outcomes in zip(*(steps for steps, _, _ in results)):
+        check(outcomes)
+    for _, seen, graphs in results:
+        crossing = [one for one in seen if one[0] != "mean"]
+        assert crossing == [("Tensor", "Sharded"), ("Sharded", "Sharded"), ("Sharded", "Sharded")] * len(lengths)
+        assert graphs == 2 * len(lengths)  # another length is compiled once more, for all
+
+
+class Two(nn.Module):
+    """Loss and logits, as transformers return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(VOCAB, 16), Block(16, 4), nn.Linear(16, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.block(self.embed(ids)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def compiled(outputs: Any = "lazy", length: int = 9) -> tuple[Any, Tensor, Tensor, nn.Module]:
+    model = build(Two)
+    return sp(model, mesh=worker.mesh(), outputs=outputs), *text(length), model
+
+
+def both_results() -> tuple[Outcome, float, Any]:
+    """The loss is whole, the logits are read afterwards, and both have a gradient."""
+    run, ids, labels, model = compiled()
+    alone = copy.deepcopy(model)
+    loss, logits = run(ids, labels)
+    before = type(loss) is Tensor and isinstance(logits, Sharded) and not logits.is_whole
+    placed = logits.to_dtensor()
+    total = loss + logits.pow(2).mean() + placed.to_local().exp().sum() * 0
+    total.backward()
+    right, whole = alone(ids, labels)
+    (right + whole.pow(2).mean()).backward()
+    assert tuple(placed.shape) == tuple(whole.shape)
+    read = difference(logits.detach().full(), whole)
+    return outcome(loss, gradients(model), right, gradients(alone)), read, before
+
+
+def test_logits_are_read_afterwards(ranks: Ranks) -> None:
+    results = ranks.run(2, both_results)
+    check([found for found, _, _ in results])
+    for _, read, before in results:
+        assert read < 1e-9
+        assert before
+
+
+def one_local() -> Outcome:
+    """A loss of each rank's rows, of one result by name; the other is whole, and its gradient is compared."""
+    run, ids, labels, model = compiled({"logits": "local"}, 10)
+    alone, mine = copy.deepcopy(model), slice(5 * dist.get_rank(), 5 * dist.get_rank() + 5)
+    loss, logits = run(ids, labels)
+    (loss + logits.pow(2).sum()).backward()
+    right, whole = alone(ids, labels)
+    (right + whole.pow(2).sum()).backward()
+    assert difference(logits.detach(), whole[:, mine].detach()) < 1e-9
+    return outcome(loss, gradients(model), right, gradients(alone))
+
+
+def test_one_result_by_its_rows(ranks: Ranks) -> None:
+    check(ranks.run(2, one_local))
+
+
+def one_reads(then: str) -> str:
+    run, ids, labels, _ = compiled()
+    loss, logits = run(ids, labels)
+    if dist.get_rank() == 0:
+        return error_text(lambda: logits.sum())
+    if then == "calls":
+        return error_text(lambda: run(ids, labels))
+    if then == "goes back":
+        return error_text(loss.backward)
+    return error_text(lambda: logits.float().sum())
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        ("calls", r"rank 1 calls forward"),
+        ("goes back", r"rank 1 runs the backward of forward"),
+        ("reads another", r"rank 1 reads a cast of result 'logits' of call 1"),
+    ],
+)
+def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
+    """All ranks hear which result of which line, who does what, and what to do about it."""
+    messages = ranks.run(2, one_reads, then, timeout=60)
+    assert len(set(messages)) == 1
+    for each in (
+        r"rank 0 reads result 'logits' of call 1 of forward.* made at .*test_between.py:\d+: logits = self.head",
+        words,
+        r"test_between.py:\d+: return error_text\(lambda: logits.sum",
+        r"outputs='gather'",
+    ):
+        assert re.search(each, messages[0]), messages[0]
+
+
+def waits_in_vain() -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3), group_desc="reads")
+    if dist.get_rank() > 1:
+        return ""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",))
+    _, logits = sp(build(Two), mesh=mesh, outputs="lazy")(*text(9))
+    return error_text(lambda: logits.sum()) if dist.get_rank() == 0 else ""
+
+
+def test_a_rank_that_reads_and_waits(ranks: Ranks) -> None:
+    message, *_ = ranks.run(4, waits_in_vain, timeout=60)
+    assert re.search(r"rank 0 reads result 'logits' .* at .*test_between.py:\d+.* and waited \d s", message), message
+    assert re.search(r"rank 1 was last seen when it calls forward", message), message
+    assert "outputs='gather'" in message
+
+
+def asked() -> list[list[str]]:
+    found = []
+    for outputs in [*ASKED, *(named for named, _ in NAMED)]:
+        run, ids, labels, _ = compiled(outputs, 10)
+        found.append([type(result).__name__ + str(tuple(result.shape)) for result in run(ids, labels)])
+    return [*found, [error_text(lambda: compiled({"logit": "lazy"})[0](*text(9)))]]
+
+
+LOGITS = f"Sharded(2, 10, {VOCAB})"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "stays", "why"),
+    [
+        ("lazy", True, ""),
+        ({"logits": "lazy"}, True, ""),
+        ("auto", False, "smaller than 1 MiB"),
+        ({"logits": "gather"}, False, ""),
+    ],
+)
+def test_what_the_report_says_of_results(outputs: Any, stays: bool, why: str) -> None:
+    report = sp_compile.explain(build(Two), *text(9), sp=2, outputs=outputs)
+    gathered = [e for e in report.exchanges if e.op == "unshard"]
+    assert len(gathered) == (not stays)
+    assert [note.why for note in report.notes if note.done == "whole" and note.why] == [
+        f"a result of the model, {why}"
+    ][: bool(why)]
+    assert ("stay in shards: logits" in str(report)) == stays
+
+
+def test_what_the_report_says_of_the_next_graph() -> None:
+    """It goes through a break without ranks as it would with them: nothing is gathered between two pieces."""
+
+    class Broken(Two):
+        def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.block(self.embed(ids))
+            torch._dynamo.graph_break()
+            return super().forward(ids, labels)[0] + x.mean(), self.block(x)
+
+    report = sp_compile.explain(Broken(), *text(9), sp=2, outputs="lazy")
+    assert [note.where for note in report.notes if note.done == "in shards"] == ["input x"]
+    assert not [e for e in report.exchanges if e.op == "unshard"]
+
+
+WHOLE = f"Tensor(2, 10, {VOCAB})"
+ASKED: dict[Any, list[str]] = {
+    "lazy": ["Tensor()", LOGITS],
+    "auto": ["Tensor()", WHOLE],
+    "gather": ["Tensor()", WHOLE],
+    "local": ["Tensor()", f"Tensor(2, 5, {VOCAB})"],
+}
+NAMED = [({"logits": "lazy"}, ASKED["lazy"]), ({1: "lazy"}, ASKED["lazy"]), ({"logits": "local"}, ASKED["local"])]
+
+
+@pytest.mark.slow
+def test_each_result_as_asked(ranks: Ranks) -> None:
+    for *found, refusal in ranks.run(2, asked):
+        assert found == [each for _, each in [*ASKED.items(), *NAMED]]
+        assert "outputs: no result is called 'logit'" in refusal[0]
+        assert "'logits'" in refusal[0]
+
+
+def rows_of_ranks() -> tuple[float, str]:
+    """A DTensor of uneven rows, and plain rows; their gradients. At last a DTensor that lies otherwise."""
+    whole = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mesh, weight = worker.mesh(), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    placed = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
+    value = sp_compile.in_shards(placed)
+    again = value.to_dtensor(mesh).full_tensor()
+    ((value * weight).sin().sum() + again.pow(2).sum()).backward()
+    right = whole.clone().requires_grad_()
+    ((right * weight).sin().sum() + right.pow(2).sum()).backward()
+    errors = [difference(placed.grad.full_tensor(), right.grad), difference(value.detach().full(), whole)]
+    plain = sp_compile.in_shards(whole[:, :4].chunk(mesh.size(), 1)[mesh.get_rank()], 1, mesh)
+    errors.append(difference(plain.full(), whole[:, :4]))
+    refused = error_text(lambda: sp_compile.in_shards(distribute_tensor(whole, mesh, [Replicate()])))
+    return max(errors), refused
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_rows_that_ranks_have(ranks: Ranks, n: int) -> None:
+    for error, refused in ranks.run(n, rows_of_ranks):
+        assert error < 1e-12
+        assert "in_shards: the DTensor has (Replicate(),)" in refused
+
+
+def given_rows(length: int) -> tuple[list[str], Outcome]:
+    """Tokens as a DTensor: what inputs="local" takes, without the option; the loss of all of them."""
+    model = build(Two)
+    alone, mesh = copy.deepcopy(model), worker.mesh()
+    ids, labels = (sp_compile.in_shards(distribute_tensor(x, mesh, [Shard(1)])) for x in text(length))
+    loss, logits = sp(model, mesh=mesh, outputs="lazy")(ids, labels)
+    loss.backward()
+    right, _ = alone(*text(length))
+    right.backward()
+    lie = [type(x).__name__ + str(x.is_whole) for x in (ids, labels, logits)]
+    return lie, outcome(loss, gradients(model), right, gradients(alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+def test_tokens_in_shards(ranks: Ranks, n: int) -> None:
+    results = ranks.run(n, given_rows, 10)
+    check([step for _, step in results])
+    for lie, _ in results:
+        assert lie == ["ShardedFalse"] * 3
+
+
+def under_fsdp(sizes: tuple[int, int], first: str, mixed: bool, checkpoints: bool) -> tuple[float, Seen, int]:
+    """FSDP2 around every block, data-parallel beside the sequence, against one device; two steps."""
+    mesh, graphs, seen = worker.mesh2d(*sizes), list[int](), Seen()
+    model = build(Chain, checkpoints=checkpoints)
+    model = model.float() if mixed else model
+    alone = copy.deepcopy(model)
+
+    def compiler(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(1)
+        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+    options = {"compiler": compiler, "cost": {}, "mesh": mesh, "outputs": "lazy"}
+    casts = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    policy = {"mp_policy": casts} if mixed else {}
+    for block in model.blocks:
+        if first == "compile":
+            block.compile(backend="sp", options=options)
+        fully_shard(block, mesh=mesh["dp"], **policy)
+        if first == "shard":
+            block.compile(backend="sp", options=options)
+        block.register_forward_hook(lambda _, x, y: seen.append((type(x[0]).__name__, type(y).__name__)))
+    fully_shard(model, mesh=mesh["dp"])
+    errors = []
+    for step in range(2):
+        batches = [text(9, seed=10 * step + row) for row in range(sizes[0])]
+        for one in (model, alone):
+            one.zero_grad()
+        model(*batches[mesh.get_local_rank("dp")]).backward()
+        (sum(alone(*batch) for batch in batches) / len(batches)).backward()
+        found = [p.grad.full_tensor() for p in model.parameters()]
+        errors += [difference(a, b, floor=1e-6) for a, b in zip(found, gradients(alone), strict=True)]
+    return max(errors), seen[:3], len(graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("first", ["compile", "shard"])
+@pytest.mark.parametrize(("mixed", "checkpoints"), [(False, False), (True, False), (False, True)])
+def test_fsdp_block_by_block(ranks: Ranks, sizes: tuple[int, int], first: str, mixed: bool, checkpoints: bool) -> None:
+    """Its hooks, casts and gathered weights pass rows on; two graphs for all blocks."""
+    for error, seen, graphs in ranks.run(4, under_fsdp, sizes, first, mixed, checkpoints):
+        assert error < (3e-2 if mixed else 1e-9)
+        assert seen == [("Tensor", "Sharded"), ("Sharded", "Sharded"), ("Sharded", "Sharded")]
+        assert graphs == 2
