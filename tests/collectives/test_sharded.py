@@ -148,7 +148,7 @@ def test_it_is_gathered_once() -> None:
         assert whole[0].data_ptr() == whole[1].data_ptr() == y.data_ptr()
 
     on_ranks(LAYOUTS[2], rank)
-    assert told == ["the states"] * 2
+    assert told == [f"the states (torch.float64 of {LENGTH} rows)"] * 2
 
 
 def test_a_frozen_copy_is_a_leaf() -> None:
