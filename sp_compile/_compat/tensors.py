@@ -43,8 +43,3 @@ def size_hint(size: torch.SymInt) -> int:
 def wrapper_subclass(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:
     """A tensor without memory, of a subclass that says itself what ops do with it."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)
-
-
-def in_backward() -> bool:
-    """Does autograd's engine run the caller?"""
-    return bool(torch._C._current_graph_task_id() != -1)
