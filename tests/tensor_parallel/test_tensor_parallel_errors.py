@@ -183,7 +183,7 @@ def own_number_later() -> str:
 def test_numbers_that_differ_later(ranks: Pool) -> None:
     for error in ranks.run(2, own_number_later):
         assert "different numbers" in error
-        assert "rank 1: l_k_ 4.5" in error
+        assert "rank 1: k 4.5" in error
 
 
 def other_ops() -> str:

@@ -83,6 +83,8 @@ class Positions:
             return self._leaf(node, coords) if held is None else cast(number(held), node.meta["val"].dtype)
         except NotSymbolic as error:
             raise (why or error).of(node) from None
+        finally:
+            del why  # or the error and this frame would keep each other
 
     def _computed(self, node: Node, coords: Coords) -> Element | None:
         """What the op makes of its operands; None where nothing is known of it."""
