@@ -219,7 +219,7 @@ def test_options_of_a_sequence_that_no_ranks_are_left_for(mesh: DeviceMesh, entr
     (option,) = options
     found = outcome(entry, TensorParallel(mesh), options, option)
     why = (
-        "(compares the arguments|has one process)"
+        "(compares what|has one process)"
         if option == "check_every"
         else "has no ranks left to split a sequence over"
     )
