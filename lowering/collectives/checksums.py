@@ -71,7 +71,7 @@ def sent(x: torch.Tensor) -> Later:
 
 
 def summary(x: torch.Tensor) -> torch.Tensor:
-    """How large a tensor of floats is, and two pseudo-random projections of it: (3,) float64, read once and not copied.
+    """How large a tensor of floats is, and two pseudo-random projections of it: (3,) float64. Read twice, not copied.
 
     Sums of the elements would not do: the gradient of a cross entropy has the same ones for any labels.
     """

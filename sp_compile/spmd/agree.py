@@ -17,7 +17,7 @@ import torch
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 
-from .message import BACKWARD, COMPILES, READS, STOPS, TOGETHER, Message
+from .message import COMPILES, READS, STOPS, TOGETHER, Message
 from .wire import gather, wire_of
 
 ABOUT = "about "  # of a value of numbers that need not be the same to the bit
@@ -32,7 +32,7 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
     Raises what `Wire.gather` does.
     """
     wire = wire_of(ranks)
-    if wire is not None and mine.doing not in (BACKWARD, READS):
+    if wire is not None and mine.doing != READS:
         wire.own()
     headers = gather(mine.header, ranks, torch.int64, mine)
     same = all(header == headers[0] for header in headers)
