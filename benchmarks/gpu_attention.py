@@ -20,6 +20,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
@@ -70,6 +71,8 @@ class Sizes:
     inner: int = 10
 
 
+THREADS = [ThreadPoolExecutor(1) for _ in range(Sizes.ranks)]
+"""Of the simulated ranks: cuDNN keeps its programs by thread, and a rank's process keeps its thread."""
 SMALL = Sizes(ranks=4, tokens=64, heads=4, head_dim=16, checked=32, repeats=2, inner=1)
 Inputs = tuple[Tensor, ...]
 
@@ -101,7 +104,7 @@ def all_ranks(way: str, given: list[Inputs], backward: bool, **masks: Any) -> li
         out = op(*leaves, mesh=mesh, layout=WAYS[way], is_causal=True, check=False, **masks)
         return [out, *(torch.autograd.grad(out, leaves, grad) if backward else ())]
 
-    return run_ranks(len(given), live)
+    return run_ranks(len(given), live, THREADS[: len(given)])
 
 
 def one_device(whole: Inputs, backward: bool, allowed: Tensor | None = None) -> list[Tensor]:

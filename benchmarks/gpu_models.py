@@ -276,6 +276,7 @@ def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, te
 
 def peaks(given: argparse.Namespace, sizes: Sizes, device: torch.device, tell: Callable[[Any], None]) -> None:
     """Bytes at the peak of a second step, beyond weights and gradients."""
+    torch.manual_seed(0)  # one model and one batch on all ranks
     model = DecoderLM(vocab=VOCAB, dim=sizes.long_dim, layers=4, heads=8, kv_heads=8).to(device, torch.bfloat16)
     inputs = {name: torch.randint(VOCAB, (1, sizes.long), device=device) for name in ("ids", "labels")}
     for way in ("ulysses", "ring", "gather") if given.ranks > 1 else ("inductor",):

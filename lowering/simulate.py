@@ -6,7 +6,8 @@ processes with one seed do, and a rank that does not come to a collective is not
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, wait
 from typing import TypeVar
 
 import torch
@@ -31,8 +32,11 @@ class _RankStopped(BaseException):
     """Ends a rank's thread after another rank failed; no ``except Exception`` may swallow it."""
 
 
-def run_ranks(n: int, fn: Callable[[int], T]) -> list[T]:
+def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None = None) -> list[T]:
     """Run ``fn(rank)`` on ``n`` simulated ranks and return their results in rank order.
+
+    threads: executors of one thread, one a rank, where ranks are to keep their threads from run to run; cuDNN builds its
+    programs anew in each thread. New threads if None.
 
     Inside, every ``sp::`` operator talks to the other simulated ranks, forward and backward. Tensors that
     ``fn`` closes over are shared: give each rank its own leaves, or ``backward`` adds all ranks' gradients.
@@ -51,11 +55,14 @@ def run_ranks(n: int, fn: Callable[[int], T]) -> list[T]:
         ):
             results[rank] = fn(rank)
 
-    threads = [threading.Thread(target=world.run, args=(rank, live), daemon=True) for rank in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    if threads is not None:
+        wait([executor.submit(world.run, rank, live) for rank, executor in enumerate(threads)])
+    else:
+        ranks = [threading.Thread(target=world.run, args=(rank, live), daemon=True) for rank in range(n)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join()
     world.end()
     return [results[rank] for rank in range(n)]
 
