@@ -35,7 +35,7 @@ class _RankStopped(BaseException):
 def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None = None) -> list[T]:
     """Run ``fn(rank)`` on ``n`` simulated ranks and return their results in rank order.
 
-    threads: executors of one thread, one a rank, where ranks are to keep their threads from run to run; cuDNN builds its
+    threads: executors of one thread, one a rank, where ranks keep their threads from run to run; cuDNN builds its
     programs anew in each thread. New threads if None.
 
     Inside, every ``sp::`` operator talks to the other simulated ranks, forward and backward. Tensors that
