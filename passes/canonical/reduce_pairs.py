@@ -41,7 +41,8 @@ class ReducePairs(Spelling):
         if len(bodies) != 2 or len(operands) != 1 or not alone:
             return False
         (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
-        there, back = _reductions(bodies[0], [made]), _reductions(bodies[1], gradients)
+        # Torch 2.11 returns every value of the body, and only the first is read.
+        there, back = _reductions(bodies[0], pytree.tree_leaves(made)[:1]), _reductions(bodies[1], gradients)
         if there is None or back is None:
             return False
         with self.graph.inserting_before(node):

@@ -30,7 +30,12 @@ TIMEOUT = 120.0
 GRACE = 5.0
 """Seconds that the other ranks are given to answer once one has failed."""
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",  # ranks are forked, and CUDA does not survive that
+}
 
 
 class RanksError(AssertionError):
