@@ -79,7 +79,7 @@ class Breaks(Decoder):
         return super().hidden(ids)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize(
     ("case", "words"),
     [

@@ -23,7 +23,7 @@ def values_and_gradients(fn: Loop, args: tuple[Tensor, ...]) -> list[Tensor | No
     return [*values, *grads]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", LOOPS)
 def test_equal_to_the_loop(name: str) -> None:
     fn, args = LOOPS[name][0], inputs(name)

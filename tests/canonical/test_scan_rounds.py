@@ -95,7 +95,7 @@ def gradients(model: Callable[..., Tensor], length: int) -> list[Tensor | None]:
     return [out, *torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)]
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("combine", COMBINES)
 @pytest.mark.parametrize("rounds", ["odd and even", "doubling"])

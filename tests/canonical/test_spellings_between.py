@@ -190,7 +190,7 @@ def said(node: torch.fx.Node) -> str:
     return f"{str(node.target).removesuffix('.default')}({', '.join(arguments)})"
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_found_whatever_is_between(name: str, between: str) -> None:

@@ -27,7 +27,7 @@ SEEDS = Random(0).sample(range(10**9), 400)
 RIGHT = (Outcome.EXACT, Outcome.GATHERED)
 
 
-@pytest.mark.sampled(every=50)
+@pytest.mark.sampled(every=101)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_programs_equal_one_device(seed: int) -> None:
     result = programs.run(f"programs:{seed}")

@@ -208,7 +208,7 @@ def test_mixing_ops_are_exact_and_reported(name: str, ranks: int, length: int) -
     assert any(node.startswith(name.strip()) for node in gathered), gathered
 
 
-@pytest.mark.sampled(every=11)
+@pytest.mark.sampled(every=23)
 @pytest.mark.parametrize(("name", "ranks", "length"), spread(SHARDED))
 def test_other_ops_stay_sharded(name: str, ranks: int, length: int) -> None:
     assert not run(SHARDED[name], ranks, length).fallbacks

@@ -47,7 +47,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(every=11)
+@pytest.mark.sampled(every=23)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS)
@@ -177,7 +177,7 @@ def _twice(case: Case, fn: Callable[..., Tensor], leaves: list[Tensor], sharded:
     return [*whole, *found[-1][sharded:]]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS)

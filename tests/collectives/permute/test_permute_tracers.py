@@ -50,6 +50,7 @@ def check(spelling: Spelling, gm: GraphModule) -> None:
         assert torch.equal(y, true.reshape(spelling.result or true.shape))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("tracer", ["export", "make_fx"])
 @pytest.mark.parametrize("name", ALL)
 def test_spelling(group: Any, name: str, tracer: str) -> None:

@@ -132,6 +132,7 @@ for kernel in (compiled[0], compiled[1], compiled[4]):  # 16 bytes at a time, bo
 """
 
 
+@pytest.mark.slow  # tests/cuda/test_kernels.py compiles most of them, for their spills and loads
 @needs_triton
 def test_kernels_compile_for_hopper() -> None:
     python(COMPILE, interpret=False)
