@@ -26,8 +26,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring.scan_cases import Times, cases, time_of
+from measuring.scan_linear import WIDTH, extra_bytes, fresh, slope
 from measuring.tables import markdown, processor
-from scan_linear import WIDTH, extra_bytes, fresh, slope
 
 RESULTS = Path(__file__).parent / "results" / "scans_cpu.md"
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}

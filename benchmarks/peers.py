@@ -1,0 +1,309 @@
+"""Attention split over ranks, ours and that of the peers that run on a CPU: errors, exchanges and CPU time in one run.
+
+    python benchmarks/peers.py [--ranks 2] [--tokens 4096] [--only "ours|deepspeed"]
+
+One forward and backward of causal attention, 8 heads of 64, float32 where a peer has it. Real ranks with Gloo, one
+thread each. In every repeat one device and all ways take turns; CPU seconds are those of all ranks together, their
+exchanges included, and the ratio is the median over the repeats of a way's over one device's in the same repeat. A
+peer that is not installed, or refuses the case, has its reason in the table. To install those that are known:
+
+    DS_BUILD_OPS=0 pip install --no-deps deepspeed==0.19.8 yunchang==0.6.4 diffusers==0.42.1 && \\
+        pip install py-cpuinfo hjson msgpack einops
+
+Writes benchmarks/results/peers_<ranks>.md where --write is given.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measuring.gloo_ranks import joined
+from measuring.handwritten import UlyssesAttention, ZigzagRingAttention, zigzag
+from measuring.tables import markdown, processor
+
+RESULTS = Path(__file__).parent / "results"
+HEADS, WIDTH = 8, 64
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Local q, k, v, each (B, s, H, D), to the local result."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """make: of the number of ranks, on every rank. layout, causal, dtype: of the shards that it takes."""
+
+    name: str
+    make: Callable[[int], Attention]
+    layout: str = "contiguous"
+    causal: bool = True
+    dtype: torch.dtype = torch.float32
+
+
+def ours(kind: str, layout: str = "contiguous", causal: bool = True) -> Callable[[int], Attention]:
+    def make(n: int) -> Attention:
+        import sp_compile
+
+        op, ranks = getattr(sp_compile, f"{kind}_attention"), dist.group.WORLD
+        back = lambda x: x.transpose(1, 2)  # noqa: E731
+        return lambda q, k, v: back(op(back(q), back(k), back(v), mesh=ranks, is_causal=causal, layout=layout))
+
+    return make
+
+
+def by_hand(module: type[UlyssesAttention] | type[ZigzagRingAttention]) -> Callable[[int], Attention]:
+    return lambda n: module(dist.group.WORLD)
+
+
+def deepspeed(n: int) -> Attention:
+    import deepspeed.comm
+    from deepspeed.sequence.layer import DistributedAttention
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+    class Local(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+            return one_device(q, k, v, True)
+
+    split = DistributedAttention(Local(), dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    return lambda q, k, v: split(q, k, v, 0)
+
+
+def diffusers(n: int) -> Attention:
+    from diffusers import ContextParallelConfig
+    from diffusers.models._modeling_parallel import ParallelConfig
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    config = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=n))
+    mesh = init_device_mesh("cpu", (1, n), mesh_dim_names=("ring", "ulysses"))
+    config.setup(dist.get_rank(), n, torch.device("cpu"), mesh=mesh)
+    return lambda q, k, v: dispatch_attention_fn(q, k, v, is_causal=False, backend="native", parallel_config=config)
+
+
+def yunchang(ulysses: bool) -> Callable[[int], Attention]:
+    """Its kernels are of a GPU: torch's of the CPU are lent to it."""
+
+    def make(n: int) -> Attention:
+        import yunchang.ring.ring_flash_attn as ring
+        import yunchang.ring.zigzag_ring_flash_attn as zigzag_ring
+        from yunchang import LongContextAttention, set_seq_parallel_pg
+        from yunchang.kernels import AttnType
+
+        def kernel(impl: Any, stage: str = "fwd-bwd", attn_processor: Any = None) -> Callable[..., Any]:
+            return _lent_forward if stage == "fwd-only" else _lent_backward
+
+        ring.select_flash_attn_impl = zigzag_ring.select_flash_attn_impl = kernel
+        set_seq_parallel_pg(n if ulysses else 1, 1 if ulysses else n, dist.get_rank(), n)
+        split = LongContextAttention(ring_impl_type="basic" if ulysses else "zigzag", attn_type=AttnType.FA)
+        return lambda q, k, v: split(q, k, v, causal=True, softmax_scale=WIDTH**-0.5)
+
+    return make
+
+
+def _lent_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, **_: Any
+) -> tuple[Tensor, Tensor]:
+    operands = (x.transpose(1, 2) for x in (q, k, v))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(*operands, 0.0, causal, scale=softmax_scale)
+    return out.transpose(1, 2), lse
+
+
+def _lent_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dropout_p: float, scale: float, causal: bool, *_: Any, **__: Any,
+) -> None:  # fmt: skip
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found = kernel(grad, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale)
+    for given, gradient in zip((dq, dk, dv), found):
+        given.copy_(gradient.transpose(1, 2))
+
+
+def context_parallel(n: int) -> Attention:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel as context
+
+    mesh = init_device_mesh("cpu", (n,))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with context(mesh, buffers=[torch.zeros(n * q.shape[1])], buffer_seq_dims=[0]):
+            return one_device(q, k, v, True)
+
+    return attention
+
+
+BF16 = torch.bfloat16
+WAYS = (
+    Way("ours, Ulysses", ours("ulysses")),
+    Way("ours, ring", ours("ring", "zigzag"), "zigzag"),
+    Way("ours, gathered", ours("gathered", "zigzag"), "zigzag"),
+    Way("by hand, Ulysses", by_hand(UlyssesAttention)),
+    Way("by hand, ring", by_hand(ZigzagRingAttention), "zigzag"),
+    Way("DeepSpeed, Ulysses", deepspeed),
+    Way("torch, context_parallel", context_parallel),
+    Way("ours, Ulysses, bfloat16", ours("ulysses"), dtype=BF16),
+    Way("yunchang, Ulysses, bfloat16", yunchang(ulysses=True), dtype=BF16),
+    Way("ours, ring, bfloat16", ours("ring", "zigzag"), "zigzag", dtype=BF16),
+    Way("yunchang, ring, bfloat16", yunchang(ulysses=False), "zigzag", dtype=BF16),
+    Way("ours, Ulysses, not causal", ours("ulysses", causal=False), causal=False),
+    Way("diffusers, Ulysses, not causal", diffusers, causal=False),
+)
+
+
+def one_device(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+def step(attention: Attention, operands: list[Tensor], grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in operands]
+    out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a way. seconds, alone: CPU time of each repeat, of the way and of one device."""
+
+    out: float = 0.0
+    gradient: float = 0.0
+    exchanges: dict[str, int] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+    failed: str = ""
+
+
+def rank_of_many(rank: int, given: argparse.Namespace, folder: str, results: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(given.ranks), LOCAL_SIZE=str(given.ranks),
+        DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
+    )  # fmt: skip
+    warnings.simplefilter("ignore")
+    with joined(rank, given.ranks, folder):
+        results.put((rank, compared(rank, given)))
+
+
+def compared(rank: int, given: argparse.Namespace) -> dict[str, Seen]:
+    n, seen = given.ranks, {way.name: Seen() for way in WAYS if re.search(given.only, way.name)}
+    torch.manual_seed(0)
+    whole = [torch.randn(1, given.tokens, HEADS, WIDTH) for _ in range(4)]
+
+    def shard(x: Tensor, layout: str) -> Tensor:
+        return zigzag(x, rank, n) if layout == "zigzag" else x.chunk(n, 1)[rank].contiguous()
+
+    jobs: dict[str, Callable[[], list[Tensor]]] = {}
+    references = {c: step(partial(one_device, causal=c), whole[:3], whole[3]) for c in (True, False)}
+    for way in WAYS:
+        if way.name not in seen:
+            continue
+        *operands, grad = (shard(x, way.layout).to(way.dtype) for x in whole)
+        mine = seen[way.name]
+        try:
+            attention = way.make(n)
+            jobs[way.name] = lambda a=attention, o=operands, g=grad: step(a, o, g)
+            found = jobs[way.name]()
+            errors = [_error(shard(t, way.layout), f) for t, f in zip(references[way.causal], found)]
+            mine.out, mine.gradient = errors[0], max(errors[1:])
+            mine.exchanges = exchanges(jobs[way.name])
+        except Exception as error:
+            mine.failed = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:100]}"
+        failed = torch.tensor(float(bool(mine.failed)))
+        dist.all_reduce(failed)
+        if failed:
+            mine.failed = mine.failed or "failed on another rank"
+            jobs.pop(way.name, None)
+    for _ in range(given.repeats):
+        for name, job in jobs.items():
+            way = next(way for way in WAYS if way.name == name)
+            dist.barrier()
+            seen[name].seconds.append(cpu_seconds(job))
+            operands = [x.to(way.dtype) for x in whole]
+            if rank:
+                continue
+            alone = partial(one_device, causal=way.causal)
+            seen[name].alone.append(cpu_seconds(partial(step, alone, operands[:3], operands[3])))
+    return seen
+
+
+def _error(true: Tensor, found: Tensor) -> float:
+    return ((true - found.float()).abs().max() / true.abs().max()).item()
+
+
+def exchanges(job: Callable[[], object]) -> dict[str, int]:
+    """What Gloo does in a step, by name."""
+    with torch.profiler.profile() as profile:
+        job()
+    names = [event.name.partition(":")[2] for event in profile.events() if event.name.startswith("gloo:")]
+    return dict(Counter(names))
+
+
+def cpu_seconds(job: Callable[[], object]) -> float:
+    """Of this process, all its threads."""
+    begun = time.process_time()
+    job()
+    return time.process_time() - begun
+
+
+def report(found: dict[int, dict[str, Seen]], ranks: int) -> Table:
+    table = Table("", "out", "gradients", "exchanges of a rank", "CPU s", "over one device", title=f"{ranks} ranks")
+    for name in found[0]:
+        seen = [found[rank][name] for rank in range(ranks)]
+        if failed := next((s.failed for s in seen if s.failed), ""):
+            table.add_row(name, failed, "", "", "", "")
+            continue
+        spent = [sum(each) for each in zip(*(s.seconds for s in seen))]
+        ratio = statistics.median(s / a for s, a in zip(spent, seen[0].alone))
+        calls = ", ".join(f"{count} {what}" for what, count in sorted(seen[0].exchanges.items()))
+        errors = [f"{max(getattr(s, part) for s in seen):.0e}" for part in ("out", "gradient")]
+        table.add_row(name, *errors, calls, f"{statistics.median(spent):.3f}", f"{ratio:.3f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", default="", help="a regular expression")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        world = mp.spawn(rank_of_many, (given, folder, results), nprocs=given.ranks, join=False)
+        found = dict(results.get() for _ in range(given.ranks))
+        while not world.join():
+            pass
+    table = report(found, given.ranks)
+    Console(width=160).print(table)
+    if given.write:
+        about = f"- {date.today()}, {processor()}, torch {torch.__version__}\n- `python benchmarks/peers.py"
+        about += f" --ranks {given.ranks} --tokens {given.tokens}`: causal, {HEADS} heads of {WIDTH}"
+        text = f"# Attention beside peers, {given.ranks} ranks\n\n{about}\n\n{markdown(table)}\n"
+        (RESULTS / f"peers_{given.ranks}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
