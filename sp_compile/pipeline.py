@@ -40,7 +40,7 @@ from sp_compile.sharding.placement import Placement, Shard
 
 from ._compat import pytree
 from .config import Ranks, SPConfig, resolve
-from .errors import at
+from .errors import SpError, at
 
 RESULTS = "sp_results"
 """Where a local graph keeps an `OfResult` of each of its results, in order; None of what is no tensor."""
@@ -134,12 +134,11 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     group. config: the fields of SPConfig; seq_dims names inputs of the exported graph. The report is in
     `meta["sp_report"]`. Raises SpError as the backend would, and for options of what comes behind these passes.
     """
-    options = SPConfig.of(config)
+    options = SPConfig.of({"outputs": "gather", **config})
     options.refuse("parallelize", **BEHIND)
     if options.outputs not in ("gather", "local"):
-        options.refuse(
-            "parallelize", outputs="makes a graph, whose results are tensors as they are: 'gather' or 'local'"
-        )
+        what = "makes a graph, whose results are tensors as they are: 'gather', which is its default, or 'local'"
+        raise SpError(f"outputs={options.outputs!r}: parallelize {what}")
     if sp is not None:
         options.refuse(f"sp={sp}", mesh="says how many ranks there are: give one of them", mesh_dim="has no mesh")
     ranks = resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP)

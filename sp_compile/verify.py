@@ -96,6 +96,8 @@ def _each_graph(
     """
     options = given = SPConfig.of(config)
     given.refuse(entry, **refused)
+    if compare is not None:
+        options = replace(options, outputs="gather")
     if sp is not None and sp < 1:
         raise SpError(f"sp={sp}: expected a number of ranks, 1 or more")
     if options.has_place:

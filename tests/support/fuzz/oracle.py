@@ -121,7 +121,7 @@ class _SimulatedRanks:
         try:
             session = Session(gm, example_inputs, options, measures=False)
             session.ranks = Ranks(self.case.ranks, GROUP)
-            lowered = lower(gm, example_inputs, options, session)
+            lowered = lower(gm, example_inputs, {"outputs": "gather", **options}, session)
         except SpError as error:
             self.refused = error
             raise
