@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ from sp_compile.lowering.collectives.sharded import Layout, Sharded
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Note, Settings
+from sp_compile.passes.joint.checkpoints import ask_policies, stay_in_checkpoints
 from sp_compile.passes.joint.joint import JointJob, JointPasses
 from sp_compile.passes.report import Report
 from sp_compile.sharding.axes import find_sequences, name_axes
@@ -262,12 +264,16 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     config, joint, local = lowered.config, lowered.joint, lowered.graph
     patches = _of_mode(mode, config.compiler)
     compiler = _compat.compiler(config.compiler, patches)
+    asks: AbstractContextManager[Any] = nullcontext()
     if joint is not None and config.has_place:
         compiler = _compat.joint_compiler(config.compiler, joint, joint.key(), patches)
+    elif config.has_place and _compat.has_regions(local):
+        compiler = _compat.joint_compiler(config.compiler, stay_in_checkpoints, "sp_compile checkpoints", patches)
+        asks = ask_policies(local)
     elif joint is not None:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
-    with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag):
+    with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag), asks:
         run = compiler(local, lowered.inputs)
     if joint is not None:
         log.info("%s", joint.report)

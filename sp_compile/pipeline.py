@@ -26,6 +26,7 @@ from sp_compile.passes.localize.prove import Prove
 from sp_compile.passes.report import Report
 from sp_compile.passes.rewrite import Rewrite, Rounds
 from sp_compile.passes.strategies.attention.base import attention_passes
+from sp_compile.passes.strategies.attention.checkpoints import KeepAttention
 from sp_compile.passes.strategies.attention.choose import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
 from sp_compile.passes.strategies.draws import Draws
@@ -81,6 +82,7 @@ class Pipeline(Passes):
         Prove,
         RestoreStrides,
         Lookups,
+        KeepAttention,
     )
 
 

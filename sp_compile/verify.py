@@ -96,8 +96,6 @@ def _each_graph(
     """
     options = given = SPConfig.of(config)
     given.refuse(entry, **refused)
-    if compare is not None:
-        options = replace(options, outputs="gather")
     if sp is not None and sp < 1:
         raise SpError(f"sp={sp}: expected a number of ranks, 1 or more")
     if options.has_place:
@@ -112,7 +110,9 @@ def _each_graph(
             session = Session(gm, example_inputs, vars(options), measures=False)
             if session.splits:
                 total.n = _look(session, options, sp, simulate=compare is not None)
-            lowered = lower(gm, example_inputs, vars(options), session)
+            whole = session.splits and compare is not None
+            taken = replace(options, outputs="gather") if whole else options
+            lowered = lower(gm, example_inputs, vars(taken), session)
             if compare is None:
                 _joint_report(lowered, given)
         except SpError as error:

@@ -4,6 +4,7 @@ One module a subject; what a module imports or defines is what it gives. Tried o
 imported on 2.11 to 2.15.
 """
 
+from .checkpoints import *
 from .compilers import *
 from .dynamo import *
 from .groups import *

@@ -20,7 +20,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from sp_compile._compat import (
-    CheckpointPolicy,
     enter_autocast,
     enter_inference_mode,
     exit_autocast,
@@ -28,6 +27,8 @@ from sp_compile._compat import (
     invoke_subgraph,
     keep_calling_convention,
     keep_source,
+    policy_of,
+    recompute_tags,
     set_grad_enabled,
     tag_activation_checkpoint,
     wrap,
@@ -102,7 +103,8 @@ class _Copy:
         if node.target is set_grad_enabled:
             self.grad[-1] = bool(node.args[0])
         if tags and node.op in ("call_function", "call_method"):
-            new.meta.update(tags)
+            custom = {**new.meta.get("custom", {}), **tags.get("custom", {})}
+            new.meta.update(tags, custom=custom)
         return new
 
     def inference_mode(self, node: Node) -> Node:
@@ -155,10 +157,12 @@ class _Copy:
 
 
 def _recompute_tags(node: Node, body: GraphModule) -> dict[str, Any]:
-    if "_checkpoint_context_fn" in body.meta:
+    context_fn = body.meta.get("_checkpoint_context_fn")
+    policy = None if context_fn is None else policy_of(context_fn)
+    if context_fn is not None and policy is None:
         log.warning(
-            "%s: the selective checkpoint policy (context_fn) is treated as full recompute: same numbers, "
-            "less memory, more work in the backward",
+            "%s: context_fn is not of create_selective_checkpoint_contexts, and is left out: all of the region is "
+            "computed again, with the same numbers",
             at(node),
         )
-    return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_region_ids)}
+    return recompute_tags(next(_region_ids), policy)

@@ -115,7 +115,7 @@ class _Lower(Interpreter):
 
     def autograd_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward, backward, *operands = args
-        tags = {k: v for k, v in get_current_meta().items() if k in ("recompute", "ac_graph_id")}
+        tags = {k: v for k, v in get_current_meta().items() if k in ("recompute", "ac_graph_id", "custom")}
         with suspended_trace(self.fake_mode):
             out = target(*args, **kwargs)
             leaves = _leaves(operands)

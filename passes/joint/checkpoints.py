@@ -1,0 +1,56 @@
+"""Results of attention in checkpointed regions stay where they are marked to: in the joint graph, before its cut."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import asked_policies, has_policy, is_kept, must_stay
+from sp_compile.sharding.matchers import source_of
+
+aten, sp = torch.ops.aten, torch.ops.sp
+BACKWARDS = {
+    sp.attend_backward.default: ("out", "lse"),
+    aten._scaled_dot_product_flash_attention_backward.default: ("out", "logsumexp"),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ("out", "logsumexp"),
+    aten._scaled_dot_product_efficient_attention_backward.default: ("out", "logsumexp"),
+    aten._scaled_dot_product_cudnn_attention_backward.default: ("out", "logsumexp"),
+}
+"""Backwards of attention, and the arguments that its forward made."""
+FORWARDS = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+"""What policies are written for, and `sp::attend` stands for."""
+
+
+def stay_in_checkpoints(gm: GraphModule) -> None:
+    """What backwards of attention read of a marked forward is not computed again, and so neither is the forward."""
+    for made in {made for node in gm.graph.nodes for made in _read(node) if is_kept(made)}:
+        must_stay(made)
+
+
+def _read(node: Node) -> Iterator[Node]:
+    """The nodes that made what a backward of attention is given of its forward."""
+    names = BACKWARDS.get(node.target, ())
+    schema: Any = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if names else ()):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if argument.name in names and isinstance(value, Node):
+            while (source := source_of(value)) is not None:
+                value = source
+            yield value.args[0] if value.target is operator.getitem else value  # type: ignore[misc]
+
+
+def ask_policies(gm: GraphModule) -> AbstractContextManager[Any]:
+    """Inside, AOTAutograd asks the policies of checkpoints as it traces the graph."""
+    if not any(has_policy(node) for node in gm.graph.nodes):
+        return nullcontext()
+    return asked_policies([sp.attend.default], FORWARDS)

@@ -1,0 +1,48 @@
+"""Whether attention inside checkpointed blocks is computed again in the backward, or its results stay.
+
+At a million tokens attention is 95 % of the work, and running it again, with its ring, a fifth of a step. Its result
+and its log-sum-exp are all that its backward takes of it beside q, k and v: about as many bytes as the block's input,
+which stays in any case. They stay if there is room. A selective policy decides for its own region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import has_policy, keep
+from sp_compile.cost.memory import GIB
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Note
+from sp_compile.passes.strategies.local_scan import hint
+from sp_compile.sharding.attention import attending_nodes
+
+
+class KeepAttention(Pass):
+    """Marks every attention of a checkpointed region, unless they are too large together."""
+
+    requires = frozenset({"local"})
+
+    def apply(self, gm: GraphModule, job: Any) -> int:
+        found = [node for node in attending_nodes(gm) if "ac_graph_id" in node.meta and not has_policy(node)]
+        if not found:
+            return 0
+        taken, memory = _bytes(found), job.memory[-1] if job.memory else None
+        room = memory is None or memory.taken + taken <= memory.device
+        what = f"results of {len(found)} attentions in checkpointed regions, {taken / GIB:.2f} GiB"
+        if room:
+            for node in found:
+                keep(node)
+            self.notes.append(Note("kept", "attention", what, "the backward attends no second time"))
+            return len(found)
+        why = f"with all else they are more than the {memory.device / GIB:.1f} GiB of the device" if memory else ""
+        self.notes.append(Note("not kept", "attention", what, why))
+        return 0
+
+
+def _bytes(nodes: Iterable[Node]) -> int:
+    """Of their results (B, H, s, E), and of a log-sum-exp in float32 or wider for every row."""
+    values = [node.meta["val"] for node in nodes]
+    return sum(hint(x.numel()) * x.element_size() + hint(x.numel()) // hint(x.shape[-1]) * 4 for x in values)

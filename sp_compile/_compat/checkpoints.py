@@ -1,0 +1,114 @@
+"""What checkpointed regions keep: a selective policy is asked of each op while AOTAutograd traces it, as torch does."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch.fx.traceback
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+
+Policy = Callable[..., CheckpointPolicy | bool]
+_POLICY, _KEEPS = "checkpoint_policy", "keeps_attention"  # keys of meta["custom"], which tracers hand on
+SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def policy_of(context_fn: Callable[[], Any]) -> Policy | None:
+    """What `create_selective_checkpoint_contexts` was given, a list of ops as a function; None of other contexts."""
+    forward, _ = context_fn()
+    policy: Policy | None = getattr(forward, "policy_fn", None)
+    return policy
+
+
+def recompute_tags(region: int, policy: Policy | None) -> dict[str, Any]:
+    """Meta of the nodes of a checkpointed region."""
+    custom = {} if policy is None else {"custom": {_POLICY: policy}}
+    return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": region, **custom}
+
+
+def has_policy(node: Node) -> bool:
+    """Is it of a region whose policy says what stays?"""
+    return _POLICY in node.meta.get("custom", {})
+
+
+def keep(node: Node) -> None:
+    """Mark an attention whose results stay, or what is traced of one."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _KEEPS: True}
+
+
+def is_kept(node: Node) -> bool:
+    return bool(node.meta.get("custom", {}).get(_KEEPS))
+
+
+def must_stay(node: Node) -> None:
+    """Have a partitioner keep the node's results; of several, those that a backward reads."""
+    for one in (node, *(user for user in node.users if user.target is operator.getitem)):
+        one.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def has_regions(gm: torch.fx.GraphModule) -> bool:
+    """Is anything of it in a checkpointed region?"""
+    return any("ac_graph_id" in node.meta for node in gm.graph.nodes)
+
+
+@contextmanager
+def asked_policies(attention: Sequence[Any], named: Sequence[Any]) -> Iterator[None]:
+    """While AOTAutograd traces; its cache of compiled code knows graphs, and no policies."""
+    import torch._functorch.config as functorch_config
+
+    with functorch_config.patch(enable_autograd_cache=False), AskPolicies(attention, named):
+        yield
+
+
+class AskPolicies(TorchDispatchMode):
+    """Tags what AOTAutograd traces of nodes that have a policy.
+
+    Every op that a node's trace comes to is asked about before it is decomposed, and what is written for it into the
+    joint graph takes the answer. attention: ops of ours that no policy knows. Where a policy saves one of `named`, for
+    which they stand, they are marked as `keep` does.
+    """
+
+    def __init__(self, attention: Sequence[Any], named: Sequence[Any]) -> None:
+        super().__init__()
+        self.attention, self.named = frozenset(attention), named
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        policy, proxies = torch.fx.traceback.current_meta.get("custom", {}).get(_POLICY), get_proxy_mode()
+        backward = torch._C._current_autograd_node() is not None
+        if policy is None or proxies is None or backward or func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        nodes = proxies.tracer.graph.nodes
+        before = len(nodes)
+        out = func(*args, **kwargs)
+        answer = self._ask(policy, func, out, args, kwargs)
+        for node in islice(reversed(nodes), len(nodes) - before):
+            if func not in self.attention:
+                node.meta["recompute"] = answer
+            elif answer in SAVES:
+                keep(node)
+        if func in self.attention and answer in SAVES:  # what merges its blocks is marked, too
+            meta = torch.fx.traceback.current_meta
+            meta["custom"] = {**meta["custom"], _KEEPS: True}
+        return out
+
+    def _ask(self, policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+        given = {"op_output": out} if "op_output" in inspect.signature(SelectiveCheckpointContext).parameters else {}
+        for op in (func, *self.named) if func in self.attention else (func,):
+            answer = policy(SelectiveCheckpointContext(is_recompute=False, **given), op, *args, **kwargs)
+            if isinstance(answer, bool):
+                answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+            if answer in SAVES:
+                break
+        return answer

@@ -1,0 +1,125 @@
+"""What checkpointed blocks compute again: attention's results stay, and selective policies are asked as torch asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import ranks as worker
+from support.parity import Decoder, Outcome, against_eager, build, check, text
+from support.ranks import Ranks
+from torch import Tensor
+from torch._functorch import partitioners
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sp_compile import _compat, backend
+from sp_compile.config import Ranks as Group
+from sp_compile.lowering.simulate import GROUP
+from sp_compile.spmd.session import Session
+
+aten, sp = torch.ops.aten, torch.ops.sp
+FLASH = aten._scaled_dot_product_flash_attention.default
+CHECKPOINTS: dict[str, dict[str, Any]] = {"without a policy": {}}
+
+
+def policy(saved: Sequence[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(*saved: Any) -> dict[str, Any]:
+    return {"context_fn": partial(create_selective_checkpoint_contexts, partial(policy, saved))}
+
+
+CHECKPOINTS |= {
+    "products stay": selective(aten.mm.default, aten.addmm.default),
+    "attention stays": selective(FLASH),
+    "nothing stays": selective(),
+}
+
+
+class Checkpointed(Decoder):
+    how = "without a policy"
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, **CHECKPOINTS[self.how])
+        return self.norm(x)
+
+
+def cut(how: str, attention: str, **options: Any) -> tuple[Counter[Any], Counter[Any]]:
+    """How often each op is in the forward and in the backward of a rank of four; nothing runs."""
+    model, found = build(Checkpointed, layers=1), []
+    model.how = how
+    real = partitioners.min_cut_rematerialization_partition
+
+    def partition(*args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        halves = real(*args, **kwargs)
+        found.extend(Counter(node.target for node in half.graph.nodes) for half in halves)
+        return halves
+
+    def compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        given = {"attention": attention, "cost": {}, "compiler": "aot_eager", **options}
+        session = Session(gm, inputs, given, measures=False)
+        session.split, session.ranks = True, Group(4, GROUP)
+        backend.compile_local(backend.lower(gm, inputs, given, session))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with mock.patch.object(partitioners, "min_cut_rematerialization_partition", partition):
+        torch.compile(model, backend=compiled)(*text(16))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "attends", "multiplies"),
+    [
+        ("without a policy", False, True),
+        ("attention stays", False, True),
+        ("products stay", True, False),
+        ("nothing stays", True, True),
+    ],
+)
+def test_what_is_computed_again(how: str, attends: bool, multiplies: bool) -> None:
+    forward, again = cut(how, "ring")
+    alone, _ = cut("nothing stays", "ring")
+    assert forward[sp.attend.default] == alone[sp.attend.default] == 4
+    assert again[sp.attend.default] == (4 if attends else 0)
+    assert (again[aten.addmm.default] > 0) == multiplies
+
+
+def test_attention_that_leaves_no_room_is_computed_again() -> None:
+    _, again = cut("without a policy", "ring", cost={"memory": 1e3})
+    assert again[sp.attend.default] == 4
+
+
+def test_lists_of_ops_are_policies() -> None:
+    asked = _compat.policy_of(partial(create_selective_checkpoint_contexts, [aten.mm.default]))
+    assert asked is not None
+    assert asked(None, aten.mm.default) is CheckpointPolicy.MUST_SAVE
+
+
+def trained(how: str, attention: str) -> Outcome:
+    model = build(Checkpointed, layers=2)
+    model.how = how
+    return against_eager(model, *text(9), mesh=worker.mesh(), attention=attention)
+
+
+@pytest.mark.parametrize(
+    ("how", "attention"),
+    [
+        ("products stay", "ring"),
+        pytest.param("attention stays", "ring", marks=pytest.mark.slow),
+        pytest.param("without a policy", "ring", marks=pytest.mark.slow),
+        pytest.param("without a policy", "ulysses", marks=pytest.mark.slow),
+        pytest.param("products stay", "gather", marks=pytest.mark.slow),
+    ],
+)
+def test_equals_one_device(ranks: Ranks, how: str, attention: str) -> None:
+    check(ranks.run(2, trained, how, attention))
