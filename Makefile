@@ -13,7 +13,7 @@ VERSIONS ?=
 # Each test compiles something small, so torch's garbage collection behind each compilation is a tenth of the time.
 PYTEST := TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-versions fuzz properties quick bench lint format clean
+.PHONY: demo test test-slow test-versions fuzz properties quick bench docs lint format clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py
@@ -24,7 +24,7 @@ test: $(VENV)/.test
 quick: $(VENV)/.test
 	$(PYTEST) -m "quick and not slow" $(FILES)
 
-test-slow: $(VENV)/.test $(VENV)/.recipes
+test-slow: $(VENV)/.test $(VENV)/.recipes $(VENV)/.docs
 	$(PYTEST) -m slow $(FILES)
 
 # Other versions of torch and Python: gigabytes the first time, half an hour each time.
@@ -44,6 +44,10 @@ bench: $(VENV)/.examples
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/compile_time.py
 
+# The site of docs/, in build/site; any warning is an error.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -E -d build/doctrees docs build/site
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,7 +64,7 @@ $(VENV)/.torch:
 	$(BIN)/pip install -q $(TORCH)
 	touch $@
 
-$(VENV)/.test $(VENV)/.recipes $(VENV)/.examples $(VENV)/.dev $(VENV)/.versions: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
+$(VENV)/.test $(VENV)/.recipes $(VENV)/.examples $(VENV)/.docs $(VENV)/.dev $(VENV)/.versions: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
 	$(BIN)/pip install -q -e .[$*] $(WITH)
 	touch $@
 

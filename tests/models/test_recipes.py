@@ -1,4 +1,4 @@
-"""The recipes of docs/, typed as they stand, on real processes against one device that runs the same lines eagerly."""
+"""The recipes of docs/ and the program of its first page, typed as they stand, on real processes against one device that runs the same lines eagerly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def run(name: str, folder: Path, processes: int, *changes: str) -> dict[str, Any
     }
     result = folder / f"{name}{processes}.pt"
     script = ROOT / "tests" / "support" / "programs" / "recipe.py"
-    command = [sys.executable, *launch, str(script), str(PAGES / f"{name}.md"), str(result), *changes]
+    page = (PAGES if name in NEEDS else PAGES.parent) / f"{name}.md"
+    command = [sys.executable, *launch, str(script), str(page), str(result), *changes]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return torch.load(result)
@@ -86,6 +87,13 @@ def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
     alone = run(name, tmp_path, 1, *changes)
     (tmp_path / "checkpoint").exists() and (tmp_path / "checkpoint").rename(tmp_path / "of one")
     compare(run(name, tmp_path, 2), alone)
+
+
+@pytest.mark.slow
+def test_the_first_page_equals_one_device(tmp_path: Path) -> None:
+    found, alone = run("start", tmp_path, 2), run("start", tmp_path, 1)
+    assert found["losses"][0] > 5 > 0.5 > found["losses"][-1]
+    compare(found, alone)
 
 
 @pytest.mark.slow

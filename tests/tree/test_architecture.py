@@ -6,7 +6,7 @@ import os
 import re
 
 import pytest
-from support.architecture import PAGE, filled
+from support.docs.architecture import PAGE, filled
 from tree.test_layers import ROOT
 
 PLACE = re.compile(r"`((?:sp_compile|passes|lowering|tests|examples|benchmarks)/[\w/.]*)`")

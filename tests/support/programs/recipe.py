@@ -1,4 +1,4 @@
-"""Runs the code of a page of docs/recipes/ and keeps what came of it: `python recipe.py PAGE RESULT [OLD NEW]...`.
+"""Runs the first program of a page of docs/ and keeps what came of it: `python recipe.py PAGE RESULT [OLD NEW]...`.
 
 OLD is replaced by NEW in the code first. The result holds `losses` and the weights of `model`, saved by rank 0.
 """
@@ -16,7 +16,7 @@ from sp_compile import SPConfig
 
 
 def main(page: str, result: str, *changes: str) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", Path(page).read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", Path(page).read_text(), re.DOTALL)
     for old, new in zip(changes[::2], changes[1::2], strict=True):
         assert old in code, old
         code = code.replace(old, new)

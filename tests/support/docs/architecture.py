@@ -7,6 +7,7 @@ import itertools
 import re
 
 import torch
+from support.golden import captured, show
 from torch.fx import GraphModule
 from tree.test_layers import LAYERS, ROOT
 
@@ -18,8 +19,6 @@ from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.prove import validate
 from sp_compile.passes.strategies.reduce import Reduce
 from sp_compile.passes.strategies.scan import Scan
-
-from .golden import captured, show
 
 PAGE = ROOT / "ARCHITECTURE.md"
 TWO = Ranks(2, GROUP)

@@ -1,0 +1,21 @@
+"""The site of docs/ builds without a warning: links, anchors, docstrings."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    for package in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(package, reason="the site needs what `pip install sp-compile[docs]` brings")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees")]
+    done = subprocess.run([*command, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "site" / "api.html").read_text()
+    assert "sp_compile.integrations.transformers.SequenceParallel" in api
+    assert "the DeviceMesh whose ranks share the sequence" in api
