@@ -37,6 +37,7 @@ from sp_compile.errors import at
 from sp_compile.graph.edit import Editor
 
 from .job import Job, Lap, Note, Settings, settings
+from .progress import now
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Pass(PassBase, Editor):
 
     def run(self, gm: GraphModule, job: Job) -> list[Note]:
         """Apply the pass as one lap of the job: what it did and would not do, node by node."""
+        now(f"pass {self.name}")
         self.gm, self.job, self.notes = gm, job, []
         self.edit(gm.graph)
         before = _text(gm) if traces() else ""

@@ -24,6 +24,7 @@ from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies, stay_in_checkpoints
 from sp_compile.passes.joint.joint import JointJob, JointPasses
+from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
@@ -88,7 +89,7 @@ def sp(
     run: Callable[..., Any] | None = None
     error: Exception | None = None
     try:
-        with session.compiling():
+        with session.compiling(gm):
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around it
                 lowered = lower(gm, example_inputs, given, session)
             run = compile_local(lowered, mode)
@@ -274,6 +275,7 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
         log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
     with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag), asks:
+        now(f"compiler {config.compiler}" if isinstance(config.compiler, str) else "compiler")
         run = compiler(local, lowered.inputs)
     if joint is not None:
         log.info("%s", joint.report)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note
+from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
 from sp_compile.spmd.between import in_shards
 from sp_compile.spmd.session import Session
@@ -40,7 +41,8 @@ def explain(
     Raises SpError as the backend would, for an option that has no effect on a report, and where nothing of the model is
     compiled.
     """
-    report = _each_graph("explain", IN_A_LOOK, model, args, sp, *_sorted_out(model, config), None)
+    with working("explain"):
+        report = _each_graph("explain", IN_A_LOOK, model, args, sp, *_sorted_out(model, config), None)
     report.show_passes = passes
     return report
 
@@ -56,7 +58,9 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
     """
 
     def compare(gm: GraphModule, lowered: RankProgram, inputs: Sequence[Any]) -> None:
+        now("one device")
         worst, alone = dict(lowered.report.errors), _run(gm, inputs)
+        now(f"{lowered.ranks.n} simulated ranks")
         for rank in run_ranks(lowered.ranks.n, lambda _: _run(lowered.graph, inputs)):
             for name, error in _errors(gm, inputs, alone, rank):
                 worst[name] = max(worst.get(name, 0.0), error)
@@ -64,7 +68,8 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
 
     behind = dict.fromkeys(BEHIND, "compiles nothing: leave it out")
     refused = behind | IN_A_COMPARISON
-    report = _each_graph("verify", refused, model, args, sp, *_sorted_out(model, config), compare)
+    with working("verify"):
+        report = _each_graph("verify", refused, model, args, sp, *_sorted_out(model, config), compare)
     if not report.errors:
         why = "the program splits no sequence, and its own exchanges are not simulated; explain shows those"
         raise SpError(f"verify: nothing was compared: {why}")

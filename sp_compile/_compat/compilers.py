@@ -62,6 +62,45 @@ def mode_options() -> dict[str, dict[str, Any]]:
     return list_mode_options()
 
 
+def compiled_half() -> str:
+    """What AOTAutograd is compiling just now, in any thread: "joint", "forward", "backward", or ""."""
+    from torch._functorch._aot_autograd import logging_utils
+
+    found = getattr(logging_utils, "graph_being_compiled", [])
+    return str(found[0]).partition("_")[2] if found else ""
+
+
+_late: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
+_entered = contextlib.ExitStack()
+
+
+def around_late_backward(around: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Have the backward of the graph that is compiled now compiled inside `around()`, if torch leaves it for later."""
+    from torch._dynamo.callback import callback_handler
+    from torch._guards import CompileContext
+
+    _late[str(CompileContext.current_compile_id())] = around
+    if _begin_late not in callback_handler.start_callbacks:  # a reset of Dynamo forgets them
+        callback_handler.register_start_callback(_begin_late)
+        callback_handler.register_end_callback(_end_late)
+
+
+def _begin_late(told: Any) -> None:
+    if told.callback_trigger.name == "LAZY_BACKWARD" and told.compile_id in _late:
+        _entered.enter_context(_late.pop(told.compile_id)())
+
+
+def _end_late(told: Any) -> None:
+    _entered.close()
+
+
+def cache_hits() -> int:
+    """How many graphs this process has found in Inductor's and AOTAutograd's caches so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
 def on_recompile_limit(tell: Callable[[str], None]) -> None:
     """Call `tell` with torch's words when Dynamo gives up compiling a function, which then runs eagerly.
 

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import on_recompile_limit
+from sp_compile._compat import around_late_backward, on_recompile_limit
 from sp_compile.config import Ranks, SPConfig, resolve, splits_sequence
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
+from sp_compile.passes.progress import show, working
 
 from .between import Edges, Returning
 from .check_compile import Lockstep, connected, rounds
@@ -158,8 +159,8 @@ class Session:
         return found
 
     @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Show the ranks that are done and wait that this one is alive."""
+    def compiling(self, gm: GraphModule) -> Iterator[None]:
+        """Show the ranks that are done and wait that this one is alive, and the user what it is at."""
         done, groups = threading.Event(), dict.fromkeys([*self.everyone, self.ranks])
 
         def beat() -> None:
@@ -168,12 +169,17 @@ class Session:
                     wire.beat()
 
         thread = threading.Thread(target=beat, daemon=True)
+        shown = threading.Thread(target=show, args=(lambda: f"compiling {subject_of(gm)}", done), daemon=True)
         thread.start()
+        shown.start()
         try:
             yield
+            later = f"compiling the backward of {subject_of(gm)}"
+            around_late_backward(lambda: working(later))
         finally:
             done.set()
             thread.join(ANSWERS)
+            shown.join(ANSWERS)
 
     # Between the passes.
 

@@ -1,0 +1,170 @@
+"""The line that long work shows: when it comes, what it says, and when there is none."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+import sp_compile
+from sp_compile import _compat
+from sp_compile.passes import progress
+from sp_compile.passes.progress import ProgressLine, now, working
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+class Clock:
+    time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=60)
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return CONTROL.sub("", console.file.getvalue())
+
+
+def test_it_comes_late_and_leaves_one_line() -> None:
+    clock, console = Clock(), terminal()
+    line = ProgressLine("compiling f", console, clock)
+    line.step = "capture"
+    clock.time = 2.9
+    line.look()
+    assert shown(console) == ""
+    clock.time = 3.1
+    line.look()
+    assert "sp: compiling f: capture (3 s)" in shown(console)
+    line.step, clock.time = "pass gather", 4.2
+    line.look()
+    assert "sp: compiling f: pass gather (4 s)" in shown(console)
+    clock.time = 5.0
+    line.end()
+    assert shown(console).splitlines()[-1] == "sp: compiling f: took 5 s, 0 graphs were in torch's caches"
+
+
+def test_short_work_shows_nothing() -> None:
+    clock, console = Clock(), terminal()
+    line = ProgressLine("explain", console, clock)
+    clock.time = 2.9
+    line.look()
+    line.end()
+    assert shown(console) == ""
+
+
+def test_hits_are_those_of_this_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, console, hits = Clock(), terminal(), iter([5, 7])
+    monkeypatch.setattr(progress, "cache_hits", lambda: next(hits))
+    line = ProgressLine("compiling f", console, clock)
+    clock.time = 4.0
+    line.look()
+    line.end()
+    assert "2 graphs were in torch's caches" in shown(console)
+
+
+def test_it_stays_on_one_line() -> None:
+    clock, console = Clock(), terminal()
+    line = ProgressLine("compiling " + "f" * 100, console, clock)
+    clock.time = 4.0
+    line.look()
+    assert len(shown(console)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("rank", "logs", "console", "read"),
+    [
+        ("0", "", terminal(), True),
+        ("1", "", terminal(), False),
+        ("0", "+sp_compile", terminal(), False),
+        ("0", "", Console(file=io.StringIO(), force_terminal=False), False),
+    ],
+)
+def test_who_reads_it(monkeypatch: pytest.MonkeyPatch, rank: str, logs: str, console: Console, read: bool) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCH_LOGS", logs)
+    assert progress._is_read(console) is read
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What work says that it is at, on a terminal that nobody looks at."""
+    console, looks = terminal(), []
+    monkeypatch.setattr(progress, "Console", lambda stderr: console)
+
+    def told(line: ProgressLine, name: str, value: object) -> None:
+        object.__setattr__(line, name, value)
+        if name == "step" and value:
+            looks.append(f"{line.title}: {value}")
+
+    monkeypatch.setattr(ProgressLine, "__setattr__", told)
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    return looks
+
+
+def program(x: torch.Tensor) -> torch.Tensor:
+    return (x.cumsum(1) - x).sum()
+
+
+def test_explain_and_verify_say_what_they_are_at(seen: list[str]) -> None:
+    sp_compile.explain(program, torch.randn(1, 6, 4), sp=2)
+    assert seen[:1] == ["explain: capture"]
+    assert {"explain: pass localize", "explain: pass prove"} <= set(seen)
+    seen.clear()
+    sp_compile.verify(program, torch.randn(1, 6, 4), sp=2)
+    assert seen[-2:] == ["verify: one device", "verify: 2 simulated ranks"]
+    assert not progress._lines
+
+
+def test_the_halves_of_a_compilation_are_seen(seen: list[str]) -> None:
+    halves = []
+
+    def compiler(gm: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        halves.append(_compat.compiled_half())
+        return gm
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=lambda gm, inputs: make_boxed_func(compiler(gm, inputs)))
+    options = {"compiler": backend, "seq_dims": {"x": 1}}
+    torch.compile(program, backend="sp", options=options)(torch.randn(1, 6, 4, requires_grad=True)).backward()
+    assert halves == ["forward", "backward"]
+    assert _compat.compiled_half() == ""
+    titles = list(dict.fromkeys(one.partition(": ")[0] for one in seen))
+    assert [title.partition(" program at ")[0] for title in titles] == ["compiling", "compiling the backward of"]
+    assert f"{titles[0]}: compiler" in seen
+
+
+@pytest.mark.slow
+def test_a_backward_that_is_compiled_when_it_runs(seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor's is."""
+    lines = []
+    monkeypatch.setattr(
+        progress, "ProgressLine", lambda title, console: lines.append(title) or ProgressLine(title, console)
+    )
+    x = torch.randn(1, 6, 4, requires_grad=True)
+    with torch.compiler.config.patch(force_disable_caches=True):
+        y = torch.compile(program, backend="sp", options={"seq_dims": {"x": 1}})(x)
+        assert len(lines) == 1
+        y.backward()
+        y = torch.compile(lambda x: x.sin().sum(), backend="inductor")(x)
+        y.backward()
+    assert [line.partition(" program")[0] for line in lines] == ["compiling", "compiling the backward of"]
+    assert not progress._lines
+
+
+def test_work_inside_of_work_is_a_step_of_it(seen: list[str]) -> None:
+    with working("outer"):
+        with working("inner"):
+            now("a step")
+        assert len(progress._lines) == 1
+    now("nothing is going on")
+    assert seen == ["outer: capture", "outer: a step"]
