@@ -61,7 +61,7 @@ NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: th
 OF_SEQUENCE = dict.fromkeys(
     ("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "fallback"),
     "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
-) | {"check_every": "compares what its ranks share on every call, and weights once: leave it out"}
+)
 AS_WRITTEN = Note(
     "replicated",
     "graph",
@@ -103,8 +103,9 @@ def sp(
         _compat.keep_first_call_fake()
     if lowered is None:
         return session.guard(None, error, gm, example_inputs)
-    scattered = lowered.joint.given.scattered if lowered.joint is not None else ()
-    return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, scattered, lowered.edges)
+    joint = lowered.joint.given if lowered.joint is not None else JointJob()
+    of_groups = joint.common, joint.backward
+    return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, *of_groups, lowered.edges)
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:

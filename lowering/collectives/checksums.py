@@ -18,6 +18,7 @@ from sp_compile.lowering import triton
 PIECE = 1 << 19  # elements; their bits, positions and what is made of them are 12 MiB of int64
 _GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # logical shift, then factor
+ABOUT = "about "  # of a value of numbers that need not be the same to the bit
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,10 +43,10 @@ class Later:
     there: Any = None
 
     def read(self) -> list[str]:
-        """One text each; waits for the device only where it has not come to them yet."""
+        """One text each, "about ..." of a summary; waits for the device only where it has not come to them yet."""
         if self.there is not None and not self.there.query():
             self.there.synchronize()
-        return [str(one) if isinstance(one, int) else " ".join(map(repr, one)) for one in self.values.tolist()]
+        return [str(one) if isinstance(one, int) else ABOUT + " ".join(map(repr, one)) for one in self.values.tolist()]
 
 
 def later(xs: Sequence[torch.Tensor]) -> Later:

@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 from sp_compile import _compat, passes
 from sp_compile.config import Ranks
 from sp_compile.errors import at
-from sp_compile.graph.call import tangents_of
+from sp_compile.graph.call import is_tensor, tangents_of
+from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import copied
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.record import erase, mark
@@ -40,7 +41,9 @@ from sp_compile.passes.job import Job, Note
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.own_rows import OwnRows
 from sp_compile.passes.tensor_parallel.scatter import Layer, SequenceParallelLinear
+from sp_compile.spmd import gradients  # noqa: F401 (an op)
 from sp_compile.spmd.declare import declared
+from sp_compile.spmd.named_groups import is_collective, named_groups
 from sp_compile.spmd.session import ALONE
 
 from .facts import joint_facts
@@ -53,15 +56,18 @@ class JointJob(CollectiveJob):
     """What the passes over one joint graph are told, and what they leave for later ones.
 
     ranks: the group that is looked at. shapes: of the function's tensor arguments, on this rank.
-    layers: of all groups. scattered: the groups over which layers are. shared: those of this graph, and the gradients
-    of results that they have to have alike then, by name, with where each result is made.
+    layers: of all groups. common: the groups over which layers are scattered, and of the function's tensor arguments
+    those that have to be equal on their ranks, as `Facts` call them. shared: those of this graph, and the gradients of
+    results that they have to have alike then, by name, with where each result is made. backward: the groups that a
+    backward exchanges over.
     """
 
     ranks: Ranks = ALONE
     shapes: Sequence[tuple[Any, ...]] = ()
     layers: list[Layer] = field(default_factory=list)
-    scattered: set[str] = field(default_factory=set)
+    common: dict[str, frozenset[str]] = field(default_factory=dict)
     shared: list[tuple[Ranks, Mapping[str, str]]] = field(default_factory=list)
+    backward: set[str] = field(default_factory=set)
 
 
 class ScatterLayers(Passes):
@@ -98,7 +104,9 @@ class ScatterLayers(Passes):
         if local is gm:
             return 0
         adopt(gm, local)
-        job.scattered.add(ranks.group)
+        tensors = [node.name for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
+        primals = {f"input_{tensors.index(name)}" for name in assumed if name in tensors and name not in backward}
+        job.common[ranks.group] = job.common.get(ranks.group, frozenset()) | primals
         job.shared.append((ranks, tangents))
         return one.changes
 
@@ -190,7 +198,10 @@ class JointPasses(Passes):
     def apply(self, gm: GraphModule, job: JointJob) -> int:
         for node in gm.graph.find_nodes(op="placeholder"):
             mark(node, requires_grad=False)  # the gradients are in the graph itself: no detach stops any
-        return super().apply(gm, job)
+        changes = super().apply(gm, job)
+        backward = closure(tangents_of(gm.graph), lambda node: node.users)
+        job.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
+        return changes
 
     @property
     def report(self) -> Report:

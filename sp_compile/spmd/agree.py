@@ -16,11 +16,11 @@ import torch
 
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
+from sp_compile.lowering.collectives.checksums import ABOUT
 
 from .message import COMPILES, READS, STOPS, TOGETHER, Message
 from .wire import gather, wire_of
 
-ABOUT = "about "  # of a value of numbers that need not be the same to the bit
 CLOSE = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
 SHOWN = 8  # fields that differ, in an error message
 WIDTH = 1000  # characters of a value
@@ -99,8 +99,9 @@ def astray(everyone: Sequence[Message]) -> str:
     if alone and len(alone) < n:
         return (
             f"rank {_listed(alone)} of {n} compiles the program anew for this call and the others do not: every rank "
-            "of a group that a program exchanges over has to call it with the same sizes and numbers. Pad what has "
-            "another size; pass a number that changes as a tensor; TORCH_LOGS=recompiles says why it compiles\n" + each
+            "of a group that a program exchanges over has to call it with the same sizes and numbers, and in the same "
+            "mode. Pad what has another size; pass a number that changes as a tensor; TORCH_LOGS=recompiles says why "
+            "it compiles\n" + each
         )
     readers = [rank for rank, one in enumerate(everyone) if one.doing == READS]
     if readers and len(readers) < n:

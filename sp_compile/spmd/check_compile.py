@@ -20,6 +20,7 @@ from sp_compile.errors import RanksDiffer, RemoteError
 
 from .agree import ask, astray, exchanged, failures
 from .message import COMPILES, STOPS, Message
+from .settings import mode
 
 
 class Lockstep:
@@ -42,7 +43,7 @@ class Lockstep:
             if strayed:
                 exchanged(ranks, STOPS)
             elif ranks.exchanges:
-                strayed = astray(exchanged(ranks, Message(COMPILES)) or ())
+                strayed = astray(exchanged(ranks, Message(COMPILES, fields={"": f"in mode {mode()}"})) or ())
         if strayed:
             self.left = []
             raise RanksDiffer(strayed)

@@ -26,10 +26,12 @@ from sp_compile.errors import RemoteError, SpError
 from sp_compile.lowering.collectives.checksums import checksum, later, sent, summary
 from sp_compile.lowering.collectives.sharded import Layout, Sharded
 
-from .agree import ABOUT, agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
+from .agree import agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
 from .between import is_traced, taken
 from .fingerprint import InputName, Program
+from .inputs import local_of
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
+from .settings import mode
 from .wire import Wire, stop, wire_of
 
 FEW = 4096  # floats that are compared on every call
@@ -138,7 +140,7 @@ class CheckedProgram:
             if not name or (isinstance(given, torch.nn.Parameter) and not everything and name not in compared):
                 continue
             asked = self.error is None and (name in compared or (name in small and is_small(given)))
-            a = given.local if asked and isinstance(given, Sharded) else given
+            a = local_of(given) if asked else given
             where = f" in shards {given.layout}" if isinstance(given, Sharded) else ""
             apart = asked and wire is not None and is_away(a)
             if apart and a.numel():
@@ -215,7 +217,7 @@ class CheckedProgram:
                 call = f"{EARLIER}of the {name} when it {mine}"
                 wire.later.append(([call], sent(summary(grad)[None])))
             elif isinstance(grad, torch.Tensor) and not isinstance(grad, (FakeTensor, DTensor)):
-                fields[name] = ABOUT + sent(summary(grad)[None]).read()[0]
+                fields[name] = sent(summary(grad)[None]).read()[0]
             else:
                 fields[name] = "none" if grad is None else ""
         agree(self.ranks, replace(mine, fields=fields), OTHER_GRADIENTS, SAME_LOSS)
@@ -229,14 +231,6 @@ def is_small(a: Any) -> bool:
 def is_away(a: Any) -> bool:
     """Does it lie on a device that works while Python goes on?"""
     return isinstance(a, torch.Tensor) and a.device.type != "cpu"
-
-
-def mode() -> str:
-    """What of torch's state changes what a program does: grad and inference mode, autocast."""
-    kinds = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
-    casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
-    grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
-    return ", ".join([grad, *(f"autocast {cast}" for cast in casts)])
 
 
 def _only(message: Message, wanted: Callable[[str], bool]) -> Message:

@@ -55,7 +55,7 @@ class Facts:
 def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
     """What this rank can say of a Dynamo graph, its inputs and options; nothing is exchanged."""
     tensors = local_tensors(inputs)
-    values = {label: digest(_local(x)) for label, x in zip(_labels(inputs), inputs) if label}
+    values = {label: digest(local_of(x)) for label, x in zip(_labels(inputs), inputs) if label}
     with real_tensors():
         blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and is_one_number(x)]
     shapes = str([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors] + [torch.is_grad_enabled()])
@@ -109,10 +109,11 @@ def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among the inputs; of a DTensor, and of a value in shards, what this rank holds."""
-    return [_local(x) for x in inputs if isinstance(x, torch.Tensor)]
+    return [local_of(x) for x in inputs if isinstance(x, torch.Tensor)]
 
 
-def _local(x: Any) -> Any:
+def local_of(x: Any) -> Any:
+    """What this rank holds of an input."""
     if isinstance(x, Sharded):
         return x.local
     return x.to_local() if isinstance(x, DTensor) else x
@@ -143,6 +144,12 @@ def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) ->
         elif inputs == "global" and not isinstance(example, Sharded):
             arguments.add(node.name)
     return frozenset(state | arguments), frozenset(arguments)
+
+
+def common_weights(gm: GraphModule, example_inputs: Sequence[Any], labels: Collection[str]) -> frozenset[str]:
+    """Names of the weights among these inputs, which are called as `Facts` call them."""
+    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _labels(example_inputs), strict=True)
+    return frozenset(n.name for n, x, label in rows if label in labels and isinstance(x, torch.nn.Parameter))
 
 
 def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +30,17 @@ from .check_compile import Lockstep, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
 from .grid import grids
-from .inputs import Facts, check_options, digests_of, equal_arguments, equal_inputs, facts_of, may_differ, sized_inputs
+from .inputs import (
+    Facts,
+    check_options,
+    common_weights,
+    digests_of,
+    equal_arguments,
+    equal_inputs,
+    facts_of,
+    may_differ,
+    sized_inputs,
+)
 from .message import spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
 from .settings import settings
@@ -234,17 +245,19 @@ class Session:
         example_inputs: Sequence[Any],
         local: GraphModule | None = None,
         config: SPConfig | None = None,
-        scattered: Collection[str] = (),
+        common: Mapping[str, Collection[str]] = MappingProxyType({}),
+        backward: Collection[str] = (),
         edges: Edges | None = None,
     ) -> Callable[..., Any]:
         """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
 
         run, local, config: what this rank compiled, of which graph and how; None where that failed with `error`, which
-        every call raises on all ranks. scattered: the groups that share work where values are equal.
+        every call raises on all ranks. common: the groups that share work where values are equal, and the inputs that
+        have to be for that, as `Facts` call them. backward: the groups that a backward exchanges over.
         edges: what it takes and returns in shards.
         """
         config, edges = config or SPConfig(), edges or Edges()
-        subject = subject_of(gm)
+        subject, options = subject_of(gm), settings({"mode": self.mode, **self.given})
         if self.split:
             done = run is not None and local is not None
             program = fingerprint(local) if done else Program()
@@ -257,7 +270,7 @@ class Session:
                 error,
                 equal,
                 subject=subject,
-                options=settings({"mode": self.mode, **self.given}),
+                options=options,
                 backward=True,
                 whole=config.outputs != "local",
                 check_every=config.check_every,
@@ -271,11 +284,22 @@ class Session:
             return CheckedProgram(None, ALONE, Program(), [], error)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())
-            compares = run is not None and ranks.group in scattered
+            compares = run is not None and ranks.group in common
             always = equal_arguments(gm, example_inputs, facts) if compares else frozenset()
-            names = sized_inputs(gm, example_inputs, facts)
+            weights = common_weights(gm, example_inputs, common[ranks.group]) if compares else frozenset()
             run = CheckedProgram(
-                run, ranks, program_of(gm), names, error, always=always, subject=subject, shared=always
+                run,
+                ranks,
+                program_of(gm),
+                sized_inputs(gm, example_inputs, facts),
+                error,
+                equal=weights,
+                always=always,
+                subject=subject,
+                options=options,
+                backward=ranks.group in backward,
+                check_every=config.check_every,
+                shared=always | weights,
             )
         assert run is not None
         if edges.results:

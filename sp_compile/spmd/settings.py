@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
@@ -34,6 +35,14 @@ def settings(options: Mapping[str, Any]) -> dict[str, str]:
     for config, names in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
         theirs |= {f"{config.__name__}.{name}": str(getattr(config, name, None)) for name in names}
     return {**ours, **theirs}
+
+
+def mode() -> str:
+    """What of torch's state changes what a program does: grad and inference mode, autocast."""
+    kinds = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
+    casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
+    grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
+    return ", ".join([grad, *(f"autocast {cast}" for cast in casts)])
 
 
 def _named(value: Any) -> str:

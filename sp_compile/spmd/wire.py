@@ -163,6 +163,11 @@ class Wire:
         if waited > self.timeout.total_seconds() and not alive:
             raise SpError(self.lost(saying, waited))
 
+    @property
+    def last(self) -> str:
+        """What this rank said last."""
+        return self.seen[self.ranks.index(dist.get_rank())]
+
     def own(self) -> None:
         """Raise SpError in a second thread that calls programs: the words of two would meet in any order.
 

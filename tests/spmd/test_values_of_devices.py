@@ -10,6 +10,7 @@ import pytest
 import torch
 from scan.kernels.test_scan_triton import python
 from support import ranks as worker
+from support.parallel.parallel_training import message
 from support.parity import error_text
 from support.ranks import Ranks
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compile.config import ranks_of
 from sp_compile.lowering.collectives import checksums
-from sp_compile.spmd import check_run
+from sp_compile.spmd import check_run, gradients
 from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.fingerprint import Program
 
@@ -101,3 +102,42 @@ def test_ranks_hear_of_it_one_call_later(ranks: Ranks) -> None:
         assert "different values at an earlier call" in told
         assert "value of x when it called a program (number " in told
         assert "tensor" in after
+
+
+def shared_gradients(factors: Sequence[float]) -> list[str]:
+    """What this rank hears at each call behind a backward whose shared gradient is so many times rank 0's on rank 1."""
+    group, told = worker.group(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "is_away", lambda a: True)
+        run, x = program(["x"]), torch.ones(4, dtype=torch.int64)
+        run(x)
+        for factor in factors:
+            gradient = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+            if group.rank() == 1:
+                gradient *= factor
+            (copy,) = gradients.shared([gradient], ["y"], group.size(), group.group_name)
+            assert torch.equal(copy, gradient)
+            told.append(message(partial(run, x)))
+    return told
+
+
+def test_shared_gradients_of_a_device_are_compared_at_the_next_call(ranks: Ranks) -> None:
+    """By their size and projections, which rounding may change."""
+    for same, rounded, doubled in ranks.run(2, shared_gradients, [1.0, 1 + 1e-6, 2.0]):
+        assert not same
+        assert not rounded
+        assert "value of gradient 0, of the result y, when it calls a program" in doubled
+
+
+def shared_copies() -> int:
+    """How often gradients of a device are copied in a backward; reading one would raise."""
+    group = worker.group()
+    with pytest.MonkeyPatch.context() as patch:
+        copied = of_absent_device(patch)
+        patch.setattr(gradients, "sent", checksums.sent)
+        gradients.shared([torch.empty(8, 16, device="meta")] * 3, ["x", "y", "z"], group.size(), group.group_name)
+    return len(copied)
+
+
+def test_no_shared_gradient_of_a_device_is_read_in_a_backward(ranks: Ranks) -> None:
+    assert ranks.run(2, shared_copies) == [1, 1]

@@ -10,14 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
-from support.fuzz.loop import TIMEOUT, Left, Loop
-from torch import Tensor
+from support.fuzz.loop import DIM, TIMEOUT, Left, Loop
+from support.parallel.parallel_models import Linear, Norm, Split, drawn
+from support.parity import VOCAB, build
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from sp_compile.cost import measure
@@ -32,7 +35,9 @@ class Fault:
     acts: what the odd rank does on the step of the fault, in place of what every rank does. everyone: what every rank
     does on that step. prepares, begins: before the model is compiled, on every rank and on the odd one. options: of
     every rank's backend. own: what the fault raises, which the loop catches. ends: the odd rank tells nothing after it.
-    deaf: the odd rank runs no program of ours that could tell it. anew: it is met when a program is compiled again. connected: with a process group from the beginning.
+    deaf: the odd rank runs no program of ours that could tell it. anew: it is met when a program is compiled again.
+    late: only on a later step, where values are known to be equal on all ranks since the program was compiled.
+    connected: with a process group from the beginning.
     """
 
     hears: str
@@ -45,6 +50,7 @@ class Fault:
     ends: bool = False
     deaf: bool = False
     anew: bool = False
+    late: bool = False
     connected: bool = True
 
 
@@ -360,16 +366,57 @@ def compiles_for_long_at_first(loop: Loop) -> None:
     loop.compile_takes = 2 * TIMEOUT
 
 
+class Parallel(nn.Module):
+    """Layers over all ranks, as `Subject` takes its batch; with one rank, the same on one device."""
+
+    def __init__(self, tp: Split) -> None:
+        super().__init__()
+        self.embed = tp.part(drawn(VOCAB, DIM), None)
+        self.norm, self.up, self.down = Norm(tp, DIM, "rms"), Linear(tp, DIM, 12, 0), Linear(tp, 12, DIM, 1)
+        self.tp, self.head = tp, tp.part(drawn(VOCAB, DIM), None)
+
+    def forward(self, ids: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
+        x = nn.functional.embedding(ids, self.embed) + noise
+        x = self.norm(x + self.down(self.up(self.tp.f(x)).tanh()))
+        x = self.norm(x + self.down(self.up(self.tp.f(x)).tanh()))
+        return nn.functional.cross_entropy(nn.functional.linear(x, self.head).flatten(0, 1), labels.flatten())
+
+
+def tensor_parallel(loop: Loop) -> None:
+    """In place of a model whose sequence is split. A compiler of one's own has no place for passes on collectives."""
+    loop.net = loop.run = build(partial(Parallel, Split(loop.scene.world, loop.rank, dist.group.WORLD)))
+    loop.alone = build(partial(Parallel, Split()))
+    loop.options["compiler"] = "aot_eager"
+
+
 VALUES = "different values"
 ASTRAY = "about to do different things"
 WAITS = "for ranks that did not come"
 STOPPED = f"{WAITS}|broken since"
 EVERY = {"check_every": 1}
 MEASURED = {"cost": None}
+PARALLEL: Any = {"prepares": tensor_parallel}
 CAUGHT = (MemoryError, KeyboardInterrupt)
 
 FAULTS: dict[str, Fault] = {
     "a skipped batch": Fault(VALUES, skip_batch),
+    "nothing, tensor-parallel": Fault("", slow, **PARALLEL),
+    "a skipped batch, tensor-parallel": Fault(VALUES, skip_batch, late=True, **PARALLEL),
+    "a skipped call, tensor-parallel": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step, late=True, **PARALLEL),
+    "a skipped backward, tensor-parallel": Fault(f"{ASTRAY}|{STOPPED}", skip_backward, **PARALLEL),
+    "a second backward, tensor-parallel": Fault(f"{ASTRAY}|{STOPPED}", backward_twice, **PARALLEL),
+    "a weight that differs, tensor-parallel": Fault(
+        f"{VALUES}.*weight", changed("norm.weight"), options=EVERY, late=True, **PARALLEL
+    ),
+    "no_grad, tensor-parallel": Fault("mode", under(torch.no_grad), **PARALLEL),
+    "another scale of the loss, tensor-parallel": Fault("different gradients|other gradients", other_scale, **PARALLEL),
+    "other options, tensor-parallel": Fault(
+        "option activation_memory_budget", begins=option(activation_memory_budget=0.5), **PARALLEL
+    ),
+    "MemoryError before backward, tensor-parallel": Fault(
+        f"{ASTRAY}|{STOPPED}", fails_before_backward(MemoryError), own=CAUGHT, **PARALLEL
+    ),
+    "SIGKILL, tensor-parallel": Fault(STOPPED, kill(signal.SIGKILL), ends=True, **PARALLEL),
     "a skipped call": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step),
     "a skipped backward": Fault(f"{ASTRAY}|{STOPPED}", skip_backward),
     "a second backward": Fault(f"{ASTRAY}|{STOPPED}", backward_twice),

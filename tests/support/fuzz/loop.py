@@ -149,11 +149,17 @@ class Loop:
         errors = [difference(loss.detach(), expected.detach())]
         if loss.requires_grad:
             expected.backward()
-            found, right = ([p.grad for p in net.parameters()] for net in (self.net, self.alone))
+            found = [p.grad for p in self.net.parameters()]
+            right = [self._part(p.grad, like) for p, like in zip(self.alone.parameters(), self.net.parameters())]
             largest = max(g.abs().max().item() for g in right if g is not None)
             errors += [difference(a, b, floor=1e-6 * largest) for a, b in zip(found, right)]
         if not max(errors) <= TOLERANCE:
             raise Wrong(f"relative error {max(errors):.1e} in entry {errors.index(max(errors))}")
+
+    def _part(self, grad: Tensor | None, like: nn.Parameter) -> Tensor | None:
+        """What a parameter that is cut over the ranks has of a gradient."""
+        dim = getattr(like, "cut", None)
+        return grad if grad is None or dim is None else grad.chunk(self.scene.world, dim)[self.rank]
 
     def pid(self, rank: int) -> int:
         return int(Path(self.scene.folder, f"{rank}.pid").read_text())

@@ -1,0 +1,114 @@
+"""A loop over a tensor-parallel model in which one rank does something else: every rank hears of it, on that step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch.distributed as dist
+from support.parallel.parallel_training import split
+from support.parallel.parallel_variants import DIM, Hidden
+from support.ranks import Ranks as Pool
+from torch import Tensor, nn
+
+from sp_compile import SpError
+
+STEPS, FAULT = 4, 2
+Step = Callable[[Any, nn.Module, Tensor, bool], None]
+"""One step: the compiled model, the model, its input, and whether this rank does something else now."""
+
+
+def skipped_backward(run: Any, model: nn.Module, x: Tensor, odd: bool) -> None:
+    loss = run(x).sum()
+    if not odd:
+        loss.backward()
+
+
+def backward_twice(run: Any, model: nn.Module, x: Tensor, odd: bool) -> None:
+    loss = run(x).sum()
+    loss.backward(retain_graph=odd)
+    if odd:
+        loss.backward()
+
+
+def skipped_call(run: Any, model: nn.Module, x: Tensor, odd: bool) -> None:
+    if not odd:
+        run(x).sum().backward()
+
+
+def no_grad(run: Any, model: nn.Module, x: Tensor, odd: bool) -> None:
+    with torch.set_grad_enabled(not odd):
+        loss = run(x).sum()
+    if loss.requires_grad:
+        loss.backward()
+
+
+def weight_differs(run: Any, model: Hidden, x: Tensor, odd: bool) -> None:
+    if odd:
+        with torch.no_grad():
+            model.after.weight.add_(1)
+    run(x).sum().backward()
+
+
+def other_option(run: Any, model: nn.Module, x: Tensor, odd: bool) -> None:
+    budget = 0.5 if dist.get_rank() else None
+    other = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "activation_memory_budget": budget})
+    other(x[:, :4]).sum().backward()
+
+
+def other_setting(run: Any, model: nn.Module, x: Tensor, odd: bool) -> None:
+    with functorch_config.patch(activation_memory_budget=0.5 if dist.get_rank() else 1.0):
+        run(x[:, :4]).sum().backward()
+
+
+def heard(step: Step, options: dict[str, Any]) -> tuple[int, str]:
+    """The step on which this rank heard of the fault, and what."""
+    torch.manual_seed(0)
+    model = Hidden(split())
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", **options})
+    given = torch.randn(STEPS, 2, 6, DIM, dtype=torch.float64)
+    with functorch_config.patch(donated_buffer=False):  # or torch refuses a second backward by itself
+        for number, x in enumerate(given):
+            try:
+                step(run, model, x, number == FAULT and dist.get_rank() == 1)
+            except SpError as error:
+                return number, str(error)
+    return STEPS, ""
+
+
+@pytest.mark.parametrize(
+    ("step", "when", "words", "options"),
+    [
+        (skipped_backward, FAULT, r"rank 0 runs the backward of forward at .*number 3.*rank 1 calls forward", {}),
+        (
+            weight_differs,
+            FAULT,
+            r"different values.*after.*weight.*sequence_parallel_linear='never'",
+            {"check_every": 1},
+        ),
+        *(
+            pytest.param(*case, {}, marks=pytest.mark.slow)
+            for case in [
+                (backward_twice, FAULT, r"rank 0 calls forward at .*number 4.*rank 1 runs the backward of .*number 3"),
+                (skipped_call, FAULT, r"different values.*x "),
+                (no_grad, FAULT, r"in the same mode.*rank 1 compiles: in mode no_grad"),
+                (other_option, 0, r"option activation_memory_budget None.*option activation_memory_budget 0.5"),
+                (other_setting, 0, r"activation_memory_budget 1.0.*activation_memory_budget 0.5"),
+            ]
+        ),
+    ],
+    ids=lambda one: one.__name__ if callable(one) else "",
+)
+def test_every_rank_hears_of_it_on_that_step(
+    ranks: Pool, step: Step, when: int, words: str, options: dict[str, Any]
+) -> None:
+    everyone = ranks.run(2, heard, step, options)
+    for number, told in everyone:
+        assert number in (when, when + 1), told  # a rank that has skipped something is one step ahead
+        assert re.search(words, told, re.DOTALL), told
+    first, second = (told.partition("\n\n")[0] for _, told in everyone)  # what Dynamo adds stands behind it
+    assert first == second
