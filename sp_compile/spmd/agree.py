@@ -85,7 +85,7 @@ def difference(everyone: Sequence[Message], what: str, advice: str) -> str:
 
 def astray(everyone: Sequence[Message]) -> str:
     """Are ranks about to do different things?"""
-    if len({(one.doing, one.subject, one.number) for one in everyone}) <= 1:
+    if len({(one.doing, one.subject, one.model, one.number) for one in everyone}) <= 1:
         return ""
     whole = [f"{one}: {one.fields['']}" if "" in one.fields else str(one) for one in everyone]
     each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(whole))

@@ -76,7 +76,7 @@ class CheckedProgram:
     shared: frozenset[str] = frozenset()
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     sharded: frozenset[int] = frozenset()
-    called: set[str] = field(default_factory=set)
+    called: set[int] = field(default_factory=set)  # by which models
 
     @cached_property
     def standing(self) -> HashedFields:
@@ -103,19 +103,18 @@ class CheckedProgram:
         return args if isinstance(self.run, CheckedProgram) else taken(args, self.layouts)
 
     def _agree(self, args: Sequence[Any]) -> Message:
-        wire, subject, number = wire_of(self.ranks), self.subject, 0
+        wire, which, number = wire_of(self.ranks), 0, 0
         if wire is not None:
             wire.own()  # before the call counts
             which = wire.model(args)
-            subject += f" of model {which}" if which > 1 else ""
-            wire.calls[subject] += 1
-            number = wire.calls[subject]
-        first = subject not in self.called
-        self.called.add(subject)
+            wire.calls[self.subject, which] += 1
+            number = wire.calls[self.subject, which]
+        first = which not in self.called
+        self.called.add(which)
         again = bool(self.check_every) and number % self.check_every == 0
+        mine = Message(CALLS, self.subject, number, standing=self.standing, error=_words(self.error), model=which)
         earlier = wire.earlier_fields() if wire is not None else {}
-        fields = {**earlier, **self._fields(args, first or again, wire, f"{subject} (number {number})")}
-        mine = Message(CALLS, subject, number, fields, self.standing, _words(self.error))
+        mine = replace(mine, fields={**earlier, **self._fields(args, first or again, wire, str(mine))})
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem:
@@ -144,7 +143,7 @@ class CheckedProgram:
             where = f" in shards {given.layout}" if isinstance(given, Sharded) else ""
             apart = asked and wire is not None and is_away(a)
             if apart and a.numel():
-                away[a.device][f"{EARLIER}of {_shown(name)} when it called {call}"] = a
+                away[a.device][f"{EARLIER}of {_shown(name)} when it {call}"] = a
             value = checksum(a) if asked and not apart else ""
             out[INPUT + _shown(name)] = _size(given) + where + (f"{CHECKED}{value}" if value else "")
             if isinstance(given, torch.Tensor) and given.requires_grad:
@@ -199,7 +198,7 @@ class CheckedProgram:
 
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""
-        mine, leaves = Message(BACKWARD, call.subject, call.number), pytree.tree_leaves(out)
+        mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         rows = {(id(x.grad_fn), x.output_nr) for i, x in enumerate(leaves) if i in self.sharded}
         for node in compiled_backwards(leaves, lambda: self._told(mine)):
             mine_alone = frozenset(number for owner, number in rows if owner == id(node))

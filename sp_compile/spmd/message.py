@@ -24,8 +24,9 @@ class HashedFields(dict[str, str]):
 
 @dataclass(frozen=True)
 class Message:
-    """doing: a verb; with subject and number of what: the program and its call. All of it has to be the same on every
-    rank, and so have the fields that ranks have in common; the field "" is all that there is to say of a call.
+    """doing: a verb; with subject, model and number of what: the program, whose of several models it is, and its
+    call. All of it has to be the same on every rank, and so have the fields that ranks have in common; the field ""
+    is all that there is to say of a call.
     standing: more fields, which other ranks receive among the `fields`.
     error: why this rank stops. asks: does every rank want to know every other's `answer`?
     """
@@ -38,15 +39,17 @@ class Message:
     error: str = ""
     asks: bool = False
     answer: Any = None
+    model: int = 0
 
     def __str__(self) -> str:
         number = f" (number {self.number})" if self.number else ""
-        return f"{self.doing} {self.subject}{number}".strip()
+        model = f" of model {self.model}" if self.model > 1 else ""
+        return f"{self.doing} {self.subject}{model}{number}".strip()
 
     @property
     def header(self) -> list[int]:
         """Equal on all ranks where nobody has to read the bodies."""
-        told = [self.doing, self.subject, self.number, self.standing.digest, *self.fields.items()]
+        told = [self.doing, self.subject, self.model, self.number, self.standing.digest, *self.fields.items()]
         compared = hashed(json.dumps(told))
         return [compared, bool(self.error), self.asks]
 

@@ -22,11 +22,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_compile._compat import (
     gloo_group,
@@ -67,11 +67,11 @@ class Wire:
     """One group's words. name, ranks: as torch knows the group. seen: what each rank said last. broken: why the group
     cannot be used any more.
 
-    talks: how many exchanges there were. calls: how often this rank has called each program, by its name. later: what
-    of a call is said at the next, as the names of fields and their checksums. models: the first parameter of each model
-    that was called, by which two of one class are told apart; known: how many there were. beats: of the last wait when
-    it began, and how many signs of life were seen, the last of them when. warned: the wait of a
-    read that was spoken of, by when it began. gloo: None until all ranks have met.
+    talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model.
+    later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
+    of its parameters each model that was called and is alive, two of one class too; known: how many there were.
+    beats: of the last wait when it began, and how many signs of life were seen, the last of them when. warned: the
+    wait of a read that was spoken of, by when it began. gloo: None until all ranks have met.
     """
 
     name: str
@@ -82,13 +82,13 @@ class Wire:
     gloo: Any = None
     broken: str = ""
     thread: int = 0
-    calls: Counter[str] = field(default_factory=Counter)
+    calls: Counter[tuple[str, int]] = field(default_factory=Counter)
     later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
     talks: int = 0
     beats: tuple[float, int, float] = (0.0, 0, 0.0)
     warned: float = 0.0
-    models: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
 
     def gather(self, mine: torch.Tensor, saying: Message) -> list[torch.Tensor]:
         """Every rank's tensor of one size. saying: what this rank is about to do, for the error of a wait.
@@ -201,12 +201,12 @@ class Wire:
         parameters = [a for a in args if isinstance(a, torch.nn.Parameter)]
         if not parameters:
             return 0
-        tied = self.models.setdefault(parameters[0], {})  # to other models, perhaps
         key = tuple(map(id, parameters))
-        if key not in tied:
+        if key not in self.models:
             self.known += 1
-            tied[key] = self.known
-        return tied[key]
+            gone = partial(_forget, self.models, key)  # before another parameter is found at such an address
+            self.models[key] = self.known, [weakref.ref(one, gone) for one in parameters]
+        return self.models[key][0]
 
     def earlier_fields(self) -> dict[str, str]:
         """The checksums that earlier calls left to be read."""
@@ -219,7 +219,7 @@ class Wire:
         A rank that cannot compile one program comes to the others, over whichever group.
         """
         last = _last_stop()
-        comes = saying.doing == CALLS and last.subject not in saying.subject
+        comes = saying.doing == CALLS and last.subject not in ("", saying.subject)
         other = last.rank != dist.get_rank() and last.rank in self.ranks and not comes
         return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else NOBODY
 
@@ -239,6 +239,10 @@ class Wire:
     def beat(self) -> None:
         """Show a sign of life: this rank compiles."""
         self.store.add("compiles", 1)
+
+
+def _forget(models: dict[tuple[int, ...], Any], key: tuple[int, ...], gone: Any) -> None:
+    models.pop(key, None)
 
 
 def _of_read(saying: Message) -> tuple[str, str]:

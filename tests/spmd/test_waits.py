@@ -155,6 +155,35 @@ def test_a_stop_holds_for_the_groups_that_there_were(
     assert found == (said if believed else wire.NOBODY)
 
 
+@pytest.mark.parametrize(
+    ("subject", "believed"),
+    [
+        ("", True),
+        ("forward at model.py:12: x", True),
+        ("forward at model.py:1", False),
+        ("forward at model.py:3", False),
+    ],
+)
+def test_a_stop_holds_for_its_program(monkeypatch: pytest.MonkeyPatch, subject: str, believed: bool) -> None:
+    """And not for one whose name begins alike."""
+    monkeypatch.setattr(wire, "_last_stop", lambda: wire.Stop(1, "no room", False, {"one": 0}, subject))
+    monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
+    waiting = wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    found = waiting._stopped(Message(CALLS, "forward at model.py:12: x", 3, model=2))
+    assert (found != wire.NOBODY) == believed
+
+
+def test_models_that_are_gone_are_nobody_else() -> None:
+    """A parameter may lie where another did: tied to the first one of a model that is still there."""
+    waiting = wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    assert waiting.model([first, second]) == waiting.model([first, second]) == 1
+    del second
+    assert not waiting.models
+    assert waiting.model([first, nn.Parameter(torch.ones(1))]) == 2
+    assert waiting.model([torch.ones(1)]) == 0
+
+
 def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or those who come later would connect to nobody, in a call that no signal interrupts."""
     store = dist.HashStore()
