@@ -1,7 +1,7 @@
 """The constants of the cost model on these ranks: measured once, the same on every rank, kept on disk.
 
 Every path from `machine` and `lines_of_reductions` issues the same collectives on every rank, whatever the ranks find
-on their disks.
+on their disks. What may fail on one rank alone is behind a `Meet`, where all hear of it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -40,14 +40,18 @@ CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
 GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
 MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
 
+Meet: TypeAlias = Callable[[Exception | None], None]
+"""All ranks come to it, with what has failed on them; if anything has, it raises the same SpError on every rank."""
+
 _known: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def machine(ranks: Ranks, device: torch.device) -> Machine:
+def machine(ranks: Ranks, device: torch.device, meet: Meet) -> Machine:
     """The constants of these ranks, equal on all of them.
 
     All-to-all, all-gather and attention are measured, as `measured` says; about a second on CPU. All ranks have to ask
     together, outside of any tracing. One rank, or ranks without processes (a simulation), have the defaults.
+    Raises what `meet` does.
     """
     group = ranks.process_group
     if not ranks.exchanges:
@@ -57,7 +61,7 @@ def machine(ranks: Ranks, device: torch.device) -> Machine:
         where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         everyone = [(ranks.group, (tuple(range(ranks.n)),))]
         jobs = [_collective(kind, everyone, where) for kind in ("all_to_all", "all_gather")]
-        lines = measured([*jobs, _attention(device)], group, device, where, MACHINE_REPEATS)
+        lines = measured([*jobs, _attention(device)], group, device, where, MACHINE_REPEATS, meet)
         node, memory = _ranks_per_node(ranks, where), _least_memory(group, device, where)
         base = replace(Machine.of(device.type), memory=memory)
         known[device.type] = constants(lines, ranks.n, node, base)
@@ -91,17 +95,17 @@ Named: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
 
 
 def lines_of_reductions(
-    groups: Named, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device
+    groups: Named, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device, meet: Meet
 ) -> tuple[dict[str, Line], dict[frozenset[str], Line]]:
     """The lines of all_reduces over this rank's communicators, and over several in turn; equal on all ranks.
 
     turns: which of the groups, by number, one behind the other: what a merged one is compared with, measured as a whole
     because the second of two does not find its ranks as the first one did. where: the device whose tensors they reduce.
-    All ranks of the program have to ask together.
+    All ranks of the program have to ask together. Raises what `meet` does.
     """
     named = [[group] for group in groups] + [[groups[i] for i in turn] for turn in turns]
     jobs = [_collective("all_reduce", several, where) for several in named]
-    lines = measured(jobs, dist.group.WORLD, device, where, REDUCTION_REPEATS)
+    lines = measured(jobs, dist.group.WORLD, device, where, REDUCTION_REPEATS, meet)
     mine = zip([[name for name, _ in several] for several in named], lines)
     known = [(list(map(str, names)), line) for names, line in mine if None not in names]
     alone = {names[0]: line for names, line in known if len(names) == 1}
@@ -163,7 +167,7 @@ def _attention(device: torch.device) -> Measurement:
 
 
 def measured(
-    jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int
+    jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int, meet: Meet
 ) -> list[Line]:
     """The lines of the jobs, equal on all ranks of the group, which have to ask together.
 
@@ -173,19 +177,21 @@ def measured(
     known = _known.setdefault(group, {})
     new = list({job.key: job for job in jobs if job.key not in known}.values())
     if new:
-        path, first = _path(group, device), dist.get_rank(group) == 0
-        kept = _read(path) if first else {}
+        first, kept = dist.get_rank(group) == 0, {}
+        with _heard(meet):
+            path = _path(group, device)
+            kept = _read(path) if first else {}
         found = _shared([kept.get(repr(job.key)) for job in new], group, where)
         missing = [job for job, line in zip(new, found) if line is None]
         known.update((job.key, line) for job, line in zip(new, found) if line is not None)
         if missing:
-            known.update(zip([job.key for job in missing], _fit(missing, group, where, repeats)))
+            known.update(zip([job.key for job in missing], _fit(missing, group, where, repeats, meet)))
         if missing and first:
             _write(path, kept | {repr(job.key): known[job.key] for job in missing})
     return [known[job.key] for job in jobs]
 
 
-def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: int) -> list[Line]:
+def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: int, meet: Meet) -> list[Line]:
     """The slowest rank of a round counts: that is what the next collective waits for.
 
     The jobs take turns, so that what disturbs one disturbs all; the sizes do not: a small message behind a large one
@@ -195,8 +201,9 @@ def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: 
     for k in range(max(len(job.sizes) for job in jobs)):
         turn = [job for job in jobs if k < len(job.sizes)]
         with torch.no_grad():
-            calls = [(job.call(job.sizes[k]), job.device) for job in turn]
-            rounds = [[_time(call, device, group) for call, device in calls] for _ in range(repeats + 1)]
+            with _heard(meet):
+                calls = [(job.call(job.sizes[k]), job.device) for job in turn]
+            rounds = [[_time(call, device, meet) for call, device in calls] for _ in range(repeats + 1)]
         slowest = torch.tensor(rounds[1:], dtype=torch.float64, device=where)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         for job, seconds in zip(turn, mean_of_middle(slowest).tolist()):
@@ -204,19 +211,31 @@ def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: 
     return [fitted(*zip(*points[job.key])) for job in jobs]
 
 
-def _time(call: Callable[[], object] | None, device: torch.device, group: Any) -> float:
-    """Seconds of a call that ranks come to from elsewhere; 0 for a rank that takes no part.
+def _time(call: Callable[[], object] | None, device: torch.device, meet: Meet) -> float:
+    """Seconds of a call that ranks come to together, and leave together; 0 for a rank that takes no part.
 
     Several in a row would have no rank to wake up, which is what a small one mostly waits for.
     """
-    dist.barrier(group=group)
-    if call is None:
-        return 0.0
-    finish(device)
-    start = time.perf_counter()
-    call()
-    finish(device)
-    return time.perf_counter() - start
+    seconds = 0.0
+    with _heard(meet):
+        if call is not None:
+            finish(device)
+            start = time.perf_counter()
+            call()
+            finish(device)
+            seconds = time.perf_counter() - start
+    return seconds
+
+
+@contextmanager
+def _heard(meet: Meet) -> Iterator[None]:
+    """Run a part, then meet: what it fails with is raised on every rank."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    meet(problem)
 
 
 def mean_of_middle(rounds: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ where groups are declared. Ranks that are about to do different things therefore
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,6 +76,18 @@ def ask(ranks: Ranks, mine: Message) -> list[Message]:
 def answers(ranks: Ranks, doing: str, subject: str, mine: Any) -> list[Any]:
     """Every rank's answer, in the order of the ranks. Raises what `ask` does."""
     return [one.answer for one in ask(ranks, Message(doing, subject, asks=True, answer=mine))]
+
+
+def meeting(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]:
+    """A barrier at which all ranks hear of what has failed on one of them, as the same SpError."""
+
+    def meet(error: Exception | None) -> None:
+        words = f"{type(error).__name__}: {error}" if error is not None else ""
+        problem = difference(exchanged(ranks, replace(saying, error=words)) or [saying], "", "")
+        if problem:
+            raise SpError(problem) from error
+
+    return meet
 
 
 def difference(everyone: Sequence[Message], what: str, advice: str) -> str:

@@ -21,9 +21,9 @@ from sp_compile.config import Ranks
 from sp_compile.cost.measure import lines_of_reductions
 from sp_compile.errors import SpError
 
-from .agree import answers
+from .agree import answers, meeting
 from .groups import Groups, Partition, reduced, subsets
-from .message import spoken
+from .message import MEASURES, spoken
 
 _declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 
@@ -66,7 +66,9 @@ def declare_groups(
     table = Groups(members, {r: hosts.index(host) for r, host in enumerate(hosts)})
     where = _where(every)
     if every[0].measure and where is not None:
-        lines, in_turn = lines_of_reductions(names, turns, _device(every[0].device), _device(where))
+        lines, in_turn = lines_of_reductions(
+            names, turns, _device(every[0].device), _device(where), meeting(ranks, MEASURES)
+        )
         table = replace(table, lines=lines, turns=in_turn)
     _declared[world] = _declared.get(world, Groups()).with_(table)
     return table

@@ -74,6 +74,7 @@ TOGETHER = (
 )
 BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
 STOPS = Message("stops")
+MEASURES = Message("measures", "how fast the ranks are")
 
 
 def hashed(text: str) -> int:

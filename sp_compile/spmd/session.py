@@ -25,6 +25,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
 from sp_compile.passes.progress import show, working
 
+from .agree import meeting
 from .between import Edges, Returning
 from .check_compile import Lockstep, connected, rounds
 from .check_run import CheckedProgram
@@ -41,7 +42,7 @@ from .inputs import (
     may_differ,
     sized_inputs,
 )
-from .message import spoken
+from .message import MEASURES, spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
 from .settings import settings
 from .wire import ANSWERS, BEAT, stop, wire_of
@@ -163,7 +164,7 @@ class Session:
         self.split = True
         if not self.measures or self.ranks.process_group is None:
             return None
-        found = measure.machine(self.ranks, device)
+        found = measure.machine(self.ranks, device, meeting(self.ranks, MEASURES))
         for ranks in self.everyone:  # the axes of a grid: what all have in the end is the least of all
             answers = self._talk.ask(ranks, "machine", found)
             found = min((one for one in answers if one is not None), key=astuple)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks as worker
+from support.parity import error_text
 from support.ranks import Ranks
 
 from sp_compile.config import Ranks as Group
@@ -18,6 +20,8 @@ from sp_compile.config import resolve
 from sp_compile.cost import measure
 from sp_compile.cost.line import Line, bytes_of, fitted
 from sp_compile.cost.machine import CPU, GPU, Machine
+from sp_compile.spmd.agree import meeting
+from sp_compile.spmd.message import MEASURES
 
 DEVICE = torch.device("cpu")
 EVERYONE = (((0, 1),),)
@@ -46,9 +50,31 @@ def asked(folders: list[str]) -> tuple[Machine, int, list[str]]:
         mock.patch.object(measure, "_fit", wraps=measure._fit) as fit,
     ):
         ranks = resolve(worker.mesh(), None)
-        found = measure.machine(ranks, DEVICE)
-        assert measure.machine(ranks, DEVICE) == found
+        found = measure.machine(ranks, DEVICE, meeting(ranks, MEASURES))
+        assert measure.machine(ranks, DEVICE, meeting(ranks, MEASURES)) == found
     return found, fit.call_count, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def _nobody(error: Exception | None) -> None:
+    raise AssertionError("there is nobody to meet")
+
+
+def fails(where: str, folder: str) -> str:
+    """The last rank cannot find its disk, or has no memory for what is timed."""
+    ranks = resolve(worker.mesh(), None)
+    measure._known.clear()
+    odd = (
+        mock.patch.object(measure, where, side_effect=MemoryError("no room")) if dist.get_rank() == 1 else nullcontext()
+    )
+    with odd, mock.patch.dict(os.environ, {"SP_COMPILE_CACHE_DIR": folder}):
+        return error_text(lambda: measure.machine(ranks, DEVICE, meeting(ranks, MEASURES)))
+
+
+@pytest.mark.parametrize("where", ["_path", "whole"])
+def test_a_rank_that_cannot_measure(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    """Every rank hears of it at once, and the next exchange of the group is as good as any."""
+    for _ in range(2):
+        assert ranks.run(2, fails, where, str(tmp_path)) == ["rank 1: MemoryError: no room"] * 2
 
 
 def two(tmp_path: Path) -> list[str]:
@@ -141,9 +167,9 @@ def test_a_disk_that_refuses(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_without_processes() -> None:
-    assert measure.machine(Group(1, ""), DEVICE) == CPU
-    assert measure.machine(Group(8, ""), DEVICE) == CPU
-    assert measure.machine(Group(8, ""), torch.device("cuda")) == GPU
+    assert measure.machine(Group(1, ""), DEVICE, _nobody) == CPU
+    assert measure.machine(Group(8, ""), DEVICE, _nobody) == CPU
+    assert measure.machine(Group(8, ""), torch.device("cuda"), _nobody) == GPU
 
 
 def test_constants_from_lines() -> None:
