@@ -41,6 +41,7 @@ SAME_LOSS = "every rank computes the same loss of it, from the same targets, wei
 INPUT = "input "  # fields of a message that tell of an input
 CHECKED = " with checksum "
 PROGRAM = "program"
+GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
 
 
@@ -48,14 +49,15 @@ EARLIER = "value "  # of fields that tell of an earlier call
 class CheckedProgram:
     """Calls `run` once all ranks have said the same of themselves and their inputs.
 
-    run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the same.
-    names: as `input_names` gives them. subject: what a person calls it. options: as `settings` gives them.
-    equal: the inputs whose values must be the same on every rank; compared on the first call of each model and again
-    every `check_every` calls, as checksums. So are the sizes of parameters, without which a program is another one.
-    always: the inputs whose values are compared on every call, and so are `arguments` if they are small; shared: those
-    that were found equal when the program was compiled. backward: compare the backwards, too; whole: and the gradients
-    of its results, of which every rank has all rows, but for the sharded ones, by number. layouts: how it takes values
-    that an earlier program left in shards, by number; others are read.
+    run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the
+    same. names: as `input_names` gives them. subject: what a person calls it. options: as `settings` gives them.
+    equal: the inputs whose values must be the same on every rank; compared on the first call of each model and
+    again every `check_every` calls, as checksums. So are the sizes of parameters, without which a program is
+    another one. always: the inputs whose values are compared on every call, and so are `arguments` if they are
+    small; shared: those that were found equal when the program was compiled. wanted: the inputs that require grad.
+    backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
+    but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
+    number; others are read.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -76,12 +78,14 @@ class CheckedProgram:
     shared: frozenset[str] = frozenset()
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     sharded: frozenset[int] = frozenset()
+    wanted: Sequence[str] = ()
     called: set[int] = field(default_factory=set)  # by which models
 
     @cached_property
     def standing(self) -> HashedFields:
         """What it says of itself on every call."""
-        return HashedFields({**self.options, PROGRAM: str(self.program.digest)})
+        wanted = "\n".join(map(_shown, self.wanted))
+        return HashedFields({**self.options, PROGRAM: str(self.program.digest), GRADIENTS: wanted})
 
     def __call__(self, *args: Any) -> Any:
         traced = any(map(is_traced, args))  # then nothing runs
@@ -133,7 +137,6 @@ class CheckedProgram:
         compared = self.always | self.equal if everything else self.always
         small = frozenset() if everything else self.arguments
         out = {"mode": mode()}
-        wanted = []
         away: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, given in zip(self.names, args):
             if not name or (isinstance(given, torch.nn.Parameter) and not everything and name not in compared):
@@ -146,11 +149,9 @@ class CheckedProgram:
                 away[a.device][f"{EARLIER}of {_shown(name)} when it {call}"] = a
             value = checksum(a) if asked and not apart else ""
             out[INPUT + _shown(name)] = _size(given) + where + (f"{CHECKED}{value}" if value else "")
-            if isinstance(given, torch.Tensor) and given.requires_grad:
-                wanted.append(_shown(name))
         if wire is not None:
             wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in away.values()]
-        return {**out, "gradients": "\n".join(wanted)}
+        return out
 
     def _difference(self, everyone: Sequence[Message]) -> str:
         """Why ranks cannot go on; "" if they can: what only some of them say is not compared."""
@@ -250,8 +251,8 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: Set[str
     """
     inputs = [{k.removeprefix(INPUT): v for k, v in one.fields.items() if k.startswith(INPUT)} for one in everyone]
     known = [name for name in inputs[0] if all(name in one for one in inputs)]
-    if len(known) == min(map(len, inputs)) and _sizes_differ(inputs, known):
-        # A rank that compiled the program anew for them has told its weights, too, which are not the matter.
+    if len(known) == min(map(len, inputs)):
+        # A rank that compiled the program anew has told its weights, too, which are not the matter.
         inputs = [{name: one[name] for name in known} for one in inputs]
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]
@@ -259,6 +260,9 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: Set[str
     rows = rows_of(inputs, names)
     what, heading = "different programs", "What differs"
     same_program = len({one.fields[PROGRAM] for one in everyone}) == 1
+    unlike = _unlike_gradients([one.fields.get(GRADIENTS, "").split("\n") for one in everyone])
+    if unlike and not names:
+        return unlike
     if all(one.keys() == first.keys() for one in inputs):
         if _sizes_differ(inputs, known):
             numbers = bool(names) and "(" not in first[names[0]]
@@ -266,7 +270,7 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: Set[str
         elif same_program and names:
             what = "different values"
         elif same_program:
-            return _unlike_gradients([one.fields.get("gradients", "").split("\n") for one in everyone])
+            return ""
         elif lines:
             heading = "What differs first"
             rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]

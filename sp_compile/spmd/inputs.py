@@ -152,6 +152,13 @@ def common_weights(gm: GraphModule, example_inputs: Sequence[Any], labels: Colle
     return frozenset(n.name for n, x, label in rows if label in labels and isinstance(x, torch.nn.Parameter))
 
 
+def trained(gm: GraphModule, example_inputs: Sequence[Any], weights: bool) -> list[str]:
+    """Names of the inputs that require grad, which Dynamo compiles anew where it changes. weights: those too?"""
+    named = [(name, x) for name, x in zip(input_names(gm), example_inputs, strict=True) if name]
+    tensors = [(name, x) for name, x in named if weights or not isinstance(x, torch.nn.Parameter)]
+    return [name for name, x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
 def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
     """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly."""
     names = input_names(gm)

@@ -41,6 +41,7 @@ from .inputs import (
     facts_of,
     may_differ,
     sized_inputs,
+    trained,
 )
 from .message import MEASURES, spoken
 from .named_groups import check_groups, cut_exchanges, groups_of
@@ -278,6 +279,7 @@ class Session:
                 arguments=arguments,
                 layouts=edges.layouts,
                 sharded=edges.rows,
+                wanted=trained(gm, example_inputs, weights=True),
             )
             error = None
         elif error is not None and not self.groups:
@@ -301,6 +303,7 @@ class Session:
                 backward=ranks.group in backward,
                 check_every=config.check_every,
                 shared=always | weights,
+                wanted=trained(gm, example_inputs, weights=False),  # of which ranks may hold other ones
             )
         assert run is not None
         if edges.results:

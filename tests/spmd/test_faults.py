@@ -86,6 +86,19 @@ def no_grad(run: Any, net: nn.Module, number: int) -> None:
         loss.backward()
 
 
+def frozen_later(run: Any, net: nn.Module, number: int) -> None:
+    if odd() and number == FAULT:
+        net.head.weight.requires_grad_(False)
+    run(*text(8, seed=number)).backward()
+
+
+def compiled_again(run: Any, net: nn.Module, number: int) -> None:
+    """Nothing is wrong with that: it becomes the same program."""
+    if odd() and number == FAULT:
+        torch._dynamo.reset()
+    run(*text(8, seed=number)).backward()
+
+
 def weights_drift(run: Any, net: nn.Module, number: int) -> None:
     if odd() and number == FAULT:
         with torch.no_grad():
@@ -106,6 +119,8 @@ CASES: dict[Callable[..., None], tuple[int, str, dict[str, Any]]] = {
     backward_twice: (FAULT, r"rank 0 calls forward at .*number 4.*rank 1 runs the backward of .*number 3", {}),
     other_scale: (FAULT, r"other gradients.*rank 0: gradient of result 0 about 1.0.*rank 1: .* about 2.0", {}),
     no_grad: (FAULT, r"mode grad.*mode no_grad", {}),
+    frozen_later: (FAULT, r"want gradients of different inputs.*rank 0: head.weight wanted", {}),
+    compiled_again: (STEPS, "^$", {}),
     weights_drift: (FAULT, r"different values.*weight", {"check_every": 1}),
     buffer_differs: (0, r"different values.*scale", {}),
 }
