@@ -12,6 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_metadata_torch_function_mode,
@@ -62,8 +63,22 @@ def real_tensors() -> Iterator[None]:
     Nor the Python dispatcher: under it c10d takes the GIL inside a collective, and then waits for a thread of Gloo that
     waits for the GIL.
     """
+    if _is_plain():  # as on every call of a compiled program
+        yield
+        return
     with torch._C._DisablePythonDispatcher(), temporarily_clear_interpreter_stack(), suspended_trace(nullcontext()):
         yield
+
+
+def _is_plain() -> bool:
+    """Is no mode, no transform of torch.func and no Python dispatcher at work? Torch 2.11 to 2.15 have all of these."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or _len_torch_dispatch_stack_pre_dispatch()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
+    )
 
 
 def reset_functorch() -> None:

@@ -116,9 +116,10 @@ class CheckedProgram:
         first = which not in self.called
         self.called.add(which)
         again = bool(self.check_every) and number % self.check_every == 0
-        mine = Message(CALLS, self.subject, number, standing=self.standing, error=_words(self.error), model=which)
-        earlier = wire.earlier_fields() if wire is not None else {}
-        mine = replace(mine, fields={**earlier, **self._fields(args, first or again, wire, str(mine))})
+        fields = wire.earlier_fields() if wire is not None else {}
+        error = _words(self.error)
+        mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
+        fields.update(self._fields(args, first or again, wire, str(mine)))
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem:

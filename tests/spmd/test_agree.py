@@ -1,6 +1,8 @@
 """What ranks compare before they run, and options that must not be ignored; no processes needed."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.spellings.tracing_exchanges import one_of
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
+from sp_compile._compat import FakeTensorMode, real_tensors
 from sp_compile.config import resolve
 from sp_compile.lowering.collectives import checksums
 from sp_compile.spmd.agree import is_close
@@ -211,3 +215,11 @@ def test_what_a_summary_takes() -> None:
     assert torch.allclose(checksums.summary(torch.ones(2, 3).expand(4, 2, 3)), checksums.summary(torch.ones(4, 2, 3)))
     assert checksums.summary(torch.full((4, 1 << 14), 6e4, dtype=torch.float16)).isfinite().all()
     assert checksums.summary(torch.ones(2, dtype=torch.complex64))[0] > 0
+
+
+@pytest.mark.parametrize("tracing", [nullcontext, FakeTensorMode, enable_python_dispatcher])
+def test_words_are_real_whatever_is_traced(tracing: Callable[[], AbstractContextManager[Any]]) -> None:
+    with tracing(), real_tensors():
+        assert type(torch.ones(2)) is Tensor
+        assert not torch._C._len_torch_dispatch_stack()
+        assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
