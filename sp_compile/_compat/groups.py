@@ -69,12 +69,6 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def patient(options: Any) -> Any:
-    """Options of an exchange that never gives up by itself, so that whoever waits can look around and wait on."""
-    options.timeout = timedelta(days=7)
-    return options
-
-
 def keep_for_good(it: object) -> None:
     """Never destroy it, at the end of the process either."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(it))

@@ -35,7 +35,6 @@ from sp_compile._compat import (
     in_backward,
     is_lost,
     keep_for_good,
-    patient,
     process_groups,
     real_tensors,
 )
@@ -97,7 +96,7 @@ class Wire:
         before.
         """
         out = [torch.empty_like(mine) for _ in self.seen]
-        options = patient(dist.distributed_c10d.AllgatherOptions())
+        options = _patient(dist.distributed_c10d.AllgatherOptions())
         self._exchange(lambda gloo: gloo.allgather([out], [mine], options), (out, mine), saying)
         return out
 
@@ -106,7 +105,7 @@ class Wire:
 
         Raises what `gather` does.
         """
-        options = patient(dist.BroadcastOptions())
+        options = _patient(dist.BroadcastOptions())
         options.rootRank = root
         self._exchange(lambda gloo: gloo.broadcast([values], options), (values,), saying)
 
@@ -363,3 +362,9 @@ def gather(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: Messag
         if isinstance(current(), FunctionalCommunicator):
             return [list(mine)] * ranks.n
         return current().all_gather(sent, ranks.n, ranks.group).view(ranks.n, len(mine)).tolist()
+
+
+def _patient(options: Any) -> Any:
+    """Options of an exchange that never gives up by itself, so that whoever waits can look around and wait on."""
+    options.timeout = timedelta(days=7)
+    return options
