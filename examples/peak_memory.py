@@ -25,11 +25,14 @@ class Block:
     end: int | None
 
 
-def peak_activation_bytes(step: Callable[[], Any], params: Iterable[Tensor], repeats: int = 1) -> int:
+def peak_activation_bytes(
+    step: Callable[[], Any], params: Iterable[Tensor], repeats: int = 1, gradients: bool = False
+) -> int:
     """Runs step() (forward and backward) `repeats` times: the largest number of bytes it held at one time.
 
     Memory held before step() is not counted, so parameters and optimizer state are out. On a CPU the gradients that
-    step() leaves in params are out too; on a GPU they are counted, as far as they exist at the peak.
+    step() leaves in params are out too, unless `gradients` asks for them; on a GPU they are counted, as far as they
+    exist at the peak.
     Call it on a warm step, or the compiler's own tensors are counted. More repeats make it exact where another thread
     (a Gloo worker) may be the one that frees a tensor: such a free has no record, but rarely misses every time.
     Raises RuntimeError if the repeats do not make the same allocations.
@@ -37,10 +40,10 @@ def peak_activation_bytes(step: Callable[[], Any], params: Iterable[Tensor], rep
     params = list(params)
     if any(p.is_cuda for p in params):
         return _cuda_peak(step, params)
-    return _peak([_record(step, params) for _ in range(repeats)])
+    return _peak([_record(step, params, gradients) for _ in range(repeats)])
 
 
-def _record(step: Callable[[], Any], params: list[Tensor]) -> list[Block]:
+def _record(step: Callable[[], Any], params: list[Tensor], counted: bool) -> list[Block]:
     """The allocations of one step, in order."""
     for p in params:
         p.grad = None
@@ -51,7 +54,7 @@ def _record(step: Callable[[], Any], params: list[Tensor]) -> list[Block]:
         prof.export_chrome_trace(str(trace))
         events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
     gradients = {p.grad.untyped_storage().data_ptr() for p in params if p.grad is not None}
-    return _blocks([e["args"] for e in sorted(events, key=lambda e: e["ts"])], gradients)
+    return _blocks([e["args"] for e in sorted(events, key=lambda e: e["ts"])], set() if counted else gradients)
 
 
 def _blocks(events: list[dict[str, Any]], gradients: set[int]) -> list[Block]:

@@ -13,6 +13,7 @@ from tabulate import tabulate
 from sp_compile.cost.decision import Decision, merged
 from sp_compile.cost.exchanges import Exchange
 from sp_compile.cost.memory import Memory
+from sp_compile.cost.step import StepMemory
 from sp_compile.graph.sizes import Size
 from sp_compile.passes.job import Lap, laps_by_pass
 
@@ -22,7 +23,7 @@ class Report:
     """The report of one graph; `str(report)` is for people.
 
     parallel: how many ranks tensor-parallel groups have. passes: every run of a pass, in order; the text has them
-    where `show_passes` says so.
+    where `show_passes` says so. step: the memory of a training step, if that was asked for.
     """
 
     n: int
@@ -38,6 +39,7 @@ class Report:
     layers: list = field(default_factory=list)
     parallel: list[int] = field(default_factory=list)
     show_passes: bool = False
+    step: StepMemory | None = None
 
     def add(self, notes: Iterable) -> None:
         """Append the notes that are not there yet; passes that run again repeat themselves."""
@@ -94,6 +96,8 @@ class Report:
             yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
         if limits := [str(one) for one in self.memory if not math.isinf(one.device)]:
             yield "Memory of a rank, predicted\n" + "\n".join(f"  {one}" for one in limits)
+        if self.step is not None:
+            yield f"Memory of a training step on a rank, predicted\n{self.step.text(self.n)}"
         if self.attention:
             yield "Attention, predicted\n" + "\n\n".join(map(str, merged(self.attention)))
         if self.exchanges:

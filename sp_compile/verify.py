@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile.cost.liveness import nbytes_of, tensors_of
+from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory, state_per_weight
+from sp_compile.graph.edit import copied
+from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note
 from sp_compile.passes.progress import now, working
@@ -20,6 +24,7 @@ from sp_compile.passes.report import Report
 from sp_compile.spmd.between import in_shards
 from sp_compile.spmd.session import Session
 
+from ._compat import memory_budget, partitioned
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, compile_local, lower
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean
@@ -29,22 +34,47 @@ ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the p
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, sp: int | None = None, passes: bool = False, **config: Any
+    model: Callable[..., Any],
+    *args: Any,
+    sp: int | None = None,
+    passes: bool = False,
+    memory: bool = False,
+    optimizer: Any = None,
+    **config: Any,
 ) -> Report:
     """What `backend="sp"` would do to `model(*args)` on `sp` ranks: rewrites, collectives with bytes, fallbacks.
 
     Needs no processes; the model runs once, on one device. A program that is tensor-parallel already needs its groups:
     of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers.
     sp: how many ranks share the sequence; 2, or as many as a `mesh` has along the axis for it. passes: show every pass
-    that ran, with its order's words, rewrites, nodes and seconds. config: fields of SPConfig, and keyword arguments of
-    the model; those that are called as a field go into a dict `kwargs={...}`.
+    that ran, with its order's words, rewrites, nodes and seconds. memory: predict what a rank holds over a training
+    step (`report.step`), from the forward and the backward that AOTAutograd makes. optimizer: the one that trains, or
+    its class; AdamW by default. config: fields of SPConfig, and keyword arguments of the model; those that are called
+    as a field go into a dict `kwargs={...}`.
     Raises SpError as the backend would, for an option that has no effect on a report, and where nothing of the model is
     compiled.
     """
+    if optimizer is not None and not memory:
+        raise SpError("optimizer: explain says nothing of its state without memory=True")
+    refused = {name: why for name, why in IN_A_LOOK.items() if not (memory and name == "activation_memory_budget")}
+    steps = [StepMemory(ModelBytes.of(model), state_per_weight(optimizer))] if memory else None
     with working("explain"):
-        report = _each_graph("explain", IN_A_LOOK, model, args, sp, *_sorted_out(model, config), None)
+        (report,) = _each_graph("explain", refused, model, args, [sp], *_sorted_out(model, config), None, steps)
     report.show_passes = passes
     return report
+
+
+def explain_each(
+    model: Callable[..., Any], args: Sequence[Any], ranks: Sequence[int], per_weight: float, config: dict[str, Any]
+) -> list[Report]:
+    """`explain(memory=True)` for several numbers of ranks; the model is traced once.
+
+    per_weight: bytes of the optimizer's state for a byte of parameters. config: as for `explain`.
+    """
+    weights = ModelBytes.of(model)
+    refused = {name: why for name, why in IN_A_LOOK.items() if name != "activation_memory_budget"}
+    steps = [StepMemory(weights, per_weight) for _ in ranks]
+    return _each_graph("plan", refused, model, args, ranks, *_sorted_out(model, config), None, steps)
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
@@ -69,7 +99,7 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
     behind = dict.fromkeys(BEHIND, "compiles nothing: leave it out")
     refused = behind | IN_A_COMPARISON
     with working("verify"):
-        report = _each_graph("verify", refused, model, args, sp, *_sorted_out(model, config), compare)
+        (report,) = _each_graph("verify", refused, model, args, [sp], *_sorted_out(model, config), compare)
     if not report.errors:
         why = "the program splits no sequence, and its own exchanges are not simulated; explain shows those"
         raise SpError(f"verify: nothing was compared: {why}")
@@ -90,45 +120,57 @@ def _each_graph(
     refused: Mapping[str, str],
     model: Callable[..., Any],
     args: Any,
-    sp: int | None,
+    ranks: Sequence[int | None],
     config: Mapping[str, Any],
     kwargs: Mapping[str, Any],
     compare: Callable[..., None] | None,
-) -> Report:
-    """Lower every graph that Dynamo finds in the model, and merge the reports.
+    steps: Sequence[StepMemory] | None = None,
+) -> list[Report]:
+    """Lower every graph that Dynamo finds in the model, for each number of ranks, and merge the reports of each.
 
     compare: what to do with each that was split, over simulated ranks; None: the ranks of a mesh are taken as they are.
+    steps: are told of each graph's forward and backward.
     """
     options = given = SPConfig.of(config)
     given.refuse(entry, **refused)
-    if sp is not None and sp < 1:
-        raise SpError(f"sp={sp}: expected a number of ranks, 1 or more")
+    for sp in ranks:
+        if sp is not None and sp < 1:
+            raise SpError(f"sp={sp}: expected a number of ranks, 1 or more")
     if options.has_place:
         options = replace(options, compiler="aot_eager")
-    total = Report(2 if sp is None else sp)
+    totals = [Report(2 if sp is None else sp, step=step) for sp, step in zip_longest(ranks, steps or [])]
     failure: list[SpError] = []
     seen: list[GraphModule] = []
+
+    def look(
+        gm: GraphModule, example_inputs: Sequence[Any], total: Report, sp: int | None
+    ) -> tuple[Session, RankProgram]:
+        session = Session(gm, example_inputs, vars(options), measures=False)
+        if session.splits:
+            total.n = _look(session, options, sp, simulate=compare is not None)
+        whole = session.splits and compare is not None
+        taken = replace(options, outputs="gather") if whole else options
+        lowered = lower(gm, example_inputs, vars(taken), session)
+        if compare is None:
+            _joint_report(lowered, given if total.step is None else replace(given, compiler="inductor"))
+        if total.step is not None:
+            total.step.graphs.append(_step_of(lowered, given))
+        return session, lowered
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         seen.append(gm)
         try:
-            session = Session(gm, example_inputs, vars(options), measures=False)
-            if session.splits:
-                total.n = _look(session, options, sp, simulate=compare is not None)
-            whole = session.splits and compare is not None
-            taken = replace(options, outputs="gather") if whole else options
-            lowered = lower(gm, example_inputs, vars(taken), session)
-            if compare is None:
-                _joint_report(lowered, given)
+            found = [look(gm, example_inputs, total, sp) for total, sp in zip(totals, ranks)]
         except SpError as error:
             failure.append(error)
             return gm.forward
 
         def call(*inputs: Any) -> Any:
-            if compare is not None and session.split:
-                compare(gm, lowered, inputs)
-            total.merge(lowered.report)
-            return in_shards(gm.forward(*inputs), lowered.edges)
+            for total, (session, lowered) in zip(totals, found):
+                if compare is not None and session.split:
+                    compare(gm, lowered, inputs)
+                total.merge(lowered.report)
+            return in_shards(gm.forward(*inputs), found[0][1].edges)
 
         return call
 
@@ -143,7 +185,7 @@ def _each_graph(
             f"{entry}: torch.compile finds nothing to compile in the model: it calls no operator, or is under "
             "torch.compiler.disable, TORCHDYNAMO_DISABLE or a stance that compiles nothing"
         )
-    return total
+    return totals
 
 
 def _sorted_out(model: Callable[..., Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -189,6 +231,17 @@ def _joint_report(lowered: RankProgram, given: SPConfig) -> None:
     else:
         why = NO_COLLECTIVE_PASSES.format(lowered.config.compiler)
         lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
+
+
+def _step_of(lowered: RankProgram, given: SPConfig) -> GraphStep:
+    """What one graph holds over a step: walked, and not run."""
+    transform = lowered.joint if lowered.joint is not None and lowered.config.has_place else None
+    for_inductor = given.compiler == "inductor"
+    with memory_budget(given.activation_memory_budget):
+        forward, backward = partitioned(copied(lowered.graph), lowered.inputs, transform, for_inductor)
+    given_to = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
+    inputs = sum(nbytes_of(x) for node in given_to for x in tensors_of(node))
+    return GraphStep.of(forward.graph, backward.graph if backward is not None else None, for_inductor, inputs)
 
 
 @contextmanager

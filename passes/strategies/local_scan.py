@@ -10,13 +10,11 @@ dtypes that have no scans here.
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import size_hint
 from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import hint
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import Problem, is_of_torch
 from sp_compile.passes.base import Pass
@@ -57,8 +55,3 @@ def is_slow(node: Node) -> bool:
     dtypes = (call.operands[0].meta["val"].dtype, result.dtype, wide)
     problem = Problem(kind, result.device.type, *rows, *dtypes, op=op, total=False)
     return not is_of_torch(problem)
-
-
-def hint(extent: Any) -> int:
-    """What a size is now."""
-    return size_hint(extent) if isinstance(extent, torch.SymInt) else int(extent)

@@ -33,14 +33,14 @@ from sp_compile.cost.scan import choose_exchange, message_bytes
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import same, sizes
+from sp_compile.graph.sizes import hint, same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, scan, to_sp_scan
 from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Plan, Shard
 
-from .local_scan import SlowScans, hint
+from .local_scan import SlowScans
 
 aten, sp = torch.ops.aten, torch.ops.sp
 COMBINE = {"sum": aten.add.Tensor, "prod": aten.mul.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}

@@ -218,6 +218,42 @@ def _joint_inductor(
     return run
 
 
+def partitioned(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], transform: JointTransform | None, for_inductor: bool
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:
+    """The forward and the backward that AOTAutograd makes of a graph, not compiled; an inference has no backward.
+
+    transform: changes the joint graph in place before it is cut. for_inductor: in the ops that Inductor wants.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    found: list[Any] = []
+
+    def partition(joint: torch.fx.GraphModule, values: Any, **options: Any) -> Any:
+        if transform is not None:
+            transform(joint)
+        found[:] = min_cut_rematerialization_partition(joint, values, **options)
+        return tuple(found)
+
+    def infer(forward: torch.fx.GraphModule, values: Any) -> Any:
+        if transform is not None:
+            transform(forward)
+        found[:] = forward, None
+        return boxed_nop(forward, values)
+
+    aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        inference_compiler=infer,
+        partition_fn=partition,
+        decompositions=inductor_decompositions() if for_inductor else None,
+        keep_inference_input_mutations=True,
+    )(gm, inputs)
+    return found[0], found[1]
+
+
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """What Inductor wants of the ATen ops that it is given."""
     from torch._inductor.decomposition import select_decomp_table

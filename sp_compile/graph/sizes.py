@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile._compat import FloorDiv
+from sp_compile._compat import FloorDiv, size_hint
 from sp_compile.errors import SpError
 
 Size: TypeAlias = int | sympy.Expr
@@ -37,6 +37,11 @@ def size(value: Any) -> Size:
 def sizes(values: Iterable[Any]) -> tuple[Size, ...]:
     """`size` of each, such as a tensor's shape or strides."""
     return tuple(size(v) for v in values)
+
+
+def hint(extent: Any) -> int:
+    """What a size is in the call that is being compiled: to weigh costs, never to prove anything."""
+    return size_hint(extent) if isinstance(extent, torch.SymInt) else int(extent)
 
 
 def product(values: Iterable[Size]) -> Size:

@@ -22,12 +22,11 @@ from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import divides
+from sp_compile.graph.sizes import divides, hint
 from sp_compile.lowering.masks.predicate import over, symbols
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.localize.gradients import differentiable_nodes
-from sp_compile.passes.strategies.local_scan import hint
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import Plan, Shard
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.cost.memory import Memory
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.record import record
-from sp_compile.passes.strategies.local_scan import hint
+from sp_compile.graph.sizes import hint
 from sp_compile.sharding.attention import ATTENTION
 from sp_compile.sharding.matchers import source_of
 from sp_compile.sharding.placement import Plan, Shard

@@ -1,0 +1,136 @@
+"""Ten small models, what `explain` predicts of a rank's training step, and what lies in memory when one rank runs it.
+
+The other ranks are those of torch's "fake" group: exchanges move nothing, and take the memory that they take.
+"""
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import DecoderLM
+from peak_memory import peak_activation_bytes
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import sp_compile
+
+RANKS, LENGTH, VOCAB = 4, 2048, 512
+SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
+MORE = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
+
+
+@dataclass(frozen=True)
+class Case:
+    """make: the model. labelled: does it take labels, and give a loss? options: of the backend."""
+
+    make: Callable[[], nn.Module]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    labelled: bool = True
+    length: int = LENGTH
+
+    def step(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        out = run(*self.inputs(), **self.named())
+        getattr(out, "loss", out).backward()
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        ids = torch.randint(VOCAB, (1, self.length), generator=torch.Generator().manual_seed(0))
+        return (ids,) if self.labelled else (ids, ids)
+
+    def named(self) -> dict[str, Any]:
+        return {"labels": self.inputs()[0]} if self.labelled else {}
+
+
+def decoder() -> nn.Module:
+    return DecoderLM(vocab=VOCAB, dim=64, layers=2, heads=4)
+
+
+class Checkpointed(nn.Module):
+    """The decoder, its blocks computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DecoderLM(vocab=VOCAB, dim=64, layers=4, heads=4)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.inner.embed(ids)
+        for block in self.inner.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits = self.inner.head(self.inner.norm(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Recurrent(nn.Module):
+    """Gated linear recurrences between MLPs, as Mamba's blocks are."""
+
+    def __init__(self, dim: int = 64, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
+        self.inner = nn.ModuleList(nn.Linear(dim, 4 * dim) for _ in range(layers))
+        self.outer = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+        self.convs = nn.ModuleList(nn.Conv1d(dim, dim, 4, groups=dim, padding=3) for _ in range(layers))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for inner, conv, outer in zip(self.inner, self.convs, self.outer):
+            y, gate, decay, value = inner(F.rms_norm(x, x.shape[-1:])).chunk(4, -1)
+            y = F.silu(conv(y.mT)[..., : x.shape[1]].mT)
+            h = sp_compile.linear_scan(torch.sigmoid(decay), value * y, dim=1)
+            x = x + outer(h * F.silu(gate))
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        kind = "ForConditionalGeneration" if name == "T5" else "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        return getattr(transformers, f"{name}{kind}")(config)
+
+    return make
+
+
+GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "use_cache": False}
+T5 = {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "use_cache": False}
+WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CASES = {
+    **{f"decoder, {way}": Case(decoder, {"attention": way}, False) for way in ("ulysses", "ring", "hybrid", "gather")},
+    "decoder, checkpointed blocks": Case(Checkpointed, {"attention": "ulysses"}, False),
+    "recurrences and convolutions": Case(Recurrent, {}, False),
+    "Llama": Case(of_transformers("Llama", **MORE)),
+    "Gemma 2, windows": Case(of_transformers("Gemma2", **MORE, sliding_window=256, head_dim=16)),
+    "GPT-2": Case(of_transformers("GPT2", **GPT2, **WITHOUT_DROPOUT)),
+    "Mixtral": Case(
+        of_transformers(
+            "Mixtral", **MORE, num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm"
+        )
+    ),
+    "T5": Case(of_transformers("T5", **T5, decoder_start_token_id=0, dropout_rate=0.0), length=512),
+}
+
+
+def compare(name: str, compiler: str) -> tuple[int, int]:
+    """Bytes of tensors that a step makes, gradients included: (predicted, measured)."""
+    import torch.distributed as dist
+
+    case = CASES[name]
+    options = {"compiler": compiler, "cost": {}, **case.options}
+    torch.manual_seed(0)
+    model = case.make().train()
+    found = sp_compile.explain(model, *case.inputs(), sp=RANKS, memory=True, kwargs=case.named(), **options).step
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=dist.HashStore())
+    try:
+        torch.compiler.reset()
+        run = torch.compile(model, backend="sp", options=options, dynamic=False)
+        for _ in range(2):
+            model.zero_grad()
+            case.step(model, run)
+        gc.collect()
+        measured = peak_activation_bytes(lambda: case.step(model, run), model.parameters(), gradients=True)
+    finally:
+        dist.destroy_process_group()
+        torch.compiler.reset()
+    return found.values, measured

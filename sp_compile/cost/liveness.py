@@ -1,0 +1,332 @@
+"""What lies in memory while a graph runs: a walk over its values, each from where it is made to where it is last read.
+
+Graphs are those of AOTAutograd's partition, with fake tensors. Values that share memory (views, what is written in
+place) are one. Where kernels are fused, elementwise work exists nowhere: its readers compute it again from what lies in
+memory, and it gets a place only where something reads it that is not fused (a product, attention, an exchange), where a
+reduction ends, or where it reads more places than Inductor inlines. A kernel may write over what it reads last.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from sp_compile._compat import OpOverload, auto_functionalized, auto_functionalized_v2, pytree, schema_of, storage_of
+from sp_compile.errors import at
+from sp_compile.graph.call import overloads
+from sp_compile.graph.sizes import hint
+
+Key = int
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+IN_PLACE = frozenset({torch.ops._c10d_functional.all_reduce.default})
+MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
+"""Inductor lets these write into what they are given."""
+CAT = torch.ops.aten.cat.default
+INLINED_ONCE, INLINED_OFTEN = 8, 4
+"""Places that Inductor lets one value read, if it has one reader and if it has several."""
+PRODUCTS = frozenset(overloads("mm bmm addmm baddbmm convolution"))
+REDUCTIONS = frozenset(
+    overloads(
+        "sum sum.dim_IntList mean mean.dim amax amin max.dim min.dim max min var_mean.correction var.correction any "
+        "any.dim argmax argmin prod prod.dim_int logsumexp index_put scatter.src scatter_add index_add "
+        "_unsafe_masked_index_put_accumulate _unsafe_index_put scatter_reduce.two"
+    )
+)
+"""Their operands are computed inside them; what they give has a place."""
+ELEMENTWISE = frozenset(
+    overloads(
+        "embedding index.Tensor gather cat constant_pad_nd full zeros ones empty.memory_format arange.start_step "
+        "full_like zeros_like ones_like empty_like clone _to_copy slice_scatter select_scatter where.self "
+        "scatter.value repeat flip roll lift_fresh_copy scalar_tensor _unsafe_index.Tensor _unsafe_masked_index "
+        "triu tril new_zeros new_full new_ones new_empty copy masked_fill.Scalar index_select expand view permute"
+    )
+)
+TWICE = frozenset({torch.ops.sp.attend.default, torch.ops.sp.attend_backward.default})
+"""Opaque ops that have their results twice: as a kernel lays them out, and contiguous."""
+FLASH_OF_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 1,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,
+    torch.ops.sp.attend.default: 1,
+    torch.ops.sp.attend_backward.default: 2,
+}
+"""Attention of PyTorch's CPU kernel -> blocks of scores that each thread has."""
+SPLITS, KEYS_OF_SPLIT = ((768, 256), (192, 64), (0, 32)), 512
+"""(queries from which on, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
+PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A value in memory. name: of its node. where: the user's line that makes it. origin: "saved", "value",
+    "result", "workspace" (inside an operator) or "reuse" (read no more, and kept for a buffer of that size)."""
+
+    name: str
+    where: str
+    nbytes: int
+    origin: str = "value"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A node as it runs, and the bytes of all values in memory then; results: of these, what the graph returns."""
+
+    name: str
+    where: str
+    nbytes: int
+    results: int = 0
+    product: bool = False
+
+
+@dataclass
+class Walk:
+    """One graph's run. start, end: bytes of values in memory before and behind it; inputs that stay are not counted.
+
+    traffic: bytes that kernels other than products read and write. flops: of matrix products, without attention.
+    """
+
+    moments: list[Moment] = field(default_factory=list)
+    start: int = 0
+    end: int = 0
+    traffic: int = 0
+    flops: int = 0
+    _places: _Places | None = None
+    _given: dict[Key, Alive] = field(default_factory=dict)
+
+    def alive(self, moment: int) -> list[Alive]:
+        """What is in memory at the moment of this number, the largest first."""
+        assert self._places is not None
+        for i, (_, live) in enumerate(self._places.run(self._given)):
+            if i == moment:
+                return sorted(live, key=lambda held: -held.nbytes)
+        return []
+
+
+def nbytes_of(value: torch.Tensor) -> int:
+    """Bytes of the memory that a tensor lies in."""
+    return hint(value.untyped_storage().nbytes())
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """The tensors that a node gives."""
+    return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+
+
+def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
+    """Run a graph in thought. fused: as Inductor does. saved: inputs that end with their last reader."""
+    places = _Places(graph, fused)
+    given = {places.key(x): Alive(one.name, at(one), nbytes_of(x), "saved") for one in saved for x in tensors_of(one)}
+    found = Walk(start=sum(held.nbytes for held in given.values()), _places=places, _given=given)
+    for node, live in places.run(given):
+        total = sum(held.nbytes for held in live)
+        results = sum(held.nbytes for held in live if held.origin == "result")
+        product = is_product(node)
+        found.moments.append(Moment(node.name, at(node), total, results, product))
+        found.flops += _flops(node)
+        if not product:
+            found.traffic += places.traffic(node)
+    found.end = sum(held.nbytes for held in places.left.values())
+    return found
+
+
+def is_product(node: Node) -> bool:
+    """Is it a matrix product, or an attention?"""
+    return node.target in PRODUCTS or "atten" in _name(node.target)
+
+
+def _flops(node: Node) -> int:
+    """Of a matrix product, as torch counts them."""
+    if node.target not in PRODUCTS:
+        return 0
+    args, kwargs = pytree.tree_map(lambda x: x.meta["val"] if isinstance(x, Node) else x, (node.args, node.kwargs))
+    return hint(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _inside(node: Node) -> int:
+    """Bytes that an op has while it runs, besides what it is given and gives."""
+    own = sum(map(nbytes_of, tensors_of(node))) if node.target in TWICE else 0
+    operands = [x for one in node.all_input_nodes for x in tensors_of(one)]
+    if node.target not in FLASH_OF_CPU or operands[0].device.type != "cpu":
+        return own
+    first = FLASH_OF_CPU[node.target] - 1  # a backward is given the gradient in front
+    rows, keys = (hint(x.shape[-2]) for x in operands[first : first + 2])
+    block = next(size for least, size in SPLITS if rows >= least) * min(keys, KEYS_OF_SPLIT)
+    return own + FLASH_OF_CPU[node.target] * torch.get_num_threads() * block * max(4, operands[0].element_size())
+
+
+def _name(target: Any) -> str:
+    """aten::mm; nothing of what is no operator."""
+    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""
+
+
+class _Places:
+    """Where each value of a graph lies, and what of it has no place."""
+
+    def __init__(self, graph: Graph, fused: bool) -> None:
+        self.fused = fused
+        self.same: dict[Key, Key] = {}  # what lies where another value lay
+        self.maker: dict[Key, Node] = {}
+        self.inlined: set[Key] = set()
+        self.reads: dict[Node, frozenset[Key]] = {}  # the places that are read when the node's value is
+        self.made: dict[Node, list[Key]] = {}  # the places that each event begins
+        self.taken: dict[Node, frozenset[Key]] = {}
+        self.sizes: dict[Key, int] = {}
+        self.dtypes: dict[Key, torch.dtype] = {}
+        self.left: dict[Key, Alive] = {}
+        for node in graph.nodes:
+            if node.op != "output":
+                self._place(node)
+        self.last = {key: i for i, node in enumerate(self.made) for key in self.taken[node]}
+        self.results = {self.key(x) for node in graph.output_node().all_input_nodes for x in tensors_of(node)}
+
+    def key(self, value: torch.Tensor) -> Key:
+        """The place that a tensor lies in."""
+        found = storage_of(value)
+        while found in self.same:
+            found = self.same[found]
+        return found
+
+    def run(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, list[Alive]]]:
+        """Each event, and what is in memory while it runs."""
+        events = [(node, dict(live)) for node, live in self._live(given)]
+        idle = self._idle([live for _, live in events]) if self.fused else [[] for _ in events]
+        for (node, live), waiting in zip(events, idle, strict=True):
+            inside = _inside(node)
+            work = [Alive(node.name, at(node), inside, "workspace")] if inside else []
+            yield node, [*live.values(), *waiting, *work]
+
+    def _live(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, dict[Key, Alive]]]:
+        live = {key: held for key, held in given.items() if key in self.last or key in self.results}
+        for i, (node, made) in enumerate(self.made.items()):
+            ending = [
+                key for key in self.taken[node] if key in live and self.last[key] == i and key not in self.results
+            ]
+            for key in made:
+                held = self._held(key)
+                over = (
+                    next((k for k in ending if live[k].nbytes == held.nbytes), None) if self._is_fused(node) else None
+                )
+                if over is not None:  # it writes over what it reads last
+                    ending.remove(over)
+                    del live[over]
+                live[key] = held
+            yield node, live
+            for key in [*ending, *(key for key in made if key not in self.last and key not in self.results)]:
+                del live[key]
+        self.left = live
+
+    def _idle(self, lives: list[dict[Key, Alive]]) -> list[list[Alive]]:
+        """What Inductor keeps for a later buffer of its size, where that does not raise the peak, at each event."""
+        totals = [sum(held.nbytes for held in live.values()) for live in lives]
+        most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[Alive]]]
+        free: dict[tuple[int, torch.dtype], list[tuple[int, Alive]]] = defaultdict(list)
+        before: dict[Key, Alive] = {}
+        for i, (node, live) in enumerate(zip(self.made, lives)):
+            for key in live.keys() - before.keys():
+                kind = live[key].nbytes, self.dtypes[key]
+                if not free[kind] or not (self._is_fused(node) or node.target in PRODUCTS):
+                    continue
+                since, held = free[kind][-1]
+                if max(totals[since:i], default=0) + held.nbytes <= most:
+                    free[kind].pop()
+                    for k in range(since, i):
+                        totals[k] += held.nbytes
+                        waiting[k].append(held)
+            after = lives[i + 1] if i + 1 < len(lives) else live
+            for key in live.keys() - after.keys():
+                if live[key].origin == "value":
+                    free[live[key].nbytes, self.dtypes[key]].append((i + 1, replace(live[key], origin="reuse")))
+            before = live
+        return waiting
+
+    def _held(self, key: Key) -> Alive:
+        node = self.maker[key]
+        return Alive(node.name, at(node), self.sizes[key], "result" if key in self.results else "value")
+
+    def traffic(self, node: Node) -> int:
+        """Bytes that an event reads and writes."""
+        return sum(self.sizes[key] for key in [*self.taken[node], *self.made[node]] if node.target is not WAIT)
+
+    def _place(self, node: Node) -> None:
+        """Say where a node's value lies, and what is read where it is read."""
+        self._join(node)
+        keys = {self.key(x): nbytes_of(x) for x in tensors_of(node)}
+        new = [key for key in keys if key not in self.maker]
+        self.maker.update(dict.fromkeys(new, node))
+        self.sizes.update((key, keys[key]) for key in new)
+        self.dtypes.update((self.key(x), x.dtype) for x in tensors_of(node))
+        through = frozenset(key for one in node.all_input_nodes for key in self.reads[one])
+        if node.op in ("placeholder", "get_attr"):
+            self.reads[node] = frozenset(keys)
+        elif node.target is WAIT:  # what is sent stays until it has arrived
+            self.reads[node] = frozenset(keys)
+            self.made[node], self.taken[node] = [], through | self.taken.get(node.args[0], frozenset())
+        elif not new:  # a view
+            self.reads[node] = through if not keys or self.inlined & keys.keys() else frozenset(keys)
+        elif self._has_no_place(node, through):
+            self.inlined.update(new)
+            self.reads[node] = through
+        else:
+            self.reads[node] = frozenset(keys)
+            self.taken[node], self.made[node] = through, []
+            self.made[self._writes_first(node)] += new
+
+    def _writes_first(self, node: Node) -> Node:
+        """The event that begins to fill a node's place: of what is put together, the first reduction that it is of."""
+        if not self.fused or node.target is not CAT:
+            return node
+        of = [self.maker[key] for one in node.all_input_nodes for key in self.reads[one]]
+        return next((one for one in self.made if one in of and one.target in REDUCTIONS), node)
+
+    def _join(self, node: Node) -> None:
+        """What is waited for, or written in place, lies where it lay."""
+        before: list[Node] = []
+        if node.target is WAIT or (self.fused and node.target in IN_PLACE and len(node.args[0].users) == 1):
+            before = [node.args[0]]
+        elif self.fused and node.target in MUTATIONS:
+            before = node.kwargs.get("_all_bases", [])
+        for base, value in zip(before, tensors_of(node)[-len(before) :]):
+            old, new = self.key(tensors_of(base)[0]), storage_of(value)
+            if new not in self.maker and new != old:
+                self.same[new] = old
+
+    def _is_fused(self, node: Node) -> bool:
+        target = node.target
+        if not self.fused or not isinstance(target, OpOverload):
+            return False
+        return (
+            _name(target) in PRIMS
+            or target in REDUCTIONS
+            or target in ELEMENTWISE
+            or torch.Tag.pointwise in target.tags
+        )
+
+    def _has_no_place(self, node: Node, reads: frozenset[Key]) -> bool:
+        if not self._is_fused(node) or node.target in REDUCTIONS:
+            return False
+        if len(reads) > INLINED_ONCE or (len(node.users) > 1 and len(reads) > INLINED_OFTEN):
+            return False
+        return not self._is_read_whole(node)
+
+    def _is_read_whole(self, node: Node) -> bool:
+        """Does anything read it, or a view of it, that is not fused?"""
+        keys = {storage_of(x) for x in tensors_of(node)}
+        seen, waiting = {node}, [node]
+        while waiting:
+            for user in waiting.pop().users:
+                if user.op == "output":
+                    return True
+                if user in seen:
+                    continue
+                seen.add(user)
+                if user.target is operator.getitem or keys & {storage_of(x) for x in tensors_of(user)}:
+                    waiting.append(user)
+                elif not self._is_fused(user):
+                    return True
+        return False

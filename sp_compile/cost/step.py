@@ -1,0 +1,267 @@
+"""The memory of one rank over a training step, predicted: what stays, what is kept, the peaks and what makes them.
+
+    state      parameters and buffers, inputs, the optimizer's state: there all the time
+    forward    values of every graph as it runs, and what earlier graphs keep for their backward
+    loss       from the last matrix product of the last forward (the logits) to the first one of its backward
+    backward   what is kept, until it is read; values; and gradients, as they are made
+
+Sources: AOTAutograd's graphs (`liveness.py`). FSDP is as `fully_shard` by layers does it: state and gradients in
+shards, the weights of one layer whole while the next one's arrive, and one layer's gradients whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.fx import Graph
+
+from sp_compile._compat import storage_of
+from sp_compile.graph.call import tangents_of
+from sp_compile.graph.sizes import product, same, sizes
+
+from .liveness import Alive, Moment, Walk, nbytes_of, tensors_of, walk
+from .memory import GIB
+
+PHASES = ("forward", "loss", "backward")
+ADAMW = 2.0
+OF_OTHERS = "results, their gradients, and what other graphs keep"
+LINES = 6
+"""Of a report, for what is alive at a peak."""
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Bytes of a model on every rank. learned: of parameters that want a gradient.
+
+    unit: of the largest layer, which FSDP gathers at once: an entry of a list of modules, or what is in none.
+    """
+
+    parameters: int
+    learned: int
+    buffers: int
+    unit: int
+
+    @staticmethod
+    def of(model: Any) -> ModelBytes:
+        """Of a module; nothing of a function."""
+        if not isinstance(model, nn.Module):
+            return ModelBytes(0, 0, 0, 0)
+        units: Counter[str] = Counter()
+        learned = 0
+        for name, p in model.named_parameters():
+            nbytes = _local_bytes(p)
+            learned += nbytes if p.requires_grad else 0
+            found = re.match(r"(.*?\.)?\d+(?=\.)", name)
+            units[found[0] if found else name.rpartition(".")[0]] += nbytes
+        buffers = sum(map(_local_bytes, model.buffers()))
+        return ModelBytes(sum(units.values()), learned, buffers, max(units.values(), default=0))
+
+
+def _local_bytes(x: torch.Tensor) -> int:
+    x = x.to_local() if hasattr(x, "to_local") else x
+    return x.numel() * x.element_size()
+
+
+def state_per_weight(optimizer: Any = None) -> float:
+    """Bytes of state that an optimizer keeps for a byte of a parameter; None: 2, as AdamW does.
+
+    optimizer: one that was made, or a function of parameters (a class, a partial); it makes one step on a small matrix.
+    """
+    if optimizer is None:
+        return ADAMW
+    small = nn.Parameter(torch.zeros(16, 16))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        known = {k: v for k, v in optimizer.defaults.items() if not isinstance(v, torch.Tensor)}
+        one = type(optimizer)([small], **known)
+    else:
+        one = optimizer([small])
+    small.grad = torch.ones_like(small)
+    one.step()
+    state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor) and x.numel() > 1]
+    return sum(_local_bytes(x) for x in state) / _local_bytes(small)
+
+
+@dataclass
+class GraphStep:
+    """One graph of a program, forward and backward. inputs: bytes that it is given. results: that it gives its caller.
+
+    saved: that the forward leaves for the backward, besides parameters and inputs.
+    copied: of the gradients of results (zeros for what nobody used) that autograd has in another order.
+    """
+
+    forward: Walk
+    backward: Walk | None
+    inputs: int
+    results: int
+    saved: int = 0
+    copied: int = 0
+
+    @staticmethod
+    def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
+        """Walk both. inputs: bytes that the program is given, besides what is the model's own."""
+        given = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
+        first = walk(forward, fused)
+        if backward is None:
+            return GraphStep(first, None, inputs, first.end)
+        tangents = tangents_of(backward)
+        values = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
+        saved = [n for n in values if not given & {storage_of(x) for x in tensors_of(n)}]
+        copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
+        second = walk(backward, fused, [*saved, *tangents])
+        kept, theirs = (sum({storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}.values())
+                        for nodes in (saved, copied))  # fmt: skip
+        return GraphStep(first, second, inputs, max(0, first.end - kept), kept, theirs)
+
+
+def _is_row_major(x: torch.Tensor) -> bool:
+    """Are the strides those of a new tensor, those of dims of one element too?"""
+    shape = sizes(x.shape)
+    return all(same(stride, product(shape[d + 1 :])) for d, stride in enumerate(sizes(x.stride())))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment of a step: its phase, and the bytes of values alive; state is not counted."""
+
+    phase: str
+    moment: Moment
+    nbytes: int
+    graph: int
+    index: int
+
+
+@dataclass
+class StepMemory:
+    """Of one rank of `n`. per_weight: bytes of the optimizer's state for a byte of parameters."""
+
+    weights: ModelBytes
+    per_weight: float = ADAMW
+    graphs: list[GraphStep] = field(default_factory=list)
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the optimizer's state."""
+        return round(self.per_weight * self.weights.learned)
+
+    @property
+    def inputs(self) -> int:
+        """Bytes that the program is given, whole."""
+        return max((graph.inputs for graph in self.graphs), default=0)
+
+    @property
+    def saved(self) -> int:
+        """Bytes that the forward leaves for the backward."""
+        return sum(graph.saved for graph in self.graphs)
+
+    @property
+    def state(self) -> int:
+        """Bytes that are there all the time, gradients apart."""
+        return self.weights.parameters + self.weights.buffers + self.optimizer + self.inputs
+
+    def points(self) -> Iterator[Point]:
+        """The step, moment by moment."""
+        held = 0
+        last = len(self.graphs) - 1
+        for g, graph in enumerate(self.graphs):
+            begins = _last_product(graph.forward.moments) if g == last and graph.backward is not None else None
+            for i, moment in enumerate(graph.forward.moments):
+                phase = "forward" if begins is None or i < begins else "loss"
+                yield Point(phase, moment, held + moment.nbytes, g, i)
+            held += graph.saved + graph.results
+        for g, graph in reversed(list(enumerate(self.graphs))):
+            if graph.backward is None:
+                continue
+            held -= graph.saved
+            ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
+            for i, moment in enumerate(graph.backward.moments):
+                begins = graph.copied if i == 0 else 0
+                yield Point("loss" if i < ends else "backward", moment, held + begins + moment.nbytes, g, i)
+            held += graph.backward.end
+
+    def peaks(self) -> dict[str, Point]:
+        """The largest moment of each phase."""
+        found: dict[str, Point] = {}
+        for point in self.points():
+            if point.phase not in found or point.nbytes > found[point.phase].nbytes:
+                found[point.phase] = point
+        return {phase: found[phase] for phase in PHASES if phase in found}
+
+    def alive(self, point: Point) -> list[Alive]:
+        """What is in memory then, of the graph that runs; what callers and other graphs keep is one entry."""
+        graph = self.graphs[point.graph]
+        of_backward = graph.backward is not None and point.moment in graph.backward.moments
+        run = graph.backward if of_backward and graph.backward is not None else graph.forward
+        others = point.nbytes - point.moment.nbytes
+        found = run.alive(point.index)
+        return [*found, Alive("results", OF_OTHERS, others, "result")] if others > 0 else found
+
+    @property
+    def values(self) -> int:
+        """Bytes of values and gradients at the peak."""
+        return max((point.nbytes for point in self.points()), default=0)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the largest moment of the step; or when the optimizer runs, beside whole gradients."""
+        return self.state + max(self.values, self.weights.learned)
+
+    def fsdp(self, n: int) -> int:
+        """The peak where n ranks share parameters, gradients and state by layers."""
+        values = max((point.nbytes - point.moment.results for point in self.points()), default=0)
+        sharded = self.weights.parameters + self.weights.learned + self.optimizer
+        whole = min(2 * self.weights.unit, self.weights.parameters) + min(self.weights.unit, self.weights.learned)
+        return -(-sharded // n) + whole + self.weights.buffers + self.inputs + values
+
+    def text(self, n: int) -> str:
+        """For people. n: the ranks that FSDP would share the state over."""
+        w = self.weights
+        state = {"parameters": w.parameters, "gradients": w.learned, "optimizer": self.optimizer}
+        state |= {"buffers": w.buffers, "inputs": self.inputs, "kept for the backward": self.saved}
+        lines = [", ".join(f"{name} {written(nbytes)}" for name, nbytes in state.items() if nbytes)]
+        rows: list[tuple[str, ...]] = []
+        for phase, point in self.peaks().items():
+            total = written(self.state + point.nbytes)
+            rows.append((phase, total, written(point.nbytes), point.moment.name, _short(point.moment.where)))
+        lines.append(tabulate(rows, headers=("peak of", "in all", "values", "at node", "line"), disable_numparse=True))
+        if self.graphs:
+            top = max(self.peaks().values(), key=lambda point: point.nbytes)
+            rows = [(written(nbytes), what, times, _short(where)) for what, where, nbytes, times in self.summary(top)]
+            lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
+        lines.append(f"peak of a rank {written(self.peak)}; with FSDP over {n} ranks {written(self.fsdp(n))}")
+        return "\n".join(lines)
+
+    def summary(self, point: Point, most: int = LINES) -> list[tuple[str, str, int, str]]:
+        """(what it is, user's line, bytes, how many values) of what is alive, by line, the largest first."""
+        total: Counter[tuple[str, str]] = Counter()
+        count: Counter[tuple[str, str]] = Counter()
+        for held in self.alive(point):
+            total[held.origin, held.where] += held.nbytes
+            count[held.origin, held.where] += 1
+        found = [
+            (*key, nbytes, f"{count[key]} values" if count[key] > 1 else "") for key, nbytes in total.most_common()
+        ]
+        rest = sum(nbytes for _, _, nbytes, _ in found[most:])
+        return found[:most] + ([("others", "", rest, f"{len(found) - most} lines")] if rest else [])
+
+
+def _last_product(moments: Sequence[Moment]) -> int | None:
+    return next((i for i in reversed(range(len(moments))) if moments[i].product), None)
+
+
+def _short(where: str) -> str:
+    return where if len(where) <= 60 else where[:57] + "..."
+
+
+def written(nbytes: float) -> str:
+    """Bytes for people."""
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:.0f} B"

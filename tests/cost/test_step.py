@@ -1,0 +1,122 @@
+"""The memory of a training step: walks over small graphs by hand, and over models, against tensors that are alive."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import Decoder, seeded, tokens
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import sp_compile
+from sp_compile.cost.liveness import walk
+from sp_compile.cost.step import ADAMW, ModelBytes, StepMemory, state_per_weight
+from sp_compile.errors import SpError
+
+ROW = 64 * 8 * 4  # bytes of (64, 8) in float32
+
+
+def walked(fn: Any, *args: Tensor, fused: bool) -> Any:
+    return walk(make_fx(fn, tracing_mode="fake")(*args).graph, fused)
+
+
+def elementwise(x: Tensor, w: Tensor) -> Tensor:
+    return (x.sin().cos().exp() @ w).relu()
+
+
+def test_a_value_lives_until_its_last_reader() -> None:
+    """sin and cos, cos and exp, exp and the product, the product and relu: two at a time."""
+    x, w = torch.randn(64, 8), torch.randn(8, 8)
+    found = walked(elementwise, x, w, fused=False)
+    assert [m.nbytes for m in found.moments] == [ROW, 2 * ROW, 2 * ROW, 2 * ROW, 2 * ROW]
+    assert found.end == ROW
+    assert [held.name for held in found.alive(2)] == ["cos", "exp"]
+
+
+def test_fused_kernels_have_no_values_between() -> None:
+    x, w = torch.randn(64, 8), torch.randn(8, 8)
+    found = walked(elementwise, x, w, fused=True)
+    assert [(m.name, m.nbytes) for m in found.moments] == [("exp", ROW), ("mm", 2 * ROW), ("relu", ROW)]
+    assert found.flops == 2 * 64 * 8 * 8
+    assert found.traffic == 2 * ROW + 2 * ROW
+
+
+def test_views_are_what_they_view() -> None:
+    found = walked(lambda x: x.exp().view(8, 64).t()[:2].sum(), torch.randn(64, 8), fused=False)
+    assert max(m.nbytes for m in found.moments) == ROW + 4
+
+
+def test_the_optimizer_as_given() -> None:
+    assert state_per_weight() == ADAMW == state_per_weight(torch.optim.AdamW)
+    assert state_per_weight(torch.optim.SGD) == 0
+    model = nn.Linear(4, 4)
+    assert state_per_weight(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) == 1
+
+
+def explained(sp: int = 2, **options: Any) -> StepMemory:
+    model = seeded(partial(Decoder, layers=2))
+    step = sp_compile.explain(model, tokens(64), sp=sp, memory=True, **options).step
+    assert step is not None
+    return step
+
+
+def test_a_step_of_a_decoder() -> None:
+    step = explained(compiler="aot_eager")
+    nbytes = sum(p.numel() * 8 for p in seeded(partial(Decoder, layers=2)).parameters())
+    assert (step.weights.parameters, step.weights.learned, step.optimizer) == (nbytes, nbytes, 2 * nbytes)
+    assert list(step.peaks()) == ["forward", "loss", "backward"]
+    assert step.values == max(point.nbytes for point in step.peaks().values())
+    for point in step.peaks().values():
+        assert sum(held.nbytes for held in step.alive(point)) == point.nbytes
+    assert step.fsdp(2) - step.fsdp(4) == nbytes, "of 4: weights, gradients and the optimizer's two"
+    text = step.text(2)
+    assert "kept for the backward" in text
+    assert "support/models.py" in text
+
+
+@pytest.mark.slow
+def test_ranks_share_values_and_not_state() -> None:
+    two, four = explained(2), explained(4)
+    assert two.state == four.state
+    assert 1.5 < two.saved / four.saved <= 2
+
+
+class Measured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.first(x)).cumsum(1)
+        return self.last(h).pow(2).mean()
+
+
+def test_a_step_on_one_device_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eager kernels nothing is guessed; all that is not counted is the gradient that autograd begins with."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path])
+    from peak_memory import peak_activation_bytes
+
+    model, x = Measured(), torch.randn(1, 128, 16)
+    step = sp_compile.explain(model, x, sp=1, memory=True, compiler="aot_eager").step
+    assert step is not None
+    torch.compiler.reset()
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager"})
+    for _ in range(2):
+        run(x).backward()
+    measured = peak_activation_bytes(lambda: run(x).backward(), model.parameters(), gradients=True)
+    assert abs(step.values - measured) <= 8
+
+
+def test_state_of_an_optimizer_needs_memory() -> None:
+    with pytest.raises(SpError, match="memory=True"):
+        sp_compile.explain(seeded(Decoder), tokens(8), sp=2, optimizer=torch.optim.SGD)
+
+
+def test_a_function_has_no_weights() -> None:
+    assert ModelBytes.of(lambda x: x) == ModelBytes(0, 0, 0, 0)
