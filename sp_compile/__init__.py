@@ -23,6 +23,7 @@ from sp_compile.sharding.rule import rule as sharding_rule
 from sp_compile.spmd.declare import declare_groups
 
 from .config import SPConfig
+from .cost.plan.plan import StepPlan, plan
 from .errors import SpError
 from .pipeline import parallelize
 from .verify import explain, verify
@@ -33,6 +34,7 @@ __all__ = [
     "Report",
     "SPConfig",
     "SpError",
+    "StepPlan",
     "__version__",
     "all_to_all_permute",
     "capture_export",
@@ -48,6 +50,7 @@ __all__ = [
     "parallel_exclusive_scan",
     "parallel_inclusive_scan",
     "parallelize",
+    "plan",
     "ring_attention",
     "segmented_scan",
     "sharding_rule",

@@ -75,12 +75,16 @@ class Alive:
 
 @dataclass(frozen=True)
 class Moment:
-    """A node as it runs, and the bytes of all values in memory then; results: of these, what the graph returns."""
+    """A node as it runs, and the bytes of all values in memory then.
+
+    results: of these, what the graph returns. idle: what is only kept for a later buffer.
+    """
 
     name: str
     where: str
     nbytes: int
     results: int = 0
+    idle: int = 0
     product: bool = False
 
 
@@ -126,8 +130,9 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
     for node, live in places.run(given):
         total = sum(held.nbytes for held in live)
         results = sum(held.nbytes for held in live if held.origin == "result")
+        idle = sum(held.nbytes for held in live if held.origin == "reuse")
         product = is_product(node)
-        found.moments.append(Moment(node.name, at(node), total, results, product))
+        found.moments.append(Moment(node.name, at(node), total, results, idle, product))
         found.flops += _flops(node)
         if not product:
             found.traffic += places.traffic(node)

@@ -128,13 +128,14 @@ def _is_row_major(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """A moment of a step: its phase, and the bytes of values alive; state is not counted."""
+    """A moment of a step: its phase, and the bytes of values alive; gradients: of these; state is not counted."""
 
     phase: str
     moment: Moment
     nbytes: int
     graph: int
     index: int
+    gradients: int = 0
 
 
 @dataclass
@@ -182,7 +183,9 @@ class StepMemory:
             ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
             for i, moment in enumerate(graph.backward.moments):
                 begins = graph.copied if i == 0 else 0
-                yield Point("loss" if i < ends else "backward", moment, held + begins + moment.nbytes, g, i)
+                yield Point(
+                    "loss" if i < ends else "backward", moment, held + begins + moment.nbytes, g, i, moment.results
+                )
             held += graph.backward.end
 
     def peaks(self) -> dict[str, Point]:
@@ -214,7 +217,7 @@ class StepMemory:
 
     def fsdp(self, n: int) -> int:
         """The peak where n ranks share parameters, gradients and state by layers."""
-        values = max((point.nbytes - point.moment.results for point in self.points()), default=0)
+        values = max((point.nbytes - point.gradients for point in self.points()), default=0)
         sharded = self.weights.parameters + self.weights.learned + self.optimizer
         whole = min(2 * self.weights.unit, self.weights.parameters) + min(self.weights.unit, self.weights.learned)
         return -(-sharded // n) + whole + self.weights.buffers + self.inputs + values

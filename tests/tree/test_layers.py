@@ -33,7 +33,7 @@ passes/strategies/attention     passes/tensor_parallel
 pipeline                        passes/joint
 backend
 verify                          integrations/_compat
-integrations
+cost/plan                       integrations
 __init__
 """
 """Rooms, low to high: folders, and the files beside `sp_compile/`'s folders. Rooms of a line do not import each other."""

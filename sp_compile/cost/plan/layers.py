@@ -1,0 +1,107 @@
+"""The layers of a model that are alike, and the model with fewer of them, or with each computed again.
+
+What a step takes grows by the same with every further layer of a kind. So a deep model is looked at three or four times
+with one or two layers, in place of once with all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+FEWEST = 3
+"""Layers from which on some are left out."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A list of layers. kinds: which are alike: the number of each one's kind, in order of their first appearance."""
+
+    layers: nn.ModuleList
+    kinds: tuple[int, ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> Depth | None:
+        """The list that holds most of a model's weights; None if none has `FEWEST` layers, or too few are alike."""
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) >= FEWEST]
+        if not lists:
+            return None
+        layers = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
+        known: dict[Any, int] = {}
+        kinds = tuple(known.setdefault(_kind(layer), len(known)) for layer in layers)
+        return Depth(layers, kinds) if len(kinds) >= len(known) + 2 else None
+
+    @property
+    def variants(self) -> list[tuple[int, ...]]:
+        """Positions of the layers to look at: one; two alike; and one with one of each other kind."""
+        first = [self.kinds.index(k) for k in range(max(self.kinds) + 1)]
+        most = Counter(self.kinds).most_common(1)[0][0]
+        base = [i for i, k in enumerate(self.kinds) if k == most]
+        return [(base[0],), (base[0], base[1]), *((base[0], first[k]) for k in range(len(first)) if k != most)]
+
+    def combine(self, found: Sequence[float]) -> float:
+        """Of all layers, from what the variants have."""
+        most, count = Counter(self.kinds).most_common(1)[0]
+        others = [k for k in range(max(self.kinds) + 1) if k != most]
+        one, two, *rest = found
+        more = sum(self.kinds.count(k) * (value - one) for k, value in zip(others, rest, strict=True))
+        return one + (count - 1) * (two - one) + more
+
+    @contextmanager
+    def only(self, positions: Sequence[int]) -> Iterator[None]:
+        """The model with these layers."""
+        kept = list(self.layers)
+        del self.layers[:]
+        self.layers.extend(kept[i] for i in positions)
+        try:
+            yield
+        finally:
+            del self.layers[:]
+            self.layers.extend(kept)
+
+
+def _kind(layer: nn.Module) -> Any:
+    """What two layers have in common that do the same: modules, sizes, and settings other than their number."""
+    return tuple(
+        (
+            name,
+            type(module).__qualname__,
+            tuple((key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, bool | float | str | None) or (isinstance(value, int) and "idx" not in key)
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+@contextmanager
+def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Each layer keeps what goes into it, and its inside is computed again in the backward."""
+    classes = [(layer, type(layer)) for layer in layers]
+    made = {cls: type(cls.__name__, (cls,), {"forward": _again(cls)}) for _, cls in classes}
+    try:
+        for layer, cls in classes:
+            layer.__class__ = made[cls]
+        yield
+    finally:
+        for layer, cls in classes:
+            layer.__class__ = cls
+
+
+def _again(cls: type[nn.Module]) -> Any:
+    inside: Any = cls.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(inside, self), *args, use_reentrant=False, **kwargs)
+
+    return forward

@@ -1,0 +1,356 @@
+"""`plan`: how a model could be trained on so many ranks: what fits, how long a step takes, and which options to give.
+
+    sp_compile.plan(model, (ids,), kwargs={"labels": ids}, memory="80GB", ranks=[8, 16, 64]).best.options
+
+A model is traced with one and two of its layers (`layers.py`), as it is written and with each layer checkpointed, for
+two numbers of ranks; what it takes grows with the layers and is `a + b / ranks`. Attention is computed for each number
+of ranks by the cost model. Seconds are products at `flops`, other kernels at `memory_bandwidth`, attention and
+exchanges as the cost model has them, and one pass of the optimizer over its state.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from sp_compile.config import STRATEGIES
+from sp_compile.cost.attention import Candidate, candidates
+from sp_compile.cost.decision import Decision
+from sp_compile.cost.machine import Machine
+from sp_compile.cost.step import PHASES, ModelBytes, StepMemory, state_per_weight, written
+from sp_compile.errors import SpError
+from sp_compile.graph.sizes import typical
+from sp_compile.passes.report import Report
+from sp_compile.verify import explain_each
+
+from .layers import Depth, checkpointed
+
+UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+SAMPLES, SAMPLED = (2, 4), "ring"
+"""Numbers of ranks that are looked at, and how attention is split there: any can be, in few ops on few ranks."""
+MOST_ROWS = 8
+"""Of a table, for each number of ranks."""
+STATES = ("sharded", "on every rank")
+KINDS = {"all_to_all": "all_to_all", "all_gather": "all_gather", "all_reduce": "all_reduce", "unshard": "all_gather"}
+KINDS |= {"reduce_grad": "all_reduce", "broadcast": "hop"}
+"""The collective whose line an op's bytes go by; others are shifts between neighbours."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train. ranks: that share the sequence. memory: bytes of a rank at the peak; phase: when.
+
+    checkpoint: is each layer computed again in the backward? state: "sharded" over the ranks by FSDP, or "on every
+    rank".
+    kept: bytes that the forward leaves for the backward. seconds: of a step. tokens: of the sequence.
+    """
+
+    ranks: int
+    attention: str
+    layout: str
+    checkpoint: bool
+    state: str
+    memory: float
+    phase: str
+    kept: float
+    seconds: float
+    tokens: int
+    fits: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `torch.compile(model, backend="sp", options=...)` is given. FSDP and checkpoints are the program's."""
+        grads = "partial" if self.state == "sharded" and self.ranks > 1 else "reduce"
+        return {"attention": self.attention, "layout": self.layout, "param_grads": grads}
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class StepPlan:
+    """What was found; `str(plan)` is a table. memory: of a device. rows: of each number of ranks, the fastest first.
+
+    changes: what would have to change, for numbers of ranks on which nothing fits.
+    """
+
+    memory: float
+    weights: ModelBytes
+    rows: list[Variant] = field(default_factory=list)
+    changes: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Variant:
+        """The fastest of those that fit. Raises SpError: nothing does; it says what would have to change."""
+        fitting = [row for row in self.rows if row.fits]
+        if not fitting:
+            raise SpError("plan: nothing fits: " + "; ".join(self.changes.values()))
+        return min(fitting, key=lambda row: row.seconds)
+
+    def of(self, ranks: int) -> Variant | None:
+        """The fastest on so many ranks; None if nothing fits."""
+        return min((r for r in self.rows if r.ranks == ranks and r.fits), key=lambda r: r.seconds, default=None)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                r.ranks,
+                r.attention,
+                r.layout,
+                "each layer" if r.checkpoint else "as written",
+                r.state,
+                written(r.memory),
+                r.phase,
+                f"{r.seconds:.3g}",
+                f"{r.tokens_per_second:.3g}",
+                "best" if r == self.of(r.ranks) else "fits" if r.fits else "",
+            )
+            for n in dict.fromkeys(r.ranks for r in self.rows)
+            for r in [r for r in self.rows if r.ranks == n][:MOST_ROWS]
+        ]
+        headers = (
+            "ranks",
+            "attention",
+            "layout",
+            "checkpoints",
+            "state",
+            "memory",
+            "peak of",
+            "s/step",
+            "tokens/s",
+            "",
+        )
+        head = f"{written(self.memory)} a rank; parameters {written(self.weights.parameters)}"
+        return "\n".join([head, tabulate(rows, headers=headers, disable_numparse=True), *self.changes.values()])
+
+
+def plan(
+    model: nn.Module,
+    inputs: Sequence[Any] = (),
+    *,
+    memory: str | float = "80GB",
+    ranks: Sequence[int] = (8, 16, 64),
+    optimizer: Any = None,
+    cost: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> StepPlan:
+    """What fits on so many ranks of so much memory, and how fast it is. Nothing runs: the model may be on "meta".
+
+    inputs, kwargs: of the model, whole. memory: of a device, in bytes or as "80GB", "75GiB". ranks: numbers of ranks
+    that share the sequence and, by FSDP, parameters, gradients and the optimizer's state. optimizer: as for `explain`.
+    cost: constants of the cost model, of an H100 but for those given (a CPU where the model is on one). config: other
+    fields of SPConfig. Raises SpError as `explain` does, and for a memory or ranks that are none.
+    """
+    device, wanted = bytes_of_text(memory), sorted({*ranks})
+    if not wanted or not all(isinstance(n, int) and n > 0 for n in wanted):
+        raise SpError(f"ranks={ranks!r}: expected numbers of ranks, 1 or more")
+    where = next((x.device.type for x in model.parameters()), "cpu")
+    machine = Machine.of(where, {**(cost or {}), "memory": device})
+    asked = config.pop("attention", "auto")
+    given = {**config, "attention": SAMPLED, "cost": {**(cost or {}), "memory": 1e18}, "kwargs": dict(kwargs or {})}
+    tokens = _tokens([*inputs, *(kwargs or {}).values()])
+    found = StepPlan(device, ModelBytes.of(model))
+    depth = Depth.of(model)
+    layers = list(depth.layers) if depth is not None else []
+    per_weight = state_per_weight(optimizer)
+    largest: dict[bool, str] = {}
+    for again in (False, True) if layers else (False,):
+        looked = [_look(model, inputs, depth, variant, again, per_weight, given) for variant in _variants(depth)]
+        whole = _Scaled(looked, depth, found.weights, per_weight)
+        step = _step(looked[0][-1])
+        largest[again] = step.summary(max(step.points(), key=lambda point: point.nbytes), most=1)[0][1]
+        found.rows += [row for n in wanted for row in _rows(whole, n, machine, again, tokens, asked)]
+    found.rows.sort(key=lambda row: (row.ranks, not row.fits, row.seconds))
+    for n in wanted:
+        if found.of(n) is None:
+            found.changes[n] = _change([row for row in found.rows if row.ranks == n], found, largest)
+    return found
+
+
+def bytes_of_text(memory: str | float) -> float:
+    """80e9 of "80GB". Raises SpError: of what is no size."""
+    if isinstance(memory, int | float) and memory > 0:
+        return float(memory)
+    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(memory))
+    if match is None or match[2].upper() not in UNITS or not float(match[1]):
+        raise SpError(f'memory={memory!r}: expected bytes or a size such as "80GB" or "75GiB"')
+    return float(match[1]) * UNITS[match[2].upper()]
+
+
+def _tokens(values: Iterable[Any]) -> int:
+    """Positions of the program's largest input of integers, or of its first dims."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim]
+    ids = [x.numel() for x in tensors if not x.is_floating_point()]
+    return max(ids or [x.shape[:2].numel() for x in tensors], default=0)
+
+
+def _variants(depth: Depth | None) -> list[tuple[int, ...]]:
+    return depth.variants if depth is not None else [()]
+
+
+def _look(
+    model: nn.Module, inputs: Any, depth: Depth | None, positions: tuple[int, ...], again: bool,
+    per_weight: float, given: dict[str, Any],
+) -> list[Report]:  # fmt: skip
+    """The reports for each sample of ranks, of a model with these layers."""
+    chosen = [depth.layers[i] for i in positions] if depth is not None else []
+    with depth.only(positions) if depth is not None else nullcontext(), checkpointed(chosen if again else []):
+        return explain_each(model, list(inputs), SAMPLES, per_weight, dict(given))
+
+
+class _Scaled:
+    """What all layers take on any number of ranks, from reports of a few layers on two numbers."""
+
+    def __init__(self, looked: list[list[Report]], depth: Depth | None, weights: ModelBytes, per_weight: float) -> None:
+        self.looked, self.depth = looked, depth
+        self.weights, self.per_weight = weights, per_weight
+        self.inputs = max(_step(report).inputs for one in looked for report in one)
+        self.parts = [[_parts(report) for report in one] for one in looked]
+
+    def __call__(self, name: str, n: int) -> float:
+        """A part of what a rank of n takes."""
+        found = [self._of_layers([one[i].get(name, 0.0) for one in self.parts]) for i in range(len(SAMPLES))]
+        (a, b), (x, y) = SAMPLES, found
+        slope = (x - y) / (1 / a - 1 / b)
+        return x + slope * (1 / n - 1 / a)
+
+    def _of_layers(self, values: Sequence[float]) -> float:
+        return self.depth.combine(values) if self.depth is not None else values[0]
+
+    def names(self, beginning: str) -> list[str]:
+        return sorted({name for one in self.parts for part in one for name in part if name.startswith(beginning)})
+
+    def attention(self) -> list[tuple[Decision, float]]:
+        """Each shape of attention, and how many there are."""
+        first: dict[Any, Decision] = {}
+        for one in self.looked:
+            for decision in one[0].attention:
+                first.setdefault(replace(decision.shape, zigzag=False), decision)
+        counts = [{replace(d.shape, zigzag=False): float(d.nodes) for d in one[0].attention} for one in self.looked]
+        return [(d, self._of_layers([count.get(shape, 0.0) for count in counts])) for shape, d in first.items()]
+
+
+def _step(report: Report) -> StepMemory:
+    assert report.step is not None
+    return report.step
+
+
+def _parts(report: Report) -> dict[str, float]:
+    """What a rank takes, in parts that grow with the layers: bytes by phase, traffic, flops, exchanges."""
+    step, found = _step(report), dict[str, float]()
+    attention = max((d.chosen.memory for d in report.attention), default=0.0)
+    for point in step.points():
+        values = point.nbytes - point.gradients - point.moment.idle  # which fills up to the peak, however large that is
+        near = "attend" in point.moment.name or "attention" in point.moment.name
+        name = f"peak {point.phase}{' attention' if near else ''}"
+        found[name] = max(found.get(name, -math.inf), values - (attention if near else 0.0))
+    found["kept"] = step.saved
+    walks = [walk for graph in step.graphs for walk in (graph.forward, graph.backward) if walk is not None]
+    found["flops"], found["traffic"] = sum(walk.flops for walk in walks), sum(walk.traffic for walk in walks)
+    for exchange in report.exchanges:
+        if exchange.op in STRATEGIES or exchange.op.endswith("_attention") or exchange.op == "reduce_grad":
+            continue
+        kind = KINDS.get(exchange.op, "hop")
+        for sent in (typical(exchange.forward), typical(exchange.backward)):
+            found[f"sent {kind}"] = found.get(f"sent {kind}", 0.0) + sent
+            found[f"calls {kind}"] = found.get(f"calls {kind}", 0.0) + (sent > 0)
+    return found
+
+
+def _rows(whole: _Scaled, n: int, machine: Machine, again: bool, tokens: int, asked: str) -> list[Variant]:
+    ways = {way: found for way, found in _ways(whole, n, machine).items() if asked in ("auto", way[0])}
+    weights, learned = whole.weights, whole.weights.learned
+    optimizer = whole.per_weight * learned
+    resident = weights.buffers + whole.inputs
+    out = []
+    for (kind, layout), found in ways.items():
+        largest = max((c.memory for c, _ in found), default=0.0)
+        peaks = {
+            phase: max(whole(f"peak {phase}", n), whole(f"peak {phase} attention", n) + largest) for phase in PHASES
+        }
+        phase = max(peaks, key=lambda one: peaks[one])
+        seconds = sum((c.seconds + (c.forward if again else 0.0)) * count for c, count in found)
+        seconds += whole("flops", n) / machine.flops + machine.copy(whole("traffic", n)) + _exchanged(whole, n, machine)
+        for state in STATES if n > 1 else STATES[1:]:
+            shards = n if state == "sharded" else 1
+            held = (weights.parameters + learned + optimizer) / shards + resident
+            if shards > 1:
+                held += min(2 * weights.unit, weights.parameters) + min(weights.unit, learned)
+                moved = machine.seconds("all_gather", weights.parameters / n, n) * 2
+                moved += machine.seconds("reduce_scatter", learned / n, n)
+                took = machine.together(seconds, moved)
+            else:
+                took = seconds + machine.seconds("all_reduce", learned, n)
+            took += machine.copy(2 * (weights.parameters + learned + optimizer) / shards)
+            need = held + peaks[phase]
+            fits = need <= machine.memory
+            out.append(Variant(n, kind, layout, again, state, need, phase, whole("kept", n), took, tokens, fits))
+    return out
+
+
+def _ways(whole: _Scaled, n: int, machine: Machine) -> dict[tuple[str, str], list[tuple[Candidate, float]]]:
+    """(strategy, layout) -> its candidate for each attention and their number; those that can all be so."""
+    shapes = whole.attention()
+    if not shapes:
+        return {("auto", "auto"): []}
+    out: dict[tuple[str, str], list[tuple[Candidate, float]]] = {}
+    offered = []
+    for decision, count in shapes:
+        shape = replace(decision.shape, n=n, zigzag=False)
+        best: dict[tuple[str, str], Candidate] = {}
+        for c in candidates(shape, replace(machine, memory=1e18)):
+            key = (c.kind, c.layout)
+            if c.legal is None and (key not in best or c.seconds < best[key].seconds):
+                best[key] = c
+        offered.append((best, count))
+    for key in offered[0][0]:
+        found = [(_same_or_contiguous(best, key), count) for best, count in offered]
+        if all(c is not None for c, _ in found):
+            out[key] = [(c, count) for c, count in found if c is not None]
+    return out
+
+
+def _same_or_contiguous(best: Mapping[tuple[str, str], Candidate], key: tuple[str, str]) -> Candidate | None:
+    """A window is never in zigzag order."""
+    return best.get(key) or best.get((key[0], "contiguous"))
+
+
+def _exchanged(whole: _Scaled, n: int, machine: Machine) -> float:
+    """Seconds of the exchanges besides attention's and gradients'."""
+    if n == 1:
+        return 0.0
+    lines = {name.removeprefix("sent "): name for name in whole.names("sent ")}
+    out = 0.0
+    for kind, name in lines.items():
+        line = machine.line(kind, n)
+        out += whole(f"calls {kind}", n) * line.latency + whole(name, n) / line.bandwidth
+    return out
+
+
+def _change(rows: list[Variant], found: StepPlan, largest: Mapping[bool, str]) -> str:
+    """What would have to change for one number of ranks. largest: what is, without and with checkpoints."""
+    least = min(rows, key=lambda row: row.memory)
+    more = [row.ranks for row in found.rows if row.fits and row.ranks > least.ranks]
+    way = f"{least.attention}, {'each layer checkpointed' if least.checkpoint else 'as written'}, state {least.state}"
+    excess = written(least.memory - found.memory)
+    words = [
+        f"{least.ranks} ranks: the least is {written(least.memory)} ({way}), {excess} too much, in its {least.phase}"
+    ]
+    words.append(f"the largest there: {largest[least.checkpoint]}")
+    if more:
+        words.append(f"it fits on {min(more)}")
+    if not least.checkpoint and not any(row.checkpoint for row in rows):
+        words.append("checkpoint its layers")
+    words.append("take more ranks, return the loss alone and compute it in chunks of tokens, or offload what is kept")
+    return "; ".join(words)

@@ -1,0 +1,104 @@
+"""`sp_compile.plan`: what a few layers say of all, what fits, and what is said where nothing does."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import Decoder, tokens
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.cost.plan.layers import Depth, checkpointed
+from sp_compile.cost.plan.plan import _look, _Scaled, bytes_of_text
+from sp_compile.cost.step import ModelBytes
+from sp_compile.errors import SpError
+
+
+def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def decoder(layers: int = 5) -> nn.Module:
+    return Decoder(plain, layers=layers)
+
+
+@cache
+def planned(memory: str = "1GB") -> sp_compile.StepPlan:
+    with torch.device("meta"):
+        model, ids = decoder(), torch.zeros(2, 64, dtype=torch.int64)
+    return sp_compile.plan(model, (ids,), memory=memory, ranks=[1, 2, 8])
+
+
+@pytest.mark.slow
+def test_a_plan() -> None:
+    plan = planned()
+    assert {row.ranks for row in plan.rows} == {1, 2, 8}
+    assert all(row.fits and row.seconds > 0 and row.tokens == 128 for row in plan.rows)
+    assert plan.best.seconds == min(row.seconds for row in plan.rows)
+    assert {row.attention for row in plan.rows if row.ranks == 2} == {"ulysses", "ring", "gather"}
+    torch.compile(decoder(), backend="sp", options=plan.best.options)
+    again = {row.checkpoint: row.kept for row in plan.rows if row.ranks == 2 and row.attention == "ring"}
+    assert again[True] < again[False] / 2
+    assert "best" in str(plan)
+
+
+@pytest.mark.slow
+def test_nothing_fits() -> None:
+    plan = planned("1KB")
+    assert not any(row.fits for row in plan.rows)
+    assert set(plan.changes) == {1, 2, 8}
+    with pytest.raises(SpError, match=r"8 ranks: the least is .* too much"):
+        _ = plan.best
+
+
+@pytest.mark.slow
+def test_layers_add_up() -> None:
+    """One layer and two say what five keep and compute."""
+    model, given = decoder(), {"attention": "ring", "cost": {}}
+    depth = Depth.of(model)
+    assert depth is not None
+    few = _Scaled([_look(model, (tokens(64),), depth, one, False, 2.0, given) for one in depth.variants], depth,
+                  ModelBytes.of(model), 2.0)  # fmt: skip
+    whole = _Scaled([_look(model, (tokens(64),), None, (), False, 2.0, given)], None, ModelBytes.of(model), 2.0)
+    assert few("flops", 2) == whole("flops", 2) > 0
+    assert few("kept", 4) == whole("kept", 4) > 0
+    assert few("peak loss", 4) == pytest.approx(whole("peak loss", 4), rel=0.1)
+
+
+def test_kinds_of_layers() -> None:
+    layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8), nn.Linear(8, 4)])
+    depth = Depth.of(nn.Sequential(layers))
+    assert depth is not None
+    assert depth.kinds == (0, 0, 1, 0, 1)
+    assert depth.variants == [(0,), (0, 1), (0, 2)]
+    assert depth.combine([10 + 1, 10 + 2, 10 + 1 + 5]) == 10 + 3 * 1 + 2 * 5
+    with depth.only((0, 2)):
+        assert [layer.out_features for layer in layers] == [8, 4]
+    assert len(layers) == 5
+
+
+def test_layers_are_computed_again_for_a_while() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with checkpointed([layer]):
+        assert type(layer) is not nn.Linear
+        assert torch.equal(layer(x), layer(x))
+    assert type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("80GB", 80e9), ("75 GiB", 75 * 2**30), (1e9, 1e9), ("512", 512)])
+def test_sizes(text: str | float, nbytes: float) -> None:
+    assert bytes_of_text(text) == nbytes
+
+
+@pytest.mark.parametrize("memory", ["much", "80 apples", 0, "0GB"])
+def test_what_is_no_size(memory: str | float) -> None:
+    with pytest.raises(SpError, match="memory="):
+        sp_compile.plan(nn.Linear(2, 2), (), memory=memory)
+
+
+def test_what_are_no_ranks() -> None:
+    with pytest.raises(SpError, match="ranks="):
+        sp_compile.plan(nn.Linear(2, 2), (), ranks=[0])
