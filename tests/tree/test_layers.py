@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST_ENTRIES = 16
-MARKERS = ("__init__.py", "py.typed")  # which every package has, wherever its parts are
+MARKERS = ("__init__.py", "__main__.py", "py.typed")  # where Python and tools look for them, wherever its parts are
 
 LAYERS = """
 _compat                         lowering/triton
@@ -35,6 +35,7 @@ backend
 verify                          integrations/_compat
 cost/plan                       integrations
 __init__
+__main__
 """
 """Rooms, low to high: folders, and the files beside `sp_compile/`'s folders. Rooms of a line do not import each other."""
 

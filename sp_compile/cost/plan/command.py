@@ -1,0 +1,111 @@
+"""The command line: `python -m sp_compile explain|verify|plan module:function`.
+
+The function gives (model, args) or (model, args, kwargs): the model and what it is called with, whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sp_compile.errors import SpError
+from sp_compile.verify import explain, verify
+
+from .page import page
+from .picture import picture
+from .plan import plan
+from .record import of_plan, of_report
+
+TOLERANCE = 1e-3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 1 where `verify` finds a larger error than allowed or `plan` that nothing fits.
+
+    2: bad input, said in one line.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except SpError as error:
+        sys.stderr.write(f"sp_compile {args.command}: {error}\n")
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    model, inputs, kwargs = _called(args.target)
+    options = dict(map(_option, args.option))
+    if args.command == "plan":
+        made = plan(model, inputs, kwargs=kwargs, memory=args.memory, ranks=args.ranks, **options)
+        text, found, failed = str(made), of_plan(made), not any(row.fits for row in made.rows)
+        if args.png:
+            picture(made, args.png)
+    else:
+        if args.png:
+            raise SpError("--png draws plans: use it with plan, or --html")
+        look = {"memory": True} if args.command == "explain" else {}
+        entry: Callable[..., Any] = explain if args.command == "explain" else verify
+        report = entry(model, *inputs, sp=args.sp, kwargs=kwargs, **look, **options)
+        text, found, failed = str(report), of_report(report), not report.worst <= args.tolerance
+    sys.stdout.write(text + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.html:
+        args.html.write_text(page(found))
+    return int(failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sp_compile", description="What sequence parallelism does to a model."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, words in (
+        ("explain", "rewrites, collectives and memory of a rank"),
+        ("verify", "numbers of simulated ranks against one device"),
+        ("plan", "what fits on how many ranks, and how fast it is"),
+    ):
+        one = commands.add_parser(name, help=words, description=words)
+        one.add_argument("target", help="module:function that gives (model, args) or (model, args, kwargs)")
+        one.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend")
+        one.add_argument("--json", type=Path, help="write it as JSON, too")
+        one.add_argument("--html", type=Path, help="write it as a page, too")
+        one.add_argument("--png", type=Path, help="write a picture of a plan (needs matplotlib)")
+        if name == "plan":
+            one.add_argument("--memory", default="80GB", help="of a device")
+            one.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64])
+        else:
+            one.add_argument("--sp", type=int, default=2, help="ranks that share the sequence")
+            one.add_argument("--tolerance", type=float, default=TOLERANCE, help="of verify: the largest relative error")
+    return parser
+
+
+def _called(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """What the function gives. Raises SpError: there is none, or it gives something else."""
+    module, _, name = target.partition(":")
+    sys.path[:0] = [""] if "" not in sys.path else []
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpError(f"{target!r}: expected module:function, importable from here: {error}") from None
+    found = function()
+    form = isinstance(found, tuple) and 2 <= len(found) <= 3 and isinstance(found[1], tuple | list)
+    if not form or not isinstance(found[-1], dict if len(found) == 3 else tuple | list):
+        raise SpError(f"{target!r}: expected it to give (model, args) or (model, args, kwargs), args a tuple")
+    return found[0], found[1], found[2] if len(found) == 3 else {}
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SpError(f"--option {text!r}: expected NAME=VALUE, such as attention=ring")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value

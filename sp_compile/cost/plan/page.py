@@ -1,0 +1,216 @@
+"""A report or a plan as one HTML page without anything from elsewhere: made of its JSON (`record.py`), by hand.
+
+The program's lines are a strip, as wide as what they keep; memory over the step is an area; tables can be searched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from sp_compile.cost.step import written
+
+WIDTH, HEIGHT, MOST_POINTS = 960, 220, 2000
+STYLE = """
+:root { --sharded: #4c9a6a; --exchanged: #3b78b5; --gathered: #c2553f; --ink: #222; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 2rem auto; max-width: 62rem; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; width: 100%; font-size: 13px; }
+td, th { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
+code { font-size: 12px; overflow-wrap: anywhere; }
+.strip { display: flex; height: 3.2rem; border-radius: 4px; overflow: hidden; }
+.strip div { min-width: 5px; border-right: 1px solid #fff; }
+.sharded { background: var(--sharded); } .exchanged { background: var(--exchanged); }
+.gathered { background: var(--gathered); }
+.key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
+input { font: inherit; width: 100%; padding: .4rem; box-sizing: border-box; }
+.best { background: #e5f3ea; font-weight: 600; } .misses { color: #999; }
+svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; }
+"""
+SCRIPT = """
+document.getElementById("search").addEventListener("input", event => {
+  const words = event.target.value.toLowerCase().split(/\\s+/);
+  for (const row of document.querySelectorAll("[data-find]")) {
+    const text = row.textContent.toLowerCase() + " " + (row.title || "").toLowerCase();
+    row.style.display = words.every(word => text.includes(word)) ? "" : "none";
+  }
+});
+"""
+COLOURS = {"forward": "#8fb9dd", "loss": "#e0b05a", "backward": "#8cc4a2"}
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page of a report's or a plan's JSON."""
+    plan = found["format"] == "sp_compile.plan"
+    title = "What fits" if plan else f"{found['ranks']} ranks"
+    body = _plan(found) if plan else _report(found)
+    data = json.dumps(found).replace("<", "\\u003c")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>sp_compile: {title}</title>'
+        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n"
+        '<input id="search" type="search" placeholder="search lines, ops, reasons" aria-label="search">\n'
+        + "\n".join(body)
+        + f'\n<script type="application/json" id="data">{data}</script>\n<script>{SCRIPT}</script>\n</body></html>\n'
+    )
+
+
+def _report(found: Mapping[str, Any]) -> Iterable[str]:
+    inputs = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in found["inputs"].items())
+    yield f"<p>The sequence is {escape(inputs) or 'not an input dim'}. {escape(' '.join(found['constraints']))}</p>"
+    yield "<h2>The program, line by line</h2>" + _strip(found["blocks"])
+    memory = found["memory"]
+    if memory is not None:
+        yield f"<h2>Memory of a rank over a training step</h2>{_area(memory)}"
+        state = [
+            (name, memory[f"{name}_bytes"]) for name in "parameters gradients optimizer buffers inputs kept".split()
+        ]
+        state += [("peak", memory["peak_bytes"]), ("peak with FSDP", memory["peak_with_fsdp_bytes"])]
+        yield _table(("what", "bytes of a rank"), [(name, written(nbytes)) for name, nbytes in state])
+        for peak in memory["peaks"]:
+            yield f"<h2>Alive at the peak of {peak['phase']}: {written(peak['values_bytes'])}</h2>"
+            yield _table(
+                ("what", "bytes", "line"),
+                [(a["origin"], written(a["bytes"]), _code(a["where"])) for a in peak["alive"]],
+            )
+    total: Counter[str] = Counter()
+    for e in found["collectives"]:
+        total[e["op"]] += e["forward_bytes"] + e["backward_bytes"]
+    yield "<h2>Bytes by collective</h2>" + _bars(total)
+    yield _table(
+        ("op", "local shape", "sent forward", "sent backward", "line"),
+        [
+            (e["op"], escape(e["shape"]), written(e["forward_bytes"]), written(e["backward_bytes"]), _code(e["where"]))
+            for e in found["collectives"]
+        ],
+    )
+    yield "<h2>Rewrites and refusals</h2>"
+    yield _table(
+        ("pass", "line", "what and why"),
+        [(escape(r["done"]), _code(r["where"]), escape(r["why"])) for r in found["rewrites"]],
+    )
+    if found["attention"]:
+        yield "<h2>Attention</h2>" + _table(
+            ("attention", "nodes", "chosen", "layout", "ms", "memory"),
+            [
+                (escape(a["attention"]), a["nodes"], a["chosen"], a["layout"], f"{1e3 * a['seconds']:.3g}",
+                 written(a["memory_bytes"]))
+                for a in found["attention"]
+            ],
+        )  # fmt: skip
+    if found["errors"]:
+        rows = [(escape(e["name"]), f"{e['error']:.2e}") for e in found["errors"]]
+        yield "<h2>Against one device</h2>" + _table(("what", "largest relative error"), rows)
+
+
+def _plan(found: Mapping[str, Any]) -> Iterable[str]:
+    yield (
+        f"<p>{written(found['memory_bytes'])} a rank; parameters {written(found['parameters_bytes'])}. "
+        "Rows that do not fit are grey.</p>"
+    )
+    columns = ("ranks", "attention", "layout", "checkpoints", "state", "memory", "peak of", "s/step", "tokens/s")
+    rows, marks = [], []
+    for i, way in enumerate(found["ways"]):
+        again = "each layer" if way["checkpoint"] else "as written"
+        numbers = written(way["memory_bytes"]), way["phase"], f"{way['seconds']:.3g}", f"{way['tokens_per_second']:.3g}"
+        rows.append((way["ranks"], way["attention"], way["layout"], again, way["state"], *numbers))
+        marks.append("best" if i == found["best"] else "" if way["fits"] else "misses")
+    yield _table(columns, rows, marks)
+    if found["best"] is not None:
+        yield f"<h2>Options of the best</h2><pre>{escape(json.dumps(found['ways'][found['best']]['options']))}</pre>"
+    if found["changes"]:
+        yield "<h2>What would have to change</h2>" + "".join(f"<p>{escape(w)}</p>" for w in found["changes"].values())
+
+
+def _strip(blocks: Sequence[Mapping[str, Any]]) -> str:
+    most = max((block["kept_bytes"] for block in blocks), default=0) or 1
+    cells = []
+    for block in blocks:
+        kept, sent = written(block["kept_bytes"]), written(block["sent_bytes"])
+        words = f"{block['where']} | {block['kind']}, keeps {kept}, sends {sent} {', '.join(block['done'])}"
+        grow = 1 + 9 * block["kept_bytes"] / most
+        cells.append(
+            f'<div class="{block["kind"]}" style="flex-grow:{grow:.2f}" title="{escape(words)}" data-find></div>'
+        )
+    kinds = ("sharded", "exchanged", "gathered")
+    key = "".join(f'<span class="key {kind}"></span>{kind}' for kind in kinds)
+    rows = [
+        (_code(b["where"]), b["kind"], written(b["kept_bytes"]), written(b["sent_bytes"]), escape(", ".join(b["done"])))
+        for b in blocks
+    ]
+    shown = _table(("line", "kind", "kept for the backward", "sent", "passes"), rows)
+    return (
+        f'<div class="strip">{"".join(cells)}</div><p>Wider lines keep more for the backward.{key}</p>'
+        f"<details><summary>{len(blocks)} lines</summary>{shown}</details>"
+    )
+
+
+def _area(memory: Mapping[str, Any]) -> str:
+    """Values over the step, above what stays."""
+    curve = memory["curve"][:: max(1, len(memory["curve"]) // MOST_POINTS)]
+    if not curve:
+        return ""
+    state = sum(memory[f"{name}_bytes"] for name in ("parameters", "optimizer", "buffers", "inputs"))
+    top = 1.05 * (state + max(point["values_bytes"] for point in memory["curve"]))
+    x = [WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
+    y = [HEIGHT * (1 - (state + point["values_bytes"]) / top) for point in curve]
+    floor = HEIGHT * (1 - state / top)
+    parts = []
+    for phase, colour in COLOURS.items():
+        runs: list[list[int]] = []
+        for i, point in enumerate(curve):
+            if point["phase"] == phase:
+                if runs and runs[-1][-1] == i - 1:
+                    runs[-1].append(i)
+                else:
+                    runs.append([i])
+        for run in runs:
+            last = min(run[-1] + 1, len(curve) - 1)
+            path = " ".join(f"L{x[i]:.1f} {y[i]:.1f}" for i in run)
+            shape = f"M{x[run[0]]:.1f} {floor:.1f} {path} L{x[last]:.1f} {y[run[-1]]:.1f} L{x[last]:.1f} {floor:.1f} Z"
+            parts.append(f'<path d="{shape}" fill="{colour}"><title>{phase}</title></path>')
+            parts.append(f'<text x="{x[run[0]] + 3:.0f}" y="{HEIGHT + 14}">{phase}</text>')
+    rest = HEIGHT - floor
+    parts.append(
+        f'<rect x="0" y="{floor:.1f}" width="{WIDTH}" height="{rest:.1f}" fill="#ccc"><title>state</title></rect>'
+    )
+    peak = max(range(len(curve)), key=lambda i: curve[i]["values_bytes"])
+    words = f"{written(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"
+    side = "end" if x[peak] > WIDTH / 2 else "start"
+    parts.append(f'<circle cx="{x[peak]:.1f}" cy="{y[peak]:.1f}" r="4"></circle>')
+    parts.append(
+        f'<text x="{x[peak]:.1f}" y="{max(12.0, y[peak] - 7):.1f}" text-anchor="{side}">{escape(words)}</text>'
+    )
+    parts.append(f'<text x="3" y="{HEIGHT - 4}">state {written(state)}</text>')
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 20}" role="img" aria-label="memory over the step">{"".join(parts)}</svg>'
+    )
+
+
+def _bars(total: Mapping[str, int]) -> str:
+    most = max(total.values(), default=0) or 1
+    rows = [
+        (
+            escape(op),
+            written(nbytes),
+            f'<div class="exchanged" style="height:.8rem;width:{100 * nbytes / most:.1f}%"></div>',
+        )
+        for op, nbytes in sorted(total.items(), key=lambda item: -item[1])
+    ]
+    return _table(("op", "bytes", ""), rows)
+
+
+def _code(where: str) -> str:
+    return f"<code>{escape(where)}</code>"
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], marks: Sequence[str] = ()) -> str:
+    """Cells are HTML already."""
+    head = "".join(f"<th>{name}</th>" for name in headers)
+    lines = []
+    for i, row in enumerate(rows):
+        mark = f' class="{marks[i]}"' if marks and marks[i] else ""
+        lines.append(f"<tr{mark} data-find>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

@@ -1,0 +1,154 @@
+"""Reports and plans as JSON: names and units stay as they are while "version" is 1; fields may be added.
+
+    {"format": "sp_compile.report", "version": 1, "ranks": 8, "inputs": {"ids": [1]}, "constraints": ["..."],
+     "rewrites":    [{"done": "ulysses", "node": "...", "where": "FILE:12: y = f(x)", "why": "..."}],
+     "collectives": [{"op": "all_to_all", "node", "where", "shape", "forward_bytes", "backward_bytes"}],
+     "attention":   [{"attention": "batch 1, ...", "nodes": 32, "chosen": "ring", "layout": "zigzag", "seconds": 0.1,
+                      "memory_bytes": 1}],
+     "blocks":      [{"where", "kind": "gathered" | "exchanged" | "sharded", "kept_bytes", "sent_bytes", "done": []}],
+     "memory":      null | {"parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes", "inputs_bytes",
+                    "kept_bytes", "peak_bytes", "peak_with_fsdp_bytes",
+                    "peaks": [{"phase", "node", "where", "values_bytes", "alive": [{"origin", "where", "bytes"}]}],
+                    "curve": [{"phase", "node", "where", "values_bytes"}]},
+     "errors":      [{"name", "error"}]}
+
+    {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "parameters_bytes": 1, "best": 0 | null,
+     "ways": [{"ranks", "attention", "layout", "checkpoint", "state", "memory_bytes", "phase", "kept_bytes", "seconds",
+               "tokens_per_second", "fits", "options"}], "changes": {"8": "..."}}
+
+A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from sp_compile.cost.decision import described
+from sp_compile.cost.step import StepMemory
+from sp_compile.graph.sizes import typical
+from sp_compile.passes.report import Report
+
+from .plan import StepPlan
+
+VERSION = 1
+MOST_ALIVE = 20
+
+
+def of_report(report: Report) -> dict[str, Any]:
+    """What `explain` or `verify` found."""
+    return {
+        "format": "sp_compile.report",
+        "version": VERSION,
+        "ranks": report.n,
+        "inputs": {name: list(dims) for name, dims in report.inputs.items()},
+        "constraints": list(report.constraints),
+        "rewrites": [{"done": n.done, "node": n.node, "where": n.where, "why": n.why} for n in report.notes],
+        "collectives": [
+            {
+                "op": e.op,
+                "node": e.node,
+                "where": e.where,
+                "shape": e.shape,
+                "forward_bytes": typical(e.forward),
+                "backward_bytes": typical(e.backward),
+            }
+            for e in report.exchanges
+        ],
+        "attention": [
+            {
+                "attention": described(d.shape),
+                "nodes": d.nodes,
+                "chosen": d.chosen.kind,
+                "layout": d.chosen.layout,
+                "seconds": d.chosen.seconds,
+                "memory_bytes": d.chosen.memory,
+            }
+            for d in report.attention
+        ],
+        "blocks": _blocks(report),
+        "memory": None if report.step is None else _memory(report.step, report.n),
+        "errors": [{"name": name, "error": error} for name, error in report.errors],
+    }
+
+
+def of_plan(plan: StepPlan) -> dict[str, Any]:
+    """What `plan` found."""
+    fitting = [row for row in plan.rows if row.fits]
+    best = min(fitting, key=lambda row: row.seconds, default=None)
+    return {
+        "format": "sp_compile.plan",
+        "version": VERSION,
+        "memory_bytes": plan.memory,
+        "parameters_bytes": plan.weights.parameters,
+        "best": None if best is None else plan.rows.index(best),
+        "ways": [
+            {
+                "ranks": row.ranks,
+                "attention": row.attention,
+                "layout": row.layout,
+                "checkpoint": row.checkpoint,
+                "state": row.state,
+                "memory_bytes": row.memory,
+                "phase": row.phase,
+                "kept_bytes": row.kept,
+                "seconds": row.seconds,
+                "tokens_per_second": row.tokens_per_second,
+                "fits": row.fits,
+                "options": row.options,
+            }
+            for row in plan.rows
+        ],
+        "changes": {str(ranks): words for ranks, words in plan.changes.items()},
+    }
+
+
+def _blocks(report: Report) -> list[dict[str, Any]]:
+    """The user's lines in the order in which they run, as far as that is known."""
+    kept: Counter[str] = Counter()
+    lines: dict[str, None] = {}
+    for graph in report.step.graphs if report.step is not None else []:
+        lines.update((moment.where, None) for moment in graph.forward.moments)
+        for held in graph.backward.alive(0) if graph.backward is not None else []:
+            kept[held.where] += held.nbytes if held.origin == "saved" else 0
+    lines.update((one.where, None) for one in [*report.exchanges, *report.notes])
+    sent: Counter[str] = Counter()
+    for e in report.exchanges:
+        sent[e.where] += typical(e.forward) + typical(e.backward)
+    done: dict[str, list[str]] = {where: [] for where in lines}
+    for note in report.notes:
+        done[note.where].append(note.done)
+    whole = {note.where for note in report.fallbacks}
+    return [
+        {
+            "where": where,
+            "kind": "gathered" if where in whole else "exchanged" if sent[where] else "sharded",
+            "kept_bytes": kept[where],
+            "sent_bytes": sent[where],
+            "done": list(dict.fromkeys(done[where])),
+        }
+        for where in lines
+    ]
+
+
+def _memory(step: StepMemory, n: int) -> dict[str, Any]:
+    def at_moment(point: Any) -> dict[str, Any]:
+        moment = point.moment
+        return {"phase": point.phase, "node": moment.name, "where": moment.where, "values_bytes": point.nbytes}
+
+    def alive(point: Any) -> list[dict[str, Any]]:
+        found = step.summary(point, MOST_ALIVE)
+        return [{"origin": origin, "where": where, "bytes": nbytes} for origin, where, nbytes, _ in found]
+
+    return {
+        "parameters_bytes": step.weights.parameters,
+        "gradients_bytes": step.weights.learned,
+        "optimizer_bytes": step.optimizer,
+        "buffers_bytes": step.weights.buffers,
+        "inputs_bytes": step.inputs,
+        "kept_bytes": step.saved,
+        "peak_bytes": step.peak,
+        "peak_with_fsdp_bytes": step.fsdp(n),
+        "peaks": [{**at_moment(point), "alive": alive(point)} for point in step.peaks().values()],
+        "curve": [at_moment(point) for point in step.points()],
+    }

@@ -1,0 +1,152 @@
+"""Reports and plans as JSON, as a page and as a picture, and the command line that writes them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import Decoder, tokens
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sp_compile.cost.exchanges import Exchange
+from sp_compile.cost.plan.command import main
+from sp_compile.cost.plan.page import page
+from sp_compile.cost.plan.plan import StepPlan, Variant
+from sp_compile.cost.plan.record import of_plan, of_report
+from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
+from sp_compile.passes.job import Note
+from sp_compile.passes.report import Report
+
+VOID = {"meta", "input", "br"}
+REASON = "an op <b> without a rule & more"
+
+
+class Page(HTMLParser):
+    """Tags that are open, how often each was met, what links away, and all text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.met: Counter[str] = Counter()
+        self.away: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.met[tag] += 1
+        self.away += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "action")]
+        self.met.update(f"{tag}.{value}" for name, value in attrs if name == "class")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def report() -> Report:
+    forward = make_fx(lambda x, w: ((x.exp() @ w).sin(),), tracing_mode="fake")(torch.ones(64, 8), torch.ones(8, 8))
+    step = StepMemory(ModelBytes(256, 256, 0, 256), graphs=[GraphStep.of(forward.graph, None, False, 2048)])
+    notes = [
+        Note("ulysses", "attend", "model.py:3: attend(x)", "2 all-to-alls"),
+        Note("gather", "sort", "model.py:4: sort(x)", REASON),
+    ]
+    exchanges = [
+        Exchange("all_to_all", "a", "model.py:3: attend(x)", "2 x 3", 100, 50),
+        Exchange("all_gather", "g", "model.py:4: sort(x)", "4", 10, 0),
+    ]
+    return Report(2, notes=notes, exchanges=exchanges, inputs={"x": [1]}, step=step)
+
+
+def plan_of(*rows: Variant) -> StepPlan:
+    return StepPlan(80e9, ModelBytes(10, 10, 0, 10), list(rows), {8: "8 ranks: too little"})
+
+
+def row(ranks: int, seconds: float, fits: bool) -> Variant:
+    return Variant(ranks, "ring", "zigzag", True, "sharded", 7e10, "loss", 1e9, seconds, 1000, fits)
+
+
+def test_a_report_as_json() -> None:
+    found = json.loads(json.dumps(of_report(report())))
+    assert (found["format"], found["version"], found["ranks"]) == ("sp_compile.report", 1, 2)
+    assert found["collectives"][0]["forward_bytes"] == 100
+    kinds = {block["where"]: block["kind"] for block in found["blocks"]}
+    assert kinds["model.py:3: attend(x)"] == "exchanged"
+    assert kinds["model.py:4: sort(x)"] == "gathered"
+    memory = found["memory"]
+    assert [point["values_bytes"] for point in memory["curve"]] == [2048, 4096, 4096]
+    assert (memory["optimizer_bytes"], memory["peak_bytes"]) == (512, 256 + 512 + 2048 + 4096)
+    assert sum(alive["bytes"] for alive in memory["peaks"][0]["alive"]) == 4096
+
+
+def test_a_plan_as_json() -> None:
+    found = json.loads(json.dumps(of_plan(plan_of(row(8, 1.0, False), row(16, 3.0, True), row(32, 2.0, True)))))
+    assert found["best"] == 2
+    assert found["ways"][2]["options"] == {"attention": "ring", "layout": "zigzag", "param_grads": "partial"}
+    assert of_plan(plan_of(row(8, 1.0, False)))["best"] is None
+
+
+def test_a_page_is_whole_and_has_all() -> None:
+    text = page(of_report(report()))
+    found = Page(text)
+    assert not found.open
+    assert not found.away
+    assert "http" not in text.replace("http-equiv", "")
+    assert REASON in found.text, "escaped once"
+    assert "<b>" not in text
+    assert found.met["svg"] == found.met["input"] == 1
+    assert found.met["div.exchanged"] >= 1
+    assert found.met["div.gathered"] == 1
+    assert "model.py:3: attend(x)" in found.text
+
+
+def test_a_page_of_a_plan() -> None:
+    found = Page(page(of_plan(plan_of(row(8, 1.0, False), row(16, 3.0, True)))))
+    assert (found.met["tr.best"], found.met["tr.misses"]) == (1, 1)
+    assert "8 ranks: too little" in found.text
+
+
+def small() -> Any:
+    return Decoder().double(), (tokens(16),)
+
+
+def wrong() -> Any:
+    return Decoder()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["explain", "nothing.here:f"], "expected module:function"),
+        (["explain", f"{__name__}:wrong"], "expected it to give (model, args)"),
+        (["explain", f"{__name__}:small", "--option", "attention"], "expected NAME=VALUE"),
+        (["explain", f"{__name__}:small", "--png", "x.png"], "--png draws plans"),
+        (["plan", f"{__name__}:small", "--memory", "much"], "memory='much'"),
+    ],
+)
+def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.modules.setdefault("face_model", sys.modules[__name__])
+    files = [str(tmp_path / name) for name in ("out.json", "out.html", "out.png")]
+    assert main(["explain", "face_model:small", "--sp", "2", "--json", files[0], "--html", files[1]]) == 0
+    assert "Memory of a training step" in capsys.readouterr().out
+    assert json.loads(Path(files[0]).read_text())["memory"]["kept_bytes"] > 0
+    assert not Page(Path(files[1]).read_text()).open
+    assert main(["verify", "face_model:small", "--sp", "2", "--tolerance", "1e-9"]) == 0
+    pytest.importorskip("matplotlib")
+    assert main(["plan", "face_model:small", "--ranks", "2", "4", "--png", files[2], "--html", files[1]]) == 0
+    assert Path(files[2]).read_bytes().startswith(b"\x89PNG")
