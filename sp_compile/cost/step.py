@@ -93,7 +93,7 @@ class GraphStep:
     """One graph of a program, forward and backward. inputs: bytes that it is given. results: that it gives its caller.
 
     saved: that the forward leaves for the backward, besides parameters and inputs.
-    copied: of the gradients of results (zeros for what nobody used) that autograd has in another order.
+    tangents: of the gradients of results, zeros for what nobody used. copied: of these, those laid out anew.
     """
 
     forward: Walk
@@ -101,6 +101,7 @@ class GraphStep:
     inputs: int
     results: int
     saved: int = 0
+    tangents: int = 0
     copied: int = 0
 
     @staticmethod
@@ -115,9 +116,9 @@ class GraphStep:
         saved = [n for n in values if not given & {storage_of(x) for x in tensors_of(n)}]
         copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
         second = walk(backward, fused, [*saved, *tangents])
-        kept, theirs = (sum({storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}.values())
-                        for nodes in (saved, copied))  # fmt: skip
-        return GraphStep(first, second, inputs, max(0, first.end - kept), kept, theirs)
+        kept, given_to, theirs = (sum({storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}.values())
+                        for nodes in (saved, tangents, copied))  # fmt: skip
+        return GraphStep(first, second, inputs, max(0, first.end - kept), kept, given_to, theirs)
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
@@ -176,17 +177,21 @@ class StepMemory:
                 phase = "forward" if begins is None or i < begins else "loss"
                 yield Point(phase, moment, held + moment.nbytes, g, i)
             held += graph.saved + graph.results
+        ended = 0
         for g, graph in reversed(list(enumerate(self.graphs))):
             if graph.backward is None:
                 continue
             held -= graph.saved
+            if g < last:  # the backward of a later graph made them
+                held -= min(ended, graph.tangents)
             ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
             for i, moment in enumerate(graph.backward.moments):
                 begins = graph.copied if i == 0 else 0
                 yield Point(
                     "loss" if i < ends else "backward", moment, held + begins + moment.nbytes, g, i, moment.results
                 )
-            held += graph.backward.end
+            ended = graph.backward.end
+            held += ended
 
     def peaks(self) -> dict[str, Point]:
         """The largest moment of each phase."""
