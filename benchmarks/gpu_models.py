@@ -277,12 +277,17 @@ def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, te
 def peaks(given: argparse.Namespace, sizes: Sizes, device: torch.device, tell: Callable[[Any], None]) -> None:
     """Bytes at the peak of a second step, beyond weights and gradients."""
     torch.manual_seed(0)  # one model and one batch on all ranks
-    model = DecoderLM(vocab=VOCAB, dim=sizes.long_dim, layers=4, heads=8, kv_heads=8).to(device, torch.bfloat16)
-    inputs = {name: torch.randint(VOCAB, (1, sizes.long), device=device) for name in ("ids", "labels")}
-    for way in ("ulysses", "ring", "gather") if given.ranks > 1 else ("inductor",):
+    model = DecoderLM(vocab=given.vocab, dim=sizes.long_dim, layers=4, heads=8, kv_heads=8).to(device, torch.bfloat16)
+    inputs = {name: torch.randint(given.vocab, (1, sizes.long), device=device) for name in ("ids", "labels")}
+    ways: dict[str, dict[str, Any]] = {way: {"attention": way} for way in ("ulysses", "ring", "gather")}
+    if given.tiles:
+        ways = {
+            f"ulysses, tiles={tiles}": {"attention": "ulysses", "tiles": int(tiles) if tiles.isdigit() else tiles}
+            for tiles in given.tiles
+        }
+    for way, options in ways.items() if given.ranks > 1 or given.tiles else [("inductor", {})]:
         torch._dynamo.reset()
-        options = {"backend": "sp", "options": {"attention": way}} if given.ranks > 1 else {}
-        run = torch.compile(model, **options)
+        run = torch.compile(model, **({"backend": "sp", "options": options} if options else {}))
         step(run, model, inputs)
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated()
@@ -341,6 +346,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a regular expression")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--vocab", type=int, default=VOCAB, help="of the model whose memory is looked at")
+    parser.add_argument("--tiles", nargs="*", help="numbers of tiles, auto or never, in place of ways of attention")
     parser.add_argument("--gloo", action="store_true", help="exchange by what Gloo does for tensors of a GPU")
     parser.add_argument("--compiler", default="inductor", help="of the ranks' graphs")
     parser.add_argument("--tokens", type=int)
