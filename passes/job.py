@@ -13,6 +13,7 @@ from sp_compile.config import Ranks, SPConfig
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.memory import Memory
+from sp_compile.cost.tiles import Tiled
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
@@ -35,6 +36,7 @@ class Settings:
     folds: int = 1  # chunks of the sequence that a rank holds: 2 for zigzag
     fallback: str = "gather"
     param_grads: str = "reduce"
+    tiles: str | int = "auto"
     aligned: frozenset[str] | None = None  # groups of the program whose ranks hold the same rows; None: all
 
     @staticmethod
@@ -53,6 +55,7 @@ class Settings:
             layout=config.layout,
             fallback=config.fallback,
             param_grads=config.param_grads,
+            tiles=config.tiles,
             **found,
         )
 
@@ -133,6 +136,7 @@ class Job(Settings):
     constraints: list[str] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
+    tiled: list[Tiled] = field(default_factory=list)
     _analysed: tuple[Axes, Plan] | None = None
 
     @classmethod

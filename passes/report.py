@@ -14,6 +14,7 @@ from sp_compile.cost.decision import Decision, merged
 from sp_compile.cost.exchanges import Exchange
 from sp_compile.cost.memory import Memory
 from sp_compile.cost.step import StepMemory
+from sp_compile.cost.tiles import Tiled
 from sp_compile.graph.sizes import Size
 from sp_compile.passes.job import Lap, laps_by_pass
 
@@ -31,6 +32,7 @@ class Report:
     exchanges: list[Exchange] = field(default_factory=list)
     attention: list[Decision] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
+    tiled: list[Tiled] = field(default_factory=list)
     inputs: dict[str, list[int]] = field(default_factory=dict)
     sharded_outputs: list[str] = field(default_factory=list)
     constraints: list[str] = field(default_factory=list)
@@ -52,6 +54,7 @@ class Report:
         self.passes += other.passes
         self.exchanges += other.exchanges
         self.memory += other.memory
+        self.tiled += other.tiled
         self.attention = merged([*self.attention, *other.attention])
         self.constraints += [c for c in other.constraints if c not in self.constraints]
         self.sharded_outputs += other.sharded_outputs

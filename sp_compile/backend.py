@@ -26,6 +26,7 @@ from sp_compile.passes.joint.checkpoints import ask_policies, stay_in_checkpoint
 from sp_compile.passes.joint.joint import JointJob, JointPasses
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
+from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
 from sp_compile.spmd.between import Edges, Result, symbols_of
@@ -59,7 +60,7 @@ NO_CUDA_GRAPHS = (
 )
 NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
 OF_SEQUENCE = dict.fromkeys(
-    ("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "fallback"),
+    ("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "fallback", "tiles"),
     "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
 )
 AS_WRITTEN = Note(
@@ -277,6 +278,9 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
     with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag), asks:
         now(f"compiler {config.compiler}" if isinstance(config.compiler, str) else "compiler")
+        inner, key = _compat.nested(_compat.compiler(config.compiler, patches)), (config.compiler, str(patches))
+        for program in programs_of(local):
+            program.compile(inner, key, learns=torch.is_grad_enabled())
         run = compiler(local, lowered.inputs)
     if joint is not None:
         log.info("%s", joint.report)

@@ -21,6 +21,7 @@ from .errors import SpError, did_you_mean
 STRATEGIES: Table[Any] = Table("attention")
 """Strategies, as `sp_compile.cost.attention.Strategy` describes them, by the value of the option that asks for them."""
 
+TILES = ("auto", "never")
 OUTPUTS = ("auto", "lazy", "gather", "local")
 CHOICES = {
     "layout": ("auto", "contiguous", "zigzag"),
@@ -61,6 +62,9 @@ class SPConfig:
     merge_reductions: whether reductions of a value over several axes of a mesh become one. "auto": where the cost model
         predicts that this is faster; "always": wherever it is exact; "intra_node": over ranks of one machine; "never".
         The axes have to be declared: `sp_compile.declare_groups(mesh)`.
+    tiles: in how many tiles, one behind the other, a rank does token-wise work whose inside is wide: a head with its
+        loss, an MLP. "auto": what ends in a number (its gradients are made in the same loop) and has an inside of at
+        least 1 GiB; a number: all of it, where a backward computes the inside of all else again; "never".
     activation_memory_budget: 0..1, handed to AOTAutograd's partitioner; None leaves it alone.
     check_every: after how many calls the ranks compare all weights and buffers again, as on the first one; 0: never.
         Tokens, modes, sizes and options are compared on every call.
@@ -82,6 +86,7 @@ class SPConfig:
     fallback: str = "gather"
     sequence_parallel_linear: str = "auto"
     merge_reductions: str = "auto"
+    tiles: str | int = "auto"
     activation_memory_budget: float | None = None
     check_every: int = 100
     compiler: str | Callable[..., Any] = "inductor"
@@ -108,6 +113,10 @@ class SPConfig:
             raise SpError(
                 f"merge_reductions={self.merge_reductions!r}: compiler={self.compiler!r} has no place for passes on "
                 f"collectives; use one of {', '.join(map(repr, JOINT_COMPILERS))}"
+            )
+        if self.tiles not in TILES and (type(self.tiles) is not int or self.tiles < 1):
+            raise SpError(
+                f"tiles={self.tiles!r}: expected 'auto', 'never' or a number of tiles{did_you_mean(self.tiles, TILES)}"
             )
         if type(self.check_every) is not int or self.check_every < 0:
             raise SpError(f"check_every={self.check_every!r}: expected a number of calls, 0 for never")

@@ -37,6 +37,7 @@ from sp_compile.passes.strategies.reduce import Means, Reduce
 from sp_compile.passes.strategies.scan import NestedScan, Scan
 from sp_compile.passes.strategies.sequence import LocalOutputs, MarkExchanges, Sequences
 from sp_compile.passes.strategies.windows import Halo
+from sp_compile.passes.tiles.tiles import Tiles
 from sp_compile.sharding.placement import Placement, Shard
 
 from ._compat import pytree
@@ -83,6 +84,7 @@ class Pipeline(Passes):
         RestoreStrides,
         Lookups,
         KeepAttention,
+        Tiles,
     )
 
 
@@ -115,6 +117,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
         exchanges=exchanges_of(pipeline.gm, job.ranks.n),
         attention=merged(state.decisions),
         memory=state.memory,
+        tiled=state.tiled,
         inputs=state.sequence_inputs,
         sharded_outputs=[n.name for n in results if isinstance(state.planned.of(n), Shard)],
         constraints=state.constraints,

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
 JointTransform = Callable[[torch.fx.GraphModule], None]
@@ -36,6 +37,19 @@ def compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | None =
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(name)
+
+
+def nested(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler for a graph of its own inside a compilation, which is to learn nothing of it.
+
+    Of fake tensors; without gradients.
+    """
+
+    def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with tracing(TracingContext(detect_fake_mode(inputs))), torch.no_grad():
+            return compiler(gm, list(inputs))
+
+    return run
 
 
 def inductor(

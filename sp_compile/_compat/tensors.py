@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils import _pytree as pytree
 
 get_data = torch._C._autograd._get_data_attr  # what `x.data` is in Dynamo's graphs
@@ -33,6 +34,25 @@ def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
     """
     env = mode.shape_env if mode is not None else None
     return env is not None and bool(env._maybe_evaluate_static(fact) == True)  # noqa: E712  (None: not known)
+
+
+def is_symbolic(x: torch.Tensor) -> bool:
+    """Is a size of a fake tensor a symbol?"""
+    return any(isinstance(extent, torch.SymInt) for extent in x.shape)
+
+
+def guards_hold(fakes: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+    """Does what was assumed of symbolic sizes, in a shape environment of their own, hold for those of real tensors?"""
+    symbolic = next(extent for x in fakes for extent in x.shape if isinstance(extent, torch.SymInt))
+    return bool(symbolic.node.shape_env.evaluate_guards_for_args(list(fakes), list(given)))
+
+
+def symbolic_mode(hint: int) -> tuple[FakeTensorMode, torch.SymInt]:
+    """A fake mode of its own, and one symbol of it, two or more, which is `hint` in this call."""
+    env = ShapeEnv()
+    source = ConstantSource("rows")
+    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return FakeTensorMode(shape_env=env), env.create_symintnode(symbol, hint=hint, source=source)
 
 
 def size_hint(size: torch.SymInt) -> int:

@@ -64,6 +64,17 @@ class Sorted(Model):
         return super().forward(x).sort(1).values
 
 
+class Wide(Model):
+    """Attention, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(super().forward(x)).sin())
+
+
 class TensorParallel(Model):
     """A layer over one axis of a mesh, and sums over both in turn: nothing with a sequence to split."""
 
@@ -149,6 +160,8 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
     }
     if option == "fallback":
         return Sorted(), {"mesh": mesh}, "error"
+    if option == "tiles":
+        return Wide(), {"mesh": mesh}, 2
     if option in plain:
         return Model(), *plain[option]
     of_exchanges: dict[str, tuple[Options, Any]] = {
@@ -212,6 +225,7 @@ def test_an_option_is_honoured_or_refused(
         {"outputs": "local"},
         {"param_grads": "partial"},
         {"fallback": "error"},
+        {"tiles": 2},
     ],
 )
 def test_options_of_a_sequence_that_no_ranks_are_left_for(mesh: DeviceMesh, entry: Any, options: Options) -> None:

@@ -19,7 +19,7 @@ LAYERS = """
 _compat                         lowering/triton
 errors
 lowering
-lowering/masks
+lowering/masks                  lowering/tiles
 config                          lowering/attention          lowering/collectives      lowering/scan
 graph                           lowering/windows            lowering/scan/kernels     lowering/scan/kernels/triton
 sharding
@@ -28,7 +28,7 @@ passes
 passes/canonical/attention      passes/canonical/loops
 passes/canonical                spmd
 functional                      passes/strategies           passes/collectives        data
-passes/localize                 passes/collectives/merge    passes/collectives/permute
+passes/localize                 passes/collectives/merge    passes/collectives/permute   passes/tiles
 passes/strategies/attention     passes/tensor_parallel
 pipeline                        passes/joint
 backend

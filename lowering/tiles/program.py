@@ -1,0 +1,151 @@
+"""Programs of one tile, by name: what the loops of ``ops.py`` call, as it was traced and as a compiler has made it.
+
+A graph holds a program's name, which is a digest of its text. Each process traces a program before it runs the graph,
+whoever has compiled that, so code from a compiler's cache finds the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from sp_compile._compat import guards_hold, is_symbolic
+from sp_compile.lowering.dtypes import accumulation_dtype
+
+Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
+
+
+@dataclass(eq=False)
+class TilePart:
+    """A graph of tensors, without autograd, that is called once a tile.
+
+    inputs: fake tensors as it takes them; rows lie without gaps. run: the graph, or what a compiler has made of it.
+    fits: whether a tile of so many rows is one that it was made for, where their number is a symbol.
+    """
+
+    graph: GraphModule
+    inputs: list[Tensor]
+    run: Callable[..., Any] = field(init=False)
+    compiled_by: Any = None
+    strides: list[tuple[int, ...] | None] = field(init=False)
+    fits: dict[int, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.run = self.graph
+        self.strides = [None if is_symbolic(x) else tuple(x.stride()) for x in self.inputs]
+
+    def __call__(self, given: Sequence[Tensor], rows: int) -> Sequence[Tensor]:
+        """given: of the shapes that the graph was traced with; strides are made those, too."""
+        given = [_laid_out(x, strides) for x, strides in zip(given, self.strides, strict=True)]
+        return self.run(*given) if self._fits(given, rows) else self.graph(*given)
+
+    def _fits(self, given: Sequence[Tensor], rows: int) -> bool:
+        if None not in self.strides:
+            return True
+        if rows not in self.fits:
+            self.fits[rows] = guards_hold(self.inputs, given)
+        return self.fits[rows]
+
+    def compile(self, compiler: Compiler, key: Any) -> None:
+        """Let a compiler make it, once for each key."""
+        if self.compiled_by != key:
+            with torch.no_grad(), torch.autocast(self.inputs[0].device.type, enabled=False):
+                self.run = compiler(self.graph, self.inputs)
+            self.compiled_by = key
+            self.fits.clear()
+
+
+def _laid_out(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    if strides is None or x.stride() == strides:
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+@dataclass(frozen=True)
+class TileValue:
+    """A result or a gradient over all tiles. dim: where its rows lie, however many; None of a sum over the tiles.
+
+    factors: is a tile's part of the sum given as two matrices, whose product it is? dtype: that it is returned in; a
+    sum over the tiles is added up in at least float32.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None
+    factors: bool = False
+
+    def sizes(self, rows: Any) -> tuple[Any, ...]:
+        """The shape for so many rows."""
+        return tuple(rows if d == self.dim else extent for d, extent in enumerate(self.shape))
+
+    def empty(self, rows: int, device: torch.device) -> Tensor:
+        """Where the tiles' parts go."""
+        if self.dim is not None:
+            return torch.empty(self.sizes(rows), dtype=self.dtype, device=device)
+        return torch.zeros(self.shape, dtype=accumulation_dtype(self.dtype), device=device)
+
+    def put(self, total: Tensor, parts: Iterator[Tensor], first: int, length: int) -> None:
+        """A tile's part of it."""
+        part = next(parts)
+        if self.dim is not None:
+            total.narrow(self.dim, first, length).copy_(part)
+        elif self.factors:
+            total.addmm_(part, next(parts))
+        else:
+            total.add_(part)
+
+
+@dataclass(frozen=True)
+class TileBody:
+    """The parts for tiles of one length.
+
+    forward: rows and whole values -> results. gradients: the same and the results' cotangents -> gradients; of a
+    program that makes them at once: rows and whole values -> results, and gradients for a cotangent of 1.
+    """
+
+    forward: TilePart
+    gradients: TilePart | None = None
+
+    @property
+    def parts(self) -> list[TilePart]:
+        """Both."""
+        return [part for part in (self.forward, self.gradients) if part is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class TileProgram:
+    """What is done with the rows of one tile.
+
+    bodies: by the length of a tile, of which there are two at most, or one for ANY. rows: the dim of the rows in each
+    operand that has them. wanted: the operands, rows and then whole ones, that have a gradient; gradients: theirs.
+    at_once: are these made with the results, for a cotangent of 1 of the only differentiable one?
+    """
+
+    name: str
+    bodies: dict[int, TileBody]
+    rows: tuple[int, ...]
+    results: tuple[TileValue, ...]
+    differentiable: tuple[int, ...]
+    wanted: tuple[int, ...]
+    gradients: tuple[TileValue, ...]
+    at_once: bool
+
+    def compile(self, compiler: Compiler, key: Any, learns: bool) -> None:
+        """Let a compiler make what a call runs, in training or not; the rest stays as it was traced."""
+        for body in self.bodies.values():
+            parts = [body.forward, body.gradients] if learns and self.wanted else [body.forward]
+            for part in parts[1:] if self.at_once and len(parts) == 2 else parts:
+                assert part is not None
+                part.compile(compiler, key)
+
+
+ANY = 0
+"""The length of tiles whose number of rows is a symbol."""
+
+PROGRAMS: dict[str, TileProgram] = {}
+"""By name."""

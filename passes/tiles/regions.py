@@ -1,0 +1,149 @@
+"""What is worth doing in tiles: where rows get wide between narrow ones, as a head's logits and an MLP's inside do.
+
+    h -> linear -> float -> cross_entropy(sum)      a region that ends in a number
+    h -> gate, up -> silu, mul -> down              one that ends in rows
+
+A region begins at a product that makes rows wider (a seed) and grows over all that is token-wise and reads or makes
+wide rows, and over numbers per token that come of them, up to narrow rows or sums over the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from sp_compile.graph.call import is_tensor
+from sp_compile.graph.closure import closure
+from sp_compile.graph.sizes import product, sizes, typical
+from sp_compile.passes.strategies.local_scan import hint
+from sp_compile.sharding.rule import lookup
+
+from .view import TokenView
+
+WIDER = 2  # times as many numbers a row as went in: a projection that only reshuffles a row does not count
+THIN = 8  # times fewer: a few numbers for each token, such as its loss
+
+
+@dataclass(frozen=True)
+class Region:
+    """nodes: of the view, in its order. seeds: products among them that make rows wider.
+
+    rows: values that come in by rows, whole: those that all tiles read; results: what is read elsewhere.
+    also: results that are wide, which others make again for themselves. narrow: numbers of a row that comes in.
+    """
+
+    nodes: tuple[Node, ...]
+    seeds: tuple[Node, ...]
+    rows: tuple[Node, ...]
+    whole: tuple[Node, ...]
+    results: tuple[Node, ...]
+    also: tuple[Node, ...]
+    narrow: int
+
+
+def width(view: TokenView, node: Node) -> int:
+    """Numbers a row."""
+    have = view.rows(node)
+    if have is None:
+        return 0
+    others = [extent for d, extent in enumerate(sizes(node.meta["val"].shape)) if d != have.dim]
+    return typical(product((*others, have.outer, have.inner)))
+
+
+def rows_of(view: TokenView, region: Region) -> int:
+    """Its rows; now, where their number is a symbol."""
+    have, value = view.rows(region.seeds[0]), region.seeds[0].meta["val"]
+    assert have is not None
+    return hint(value.shape[have.dim]) // (typical(have.outer) * typical(have.inner))
+
+
+def seeds_of(view: TokenView) -> list[Node]:
+    """Products that make rows wider."""
+    return [n for n in view.gm.graph.nodes if view.is_inside(n) and view.rows(n) and _widens(view, n)]
+
+
+def _widens(view: TokenView, node: Node) -> bool:
+    call, rule = lookup(node) or (None, None)
+    if call is None or rule is None or not rule.contracts:
+        return False
+    return width(view, node) >= WIDER * _came_in(view, node)
+
+
+def _came_in(view: TokenView, node: Node) -> int:
+    return max(width(view, x) for x in node.all_input_nodes if is_tensor(x))
+
+
+def regions_of(view: TokenView) -> Iterator[Region]:
+    """Each with the seeds that grow together, in the graph's order."""
+    taken: set[Node] = set()
+    for seed in seeds_of(view):
+        if seed not in taken:
+            nodes = _joined(view, _grown(view, seed))
+            taken |= nodes
+            yield _region(view, nodes, _came_in(view, seed))
+
+
+def _grown(view: TokenView, seed: Node) -> set[Node]:
+    narrow, state, size = _came_in(view, seed), view.states[seed], _size(view, seed)
+
+    def joins(node: Node) -> bool:
+        return view.is_inside(node) and view.states[node] == state and _sizes(view, node) <= {size}
+
+    def goes_on(node: Node) -> bool:
+        if not is_tensor(node):  # several results, which are read one by one
+            return True
+        return bool(view.rows(node)) and not narrow / THIN < width(view, node) < WIDER * narrow
+
+    def onwards(node: Node) -> Iterable[Node]:
+        behind = node.users if goes_on(node) else ()
+        wide = [x for x in node.all_input_nodes if width(view, x) >= WIDER * narrow or not is_tensor(x)]
+        return [x for x in (*behind, *wide) if joins(x)]
+
+    return closure([seed], onwards)
+
+
+def _sizes(view: TokenView, node: Node) -> set[object]:
+    """The numbers of rows of what it reads and makes."""
+    return {_size(view, x) for x in (*node.all_input_nodes, node) if view.rows(x)}
+
+
+def _size(view: TokenView, node: Node) -> object:
+    have = view.rows(node)
+    return have.frame.size if have is not None else None
+
+
+def _joined(view: TokenView, nodes: set[Node]) -> set[Node]:
+    """Without what needs a value from outside that comes of the others: tiles run as one."""
+    inside = {view.source[n]: n for n in nodes}
+    kept, behind = set[Node](), set[Node]()
+    for node in view.local.nodes:
+        before = node.all_input_nodes
+        if node in inside and behind.isdisjoint(before):
+            kept.add(node)
+        elif not kept.isdisjoint(before) or not behind.isdisjoint(before):
+            behind.add(node)
+    return {inside[n] for n in kept}
+
+
+def read_outside(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[Node]:
+    """Who reads the value in the local graph but the nodes that these stand for."""
+    inside = {view.source[n] for n in nodes}
+    return [user for user in view.source[node].users if user not in inside]
+
+
+def _region(view: TokenView, nodes: set[Node], narrow: int) -> Region:
+    ordered = [n for n in view.gm.graph.nodes if n in nodes]
+    given = dict.fromkeys(x for n in ordered for x in n.all_input_nodes if x not in nodes and is_tensor(x))
+    results = [n for n in ordered if is_tensor(n) and read_outside(view, n, nodes)]
+    also = [n for n in results if width(view, n) >= WIDER * narrow]
+    return Region(
+        tuple(ordered),
+        tuple(n for n in ordered if view.rows(n) and _widens(view, n)),
+        tuple(x for x in given if view.rows(x)),
+        tuple(x for x in given if not view.rows(x)),
+        tuple(n for n in results if n not in also),
+        tuple(also),
+        narrow,
+    )

@@ -1,0 +1,205 @@
+"""Token-wise work whose inside is large runs in tiles, one behind the other.
+
+    z = linear(h, w); cross_entropy(z, y, sum)     ->     sp.tiled([h, y], [w], tiles, program)
+
+One op in a region's place, which calls the program of one tile in a loop; forward and backward hold one tile's inside.
+What ends in a number gets its gradients in the forward's loop; all else is computed again in the backward. A wide value
+that is read elsewhere, as logits that the model returns, is made for its readers by the nodes that made it.
+Bytes between ranks: none. Leaves alone: what draws random numbers, has a state or no rule, and symbols but for lengths.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import pytree
+from sp_compile.cost.tiles import Tiled
+from sp_compile.errors import at
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.mutation import is_pure
+from sp_compile.graph.sizes import product, sizes
+from sp_compile.lowering.library import COMPOSITES
+from sp_compile.lowering.tiles.ops import tile_length
+from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job, Note
+from sp_compile.passes.strategies.local_scan import hint
+from sp_compile.sharding.rule import lookup
+
+from .regions import THIN, WIDER, Region, regions_of, rows_of, width
+from .trace import apart, draws_again, program_of
+from .view import TokenView, is_dropout, view_of
+
+sp, aten = torch.ops.sp, torch.ops.aten
+
+LARGE = 1 << 30
+"""Bytes of the inside of a region that tiles="auto" cuts up, if that takes no work again."""
+PIECE = 1 << 28
+"""Bytes of a tile's inside that it aims at."""
+
+
+class Tiles(Pass):
+    """Puts one op in the place of each region that is worth it."""
+
+    requires = frozenset({"proved"})
+    provides = frozenset({"tiled"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        if job.tiles == "never" or (job.tiles == "auto" and not any(_bytes(n) >= LARGE for n in gm.graph.nodes)):
+            return 0
+        assert job.planned is not None
+        view = view_of(gm, job.planned, job.ranks.n, max(2, job.tiles) if isinstance(job.tiles, int) else 2)
+        done = [region for region in regions_of(view) if self._tile(view, region, job)]
+        if done:
+            drop_dead(gm.graph)
+        elif isinstance(job.tiles, int) and not self.notes:
+            why = "no product of a rank's rows with a weight makes them twice as wide"
+            self.notes.append(Note("not tiles", "graph", "the whole graph", why))
+        return len(done)
+
+    def _tile(self, view: TokenView, region: Region, job: Job) -> bool:
+        """Put the region's tiles in its place; False, and a line of the report, where that is not to be."""
+        node = view.source[region.seeds[0]]
+        why = _reason(view, region, job.tiles)
+        if why:
+            self.refused(node, why)
+        if why is not None:
+            return False
+        total = rows_of(view, region)
+        tiles = min(job.tiles if isinstance(job.tiles, int) else -(-inside(region) // PIECE), total)
+        program = program_of(view, region, tiles)
+        if not draws_again(program):
+            self.refused(node, "a backward that computes it again would not draw the random numbers that it drew")
+            return False
+        late = _late(view, region)
+        self._emit(view, region, program, tiles, late)
+        length = tile_length(total, tiles)
+        way = "its gradients are made in the same loop" if program.at_once else "the backward computes it again"
+        back = f"; {way}" if program.gradients else ""
+        again = "; the results that others read are made once more for them" if region.also else ""
+        self.note(
+            node,
+            f"{tiles} tiles of {length} of {total} rows: an inside of {_words(inside(region))} becomes "
+            f"{_words(inside(region) * length // total)}{back}{again}",
+        )
+        job.tiled.append(Tiled(node.name, at(node), tiles, total, inside(region), inside(region) * length // total))
+        return True
+
+    def _emit(self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]) -> None:
+        last = view.source[region.nodes[-1]]
+        with self.graph.inserting_before(last.next):
+            rows = [self._apart(view, x, last) for x in region.rows]
+            whole = [view.source[x] for x in region.whole]
+            seed = self._seed(last) if any(is_dropout(n) for n in region.nodes) else None
+            args = (rows, whole, tiles, program.name, seed)
+            one = self.compute(sp.tiled.default, args, last)
+            made = [self._together(view, x, one, i, last) for i, x in enumerate(region.results)]
+        for node in reversed(late):
+            made[-1].append(node)
+        for x, fresh in zip(region.results, made):
+            inside = {view.source[n] for n in region.nodes}
+            view.source[x].replace_all_uses_with(fresh, lambda user, inside=inside: user not in inside)
+
+    def _seed(self, like: Node) -> Node:
+        """Drawn anew in each call."""
+        options = {"dtype": torch.int64, "device": torch.device("cpu")}
+        return self.compute(aten.randint.default, (1 << 62, []), like, options)
+
+    def _apart(self, view: TokenView, x: Node, like: Node) -> Node:
+        """The operand with its rows alone in a dim."""
+        have = view.rows(x)
+        assert have is not None
+        node = self._flags(view, x, like) if x in view.flags else view.source[x]
+        return self.reshaped(node, apart(sizes(x.meta["val"].shape), have, have.frame.size), like)
+
+    def _together(self, view: TokenView, x: Node, one: Node, index: int, like: Node) -> Node:
+        """The result as others read it."""
+        values = one.meta["val"]
+        made = self.emit(operator.getitem, (one, index), values[index], view.source[x])
+        return self.reshaped(made, sizes(x.meta["val"].shape), view.source[x])
+
+    def _flags(self, view: TokenView, x: Node, like: Node) -> Node:
+        """Which rows a mask fills."""
+        call, shape = Call(view.source[x]), sizes(x.meta["val"].shape)
+        options = {"dtype": torch.bool, "device": x.meta["val"].device}
+        none = self.compute(aten.zeros.default, (self.sizes.list(shape),), like, options)
+        args = (none, call["dim"], call["frame"], True, call["n"], call["group"])
+        return self.compute(sp.mask.default, args, like)
+
+
+def _reason(view: TokenView, region: Region, asked: str | int) -> str | None:
+    """Why the region stays as it is; "" if it is not worth a word, None if it is to be tiled."""
+    nodes = (*region.nodes, *region.rows, *region.whole)
+    if any(_reads_symbols(view, n) for n in nodes):
+        return "a size beside the number of rows is a symbol: compile one graph a batch with dynamic=False"
+    thin = all(view.is_sum(x) or width(view, x) * THIN <= region.narrow for x in region.results)
+    ends_in_sums = all(view.is_sum(x) or not x.meta["val"].is_floating_point() for x in region.results)
+    made, left = (sum(width(view, x) for x in nodes) for nodes in (region.seeds, region.results))
+    if made < WIDER * left or not (region.results and region.rows):
+        return "what it makes is read elsewhere"
+    if region.also and not thin:
+        return f"{region.also[0].name}, of its inside, is read elsewhere"
+    if asked == "auto" and not (thin and ends_in_sums):
+        return "tiles='auto' does no work again, as its backward would: give a number of tiles"
+    if asked == "auto" and inside(region) < LARGE:
+        return ""
+    if rows_of(view, region) < 2:
+        return ""
+    apart = {view.source[n] in view.without_grad for n in region.nodes}
+    if len(apart) == 2 and view.source[region.nodes[-1]] in view.without_grad:
+        return "it ends where no gradients are recorded, and begins where they are"
+    stuck = [n for n in _late(view, region) if not (is_pure(n) or n.target in COMPOSITES)]
+    return f"{stuck[0].name} comes between its nodes and has an effect" if stuck else None
+
+
+def _reads_symbols(view: TokenView, node: Node) -> bool:
+    """Does it take or make sizes that are symbols, but for its number of rows and where the op's rule says it?"""
+    if not is_tensor(node):
+        return False
+    have, shape = view.rows(node), list(sizes(node.meta["val"].shape))
+    if have is not None:
+        shape[have.dim] = product((have.outer, have.inner))
+    if not all(isinstance(extent, int) for extent in shape):
+        return True
+    call, rule = lookup(node) or (None, None)
+    if call is None or rule is None or node.op != "call_function" or rule.reshapes:
+        return False
+    left = [x for name, x in call.args.items() if name != rule.sizes]
+    return any(isinstance(x, Node) and not is_tensor(x) for x in pytree.tree_leaves(left))
+
+
+def programs_of(gm: GraphModule) -> list[TileProgram]:
+    """The programs that a local graph calls, once each."""
+    nodes = gm.graph.find_nodes(op="call_function", target=sp.tiled.default)
+    return list(dict.fromkeys(PROGRAMS[node.args[3]] for node in nodes))
+
+
+def _late(view: TokenView, region: Region) -> list[Node]:
+    """What reads a result before the region's last node, and all that it leads to till there: it moves behind."""
+    inside = {view.source[n] for n in region.nodes}
+    found: dict[Node, None] = {}
+    for node in view.local.nodes:
+        if node is view.source[region.nodes[-1]]:
+            return list(found)
+        mine = inside.union(found)
+        if node not in inside and not mine.isdisjoint(node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def inside(region: Region) -> int:
+    """Bytes of what the region makes of narrow rows."""
+    return sum(_bytes(n) for n in region.seeds)
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    return hint(value.numel()) * value.element_size() if is_tensor(node) else 0
+
+
+def _words(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"

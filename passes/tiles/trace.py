@@ -1,0 +1,279 @@
+"""A region -> the programs of one tile: its results, and the gradients of what goes in, as graphs without autograd.
+
+    h, w, y -> sum of cross_entropy     forward: (h, w, y) -> loss      at once: (h, w, y) -> loss, dh, (dz.mT, h)
+
+Each node of the region runs with the sizes of a tile where the call spells sizes. The gradient of a weight that is a
+product of two matrices is given as these: the loop adds their product to what it has, and no tile makes one of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, make_fx, symbolic_mode
+from sp_compile.graph.autocast import autocast_at
+from sp_compile.graph.call import Call
+from sp_compile.graph.record import record
+from sp_compile.graph.sizes import same, sizes
+from sp_compile.lowering.tiles.ops import tile_length
+from sp_compile.lowering.tiles.program import ANY, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
+from sp_compile.sharding.matchers import is_cast, order_of, source_of
+from sp_compile.sharding.placement import Shard
+from sp_compile.sharding.rule import lookup
+
+from .regions import Region, rows_of
+from .view import TokenView
+
+aten = torch.ops.aten
+
+
+def row_dim(have: Shard) -> int:
+    """Where the rows are alone in a dim, once `apart` has had the value."""
+    return have.dim if same(have.outer, 1) else have.dim + 1
+
+
+def apart(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
+    """The shape with rows (so many) in a dim of their own."""
+    before, behind = ([x] if not same(x, 1) else [] for x in (have.outer, have.inner))
+    return [*shape[: have.dim], *before, rows, *behind, *shape[have.dim + 1 :]]
+
+
+def together(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
+    """The shape with so many rows, in the dim that they share with others."""
+    return [*shape[: have.dim], have.outer * rows * have.inner, *shape[have.dim + 1 :]]
+
+
+class TileOf:
+    """One tile of a region, as a function of tensors."""
+
+    def __init__(self, view: TokenView, region: Region, length: Any) -> None:
+        self.view, self.region, self.length = view, region, length
+
+    def shape(self, node: Node, length: Any) -> list[Any]:
+        """Of a value in a tile of this length."""
+        have, shape = self.view.rows(node), sizes(node.meta["val"].shape)
+        return list(shape) if have is None else together(shape, have, length)
+
+    def inputs(self) -> list[Tensor]:
+        """Fake operands: rows, then whole ones."""
+        rows = []
+        for x in self.region.rows:
+            have, value = self.view.rows(x), x.meta["val"]
+            assert have is not None
+            shape = apart(sizes(value.shape), have, self.length)
+            rows.append(torch.empty(shape, dtype=value.dtype, device=value.device))
+        return rows + [_like(x.meta["val"]) for x in self.region.whole]
+
+    def results(self, *given: Tensor) -> list[Tensor]:
+        """What one tile makes of its operands, rows in a dim of their own."""
+        env: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.whole), given, strict=True))
+        first = self.view.rows(self.region.rows[0])
+        assert first is not None
+        length = given[0].shape[row_dim(first)]  # read off the operand, so that a trace knows where it is from
+        env.update({x: env[x].reshape(self.shape(x, length)) for x in self.region.rows})
+        for node in self.region.nodes:
+            env[node] = self._call(node, env, length)
+        return [self._out(x, env[x], length) for x in self.region.results]
+
+    def _out(self, x: Node, value: Tensor, length: Any) -> Tensor:
+        have = self.view.rows(x)
+        return value if have is None else value.reshape(apart(sizes(x.meta["val"].shape), have, length))
+
+    def _call(self, node: Node, env: dict[Node, Any], length: Any) -> Any:
+        if node.target is operator.getitem:
+            return env[node.args[0]][node.args[1]]
+        found = lookup(node)
+        assert found is not None
+        call, rule = found
+        assert rule is not None
+        operands = [env[x] for x in call.operands]
+        if rule.reshapes:
+            return operands[0].reshape(self.shape(node, length))
+        sized = {rule.sizes: self.shape(node, length)} if rule.sizes and self.view.rows(node) is not None else {}
+        args, kwargs = call.rebuild(operands, **sized)
+        return node.target(*args, **kwargs)
+
+
+def program_of(view: TokenView, region: Region, tiles: int) -> TileProgram:
+    """The region's program for so many tiles; registered."""
+    first = next(x for x in region.nodes)
+    total = rows_of(view, region)
+    length: Any = tile_length(total, tiles)
+    if all(isinstance(have.frame.size, int) for x in region.rows if (have := view.rows(x))):
+        mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
+    else:
+        mode, length = symbolic_mode(max(2, length))
+        lengths = {ANY: length}
+    operands = (*region.rows, *region.whole)
+    wanted = tuple(i for i, x in enumerate(operands) if _wants_gradient(x))
+    with _tracing(view.source[first], mode):
+        differentiable = _differentiable(TileOf(view, region, length), wanted)
+        wanted = wanted if differentiable else ()
+        only = [region.results[i] for i in differentiable]
+        at_once = len(only) == 1 and view.is_sum(only[0]) and only[0].meta["val"].numel() == 1
+        bodies, factors = {}, list[bool]()
+        for n, rows in lengths.items():
+            bodies[n], factors = _body(
+                TileOf(view, region, rows), wanted if differentiable else (), differentiable, at_once
+            )
+    results = tuple(_value(view, x, x.meta["val"].dtype) for x in region.results)
+    kept = [_value(view, operands[i], operands[i].meta["val"].dtype) for i in wanted]
+    if at_once:  # of a sum over many tokens: more than a small exponent holds
+        kept = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in kept]
+    gradients = tuple(replace(x, factors=f) for x, f in zip(kept, factors, strict=True))
+    dims = tuple(row_dim(have) for x in region.rows if (have := view.rows(x)))
+    known = (dims, results, differentiable, wanted, gradients, at_once)
+    name = _digest(bodies, known)
+    return PROGRAMS.setdefault(name, TileProgram(name, bodies, *known))
+
+
+def draws_again(program: TileProgram) -> bool:
+    """Do gradients that are computed from nothing draw as often as the forward does, and so the same numbers?"""
+    pairs = [(body.forward.graph, body.gradients.graph) for body in program.bodies.values() if body.gradients]
+    counts = [[sum(map(_draws, gm.graph.nodes)) for gm in pair] for pair in pairs]
+    return program.at_once or all(first == second for first, second in counts)
+
+
+def _draws(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _wants_gradient(x: Node) -> bool:
+    value = x.meta["val"]
+    return record(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
+
+
+def _value(view: TokenView, x: Node, dtype: torch.dtype) -> TileValue:
+    have, shape = view.rows(x), sizes(x.meta["val"].shape)
+    if have is None:
+        return TileValue(tuple(map(int, shape)), dtype, None)
+    return TileValue(tuple(map(int, apart(shape, have, -1))), dtype, row_dim(have))
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(sizes(x.shape), sizes(x.stride()), dtype=x.dtype, device=x.device)
+
+
+@contextmanager
+def _tracing(node: Node, mode: FakeTensorMode) -> Any:
+    """The place of the node: its autocast, on fake tensors."""
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(autocast_at(node))
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        stack.callback(torch.set_autocast_cache_enabled, cached)
+        yield
+
+
+def _leaves(given: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    return [x.detach().requires_grad_(i in wanted) for i, x in enumerate(given)]
+
+
+def _differentiable(tile: TileOf, wanted: Sequence[int]) -> tuple[int, ...]:
+    """The results that a gradient goes through."""
+    with torch.enable_grad():
+        made = tile.results(*_leaves(tile.inputs(), wanted))
+    return tuple(i for i, x in enumerate(made) if x.requires_grad)
+
+
+def _body(
+    tile: TileOf, wanted: Sequence[int], differentiable: Sequence[int], at_once: bool
+) -> tuple[TileBody, list[bool]]:
+    """The parts for one length, and whether each gradient is given as two factors."""
+    inputs = tile.inputs()
+    many = len(inputs)
+
+    def forward(*given: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return tile.results(*given)
+
+    def gradients(*given: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            leaves = _leaves(given[:many], wanted)
+            made = tile.results(*leaves)
+            through = [made[i] for i in differentiable]
+            cotangents = [torch.ones_like(x) for x in through] if at_once else list(given[many:])
+            found = torch.autograd.grad(
+                through, [leaves[i] for i in wanted], cotangents, allow_unused=True, materialize_grads=True
+            )
+        return [*([x.detach() for x in made] if at_once else ()), *found]
+
+    plain = TilePart(_traced(forward, inputs), inputs)
+    if not wanted:
+        return TileBody(plain), []
+    through = [tile.view.rows(tile.region.results[i]) for i in differentiable]
+    results = [plain.graph.graph.output_node().args[0][i].meta["val"] for i in differentiable]
+    given = [*inputs, *([] if at_once else [torch.empty_like(x) for x in results])]
+    assert len(through) == len(results)
+    graph = _traced(gradients, given)
+    sums = [tile.view.rows(x) is None for x in (*tile.region.rows, *tile.region.whole)]
+    factors = _factored(graph, [sums[i] for i in wanted])
+    return TileBody(plain, TilePart(graph, given)), factors
+
+
+def _traced(run: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
+    gm = make_fx(run, tracing_mode="real")(*inputs)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def _factored(gm: GraphModule, sums: Sequence[bool]) -> list[bool]:
+    """Let gradients that are products of two matrices be given as these, where tiles add up; which they are."""
+    output = gm.graph.output_node()
+    results = list(output.args[0])
+    behind = len(results) - len(sums)
+    out, factors = results[:behind], []
+    for x, is_sum in zip(results[behind:], sums, strict=True):
+        x = (source_of(x) or x) if is_sum and is_cast(x) else x  # what it is added to is wide itself
+        found = _product(x) if is_sum and x.meta["val"].dtype in (torch.float32, torch.float64) else None
+        factors.append(found is not None)
+        if found is None:
+            out.append(x)
+            continue
+        a, b, turned = found
+        with gm.graph.inserting_before(output):
+            out += [_turned(gm, b), _turned(gm, a)] if turned else [a, b]
+    output.args = (out,)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    return factors
+
+
+def _product(x: Node) -> tuple[Node, Node, bool] | None:
+    """The matrices that a value is the product of, or, turned, the transpose of their product."""
+    turned = False
+    while (order := order_of(x)) is not None:
+        turned ^= order == (1, 0)
+        x = Call(x).operands[0]
+    return (x.args[0], x.args[1], turned) if x.target is aten.mm.default else None
+
+
+def _turned(gm: GraphModule, x: Node) -> Node:
+    made = gm.graph.call_function(aten.t.default, (x,))
+    made.meta["val"] = x.meta["val"].t()
+    return made
+
+
+def _digest(bodies: dict[int, TileBody], known: Any) -> str:
+    """Of what the parts compute; the name of a program."""
+    text = hashlib.sha256(repr(known).encode())
+    for length, body in bodies.items():
+        for part in body.parts:
+            shapes = [(x.shape, strides, x.dtype, x.device) for x, strides in zip(part.inputs, part.strides)]
+            text.update(repr((length, part.graph.code, shapes)).encode())
+            for name, value in sorted(part.graph.named_buffers()):
+                text.update(repr((name, value.dtype, value.tolist())).encode())
+    return text.hexdigest()[:16]

@@ -1,0 +1,188 @@
+"""A local graph as one of `tiles` ranks would see it: what the rules allow on a shard they allow on a tile.
+
+The plan of the global view says where the rows of every local value are. Between what mixes rows (exchanges, attention,
+scans, all that has no rule or a state), propagation runs anew over the local shapes, with tiles for ranks: a node that
+demands nothing there is token-wise, and its result is rows again, or a sum over the tiles.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sp_compile._compat import enter_autocast, set_grad_enabled
+from sp_compile.graph.autocast import autocast_regions
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.mutation import is_pure
+from sp_compile.graph.random import is_random
+from sp_compile.graph.record import record
+from sp_compile.graph.sizes import product, quotient, sizes
+from sp_compile.lowering.frames import rows_held
+from sp_compile.passes.propagate import propagate
+from sp_compile.sharding.axes import Axes
+from sp_compile.sharding.placement import REPLICATE, Frame, Partial, Placement, Plan, Shard
+from sp_compile.sharding.rule import lookup, transfer_of
+
+sp, aten = torch.ops.sp, torch.ops.aten
+FILLED = (sp.mask.default, sp.window.default)
+CUTS = (sp.shard.default, *FILLED)
+
+
+@dataclass
+class TokenView:
+    """A copy (gm) of a local graph in which all that is not token-wise is an input.
+
+    source: the node of the local graph that an input or a call stands for. flags: inputs that tell which rows a mask
+    fills, which the local graph does not have yet. plan: where rows lie in each value. states: what a node's result
+    depends on besides its operands (autocast, a checkpoint); a tile has one. without_grad: what runs in no_grad, which
+    a detach follows, so that it may be part of a tile with gradients.
+    """
+
+    gm: GraphModule
+    local: Graph
+    source: dict[Node, Node]
+    flags: set[Node]
+    plan: Plan
+    states: dict[Node, Any]
+    without_grad: set[Node]
+
+    def rows(self, node: Node) -> Shard | None:
+        """Where the rows of a value lie; None of a value without."""
+        have = self.plan.of(node)
+        return have if isinstance(have, Shard) else None
+
+    def is_sum(self, node: Node) -> bool:
+        """Is it a sum over the rows, so that those of tiles add up to it?"""
+        return isinstance(self.plan.of(node), Partial)
+
+    def is_inside(self, node: Node) -> bool:
+        """Is it computed from rows, token by token?"""
+        if node.target is operator.getitem:
+            return self.is_inside(node.args[0])
+        return node.op == "call_function" and node in self.plan.wants
+
+
+def is_dropout(node: Node) -> bool:
+    """Draws that a tile may make of its rows alone, and a backward again."""
+    return node.target is aten.dropout.default and is_random(node)
+
+
+def view_of(local: GraphModule, planned: Plan, n: int, tiles: int) -> TokenView:
+    """The view, from the plan that the local graph of n ranks was made from."""
+    states, without_grad = _states(local.graph), _without_grad(local.graph)
+    refused: set[Node] = set()
+    while True:
+        view = _TokenCopy(local, planned, n, states, refused).view(tiles, without_grad)
+        demanding = {view.source[d.node] for d in view.plan.demands if d.node.op != "output"}
+        if not demanding:
+            return view
+        refused |= demanding
+
+
+def _states(graph: Graph) -> dict[Node, Any]:
+    out: dict[Node, Any] = {}
+    scopes = bool(graph.find_nodes(op="call_function", target=enter_autocast))
+    for node in graph.nodes:
+        cast = tuple(map(tuple, autocast_regions(node))) if scopes and node.op == "call_function" else ()
+        out[node] = cast, node.meta.get("ac_graph_id")
+    return out
+
+
+def _without_grad(graph: Graph) -> set[Node]:
+    out: set[Node] = set()
+    grad = True
+    for node in graph.nodes:
+        if node.target is set_grad_enabled:
+            grad = bool(node.args[0])
+        if not grad:
+            out.add(node)
+    return out
+
+
+def lies(node: Node, planned: Plan, n: int) -> Placement:
+    """Where this rank's rows are in a value of the local graph."""
+    origin = record(node).origin
+    have = planned.of(origin) if origin is not None else REPLICATE
+    if isinstance(have, Shard):
+        return Shard(have.dim, Frame.full(have.frame.local(n)), have.outer, have.inner)
+    return _cut_by_hand(node) if origin is None and node.target in CUTS else REPLICATE
+
+
+def _cut_by_hand(node: Node) -> Placement:
+    """Of what a rank cuts or masks itself: its frame says it."""
+    call = Call(node)
+    dim, frame = call.dim(), list(sizes(call["frame"]))
+    rows, outer = rows_held(frame, call["n"]), frame[0]
+    inner = quotient(sizes(node.meta["val"].shape)[dim], product((outer, rows)))
+    return Shard(dim, Frame.full(rows), outer, inner) if inner is not None else REPLICATE
+
+
+@dataclass
+class _TokenCopy:
+    local: GraphModule
+    planned: Plan
+    n: int
+    states: dict[Node, Any]
+    refused: set[Node]
+    made: dict[Node, Node] = field(default_factory=dict)
+    source: dict[Node, Node] = field(default_factory=dict)
+    flags: set[Node] = field(default_factory=set)
+    inputs: dict[Node, Placement] = field(default_factory=dict)
+
+    def view(self, tiles: int, without_grad: set[Node]) -> TokenView:
+        graph = Graph()
+        for node in self.local.graph.nodes:
+            if node.op == "output":
+                graph.output(tuple(self.made[n] for n in node.all_input_nodes))
+            else:
+                self.made[node] = self._copied(graph, node)
+                self.source.setdefault(self.made[node], node)
+        gm = GraphModule({}, graph)
+        plan = propagate(gm, Axes(), tiles, self.inputs, "local", begin=False)
+        states = {new: self.states[old] for new, old in self.source.items()}
+        return TokenView(gm, self.local.graph, self.source, self.flags, plan, states, without_grad)
+
+    def _copied(self, graph: Graph, node: Node) -> Node:
+        if self._fills(node):
+            return self._filled(graph, node)
+        if not self._may_be_inside(node):
+            return self._input(graph, node, node.meta.get("val"), lies(node, self.planned, self.n))
+        return graph.node_copy(node, self.made.__getitem__)
+
+    def _input(self, graph: Graph, node: Node, value: Any, placement: Placement) -> Node:
+        made = graph.placeholder(node.name)
+        made.meta.update(node.meta, val=value)
+        self.inputs[made] = placement
+        return made
+
+    def _may_be_inside(self, node: Node) -> bool:
+        if node.op != "call_function" or node in self.refused:
+            return False
+        if node.target is operator.getitem:
+            return is_tensor(node) and self.made[node.args[0]].op == "call_function"
+        found = lookup(node)
+        if found is None or found[1] is None or found[1].wants is not None or transfer_of(node.target) is not None:
+            return False
+        return (is_pure(node) or is_dropout(node)) and node.target.namespace != "sp"
+
+    def _fills(self, node: Node) -> bool:
+        return node.target in FILLED and node.meta["val"].is_floating_point() and node not in self.refused
+
+    def _filled(self, graph: Graph, node: Node) -> Node:
+        """A mask as one op on rows: which of them it fills is an input of rows.
+
+        A window, too: what it repeats in the rows that it cuts off is read by nobody, and no gradient comes back.
+        """
+        call, have = Call(node), _cut_by_hand(node)
+        x = node.meta["val"]
+        shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]
+        flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), have)
+        self.flags.add(flags)
+        self.source[flags] = node
+        made = graph.call_function(aten.masked_fill.Scalar, (self.made[node.args[0]], flags, call.get("value", 1)))
+        made.meta.update(node.meta)
+        return made

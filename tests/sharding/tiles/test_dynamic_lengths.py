@@ -1,0 +1,76 @@
+"""Tiles of a sequence whose length is a symbol: one body for every number of rows."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from sharding.tiles.losses import Model, batch, mean
+from support.ranks import Ranks, mesh
+
+from sp_compile import backend
+from sp_compile.backend import RankProgram
+from sp_compile.lowering.tiles.program import ANY, TileProgram
+from sp_compile.passes.tiles.tiles import programs_of
+
+LENGTHS = (16, 23, 9, 40, 7)
+
+
+def compare(compiler: str, tiles: int, **options: object) -> list[TileProgram]:
+    """Steps of every length against one device; the programs of the last graph."""
+    model, seen = Model(mean).double(), list[RankProgram]()
+    alone, plain = copy.deepcopy(model), backend.compile_local
+
+    def watched(lowered: RankProgram, mode: str | None) -> object:
+        seen.append(lowered)
+        return plain(lowered, mode)
+
+    with mock.patch.object(backend, "compile_local", watched):
+        run = torch.compile(model, backend="sp", options={"compiler": compiler, "tiles": tiles, **options})
+        for seq in LENGTHS:
+            given = batch(seq)
+            for x in given:
+                torch._dynamo.mark_dynamic(x, 1)
+            model.zero_grad(), alone.zero_grad()
+            expected, found = alone(*batch(seq)), run(*given)
+            expected.backward(), found.backward()
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+            gradients = [[p.grad for p in one.parameters()] for one in (model, alone)]
+            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+    assert len(seen) == 1
+    return programs_of(seen[0].graph)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_lengths(compiler: str) -> None:
+    (program,) = compare(compiler, 3)
+    assert list(program.bodies) == [ANY]
+    (fits,) = [part.fits for part in program.bodies[ANY].parts if part.fits]
+    assert all(fits.values())
+    assert sorted(fits) == [2, 3, 5, 6, 7, 8, 13, 14]
+
+
+def on_a_rank(compiler: str) -> None:
+    compare(compiler, 2, mesh=mesh(), cost={})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+def test_lengths_on_ranks(ranks: Ranks, n: int) -> None:
+    ranks.run(n, on_a_rank, "aot_eager")
+
+
+def test_a_tile_that_no_guard_lets_through_runs_as_it_was_traced() -> None:
+    (program,) = compare("aot_eager", 2)
+    part = program.bodies[ANY].gradients
+    assert part is not None
+    given = [
+        torch.zeros([5 if isinstance(s, torch.SymInt) else s for s in x.shape], dtype=x.dtype) for x in part.inputs
+    ]
+    plain = part.graph(*given)
+    part.run = mock.Mock(side_effect=AssertionError)
+    with mock.patch("sp_compile.lowering.tiles.program.guards_hold", return_value=False):
+        part.fits.clear()
+        torch.testing.assert_close(part(given, 5), plain)

@@ -1,0 +1,67 @@
+"""Dropout inside of a tile: what a backward draws again is what the forward has drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharding.tiles.losses import HEADS, WIDTH
+from torch import Tensor, nn
+
+import sp_compile
+
+
+class Model(nn.Module):
+    """Attention, and an MLP that drops of its inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        h = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return self.down(F.dropout(F.gelu(self.up(h)), 0.5)).square().sum()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gradients(compiler: str) -> None:
+    """Against differences of the loss along a direction, the same numbers drawn for both."""
+    model = Model().double()
+    run = torch.compile(model, backend="sp", options={"tiles": 3, "compiler": compiler})
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64, requires_grad=True)
+    along, step = torch.randn_like(x), 1e-5
+
+    def at(moved: float, seed: int = 1) -> Tensor:
+        torch.manual_seed(seed)
+        return run((x.detach() + moved * along).requires_grad_())
+
+    torch.manual_seed(1)
+    run(x).backward()
+    assert x.grad is not None
+    torch.testing.assert_close((x.grad * along).sum(), (at(step) - at(-step)) / (2 * step), rtol=1e-6, atol=0)
+    assert at(0.0) != at(0.0, seed=2)
+
+
+class Rows(Model):
+    """What the MLP gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        h = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return self.down(F.dropout(F.gelu(self.up(h)), 0.5))
+
+
+def test_tiles_draw_differently() -> None:
+    """One row in each tile, all of them alike: they drop other numbers."""
+    x = torch.ones(1, 8, WIDTH)
+    found = torch.compile(Rows(), backend="sp", options={"tiles": 8, "compiler": "aot_eager"})(x)
+    assert len(found[0].unique(dim=0)) == 8
+
+
+@pytest.mark.parametrize("model", [Model, Rows])
+@pytest.mark.parametrize("n", [1, 2])
+def test_it_is_tiled(model: type[Model], n: int) -> None:
+    found = sp_compile.explain(model(), torch.randn(2, 8, WIDTH), sp=n, tiles=2)
+    assert [note.done for note in found.notes if "tiles" in note.done] == ["tiles"]

@@ -1,0 +1,234 @@
+"""A head and its loss in tiles: loss and every gradient are those of one device, and no tensor holds more than a tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharding.tiles.losses import (
+    LOSSES,
+    VOCAB,
+    WIDTH,
+    Loss,
+    Model,
+    batch,
+    distilled,
+    mean,
+    of_tokens,
+    per_sequence,
+    with_z,
+)
+from support.parity import Decoder, text
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint
+
+import sp_compile
+from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
+
+EXACT = 1e-9
+AGAIN = (with_z, per_sequence)
+"""Losses that do not end in one number of each tile."""
+
+
+def report_of(loss: Loss, n: int, tiles: int, seq: int, **how: bool) -> sp_compile.passes.report.Report:
+    return sp_compile.verify(Model(loss, **how).double(), *batch(seq), sp=n, tiles=tiles)
+
+
+@pytest.mark.sampled(every=53)
+@pytest.mark.parametrize("seq", [9, 16, 23])
+@pytest.mark.parametrize("tiles", [2, 3, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
+    found = report_of(loss, n, tiles, seq)
+    assert found.worst < EXACT
+    assert [one.where for one in found.tiled] == [note.where for note in found.notes if note.done == "tiles"] != []
+    assert any("computes it again" in note.why for note in found.notes) == (loss in AGAIN)
+
+
+@pytest.mark.parametrize("how", [{"tied": True}, {"bias": True}], ids=["tied", "bias"])
+def test_weights(how: dict[str, bool]) -> None:
+    found = report_of(mean, 2, 3, 13, **how)
+    assert found.worst < EXACT
+    assert found.tiled
+
+
+def program_of(gm: GraphModule) -> tuple[Node, TileProgram]:
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.tiled.default)
+    return node, PROGRAMS[node.args[3]]
+
+
+def local(loss: Loss, n: int, tiles: int | str, seq: int) -> GraphModule:
+    model = Model(loss).double()
+    return sp_compile.parallelize(torch.export.export(model, batch(seq)), sp=n, tiles=tiles)
+
+
+def largest(gm: GraphModule) -> int:
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    return max(v.numel() for v in values if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("loss", [mean, of_tokens, distilled], ids=lambda loss: loss.__name__)
+def test_no_more_than_a_tile(loss: Loss) -> None:
+    """In the rank's graph, and in the graphs of a tile."""
+    seq, rows, tiles = 64, 2, 8
+    whole = local(loss, 2, tiles, seq)
+    _, program = program_of(whole)
+    logits = rows * (seq // 2) * VOCAB
+    assert largest(local(loss, 2, "never", seq)) == logits
+    assert largest(whole) < logits
+    parts = [part for body in program.bodies.values() for part in body.parts]
+    assert {largest(part.graph) for part in parts} == {logits // tiles}
+
+
+def test_one_body_for_all_tiles() -> None:
+    """Two, where the last tile is shorter."""
+    programs = {tiles: program_of(local(mean, 1, tiles, 64))[1] for tiles in (2, 32)}
+    assert [list(one.bodies) for one in programs.values()] == [[32], [2]]
+    few, many = (
+        [len(part.graph.graph.nodes) for part in body.parts]
+        for one in programs.values()
+        for body in one.bodies.values()
+    )
+    assert few == many
+    assert sorted(program_of(local(mean, 1, 3, 64))[1].bodies) == [20, 22]
+
+
+def test_gradients_of_weights_are_added_as_products() -> None:
+    """No tile makes a gradient of the head of its own."""
+    _, program = program_of(local(mean, 1, 4, 16))
+    assert [(value.shape, value.factors) for value in program.gradients if value.dim is None] == [
+        ((VOCAB, WIDTH), True)
+    ]
+
+
+class Both(Model):
+    """The logits, too, and something made of them."""
+
+    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        seen: list[Tensor] = []
+
+        def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+            logits = head(h)
+            seen.append(logits)
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+        self.loss = loss
+        found = super().forward(ids, weights)
+        return found, seen[0], seen[0].argmax(-1)
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_logits_that_are_returned(n: int) -> None:
+    """They are made for whoever reads them, and the loss holds a tile of its own; a gradient comes back on both ways."""
+    found = sp_compile.verify(Both(mean).double(), *batch(13), sp=n, tiles=3)
+    assert found.worst < EXACT
+    assert any("made once more" in note.why for note in found.notes)
+
+
+class Checkpointed(Decoder):
+    """Each block's inside is computed again, and in it the MLP's."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("model", [Decoder, Checkpointed])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_decoder(model: type[Decoder], n: int) -> None:
+    """Both its MLPs; the head of so few tokens is no wider than they are."""
+    found = sp_compile.verify(model().double(), *text(15), sp=n, tiles=3)
+    assert found.worst < EXACT
+    assert len(found.tiled) == 2
+
+
+def test_checkpoints_compiled() -> None:
+    model, gradients = Checkpointed(layers=1).double(), []
+    for run in (model, torch.compile(model, backend="sp", options={"tiles": 3, "compiler": "aot_eager"})):
+        model.zero_grad()
+        run(*text(15)).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def alive(run: Callable[[], Any]) -> int:
+    """Bytes of tensors alive at the peak of a run."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def peak_of(tiles: int | str, compiler: str, vocab: int, seq: int) -> int:
+    model = Model(mean, vocab=vocab)
+    run = torch.compile(model, backend="sp", options={"tiles": tiles, "compiler": compiler})
+    run(*batch(seq, rows=1)).backward()
+    return alive(lambda: run(*batch(seq, rows=1)).backward())
+
+
+def test_memory_of_a_step() -> None:
+    """Nothing is as large as the logits."""
+    vocab, seq = 2048, 512
+    assert peak_of(16, "aot_eager", vocab, seq) < vocab * seq * 4 / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_memory_falls_with_tiles(compiler: str) -> None:
+    vocab, seq, tiles = 8192, 1024, 16
+    peaks = [peak_of(asked, compiler, vocab, seq) for asked in ("never", tiles)]
+    assert peaks[0] - peaks[1] > 0.9 * (1 - 1 / tiles) * vocab * seq * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_half_types(dtype: torch.dtype) -> None:
+    """Weights in half types, or in float32 under autocast: sums over the tiles are no worse than one of all rows."""
+    exact = Model(mean).double()
+    exact(*batch(64)).backward()
+    errors = []
+    for tiles in ("never", 8):
+        torch.compiler.reset()
+        model = Model(mean).to(dtype)
+        run = torch.compile(model, backend="sp", options={"tiles": tiles, "compiler": "aot_eager"})
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+            loss = run(*batch(64))
+        loss.backward()
+        pairs = zip(exact.parameters(), model.parameters(), strict=True)
+        errors.append(max(float((a.grad - b.grad.double()).norm() / a.grad.norm()) for a, b in pairs))
+    assert 1e-4 < errors[1] < 1.2 * errors[0]
+
+
+def test_a_small_loss_is_left_alone() -> None:
+    found = sp_compile.explain(Model(mean), *batch(16), sp=2)
+    assert not found.tiled
+
+
+def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one is cut into tiles of about one size."""
+    from sp_compile.passes.tiles import tiles
+
+    monkeypatch.setattr(tiles, "LARGE", 1 << 10)
+    monkeypatch.setattr(tiles, "PIECE", 1 << 9)
+    found = sp_compile.verify(Model(mean).double(), *batch(16), sp=2)
+    (one,) = found.tiled
+    assert found.worst < EXACT
+    assert (one.inside, one.tiles, one.tile) == (4096, 8, 512)
+    assert math.ceil(one.rows / one.tiles) == 1
+
+
+def test_words_of_options() -> None:
+    for wrong in (0, -2, 1.5, True, "sometimes"):
+        with pytest.raises(sp_compile.SpError, match="tiles="):
+            sp_compile.SPConfig(tiles=wrong)
