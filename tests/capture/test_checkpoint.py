@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sp_compile._compat import has_policy
 
 aten = torch.ops.aten
 D = 16
@@ -106,12 +107,10 @@ def test_checkpoint_regions_are_tagged() -> None:
     assert len({n.meta["ac_graph_id"] for n in tagged}) == 3
 
 
-def test_selective_checkpoint_is_full_recompute(caplog: pytest.LogCaptureFixture) -> None:
+def test_policies_travel_with_their_nodes() -> None:
+    """They are asked when a rank's graph is compiled, see test_what_checkpoints_keep.py."""
     model = Stack(selective)
-    expected = step(model, model, torch.ones(2, 8, D))
-    full, _ = saved_elements(recompute)
-    with caplog.at_level(logging.WARNING, "sp_compile.capture.capture.regions"):
-        kept, outcome = saved_elements(selective)
-    assert "full recompute" in caplog.text
-    assert kept == full
-    assert_same(outcome, expected)
+    compiled, backend = compile_function(model)
+    assert_same(step(compiled, model, torch.ones(2, 8, D)), step(model, model, torch.ones(2, 8, D)))
+    for node in backend.graphs[0].graph.nodes:
+        assert has_policy(node) == ("recompute" in node.meta)
