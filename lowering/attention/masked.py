@@ -43,10 +43,15 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return out.squeeze(-3) if headless else out
 
 
+@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 cannot look inside
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
 def autocast(*xs: Tensor) -> list[Tensor]:
     """What autocast does to the operands of scaled_dot_product_attention."""
     device = xs[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return list(xs)
     dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs]

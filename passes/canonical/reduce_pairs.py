@@ -37,17 +37,19 @@ class ReducePairs(Spelling):
         named = [getattr(self.gm, str(a.target), None) for a in functions]
         bodies = [body for body in named if isinstance(body, GraphModule)]
         operands = [a for a in node.args[2:] if is_tensor(a)]
-        alone = all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
-        if len(bodies) != 2 or len(operands) != 1 or not alone:
+        read = {u.args[1] if u.target is operator.getitem else node for u in node.users}
+        index = read.pop() if len(read) == 1 else None
+        if len(bodies) != 2 or len(operands) != 1 or not isinstance(index, int):
             return False
+        # Torch 2.11 returns every value of the body, the result again behind them.
         (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
-        # Torch 2.11 returns every value of the body, and only the first is read.
-        there, back = _reductions(bodies[0], pytree.tree_leaves(made)[:1]), _reductions(bodies[1], gradients)
+        results = made if isinstance(made, tuple | list) else (made,)
+        there, back = _reductions(bodies[0], [results[index]]), _reductions(bodies[1], gradients)
         if there is None or back is None:
             return False
         with self.graph.inserting_before(node):
-            new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][0], node)
-        self.replace(node, [new])
+            new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][index], node)
+        self.replace(node, {index: new})
         return True
 
 
