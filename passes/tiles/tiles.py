@@ -15,7 +15,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import pytree
+from sp_compile._compat import SYMBOLIC_GRAPHS, pytree
 from sp_compile.cost.tiles import Tiled
 from sp_compile.errors import at
 from sp_compile.graph.call import Call, is_tensor
@@ -31,7 +31,7 @@ from sp_compile.passes.strategies.local_scan import hint
 from sp_compile.sharding.rule import lookup
 
 from .regions import THIN, WIDER, Region, regions_of, rows_of, width
-from .trace import apart, draws_again, program_of
+from .trace import apart, draws_again, is_of_any_length, program_of
 from .view import TokenView, is_dropout, view_of
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -136,6 +136,8 @@ def _reason(view: TokenView, region: Region, asked: str | int) -> str | None:
     nodes = (*region.nodes, *region.rows, *region.whole)
     if any(_reads_symbols(view, n) for n in nodes):
         return "a size beside the number of rows is a symbol: compile one graph a batch with dynamic=False"
+    if is_of_any_length(view, region) and not SYMBOLIC_GRAPHS:
+        return "the number of rows is a symbol, which takes torch 2.13: compile with dynamic=False"
     thin = all(view.is_sum(x) or width(view, x) * THIN <= region.narrow for x in region.results)
     ends_in_sums = all(view.is_sum(x) or not x.meta["val"].is_floating_point() for x in region.results)
     made, left = (sum(width(view, x) for x in nodes) for nodes in (region.seeds, region.results))

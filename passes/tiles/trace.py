@@ -103,12 +103,17 @@ class TileOf:
         return node.target(*args, **kwargs)
 
 
+def is_of_any_length(view: TokenView, region: Region) -> bool:
+    """Is its number of rows a symbol?"""
+    return not all(isinstance(have.frame.size, int) for x in region.rows if (have := view.rows(x)))
+
+
 def program_of(view: TokenView, region: Region, tiles: int) -> TileProgram:
     """The region's program for so many tiles; registered."""
     first = next(x for x in region.nodes)
     total = rows_of(view, region)
     length: Any = tile_length(total, tiles)
-    if all(isinstance(have.frame.size, int) for x in region.rows if (have := view.rows(x))):
+    if not is_of_any_length(view, region):
         mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
     else:
         mode, length = symbolic_mode(max(2, length))

@@ -41,6 +41,10 @@ def is_symbolic(x: torch.Tensor) -> bool:
     return any(isinstance(extent, torch.SymInt) for extent in x.shape)
 
 
+SYMBOLIC_GRAPHS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Does a graph compiled with a symbol for a size, outside of Dynamo, take others? 2.11 writes the first down."""
+
+
 def guards_hold(fakes: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
     """Does what was assumed of symbolic sizes, in a shape environment of their own, hold for those of real tensors?"""
     symbolic = next(extent for x in fakes for extent in x.shape if isinstance(extent, torch.SymInt))
