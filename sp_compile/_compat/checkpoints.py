@@ -17,6 +17,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 
 Policy = Callable[..., CheckpointPolicy | bool]
 _POLICY, _KEEPS = "checkpoint_policy", "keeps_attention"  # keys of meta["custom"], which tracers hand on
+_TELLS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters  # 2.13 does, 2.11 does not
 SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -104,7 +105,7 @@ class AskPolicies(TorchDispatchMode):
         return out
 
     def _ask(self, policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
-        given = {"op_output": out} if "op_output" in inspect.signature(SelectiveCheckpointContext).parameters else {}
+        given = {"op_output": out} if _TELLS_OUTPUT else {}
         for op in (func, *self.named) if func in self.attention else (func,):
             answer = policy(SelectiveCheckpointContext(is_recompute=False, **given), op, *args, **kwargs)
             if isinstance(answer, bool):

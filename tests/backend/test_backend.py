@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from support import ranks as worker
 from support.parity import (
     VOCAB,
+    Checkpointed,
     Decoder,
     Outcome,
     against_eager,
@@ -166,14 +167,6 @@ def accumulate() -> Outcome:
 
 def test_gradients_accumulate_and_tied_weights(ranks: Ranks) -> None:
     check(ranks.run(2, accumulate))
-
-
-class Checkpointed(Decoder):
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.norm(x)
 
 
 @pytest.mark.slow

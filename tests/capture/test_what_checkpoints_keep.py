@@ -11,12 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from support import ranks as worker
-from support.parity import Decoder, Outcome, against_eager, build, check, text
+from support.parity import Checkpointed, Outcome, against_eager, build, check, text
 from support.ranks import Ranks
-from torch import Tensor
 from torch._functorch import partitioners
 from torch.fx import GraphModule
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from sp_compile import _compat, backend
 from sp_compile.config import Ranks as Group
@@ -43,20 +42,10 @@ CHECKPOINTS |= {
 }
 
 
-class Checkpointed(Decoder):
-    how = "without a policy"
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, **CHECKPOINTS[self.how])
-        return self.norm(x)
-
-
 def cut(how: str, attention: str, **options: Any) -> tuple[Counter[Any], Counter[Any]]:
     """How often each op is in the forward and in the backward of a rank of four; nothing runs."""
     model, found = build(Checkpointed, layers=1), []
-    model.how = how
+    model.given = CHECKPOINTS[how]
     real = partitioners.min_cut_rematerialization_partition
 
     def partition(*args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -107,7 +96,7 @@ def test_lists_of_ops_are_policies() -> None:
 
 def trained(how: str, attention: str) -> Outcome:
     model = build(Checkpointed, layers=2)
-    model.how = how
+    model.given = CHECKPOINTS[how]
     return against_eager(model, *text(9), mesh=worker.mesh(), attention=attention)
 
 

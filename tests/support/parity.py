@@ -2,13 +2,14 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import sp_compile
 
@@ -64,6 +65,18 @@ class Decoder(nn.Module):
         """(batch, seq) int64 twice -> 0-d loss."""
         logits = self.head(self.hidden(ids))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Checkpointed(Decoder):
+    """Each block's inside is computed again in the backward. given: more arguments of its checkpoint."""
+
+    given: Mapping[str, Any] = {}
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, **self.given)
+        return self.norm(x)
 
 
 def text(seq: int, batch: int = 2, prompt: float = 0.3, seed: int = 0) -> tuple[Tensor, Tensor]:

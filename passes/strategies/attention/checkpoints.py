@@ -30,16 +30,15 @@ class KeepAttention(Pass):
         if not found:
             return 0
         taken, memory = _bytes(found), job.memory[-1] if job.memory else None
-        room = memory is None or memory.taken + taken <= memory.device
         what = f"results of {len(found)} attentions in checkpointed regions, {taken / GIB:.2f} GiB"
-        if room:
-            for node in found:
-                keep(node)
-            self.notes.append(Note("kept", "attention", what, "the backward attends no second time"))
-            return len(found)
-        why = f"with all else they are more than the {memory.device / GIB:.1f} GiB of the device" if memory else ""
-        self.notes.append(Note("not kept", "attention", what, why))
-        return 0
+        if memory is not None and memory.taken + taken > memory.device:
+            why = f"with all else they are more than the {memory.device / GIB:.1f} GiB of the device"
+            self.notes.append(Note("not kept", "attention", what, why))
+            return 0
+        for node in found:
+            keep(node)
+        self.notes.append(Note("kept", "attention", what, "the backward attends no second time"))
+        return len(found)
 
 
 def _bytes(nodes: Iterable[Node]) -> int:

@@ -22,10 +22,9 @@ from sharding.tiles.losses import (
     per_sequence,
     with_z,
 )
-from support.parity import Decoder, text
+from support.parity import Checkpointed, Decoder, text
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import checkpoint
 
 import sp_compile
 from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
@@ -129,16 +128,6 @@ def test_logits_that_are_returned(n: int) -> None:
     found = sp_compile.verify(Both(mean).double(), *batch(13), sp=n, tiles=3)
     assert found.worst < EXACT
     assert any("made once more" in note.why for note in found.notes)
-
-
-class Checkpointed(Decoder):
-    """Each block's inside is computed again, and in it the MLP's."""
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.norm(x)
 
 
 @pytest.mark.parametrize("model", [Decoder, Checkpointed])
