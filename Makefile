@@ -10,8 +10,9 @@ WORKERS ?= 2
 FILES ?=
 # Torch and Python of `make test-versions`, as in VERSIONS=2.11.0/3.11; all that are claimed by default
 VERSIONS ?=
-# Each test compiles something small, so torch's garbage collection behind each compilation is a tenth of the time.
-PYTEST := TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+# Each test compiles something small, so torch's garbage collection behind each compilation is a tenth of the time. What
+# vector instructions the CPU says to have it has: trying them out takes each process that compiles 5 to 20 seconds.
+PYTEST := TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 TORCHINDUCTOR_VEC_ISA_OK=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-slow test-versions fuzz properties quick bench docs lint format clean
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from support.ranks import Ranks
+from support.ranks import Ranks, without_timing_guards
 
 from sp_compile.lowering.library import tag_programs
 
@@ -16,6 +16,7 @@ from sp_compile.lowering.library import tag_programs
 # for whom it prints each graph after each pass: a third of the suite's time.
 logging.getLogger("torch.__trace").propagate = True
 
+without_timing_guards()
 tag_programs()  # tests give operators to compilers whose caches outlive an edit of these
 
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)

@@ -47,6 +47,7 @@ def cannot(n: int, heads: int, **how: Any) -> str:
     return error_text(lambda: run(*text(12)))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("n", "heads", "how", "words"),
     [
@@ -116,6 +117,7 @@ class Mixed(nn.Module):
         return F.cross_entropy(self.decoder.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("seq", "balanced"), [(16, True), (15, False)])
 def test_a_model_with_convolutions_keeps_its_order_outside_attention(seq: int, balanced: bool) -> None:
     model = build(Mixed)
@@ -142,7 +144,7 @@ class Translator(nn.Module):
         return self.decoder(x, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather", "auto"])
 @pytest.mark.parametrize(("length", "source"), [(8, 20), (13, 7)])
 def test_encoder_and_decoder(attention: str, length: int, source: int) -> None:

@@ -1,5 +1,6 @@
 """Dropout under backend='sp' on real ranks: other draws on every rank, the right mean and the right gradient."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from support import ranks as worker
@@ -32,6 +33,7 @@ def drawn() -> list[Tensor]:
     return results
 
 
+@pytest.mark.slow
 def test_dropout(ranks: Ranks) -> None:
     first, second = ranks.run(2, drawn)
     for a, b in zip(first, second):

@@ -83,7 +83,7 @@ def _any_length(op: str, mesh: str) -> list[float]:
     return _differences(op, mesh, [8, 12, 24], backend="aot_eager", fullgraph=True, dynamic=True)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "mesh", "op"), WHERE)
 def test_one_graph_of_any_length(ranks, n: int, mesh: str, op: str) -> None:
     for worst in ranks.run(n, _any_length, op, mesh):
@@ -96,6 +96,7 @@ def _collectives(op: str) -> tuple[int, int]:
     return len(recorder.collectives("forward")), len(recorder.collectives("backward"))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("op", "forward", "backward"), [("ulysses", 2, 2), ("ring", 1, 3), ("ring, scattered", 1, 2), ("gathered", 1, 2)]
 )

@@ -93,7 +93,7 @@ def test_equals_one_device(strategy: str, mask: str, heads: str) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strategy", NAMES)
 def test_layouts(strategy: str, layout: str) -> None:
@@ -101,7 +101,7 @@ def test_layouts(strategy: str, layout: str) -> None:
     run(strategy, "documents", "GQA", 13, 4, layout)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("strategy", ["ring", "gather", "toy", "auto"])
 def test_any_number_of_ranks(strategy: str, ranks: int) -> None:

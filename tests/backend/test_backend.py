@@ -257,6 +257,7 @@ def spoken_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
 
 
+@pytest.mark.slow
 def test_pieces_without_a_sequence_are_no_error(ranks: Ranks) -> None:
     check(ranks.run(2, one_step, LossInItsOwnFrame))
 

@@ -61,7 +61,7 @@ def test_decoder(signs: Signs) -> None:
     check(signs, lambda: explain(seeded(Decoder), tokens(8), sp=2))
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("name", {**EXCHANGED, **OTHERS})
 def test_attention(signs: Signs, name: str) -> None:
     attend = {**EXCHANGED, **OTHERS}[name]

@@ -72,6 +72,7 @@ def summed(policy: str, swap: bool) -> tuple[float, float, list[str], list[str]]
     return (loss / expected - 1).abs().item(), error.item(), *seen
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("policy", "left"), [("always", 1), ("never", 2)])
 def test_reductions_over_two_axes(ranks: Ranks, policy: str, left: int) -> None:
     for loss, gradient, before, after in ranks.run(4, summed, policy, False):
@@ -116,6 +117,7 @@ def exchanged_by_hand() -> float:
     return max([worst, *((a.grad - b.grad).abs().max().item() for a, b in pairs)])
 
 
+@pytest.mark.slow
 def test_a_program_that_only_exchanges(ranks: Ranks) -> None:
     assert max(ranks.run(2, exchanged_by_hand)) < 1e-12
 

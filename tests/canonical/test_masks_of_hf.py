@@ -97,13 +97,13 @@ def inputs(*names: str) -> dict[str, Tensor]:
 HAVE_SDPA = sorted(set(CONFIGS) - {"gemma2"})
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", HAVE_SDPA)
 def test_decoder(name: str) -> None:
     assert masks(name, **inputs()) == SLIDES.get(name, [CAUSAL, CAUSAL])
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", HAVE_SDPA)
 def test_decoder_of_padded_inputs(name: str) -> None:
     plain = SLIDES.get(name, [CAUSAL, CAUSAL])
@@ -117,7 +117,7 @@ def test_decoder_of_packed_inputs(name: str) -> None:
     assert masks(name, **inputs("position_ids")) == [PACKED[p] for p in plain]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("given", [(), ("attention_mask",), ("position_ids",)], ids="".join)
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_decoder_of_dynamic_length(name: str, given: tuple[str, ...]) -> None:

@@ -82,6 +82,7 @@ STAY: dict[str, Loop] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", STAY)
 def test_what_stays(name: str) -> None:
     args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
@@ -107,6 +108,7 @@ def test_a_step_that_is_read_before_the_loop_ends() -> None:
     torch.testing.assert_close(rolled(early, args)(*args), early(*args))
 
 
+@pytest.mark.slow
 def test_time_is_linear_in_the_nodes() -> None:
     """Nodes that are looked at, of a loop and of one that stays."""
     for fn in (moving_average, lambda x: STAY["tanh"](x, x[:, 0])):

@@ -156,7 +156,7 @@ def test_what_stays(name: str) -> None:
     assert show(gm) == before
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [9, 12])
 def test_associative_scan_on_ranks(length: int) -> None:
     """torch unrolls combine_mode="generic" under torch.compile."""

@@ -66,6 +66,7 @@ def cut(how: str, attention: str, **options: Any) -> tuple[Counter[Any], Counter
     return found[0], found[1]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("how", "attends", "multiplies"),
     [
@@ -100,6 +101,7 @@ def trained(how: str, attention: str) -> Outcome:
     return against_eager(model, *text(9), mesh=worker.mesh(), attention=attention)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "attention"),
     [

@@ -66,6 +66,7 @@ def explained(sp: int = 2, **options: Any) -> StepMemory:
     return step
 
 
+@pytest.mark.slow
 def test_a_step_of_a_decoder() -> None:
     step = explained(compiler="aot_eager")
     nbytes = sum(p.numel() * 8 for p in seeded(partial(Decoder, layers=2)).parameters())

@@ -44,6 +44,7 @@ def buffers(gpu: AbsentGpu, strategy: str, elements: int) -> list[str]:
     return [str(b) for trace in (rank.forward, rank.backward) for b in trace.buffers if math.prod(b) >= elements]
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="the zigzag layout's keys are put in order before blocks are planned")
 def test_gathered_keys_are_not_copied(gpu: AbsentGpu) -> None:
     assert buffers(gpu, "gather", 2 * SIZES.rows * SIZES.kv_heads * SIZES.head_dim) == []

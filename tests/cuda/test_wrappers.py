@@ -245,6 +245,7 @@ def padding_of_strides() -> set[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_a_tensor_has_one_layout(gpu: AbsentGpu) -> None:
     """Inductor of torch 2.11 read what lay without padding as if it had some: rows of odd length, on an H100."""
     assert gpu.run(padding_of_strides) == {False}

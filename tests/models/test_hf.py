@@ -84,6 +84,7 @@ def trained(model: torch.nn.Module, whole: bool) -> torch.nn.Module:
     return Trained()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("outputs", ["lazy", {"logits": "lazy"}], ids=str)
 def test_logits_that_nobody_reads_cost_nothing(outputs: Any) -> None:
     transformers.logging.set_verbosity_error()

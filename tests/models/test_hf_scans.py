@@ -153,7 +153,7 @@ def spread() -> list[Any]:
     return out
 
 
-@pytest.mark.sampled(every=24)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "n", "seq"), spread())
 def test_training_step(ranks: Ranks, name: str, n: int, seq: int) -> None:
     check(ranks.run(n, one_step, name, seq), tolerance(name))
@@ -166,7 +166,7 @@ def verified(name: str, seq: int, sp: int) -> Report:
     return report
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_models_are_sharded_whole(name: str) -> None:
     """The sequence is found through the scan; nothing but scans and the convolution's halos crosses ranks."""
@@ -178,7 +178,7 @@ def test_recurrent_models_are_sharded_whole(name: str) -> None:
     assert report.count("unshard") == 1  # the logits
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", [name for name in MODELS if "batched" in name])
 def test_experts_of_each_token_stay_where_the_token_is(name: str) -> None:
     report = verified(name, 14, sp=4)

@@ -64,7 +64,7 @@ def test_segments_that_differ_between_columns(layout: str, op: str) -> None:
         close(simulated(case, 4), expected(case))
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", WINDOWS)
@@ -83,7 +83,7 @@ def test_windows(window: str, layout: str, n: int) -> None:
 STEPS = [(op, n) for op in OPS for n in (2, 3, 4, 7, 16)]
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize(("op", "n"), STEPS)
 def test_exchange_in_steps(op: str, n: int) -> None:
     for runs in RUNS.values():
@@ -94,7 +94,7 @@ def test_exchange_in_steps(op: str, n: int) -> None:
 RECURRENCES = [("contiguous", "gather"), ("zigzag", "gather"), ("contiguous", "steps")]
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize(("layout", "exchange"), RECURRENCES)
 def test_recurrences(layout: str, exchange: str, n: int) -> None:

@@ -134,6 +134,7 @@ def test_numbers_of_ranks(ranks: Ranks, n: int) -> None:
     check_all(ranks.run(n, one_step, ["cumsum", "cumprod", "cummin and its index", "segments", "routing"]))
 
 
+@pytest.mark.slow
 def test_one_device() -> None:
     outcomes = [against_eager(build(Scanning, scan=SCANS[n]), *text(9)) for n in ("cumsum", "segments", "routing")]
     check(outcomes[:1])

@@ -54,7 +54,7 @@ def close(case: Case, shards: list[list[Tensor]], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_values_and_gradients(ranks, op: str, n: int) -> None:
@@ -84,6 +84,7 @@ def _recurrences(cases: list[Recurrence]) -> list[list[Tensor]]:
     return out
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_recurrences(ranks, n: int) -> None:
     cases = [
@@ -187,7 +188,7 @@ def _recorded(case: Case) -> tuple[list[str], list[str], list[str], int]:
     return forward, backward, recorder.text(), kept
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_compiler_sees_one_collective_each_way(ranks, name: str) -> None:
     """And keeps shards, not what was gathered; the graphs are the same on all ranks."""

@@ -193,6 +193,7 @@ def waits_in_vain() -> str:
     return error_text(lambda: logits.sum()) if dist.get_rank() == 0 else ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_and_waits(ranks: Ranks) -> None:
     message, *_ = ranks.run(4, waits_in_vain, timeout=60)
     assert re.search(r"rank 0 reads result 'logits' .* at .*test_between.py:\d+.* and waited \d s", message), message
@@ -211,6 +212,7 @@ def asked() -> list[list[str]]:
 LOGITS = f"Sharded(2, 10, {VOCAB})"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("outputs", "stays", "why"),
     [

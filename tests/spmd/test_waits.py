@@ -80,6 +80,7 @@ def run_of(how: str) -> tuple[str, str, float]:
     return told, error_text(lambda: run(x)), time.monotonic() - begun
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("how", "why"), [("skips", "Likely causes: a rank that has skipped"), ("fails", "rank 1 stopped: MemoryError")]
 )

@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import guards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD = 4
@@ -36,6 +37,11 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_VISIBLE_DEVICES": "",  # ranks are forked, and CUDA does not survive that
 }
+
+
+def without_timing_guards() -> None:
+    """Torch runs the guards of each program that it has compiled once more to time them: 30 ms a program."""
+    guards.profile_guard_manager = lambda *_: 0.0
 
 
 class RanksError(AssertionError):

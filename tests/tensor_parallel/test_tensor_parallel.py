@@ -188,6 +188,7 @@ def test_a_rank_that_compiles_alone_is_an_error(ranks: Ranks) -> None:
         assert "rank 1 of 2 compiles the program anew for this call and the others do not" in error
 
 
+@pytest.mark.slow
 def test_explain_shows_the_mode_of_every_layer() -> None:
     with mp.get_context("spawn").Pool(1) as pool:
         text = pool.apply(_explained_alone)

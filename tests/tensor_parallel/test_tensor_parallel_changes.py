@@ -70,7 +70,7 @@ def against_eager(kind: type[Hidden], shape: tuple[int, ...], freeze: bool) -> f
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shape", "freeze"),
     [
@@ -118,6 +118,7 @@ def changing_lengths(dynamic: bool | None) -> str:
     return message(lambda: run(torch.randn(2, 5, 8)))
 
 
+@pytest.mark.slow
 def test_dtensors_of_changing_lengths(ranks: Ranks) -> None:
     """Torch's own tracing fails, so this may pass with another torch: then there is nothing to teach."""
     for error in ranks.run(2, changing_lengths, None):

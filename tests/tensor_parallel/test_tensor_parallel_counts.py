@@ -73,7 +73,7 @@ def values(gm: GraphModule, op: str) -> list[tuple[int, ...]]:
     return [tuple(v.shape) for node in found for v in [node.meta["val"]] if isinstance(v, Tensor)]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_two_exchanges_a_layer_and_direction(n: int) -> None:
     plain, scattered = graphs(n, False), graphs(n, True)
@@ -114,6 +114,7 @@ def common_rows(forward: GraphModule) -> list[tuple[int, ...]]:
     return [tuple(v.shape[:2]) for v in tensors]
 
 
+@pytest.mark.slow
 def test_nothing_is_gathered_twice() -> None:
     """q, k and v read one gathered value, and the backward the one that the forward has saved."""
     forward, backward = graphs(2, True)

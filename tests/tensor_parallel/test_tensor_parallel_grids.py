@@ -84,6 +84,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c if c == "one layer" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_under_the_sequence_passes(ranks: Ranks, case: str) -> None:
     check(ranks.run(4, with_sequence, *CASES[case]), MODES.get(case, "s" * 8))

@@ -141,6 +141,7 @@ def zeros_then_steps() -> float:
         return (run(batch) - eager(batch)).abs().item()
 
 
+@pytest.mark.slow
 def test_zeros_that_inference_meets_first(ranks: Ranks) -> None:
     assert max(ranks.run(2, zeros_then_steps)) < 1e-12
 

@@ -82,7 +82,7 @@ def step(block: str, seq: int, how: dict[str, Any]) -> Outcome:
     return against_eager(build(Model, block=block), *text(seq), mesh=worker.mesh(), **ALONG, **how)
 
 
-@pytest.mark.sampled(every=14)
+@pytest.mark.sampled(every=18)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("seq", [16, 13])
@@ -90,7 +90,7 @@ def test_training_step(ranks: Ranks, block: str, n: int, seq: int) -> None:
     check(ranks.run(n, step, block, seq, {}))
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("seq", [9, 8])
 def test_shards_shorter_than_a_window(ranks: Ranks, block: str, seq: int) -> None:
@@ -98,6 +98,7 @@ def test_shards_shorter_than_a_window(ranks: Ranks, block: str, seq: int) -> Non
     check(ranks.run(4, step, block, seq, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [b if b == "shift" else pytest.param(b, marks=pytest.mark.slow) for b in BLOCKS])
 def test_inductor(ranks: Ranks, block: str) -> None:
     check(ranks.run(2, step, block, 12, {"compiler": "inductor"}))
@@ -177,7 +178,7 @@ def counted(block: str, seq: int) -> tuple[dict[str, list[tuple[str, int]]], lis
 ROW = 2 * WIDTH * 8  # bytes of a position: batch, width, float64
 
 
-@pytest.mark.sampled(every=11)
+@pytest.mark.sampled(every=18)
 @pytest.mark.parametrize(
     ("block", "rows"), [("conv", [3]), ("shift", [1]), ("pools", [1, 1, 1, 1, 1])], ids=list(BLOCKS)
 )

@@ -166,6 +166,7 @@ def _attention(backend: str) -> None:
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention(ranks: Ranks, backend: str) -> None:
     ranks.run(2, _attention, backend)

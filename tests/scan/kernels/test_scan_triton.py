@@ -40,6 +40,7 @@ def test_row() -> None:
     python(f"from support.scans import triton_scans as t; {calls}")
 
 
+@pytest.mark.slow
 def test_without_triton() -> None:
     """The row can be imported, and fits nothing."""
     python(

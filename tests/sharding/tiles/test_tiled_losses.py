@@ -130,6 +130,7 @@ def test_logits_that_are_returned(n: int) -> None:
     assert any("made once more" in note.why for note in found.notes)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("model", [Decoder, Checkpointed])
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_decoder(model: type[Decoder], n: int) -> None:
@@ -181,6 +182,7 @@ def test_memory_falls_with_tiles(compiler: str) -> None:
     assert peaks[0] - peaks[1] > 0.9 * (1 - 1 / tiles) * vocab * seq * 4
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_half_types(dtype: torch.dtype) -> None:
     """Weights in half types, or in float32 under autocast: sums over the tiles are no worse than one of all rows."""
