@@ -23,7 +23,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import guards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD = 4
@@ -41,6 +40,8 @@ ENVIRONMENT = {
 
 def without_timing_guards() -> None:
     """Torch runs the guards of each program that it has compiled once more to time them: 30 ms a program."""
+    from torch._dynamo import guards  # only now: it remembers what torch.cuda says, see `support/cuda/absent.py`
+
     guards.profile_guard_manager = lambda *_: 0.0
 
 

@@ -72,7 +72,7 @@ def test_a_tile_that_no_guard_lets_through_runs_as_it_was_traced() -> None:
         torch.zeros([5 if isinstance(s, torch.SymInt) else s for s in x.shape], dtype=x.dtype) for x in part.inputs
     ]
     plain = part.graph(*given)
-    part.run = mock.Mock(side_effect=AssertionError)
-    with mock.patch("sp_compile.lowering.tiles.program.guards_hold", return_value=False):
-        part.fits.clear()
+    not_run = mock.patch.object(part, "run", side_effect=AssertionError)
+    refused = mock.patch("sp_compile.lowering.tiles.program.guards_hold", return_value=False)
+    with mock.patch.object(part, "fits", {}), not_run, refused:
         torch.testing.assert_close(part(given, 5), plain)
