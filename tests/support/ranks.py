@@ -5,10 +5,13 @@ module, runs in the first ``n`` processes. There it asks this module for its ``g
 ``mesh2d(dp, sp)``. Nothing hangs: ranks that do not answer in time are named, killed and replaced.
 """
 
+import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -18,6 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -81,9 +85,15 @@ def mesh2d(dp: int, sp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (dp, sp), mesh_dim_names=("dp", "sp"))
 
 
+def _stack_of(store: str, rank: int) -> Path:
+    """The file into which a rank writes where it is, when it gets SIGUSR1."""
+    return Path(f"{store}.stack{rank}")
+
+
 def _work(rank: int, store: str, pipe: Connection) -> None:
     """A worker's life: join the groups, then answer calls until the pipe closes."""
     global _running
+    faulthandler.register(signal.SIGUSR1, _stack_of(store, rank).open("w"), all_threads=True)
     torch.set_num_threads(1)
     init = {"init_method": f"file://{store}", "timeout": timedelta(seconds=TIMEOUT)}
     dist.init_process_group("gloo", rank=rank, world_size=WORLD, **init)
@@ -136,8 +146,12 @@ class Ranks:
         silent = [rank for rank in range(n) if rank not in answers]
         failures = [f"rank {r} of {n}:\n{text}" for r, (ok, text) in sorted(answers.items()) if not ok]
         if silent:
-            self.close()
+            failures += [
+                f"rank {rank} of {n} answered {result!r:.500}" for rank, (_, result) in sorted(answers.items())
+            ]
             failures.append(f"no answer from ranks {silent} of {n}")
+            failures += [f"rank {rank} is at\n{self._stack(rank)}" for rank in silent]
+            self.close()
         if failures:
             raise RanksError("\n".join(failures))
         return [answers[rank][1] for rank in range(n)]
@@ -154,14 +168,21 @@ class Ranks:
 
     def _start(self) -> None:
         context = forkserver()
-        store = tempfile.mktemp(dir=self._folder.name)
+        self._store = tempfile.mktemp(dir=self._folder.name)
         for rank in range(WORLD):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, store, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, self._store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank is."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+            time.sleep(0.5)
+        return _stack_of(self._store, rank).read_text()
 
     def _collect(self, n: int, timeout: float) -> dict[int, tuple[bool, Any]]:
         """The answers of the ranks that gave one."""

@@ -51,7 +51,7 @@ def test_lengths(compiler: str) -> None:
     assert list(program.bodies) == [ANY]
     (fits,) = [part.fits for part in program.bodies[ANY].parts if part.fits]
     assert all(fits.values())
-    assert sorted(fits) == [2, 3, 5, 6, 7, 8, 13, 14]
+    assert {2, 3, 5, 6, 7, 8, 13, 14} <= fits.keys()  # a process has one program, whoever compiles it
 
 
 def on_a_rank(compiler: str) -> None:
