@@ -15,6 +15,7 @@ from sp_compile.functional.scans import (
 from sp_compile.lowering import attention as _attention  # noqa: F401  (the rooms of lowering register the sp:: ops)
 from sp_compile.lowering import collectives as _collectives  # noqa: F401
 from sp_compile.lowering import scan as _scan  # noqa: F401
+from sp_compile.lowering import sorted_rows as _sorted_rows  # noqa: F401
 from sp_compile.lowering import tiles as _tiles  # noqa: F401
 from sp_compile.lowering import windows as _windows  # noqa: F401
 from sp_compile.lowering.scan import kernels as _kernels  # noqa: F401  (the ways to run scans register themselves)

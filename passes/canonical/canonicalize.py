@@ -12,6 +12,7 @@
     associative_scans  the op by this name            ->  sp.scan, sp.linear_scan
     scan_idioms        cumsum(x) - x, flip-cumsum-flip   ->  sp.scan, exclusive, reverse
     reduce_pairs       Functions that only reduce     ->  sp.reduce_pair
+    sorted_rows        sort, rows, put back      ->  sp.to_sorted, sp.grouped_mm, sp.from_sorted
     paddings           pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence
 
 Each is a registered pass in a module of this folder or of a room in it, which says what it leaves alone; what they

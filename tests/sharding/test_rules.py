@@ -27,11 +27,16 @@ aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")
 # What sp::ring_attention and its like do with shards is no rule's business: tests/attention/test_sharded_attention.py.
 # Collectives over other ranks need those: tests/tensor_parallel/test_tensor_parallel.py, tests/tensor_parallel/test_own_rows.py.
-EXCHANGES = (torch.ops.sp.own_rows.default, torch.ops.sp.all_rows.default, torch.ops.sp.reduce_pair.default)
+# What is in the order of sorted keys is right where it is put back: tests/models/test_experts.py.
+sp = torch.ops.sp
+ELSEWHERE = (
+    *(sp.own_rows.default, sp.all_rows.default, sp.reduce_pair.default),
+    *(sp.sort_rows.default, sp.to_sorted.default, sp.from_sorted.default),
+)
 RULES = {
     op: function
     for op, function in registered_rules().items()
-    if op not in (POINTWISE, *EXCHANGES) and not strategy_of(op) and op.namespace != "_c10d_functional"
+    if op not in (POINTWISE, *ELSEWHERE) and not strategy_of(op) and op.namespace != "_c10d_functional"
 }
 OWN = samples.build()
 TABLE = Path(__file__).with_name("rules_table.txt")

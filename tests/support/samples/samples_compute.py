@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (a grouped product that knows float64)
 from support.samples.sample_values import b, c, f, i, one, unit
 from torch import Tensor
 
@@ -227,6 +228,7 @@ def orders() -> None:
 
 def scans() -> None:
     x, sp = f(2, 4, 6), torch.ops.sp
+    one(sp.grouped_mm.default, f(12, 6), f(3, 6, 12), torch.arange(12) // 5, "transformers::grouped_mm_fallback")
     one(sp.scan.default, x, None, 1, "sum")
     one(sp.scan.default, x, i(2, 6).cumsum(0), -1, "max", exclusive=True)
     one(sp.scan.default, x, i(2, 4, 1), 1, "logsumexp", reverse=True)

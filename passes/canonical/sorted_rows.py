@@ -1,0 +1,281 @@
+"""Rows that are sorted by a key, worked on row by row, and put back -> ops that say so, which shards pass through.
+
+    keys, order = sort(ids)              sp.sort_rows
+    x[order], h[order // k]              sp.to_sorted of x, of h with each row k times; gather, too
+    grouped_mm(y, w, ends of the keys)   sp.grouped_mm, row by row
+    y[inverse of order], out[order] = y  sp.from_sorted
+    out.index_add(0, order // k, y)      out + the k rows of each, put back, together; scatter_add, too
+
+As mixtures of experts are written (torchtitan's and transformers'). Whatever order the rows are in meanwhile, what is
+put back is the same: each rank may sort its own. Left alone, and said, where a value in the order of the keys is used
+in any other way.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from itertools import dropwhile
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import OpOverload, schema_of
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.mutation import is_pure
+from sp_compile.graph.sizes import same, size, sizes
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
+from sp_compile.sharding.factors import flat
+from sp_compile.sharding.rule import lookup
+
+aten, sp = torch.ops.aten, torch.ops.sp
+SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
+COLUMNS = (aten.unsqueeze.default, aten.view.default, aten.reshape.default)
+LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
+EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)  # of the numbers of groups
+GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+"""Products of rows (R, I), matrices (E, I, O) and where the rows of each end (E,)."""
+
+
+@register
+class SortedRows(Spelling):
+    """Respells the rows of every sort along which nothing but whole rows moves."""
+
+    requires = frozenset({"explicit"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        sorts = [node for op in SORTS for node in gm.graph.find_nodes(op="call_function", target=op)]
+        return sum([self._respell(node) for node in sorts])
+
+    def _respell(self, node: Node) -> bool:
+        call = Call(node)
+        if not node.users or call.ndim() != 1:  # without users it is gone, as part of another region
+            return False
+        region = _region(node, call)
+        if region.left is not None and region.taken:
+            self.refused(region.left, "it reads rows that are sorted by a key and not put back yet")
+        if region.left is not None or not region.back:
+            return False
+        with self.graph.inserting_before(node):
+            values = (call.operands[0].meta["val"], region.order.meta["val"])
+            args = (call.operands[0], bool(call.get("stable") or False), call["descending"])
+            made = self.emit(sp.sort_rows.default, args, values, node)
+            keys, order = (self.emit(operator.getitem, (made, i), values[i], node) for i in (0, 1))
+        for old, times in region.taken.items():
+            with self.graph.inserting_before(old):
+                x = old.args[0]
+                if not same(times, 1):
+                    x = self.repeat_each(x, 0, times, old)
+                new = self.emit(sp.to_sorted.default, (x, order), old.meta["val"], old)
+            old.replace_all_uses_with(new)
+        for old, rows in region.back.items():
+            with self.graph.inserting_before(old):
+                new = self.emit(sp.from_sorted.default, (rows, order), rows.meta["val"], old)
+                if old in region.added:
+                    into, tokens = old.args[0], _length(old)
+                    shape = (tokens, region.added[old], *sizes(rows.meta["val"].shape)[1:])
+                    new = self.compute(aten.sum.dim_IntList, (self.reshaped(new, shape, old), [1]), old)
+                    new = self.compute(aten.add.Tensor, (into, new), old)
+            old.replace_all_uses_with(new)
+        for old, name in region.products.items():
+            with self.graph.inserting_before(old):
+                x, w = old.args[:2]
+                new = self.emit(sp.grouped_mm.default, (x, w, keys, name), old.meta["val"], old)
+            old.replace_all_uses_with(new)
+        if region.keys is not None:
+            region.keys.replace_all_uses_with(keys)
+        made = (*region.back, *region.products, *region.taken, *region.ends, *region.inverse, *region.spread)
+        self.drop(*made, region.keys, region.order, node)
+        return True
+
+
+@dataclass
+class _Uses:
+    """What is made of a sort. left: the first use of it that is none of these.
+
+    rows: values along whose first dim the rows lie in the keys' order. taken: reads of unsorted rows, how often each.
+    tokens: order // k, the k; the order itself, 1. spread: the order or tokens, once for each column. back: what puts
+    rows back, and the rows; added: which of them adds up so many for each token. ends: how many rows have each key, and
+    sums of these. inverse: where each row of the order was. products: grouped products and their names.
+    """
+
+    ids: Node
+    order: Node
+    keys: Node | None
+    descending: bool
+    rows: set[Node] = field(default_factory=set)
+    tokens: dict[Node, Any] = field(default_factory=dict)
+    spread: dict[Node, Node] = field(default_factory=dict)
+    added: dict[Node, Any] = field(default_factory=dict)
+    taken: dict[Node, Any] = field(default_factory=dict)
+    back: dict[Node, Node] = field(default_factory=dict)
+    ends: set[Node] = field(default_factory=set)
+    inverse: set[Node] = field(default_factory=set)
+    shapes: set[Node] = field(default_factory=set)
+    products: dict[Node, str] = field(default_factory=dict)
+    left: Node | None = None
+
+    def knows(self, node: Any) -> bool:
+        """Is it in the keys' order, or made of that order?"""
+        sets = (self.rows, self.tokens, self.spread, self.ends, self.inverse, self.shapes)
+        return isinstance(node, Node) and any(node in one for one in sets)
+
+    def takes(self, node: Node) -> bool:
+        """Is this reader of the region's values one of the ways to use them? Then it is noted."""
+        if node.op != "call_function":
+            return False
+        if node.target is operator.getitem:
+            self.rows.add(node)
+            return node.args[0] in self.rows
+        ways = (self._read, self._put, self._add, self._divided, self._spreads, self._counted, self._product)
+        return any(way(node) for way in (*ways, self._row_wise))
+
+    def _read(self, node: Node) -> bool:
+        if node.target is aten.index.Tensor and len(node.args[1]) == 1:
+            x, (at,) = node.args
+        elif node.target is aten.gather.default and node.args[1] == 0:
+            x, at = node.args[0], self.spread.get(node.args[2])
+        else:
+            return False
+        if at in self.inverse and x in self.rows:
+            self.back[node] = x
+            return True
+        times = self.tokens.get(at)
+        if times is None or self.knows(x) or not same(_length(x) * times, _length(self.order)):
+            return False
+        self.taken[node] = times
+        self.rows.add(node)
+        return True
+
+    def _add(self, node: Node) -> bool:
+        """Rows put back and added up for each token."""
+        if node.target not in (aten.index_add.default, aten.scatter_add.default) or node.args[1] != 0:
+            return False
+        into, _, at, rows = node.args[:4]
+        at = self.spread.get(at) if node.target is aten.scatter_add.default else at
+        times = self.tokens.get(at)
+        if times is None or self.knows(into) or rows not in self.rows or Call(node).get("alpha", 1) != 1:
+            return False
+        self.back[node], self.added[node] = rows, times
+        return same(_length(into) * times, _length(self.order))
+
+    def _spreads(self, node: Node) -> bool:
+        """(R,) -> (R, 1) -> (R, columns)."""
+        source, shape = node.args[0], sizes(node.meta["val"].shape) if is_tensor(node) else ()
+        if node.target is aten.expand.default:
+            at = self.spread.get(source)
+        elif node.target in COLUMNS and len(shape) == 2 and same(shape[1], 1):
+            at = source if source in self.tokens else None
+        else:
+            return False
+        if at is None or not same(shape[0], _length(self.order)):
+            return False
+        self.spread[node] = at
+        return True
+
+    def _put(self, node: Node) -> bool:
+        """The inverse, or rows put back: either is written everywhere, whatever was there."""
+        if node.target in LIKE and node.args[0] is self.order:
+            self.shapes.add(node)
+            return True
+        if node.target in (aten.argsort.default, aten.argsort.stable) and node.args[0] is self.order:
+            self.inverse.add(node)
+            return not Call(node)["descending"]
+        if node.target not in PUTS or Call(node)["accumulate"] or node.args[1] != [self.order]:
+            return False
+        into, _, values = node.args[:3]
+        if not same(_length(into), _length(self.order)) or (self.knows(into) and into not in self.shapes | self.rows):
+            return False
+        if values in self.rows:
+            self.back[node] = values
+            return same(_length(values), _length(self.order)) and into.meta["val"].dtype == values.meta["val"].dtype
+        if not _counts_up(values):
+            return False
+        self.inverse.add(node)
+        return True
+
+    def _divided(self, node: Node) -> bool:
+        by = node.args[1] if node.target is aten.floor_divide.default else None
+        if node.args[0] is not self.order or not isinstance(by, int | Node) or is_tensor(by):
+            return False
+        self.tokens[node] = size(by)
+        return True
+
+    def _counted(self, node: Node) -> bool:
+        """How many rows there are of each key, and where they end, in the keys' order."""
+        if node.target is aten.histc.default:
+            call, x = Call(node), node.args[0]
+            while x.target is aten.to.dtype and x.args[1] in EXACT:
+                x = x.args[0]
+            counts = x in (self.keys, self.ids) and call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
+        else:
+            sums = node.target in (aten.cumsum.default, aten.to.dtype)
+            counts = sums and (node.args[0] in self.ends or self._counted(node.args[0]))
+        if counts:
+            self.ends.add(node)
+        return counts
+
+    def _product(self, node: Node) -> bool:
+        name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
+        if name not in GROUPED or len(node.args) != 3 or node.kwargs or self.descending:
+            return False
+        x, w, ends = node.args
+        if x not in self.rows or self.knows(w) or ends.target is not aten.cumsum.default or not self._counted(ends):
+            return False
+        if not same(_length(ends), _length(w)):
+            return False
+        self.products[node] = name
+        self.rows.add(node)
+        return True
+
+    def _row_wise(self, node: Node) -> bool:
+        """Does the op make each row of its result of the same rows of its operands?"""
+        call, rule = lookup(node) or (None, None)
+        if call is None or rule is None or not is_pure(node):
+            return False
+        factors = {dims[0] for x, dims in zip(call.operands, rule.operands) if x in self.rows}
+        others = {f for x, dims in zip(call.operands, rule.operands) if x not in self.rows for f in flat(dims)}
+        if len(factors) != 1 or any(self.knows(x) and x not in self.rows for x in call.operands):
+            return False
+        (row,) = factors
+        inside = [f for dims in (*rule.operands, *rule.results) for f in flat(dims[1:])]
+        if not row or row[:1] == "(" or row in others or row in inside or rule.kind(row) != "pass":
+            return False
+        if any(not dims or dims[0] != row for dims in rule.results):
+            return False
+        self.rows.add(node)
+        return True
+
+
+def _region(node: Node, call: Call) -> _Uses:
+    """All that is made of the sort, as far as it is known what it is."""
+    results = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+    alone = is_tensor(node)
+    order, keys = (node, None) if alone else (results.get(1, node), results.get(0))
+    region = _Uses(call.operands[0], order, keys, call["descending"])
+    region.tokens[order] = 1
+    if region.keys is not None:
+        region.rows.add(region.keys)
+    behind = dropwhile(lambda n: n is not node, node.graph.nodes)
+    for reader in behind:
+        used = reader not in (node, *results.values()) and any(map(region.knows, reader.all_input_nodes))
+        if used and not region.takes(reader):
+            region.left = region.left or reader
+    return region
+
+
+def _length(node: Node) -> Any:
+    return size(node.meta["val"].shape[0])
+
+
+def _counts_up(node: Any) -> bool:
+    """Is it 0, 1, 2, ...?"""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return False
+    if node.target is aten.arange.default:
+        return True
+    call = Call(node) if node.target in (aten.arange.start, aten.arange.start_step) else None
+    return call is not None and call["start"] == 0 and call.get("step", 1) == 1

@@ -1,0 +1,13 @@
+"""Rows in the order of their keys: each rank sorts what it has (`lowering/sorted_rows.py` says why that is right)."""
+
+from __future__ import annotations
+
+import torch
+
+from sp_compile.sharding.rule import rule
+
+sp = torch.ops.sp
+
+rule(sp.sort_rows.default, "r -> r, r")
+rule([sp.to_sorted.default, sp.from_sorted.default], "r ..., r -> r ...")
+rule(sp.grouped_mm.default, "r i, e i o, r -> r o", sum="i", whole="e")

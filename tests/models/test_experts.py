@@ -1,0 +1,157 @@
+"""Mixtures of experts that sort tokens by expert: each rank sorts its own, in every way to write it; or all are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import transformers.integrations.moe  # noqa: F401  (registers a grouped product that knows float64)
+from support.models import BATCH, check, seeded
+from torch import Tensor, nn
+
+import sp_compile
+
+WIDTH, INSIDE, EXPERTS, TOP = 12, 8, 3, 2
+grouped = torch.ops.transformers.grouped_mm_fallback
+Experts = Callable[["Mixture", Tensor, Tensor, Tensor], Tensor]
+
+
+class Mixture(nn.Module):
+    """x + experts(x), each token by the TOP of EXPERTS that a router takes."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, INSIDE) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, INSIDE, WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weights, ids = self.router(tokens).softmax(-1).topk(TOP)
+        return x + self.experts(self, tokens, weights, ids).view_as(x)
+
+    def inside(self, rows: Tensor, keys: Tensor, ends: Tensor) -> Tensor:
+        return grouped(grouped(rows, self.up, ends).tanh(), self.down, ends) + self.bias[keys]
+
+
+def ends_of(ids: Tensor) -> Tensor:
+    return torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
+
+
+def summed(x: Tensor) -> Tensor:
+    return x.view(-1, TOP, WIDTH).sum(1)
+
+
+def inverted(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """As transformers writes it."""
+    keys, order = torch.sort(ids.reshape(-1))
+    y = model.inside(x[order // TOP], keys, ends_of(keys)) * weights.reshape(-1)[order].unsqueeze(-1)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return summed(y[inverse])
+
+
+def scattered(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """As torchtitan writes it."""
+    flat = ids.view(-1)
+    order = torch.argsort(flat, stable=True)
+    tokens = (order // TOP).reshape(-1, 1).expand(-1, WIDTH)
+    counts = torch.histc(flat.float(), bins=EXPERTS, min=0, max=EXPERTS)
+    rows = torch.gather(x, 0, tokens)
+    y = model.inside(rows, flat[order], counts.cumsum(0, dtype=torch.int32)) * weights.view(-1)[order][:, None]
+    return (2 * x).scatter_add(0, tokens, y)
+
+
+def added(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = ids.flatten().sort(stable=True)
+    y = model.inside(x[order // TOP], keys, ends_of(keys)) * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // TOP, y)
+
+
+def written(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = ids.flatten().sort()
+    y = model.inside(x[order // TOP], keys, ends_of(keys))
+    out = torch.zeros_like(y)
+    out[order] = y
+    return summed(out * weights.reshape(-1, 1))
+
+
+def argsorted_twice(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = ids.flatten().sort()
+    return summed(model.inside(x[order // TOP], keys, ends_of(keys))[order.argsort()] * weights.reshape(-1, 1))
+
+
+def without_products(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Largest first, and a matrix read for each row."""
+    keys, order = ids.flatten().sort(descending=True)
+    y = (x[order // TOP].unsqueeze(1) @ model.up[keys]).tanh() @ model.down[keys]
+    return summed(y.squeeze(1)[order.argsort()])
+
+
+SPELLINGS = [inverted, scattered, added, written, argsorted_twice, without_products]
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 13), (4, 3)])
+@pytest.mark.parametrize("experts", SPELLINGS)
+def test_each_rank_sorts_its_own(experts: Experts, ranks: int, length: int) -> None:
+    model = seeded(partial(Mixture, experts))
+    x = torch.randn(BATCH, length, WIDTH, dtype=torch.float64, requires_grad=True)
+    report = check(model, x, sp=ranks, seq_dims={"x": 1})
+    assert not report.fallbacks, report
+
+
+@pytest.mark.parametrize("experts", SPELLINGS)
+def test_nothing_is_gathered(experts: Experts) -> None:
+    x = torch.randn(BATCH, 8, WIDTH, dtype=torch.float64)
+    report = sp_compile.explain(seeded(partial(Mixture, experts)), x, sp=2, seq_dims={"x": 1})
+    assert not report.fallbacks, report
+
+
+def sorted_and_not(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = ids.flatten().sort()
+    y = model.inside(x[order // TOP], keys, ends_of(keys)) + weights.reshape(-1, 1)
+    return summed(y[order.argsort()])
+
+
+def place_in_the_order(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = ids.flatten().sort()
+    y = model.inside(x[order // TOP], keys, ends_of(keys)) * order[:, None]
+    return summed(y[order.argsort()])
+
+
+def along_the_order(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = ids.flatten().sort()
+    return summed(model.inside(x[order // TOP], keys, ends_of(keys)).cumsum(0)[order.argsort()])
+
+
+def other_ends(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = ids.flatten().sort()
+    return summed(model.inside(x[order // TOP], keys, ends_of(keys.clamp(max=1)))[order.argsort()])
+
+
+def descending(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = ids.flatten().sort(descending=True)
+    return summed(model.inside(x[order // TOP], keys, ends_of(keys))[order.argsort()])
+
+
+def not_put_back(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = ids.flatten().sort()
+    y = model.inside(x[order // TOP], keys, ends_of(keys))
+    return summed(y[order.argsort()]) + summed(y)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize(
+    "experts", [sorted_and_not, place_in_the_order, along_the_order, other_ends, descending, not_put_back]
+)
+def test_what_depends_on_the_order_is_gathered(experts: Experts) -> None:
+    model = seeded(partial(Mixture, experts))
+    x = torch.randn(BATCH, 6, WIDTH, dtype=torch.float64, requires_grad=True)
+    report = check(model, x, sp=2, seq_dims={"x": 1})
+    assert report.fallbacks
+    assert "not sorted_rows" in str(report)
