@@ -103,7 +103,7 @@ class ScanIdioms(Spelling):
         for node in list(self.graph.nodes):
             if node.op != "call_function" or not is_tensor(node):
                 continue
-            meant = _meant(node)
+            meant = _scan_of(node)
             if meant is not None:
                 self._rewrite(node, meant)
             changes += meant is not None or self._turn(node) or self._differ(node)
@@ -148,16 +148,16 @@ class ScanIdioms(Spelling):
         return True
 
 
-def _meant(node: Node) -> ScanForm | None:
+def _scan_of(node: Node) -> ScanForm | None:
     """The scan that this value is, if it is spelt in another way."""
     for idiom in IDIOMS:
         meant = idiom(node)
-        if meant is not None and _alike(meant, node):
+        if meant is not None and _same_result(meant, node):
             return meant
     return None
 
 
-def _alike(meant: ScanForm, node: Node) -> bool:
+def _same_result(meant: ScanForm, node: Node) -> bool:
     """Has the value the shape and dtype that the scan has?"""
     mine, value = node.meta["val"], meant.node.meta["val"]
     return mine.dtype == value.dtype and all_same(sizes(mine.shape), sizes(value.shape))

@@ -67,7 +67,7 @@ class NestedScan(Rewrite):
         shard = scanned_rows(self.plan, node)
         fresh = to_sp_scan(self, node)
         with self.graph.inserting_before(fresh):
-            parts = _Nested(self, fresh).run(shard)
+            parts = _TwoScans(self, fresh).run(shard)
         self.replace(fresh, parts)
         self.note(parts, f"a scan of {shard.frame.length} positions within a dim of {shard}")
 
@@ -93,7 +93,7 @@ def _cannot(node: Node) -> str | None:
     return None
 
 
-class _Nested:
+class _TwoScans:
     def __init__(self, editor: Editor, node: Node) -> None:
         call = Call(node)
         self.editor, self.node, self.value = editor, node, node.meta["val"]

@@ -121,12 +121,12 @@ def on_recompile_limit(tell: Callable[[str], None]) -> None:
     Dynamo has no hook for that, but it warns.
     """
 
-    def heard(record: logging.LogRecord) -> bool:
+    def noticed(record: logging.LogRecord) -> bool:
         if "hit config." in str(record.msg):
             tell(record.getMessage().partition("To log all")[0].strip())
         return True
 
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(heard)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(noticed)
 
 
 def has_cpp_compiler() -> bool:

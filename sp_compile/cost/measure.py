@@ -178,7 +178,7 @@ def measured(
     new = list({job.key: job for job in jobs if job.key not in known}.values())
     if new:
         first, kept = dist.get_rank(group) == 0, {}
-        with _heard(meet):
+        with _raised_on_all(meet):
             path = _path(group, device)
             kept = _read(path) if first else {}
         found = _shared([kept.get(repr(job.key)) for job in new], group, where)
@@ -201,7 +201,7 @@ def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: 
     for k in range(max(len(job.sizes) for job in jobs)):
         turn = [job for job in jobs if k < len(job.sizes)]
         with torch.no_grad():
-            with _heard(meet):
+            with _raised_on_all(meet):
                 calls = [(job.call(job.sizes[k]), job.device) for job in turn]
             rounds = [[_time(call, device, meet) for call, device in calls] for _ in range(repeats + 1)]
         slowest = torch.tensor(rounds[1:], dtype=torch.float64, device=where)
@@ -217,7 +217,7 @@ def _time(call: Callable[[], object] | None, device: torch.device, meet: Meet) -
     Several in a row would have no rank to wake up, which is what a small one mostly waits for.
     """
     seconds = 0.0
-    with _heard(meet):
+    with _raised_on_all(meet):
         if call is not None:
             finish(device)
             start = time.perf_counter()
@@ -228,7 +228,7 @@ def _time(call: Callable[[], object] | None, device: torch.device, meet: Meet) -
 
 
 @contextmanager
-def _heard(meet: Meet) -> Iterator[None]:
+def _raised_on_all(meet: Meet) -> Iterator[None]:
     """Run a part, then meet: what it fails with is raised on every rank."""
     problem: Exception | None = None
     try:

@@ -150,7 +150,7 @@ class SequenceLoader:
     def __iter__(self) -> Iterator[Any]:
         self._batches, self._behind = self._behind, 0
         self._compare("begins an epoch of", {"epoch": str(self._at["epoch"]), "batches before": str(self._batches)})
-        for batch in self._told() if self._asks else self._read():
+        for batch in self._in_step() if self._asks else self._read():
             self._batches += 1
             yield batch
         self._batches = 0
@@ -176,7 +176,7 @@ class SequenceLoader:
             stop(f"it could not read a batch: {_words(error)}")
             raise
 
-    def _told(self) -> Iterator[Any]:
+    def _in_step(self) -> Iterator[Any]:
         """Batches while every rank has one, which they tell each other."""
         own = self._own() if self.reader else repeat(None)
         for number in count(1):
@@ -188,7 +188,7 @@ class SequenceLoader:
                     parcel = packed(batch)
             except Exception as error:
                 failure = error
-            problem = _told_by(failure) if failure else ""
+            problem = _failure_of(failure) if failure else ""
             has = {"batch": "none" if parcel is END else "one"}
             try:
                 said = spread(
@@ -206,7 +206,7 @@ class SequenceLoader:
         facts = {"seed": str(self.seed), "drop_last": str(self.drop_last), **fields}
         if self.reader and problem is None:
             facts[LENGTH] = str(self._length())
-        mine = Message(doing, "a SequenceLoader", 0, facts, error=_told_by(problem) if problem else "")
+        mine = Message(doing, "a SequenceLoader", 0, facts, error=_failure_of(problem) if problem else "")
         said = spread(self.replica.axes, mine, _unlike, _all_fields)
         if problem is not None:  # with nobody to tell
             raise problem
@@ -233,7 +233,7 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, SpError) else f"{type(error).__name__}: {error}"[:500]
 
 
-def _told_by(error: Exception) -> str:
+def _failure_of(error: Exception) -> str:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return f"rank {rank} could not read: {_words(error)}"
 

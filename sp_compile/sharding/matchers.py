@@ -93,14 +93,14 @@ def source_of(node: Any) -> Node | None:
 def is_cast(node: Any) -> bool:
     """Is the result the operand in another dtype, or on another device?"""
     found = _movement(node)
-    return found is not None and not _alike(found[0], node) and _is_identity(_order(node, *found))
+    return found is not None and not _same_type(found[0], node) and _is_identity(_order(node, *found))
 
 
 def uncast(node: Any) -> Node | None:
     """x, if the node is x in a wider dtype, which has all its values, and in its own again."""
     wide = source_of(node) if is_cast(node) else None
     x = source_of(wide) if is_cast(wide) else None
-    if wide is None or x is None or not _alike(x, node):
+    if wide is None or x is None or not _same_type(x, node):
         return None
     a, b = (n.meta["val"].dtype for n in (x, wide))
     kinds = [(d.is_floating_point, d.is_complex, d.is_signed) for d in (a, b)]
@@ -116,7 +116,7 @@ def is_copy(node: Any) -> bool:
     return _is_identity(order_of(node))
 
 
-def _alike(a: Node, b: Node) -> bool:
+def _same_type(a: Node, b: Node) -> bool:
     x, y = a.meta["val"], b.meta["val"]
     return x.dtype == y.dtype and x.device == y.device
 
@@ -128,7 +128,7 @@ def _is_identity(order: tuple[int, ...] | None) -> bool:
 def order_of(node: Any) -> tuple[int, ...] | None:
     """The dims of the operand in the order of the result's, if the op permutes dims or copies; None for all else."""
     found = _movement(node)
-    return _order(node, *found) if found is not None and _alike(found[0], node) else None
+    return _order(node, *found) if found is not None and _same_type(found[0], node) else None
 
 
 def _order(node: Node, source: Node, rule: Factors) -> tuple[int, ...] | None:
@@ -142,7 +142,7 @@ def _order(node: Node, source: Node, rule: Factors) -> tuple[int, ...] | None:
 def keeps_order(node: Any) -> bool:
     """Does the op change nothing but the shape: view, flatten, unsqueeze, squeeze, and copies?"""
     found = _movement(node)
-    if found is None or not _alike(found[0], node):
+    if found is None or not _same_type(found[0], node):
         return False
     source, rule = found
     kept = flat(rule.operands[0]) == flat(rule.results[0])
@@ -364,7 +364,7 @@ def constant_of(node: Any) -> Number | None:
         return math.sqrt(root) if root is not None and root >= 0 else None
     source = source_of(node)
     held = constant_of(source) if source is not None else None
-    return held if held is None or source is None or _alike(source, node) else _cast(held, node.meta["val"].dtype)
+    return held if held is None or source is None or _same_type(source, node) else _cast(held, node.meta["val"].dtype)
 
 
 def _cast(held: Number, dtype: torch.dtype) -> Number | None:

@@ -47,7 +47,7 @@ class Box:
         e = sympy.expand(e)
         if self.nonnegative(e):
             return sympy.true
-        return sympy.false if self.nonnegative(-e - 1) else _spelt(e)
+        return sympy.false if self.nonnegative(-e - 1) else _as_inequality(e)
 
     def zero(self, e: sympy.Expr) -> Boolean:
         """e == 0: true, false, or the equation."""
@@ -115,7 +115,7 @@ def _sides(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     return added, subtracted, rest
 
 
-def _spelt(e: sympy.Expr) -> Boolean:
+def _as_inequality(e: sympy.Expr) -> Boolean:
     """e >= 0 with indices to the left and numbers to the right, or an index on each side."""
     added, subtracted, rest = _sides(e)
     if added != 0 and subtracted != 0 and rest in (0, -1):
