@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -24,7 +25,7 @@ from sp_compile.passes.report import Report
 from sp_compile.spmd.between import in_shards
 from sp_compile.spmd.session import Session
 
-from ._compat import memory_budget, partitioned
+from ._compat import TorchRuntimeError, memory_budget, partitioned
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, compile_local, lower
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean
@@ -175,7 +176,7 @@ def _each_graph(
         return call
 
     torch.compiler.reset()
-    with _restored_buffers(model):
+    with _restored_buffers(model), _constants_on_meta(entry):
         torch.compile(model, backend=backend)(*args, **kwargs)
     torch.compiler.reset()
     if failure:
@@ -186,6 +187,23 @@ def _each_graph(
             "torch.compiler.disable, TORCHDYNAMO_DISABLE or a stance that compiles nothing"
         )
     return totals
+
+
+@contextmanager
+def _constants_on_meta(entry: str) -> Iterator[None]:
+    """Say in words that `torch.tensor` on the meta device makes what torch itself cannot trace."""
+    try:
+        yield
+    except TorchRuntimeError as error:
+        text = str(error)
+        if "convert all Tensors to FakeTensors" not in text or "device='meta'" not in text:
+            raise
+        *_, line = re.findall(r'File ".*?([^/\\"]+)", line (\d+)', text) or [("an unknown file", "?")]
+        raise SpError(
+            f"{entry}: torch does not trace torch.tensor(...) on the meta device, which {':'.join(line)} reads: make "
+            "that tensor with torch.zeros or torch.full; of transformers' models it is the cache, which use_cache=False "
+            "in their config leaves out"
+        ) from error
 
 
 def _sorted_out(model: Callable[..., Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

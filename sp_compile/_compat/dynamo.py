@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node

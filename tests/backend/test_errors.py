@@ -210,3 +210,12 @@ def test_ranks_with_other_values_all_raise(ranks: Ranks, what: str) -> None:
     for message in ranks.run(2, with_other_values, what):
         assert "different values" in message
         assert "checksum" in message
+
+
+def test_a_constant_on_the_meta_device() -> None:
+    def attend(x: Tensor) -> Tensor:
+        x = torch.cat([torch.tensor([], device=x.device), x])
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    with pytest.raises(sp_compile.SpError, match=r"torch.tensor.* meta device, which test_errors.py:\d+ reads"):
+        sp_compile.explain(attend, torch.zeros(2, 3, 8, 4, device="meta"), sp=2)
