@@ -201,8 +201,8 @@ def _constants_on_meta(entry: str) -> Iterator[None]:
         *_, line = re.findall(r'File ".*?([^/\\"]+)", line (\d+)', text) or [("an unknown file", "?")]
         raise SpError(
             f"{entry}: torch does not trace torch.tensor(...) on the meta device, which {':'.join(line)} reads: make "
-            "that tensor with torch.zeros or torch.full; of transformers' models it is the cache, which use_cache=False "
-            "in their config leaves out"
+            "that tensor with torch.zeros or torch.full; of transformers' models it is the cache: use_cache=False "
+            "in their config"
         ) from error
 
 
