@@ -9,7 +9,7 @@ from support.fuzz.outcomes import Outcome
 
 
 @pytest.mark.slow  # of which test_faults.py and test_waits.py have a sample on ranks that are there already
-@pytest.mark.parametrize(("seed", "fault"), enumerate(FAULTS), ids=FAULTS)
+@pytest.mark.parametrize(("seed", "fault"), list(enumerate(FAULTS)), ids=FAULTS)
 def test_fault(seed: int, fault: str) -> None:
     result = faults.run(f"faults:{fault}:{seed}")
     assert result.outcome is (Outcome.REFUSED if FAULTS[fault].hears else Outcome.EXACT), result
