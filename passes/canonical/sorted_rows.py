@@ -3,6 +3,7 @@
     keys, order = sort(ids)              sp.sort_rows
     x[order], h[order // k]              sp.to_sorted of x, of h with each row k times; gather, too
     grouped_mm(y, w, ends of the keys)   sp.grouped_mm, row by row
+    histc(keys)                          histc(ids)
     y[inverse of order], out[order] = y  sp.from_sorted
     out.index_add(0, order // k, y)      out + the k rows of each, put back, together; scatter_add, too
 
@@ -85,9 +86,14 @@ class SortedRows(Spelling):
                 x, w = old.args[:2]
                 new = self.emit(sp.grouped_mm.default, (x, w, keys, name), old.meta["val"], old)
             old.replace_all_uses_with(new)
+        for old in region.counts:
+            with self.graph.inserting_before(old):
+                x = self.cast(call.operands[0], old.args[0].meta["val"].dtype, old)
+                new = self.emit(aten.histc.default, (x, *old.args[1:]), old.meta["val"], old, old.kwargs)
+            old.replace_all_uses_with(new)
         if region.keys is not None:
             region.keys.replace_all_uses_with(keys)
-        made = (*region.back, *region.products, *region.taken, *region.ends, *region.inverse, *region.spread)
+        made = (*region.back, *region.products, *region.taken, *region.counts, *region.inverse, *region.spread)
         self.drop(*made, region.keys, region.order, node)
         return True
 
@@ -98,8 +104,8 @@ class _Uses:
 
     rows: values along whose first dim the rows lie in the keys' order. taken: reads of unsorted rows, how often each.
     tokens: order // k, the k; the order itself, 1. spread: the order or tokens, once for each column. back: what puts
-    rows back, and the rows; added: which of them adds up so many for each token. ends: how many rows have each key, and
-    sums of these. inverse: where each row of the order was. products: grouped products and their names.
+    rows back, and the rows; added: which of them adds up so many for each token. counts: how many rows have each key,
+    which is no matter of order. inverse: where each row of the order was. products: grouped products and their names.
     """
 
     ids: Node
@@ -112,7 +118,7 @@ class _Uses:
     added: dict[Node, Any] = field(default_factory=dict)
     taken: dict[Node, Any] = field(default_factory=dict)
     back: dict[Node, Node] = field(default_factory=dict)
-    ends: set[Node] = field(default_factory=set)
+    counts: set[Node] = field(default_factory=set)
     inverse: set[Node] = field(default_factory=set)
     shapes: set[Node] = field(default_factory=set)
     products: dict[Node, str] = field(default_factory=dict)
@@ -120,7 +126,7 @@ class _Uses:
 
     def knows(self, node: Any) -> bool:
         """Is it in the keys' order, or made of that order?"""
-        sets = (self.rows, self.tokens, self.spread, self.ends, self.inverse, self.shapes)
+        sets = (self.rows, self.tokens, self.spread, self.inverse, self.shapes)
         return isinstance(node, Node) and any(node in one for one in sets)
 
     def takes(self, node: Node) -> bool:
@@ -205,27 +211,35 @@ class _Uses:
         return True
 
     def _counted(self, node: Node) -> bool:
-        """How many rows there are of each key, and where they end, in the keys' order."""
-        if node.target is aten.histc.default:
-            call, x = Call(node), node.args[0]
-            while x.target is aten.to.dtype and x.args[1] in EXACT:
-                x = x.args[0]
-            counts = x in (self.keys, self.ids) and call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
-        else:
-            sums = node.target in (aten.cumsum.default, aten.to.dtype)
-            counts = sums and (node.args[0] in self.ends or self._counted(node.args[0]))
-        if counts:
-            self.ends.add(node)
-        return counts
+        """How many rows there are of each key, whoever asks."""
+        if node.target is not aten.histc.default:
+            return False
+        x = node.args[0]
+        while x.target is aten.to.dtype and x.args[1] in EXACT:
+            x = x.args[0]
+        if x is self.keys:
+            self.counts.add(node)
+        return x in (self.keys, self.ids)
+
+    def _ends(self, node: Node, groups: Any) -> bool:
+        """Is it where each of so many groups of keys ends?"""
+        if node.target is not aten.cumsum.default:
+            return False
+        counts = node.args[0]
+        while counts.target is aten.to.dtype:
+            counts = counts.args[0]
+        if not self._counted(counts):
+            return False
+        call = Call(counts)
+        return same(call["bins"], groups) and call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
 
     def _product(self, node: Node) -> bool:
         name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
-        if name not in GROUPED or len(node.args) != 3 or node.kwargs or self.descending:
+        ascending = not self.descending and not self.ids.meta["val"].is_floating_point()
+        if name not in GROUPED or len(node.args) != 3 or node.kwargs or not ascending:
             return False
         x, w, ends = node.args
-        if x not in self.rows or self.knows(w) or ends.target is not aten.cumsum.default or not self._counted(ends):
-            return False
-        if not same(_length(ends), _length(w)):
+        if x not in self.rows or self.knows(w) or not self._ends(ends, _length(w)):
             return False
         self.products[node] = name
         self.rows.add(node)

@@ -92,7 +92,15 @@ def without_products(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) ->
     return summed(y.squeeze(1)[order.argsort()])
 
 
-SPELLINGS = [inverted, scattered, added, written, argsorted_twice, without_products]
+def counted(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """With a penalty for experts that take more than others."""
+    keys, order = ids.flatten().sort()
+    counts = torch.histc(keys.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    y = model.inside(x[order // TOP], keys, counts.cumsum(0, dtype=torch.int32)) * weights.flatten()[order, None]
+    return summed(y[order.argsort()]) * (1 + counts.to(x.dtype).std())
+
+
+SPELLINGS = [inverted, scattered, added, written, argsorted_twice, without_products, counted]
 
 
 @pytest.mark.sampled(every=5)
@@ -139,6 +147,12 @@ def descending(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tenso
     return summed(model.inside(x[order // TOP], keys, ends_of(keys))[order.argsort()])
 
 
+def numbers_that_are_no_integers(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    keys, order = (ids.flatten() + weights.flatten().detach() / 2).sort()
+    y = grouped(x[order // TOP], model.up, ends_of(keys.clamp(max=EXPERTS - 1))).tanh()
+    return summed(grouped(y, model.down, ends_of(keys))[order.argsort()])
+
+
 def not_put_back(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     keys, order = ids.flatten().sort()
     y = model.inside(x[order // TOP], keys, ends_of(keys))
@@ -147,7 +161,16 @@ def not_put_back(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Ten
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
-    "experts", [sorted_and_not, place_in_the_order, along_the_order, other_ends, descending, not_put_back]
+    "experts",
+    [
+        sorted_and_not,
+        place_in_the_order,
+        along_the_order,
+        other_ends,
+        descending,
+        numbers_that_are_no_integers,
+        not_put_back,
+    ],
 )
 def test_what_depends_on_the_order_is_gathered(experts: Experts) -> None:
     model = seeded(partial(Mixture, experts))

@@ -17,6 +17,15 @@ rule(aten.bucketize.Tensor, "..., k -> ...", whole="k")
 rule(aten.isin.Tensor_Scalar, "... -> ...")
 
 
+@rule_of(aten.histc.default)
+def _histc(call: Call) -> Factors | None:
+    """Counts of the ranks add up where the bins do not depend on the values. Behind the last bin nothing counts."""
+    bounds = call["min"], call["max"]
+    if call.ndim() != 1 or bounds[0] == bounds[1]:
+        return None
+    return bind(call, "k -> bins", sum="k", pad=(0, bounds[1] + 1))
+
+
 @rule_of(aten.searchsorted.Tensor)
 def _searchsorted(call: Call) -> Factors | None:
     """A single row of bounds serves values of any shape."""

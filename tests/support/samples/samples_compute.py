@@ -220,6 +220,7 @@ def orders() -> None:
     for name in "argsort cummax cummin cumprod cumsum logcumsumexp sort".split():
         one(getattr(aten, name).default, x, -1)
         one(getattr(aten, name).default, x, 1)
+    one(aten.histc.default, f(12), 5, -1.0, 1.0)
     one((aten.argsort.stable, aten.sort.stable), x, stable=True, dim=1)
     one(aten.topk.default, x, 2, -1)
     one(aten.diff.default, x, 1, 1)
