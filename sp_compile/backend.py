@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from sp_compile.capture.capture import capture
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
+from sp_compile.cost.machine import Machine
 from sp_compile.graph.random import decorrelated, draws
 from sp_compile.graph.sizes import sizes
 from sp_compile.graph.strides import order_of_strides
@@ -24,6 +25,7 @@ from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies, stay_in_checkpoints
 from sp_compile.passes.joint.joint import JointJob, JointPasses
+from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
 from sp_compile.passes.tiles.tiles import programs_of
@@ -124,7 +126,7 @@ class RankProgram:
 
     inputs: what stands for its inputs when it is compiled. edges: what it takes and returns in shards.
     joint: what its exchanges over other groups become, once AOTAutograd has made a joint graph of it; None if there is
-    nothing to be done.
+    nothing to be done. machine: the cost model's, as measured; None: the device's defaults.
     """
 
     graph: GraphModule
@@ -134,6 +136,15 @@ class RankProgram:
     inputs: Sequence[Any]
     joint: JointPasses | None = None
     edges: Edges = field(default_factory=Edges)
+    machine: Machine | None = None
+
+    def offload(self, config: SPConfig) -> Offload | None:
+        """What is done to the halves of its joint graph, by these options."""
+        if config.offload == "never":
+            return None
+        device = next((x.device.type for x in self.inputs if isinstance(x, torch.Tensor)), "cpu")
+        known = None if config.cost is not None else self.machine
+        return Offload(config.offload, known or Machine.of(device, config.cost), config.compiler == "inductor")
 
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> RankProgram:
@@ -182,7 +193,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str,
     edges = Edges(view.layouts, _left_in_shards(local, view, session.ranks), rows, symbols)
     if edges.results:
         report.sharded_outputs = [result.name for result in edges.results.values()]
-    return RankProgram(local, config, session.ranks, report, plain, _joint(plain, config, session), edges)
+    return RankProgram(local, config, session.ranks, report, plain, _joint(plain, config, session), edges, machine)
 
 
 def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any]) -> Iterator[Note]:
@@ -268,10 +279,12 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     patches = _of_mode(mode, config.compiler)
     compiler = _compat.compiler(config.compiler, patches)
     asks: AbstractContextManager[Any] = nullcontext()
+    offload = lowered.offload(config)
     if joint is not None and config.has_place:
-        compiler = _compat.joint_compiler(config.compiler, joint, joint.key(), patches)
-    elif config.has_place and _compat.has_regions(local):
-        compiler = _compat.joint_compiler(config.compiler, stay_in_checkpoints, "sp_compile checkpoints", patches)
+        compiler = _compat.joint_compiler(config.compiler, joint, joint.key(), patches, offload)
+    elif offload is not None or (config.has_place and _compat.has_regions(local)):
+        does = f"sp_compile checkpoints {offload.key if offload is not None else ''}"
+        compiler = _compat.joint_compiler(config.compiler, stay_in_checkpoints, does, patches, offload)
         asks = ask_policies(local)
     elif joint is not None:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))

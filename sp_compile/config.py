@@ -22,6 +22,7 @@ STRATEGIES: Table[Any] = Table("attention")
 """Strategies, as `sp_compile.cost.attention.Strategy` describes them, by the value of the option that asks for them."""
 
 TILES = ("auto", "never")
+OFFLOAD = ("never", "auto")
 OUTPUTS = ("auto", "lazy", "gather", "local")
 CHOICES = {
     "layout": ("auto", "contiguous", "zigzag"),
@@ -65,6 +66,9 @@ class SPConfig:
     tiles: in how many tiles, one behind the other, a rank does token-wise work whose inside is wide: a head with its
         loss, an MLP. "auto": what ends in a number (its gradients are made in the same loop) and has an inside of at
         least 1 GiB; a number: all of it, where a backward computes the inside of all else again; "never".
+    offload: what of the values that a forward keeps for its backward waits in the host's memory. A number: this share
+        of their bytes, as far as values are of that size; "auto": as few as let the step of each graph, with weights
+        and gradients, fit the device (cost={"memory": ...} says another size); "never". See `explain(memory=True)`.
     activation_memory_budget: 0..1, handed to AOTAutograd's partitioner; None leaves it alone.
     check_every: after how many calls the ranks compare all weights and buffers again, as on the first one; 0: never.
         Tokens, modes, sizes and options are compared on every call.
@@ -87,6 +91,7 @@ class SPConfig:
     sequence_parallel_linear: str = "auto"
     merge_reductions: str = "auto"
     tiles: str | int = "auto"
+    offload: str | float = "never"
     activation_memory_budget: float | None = None
     check_every: int = 100
     compiler: str | Callable[..., Any] = "inductor"
@@ -118,10 +123,20 @@ class SPConfig:
             raise SpError(
                 f"tiles={self.tiles!r}: expected 'auto', 'never' or a number of tiles{did_you_mean(self.tiles, TILES)}"
             )
+        if self.offload not in OFFLOAD and not _is_share(self.offload):
+            raise SpError(
+                f"offload={self.offload!r}: expected 'never', 'auto' or a number from 0 to 1"
+                f"{did_you_mean(self.offload, OFFLOAD)}"
+            )
+        if self.offload != "never" and not self.has_place:
+            raise SpError(
+                f"offload={self.offload!r}: compiler={self.compiler!r} has no place for copies between forward and "
+                f"backward; use one of {', '.join(map(repr, JOINT_COMPILERS))}"
+            )
         if type(self.check_every) is not int or self.check_every < 0:
             raise SpError(f"check_every={self.check_every!r}: expected a number of calls, 0 for never")
         budget = self.activation_memory_budget
-        if budget is not None and not (isinstance(budget, (int, float)) and 0 <= budget <= 1):
+        if budget is not None and not _is_share(budget):
             raise SpError(f"activation_memory_budget={budget!r}: expected a number from 0 to 1")
 
     @property
@@ -146,6 +161,10 @@ class SPConfig:
             if name not in known:
                 raise SpError(f"unknown option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
         return SPConfig(**(options or {}))
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 @dataclass(frozen=True)

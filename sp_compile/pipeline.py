@@ -160,6 +160,7 @@ BEHIND = {
     "compiler": _COMPILES.format("name the compiler"),
     "check_every": "makes a graph, whose calls nobody compares: leave it out",
     "activation_memory_budget": _COMPILES.format("set torch._functorch.config.activation_memory_budget"),
+    "offload": _COMPILES.format("choose what waits on the host"),
     "sequence_parallel_linear": "changes no layers over groups of the program's own, as only backend='sp' does: "
     "leave it out",
     "merge_reductions": "merges no reductions, as only backend='sp' does: leave it out, or compile the model with that",

@@ -20,6 +20,7 @@ from sp_compile.graph.edit import copied
 from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note
+from sp_compile.passes.joint.checkpoints import stay_in_checkpoints
 from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
 from sp_compile.spmd.between import in_shards
@@ -57,7 +58,7 @@ def explain(
     """
     if optimizer is not None and not memory:
         raise SpError("optimizer: explain says nothing of its state without memory=True")
-    refused = {name: why for name, why in IN_A_LOOK.items() if not (memory and name == "activation_memory_budget")}
+    refused = {name: why for name, why in IN_A_LOOK.items() if not (memory and name in OF_MEMORY)}
     steps = [StepMemory(ModelBytes.of(model), state_per_weight(optimizer))] if memory else None
     with working("explain"):
         (report,) = _each_graph("explain", refused, model, args, [sp], *_sorted_out(model, config), None, steps)
@@ -73,7 +74,7 @@ def explain_each(
     per_weight: bytes of the optimizer's state for a byte of parameters. config: as for `explain`.
     """
     weights = ModelBytes.of(model)
-    refused = {name: why for name, why in IN_A_LOOK.items() if name != "activation_memory_budget"}
+    refused = {name: why for name, why in IN_A_LOOK.items() if name not in OF_MEMORY}
     steps = [StepMemory(weights, per_weight) for _ in ranks]
     return _each_graph("plan", refused, model, args, ranks, *_sorted_out(model, config), None, steps)
 
@@ -108,8 +109,9 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
 
 
 _WHOLE = "compares whole results and gradients: leave it out"
+OF_MEMORY = dict.fromkeys(("activation_memory_budget", "offload"), "says nothing of what is kept for a backward")
 IN_A_LOOK = {
-    "activation_memory_budget": "says nothing of what is kept for a backward: leave it out",
+    **{name: f"{why}: leave it out" for name, why in OF_MEMORY.items()},
     "check_every": "has one process, with nobody to compare with: leave it out",
 }
 IN_A_COMPARISON = {**IN_A_LOOK, "inputs": _WHOLE, "outputs": _WHOLE, "param_grads": _WHOLE}
@@ -254,12 +256,15 @@ def _joint_report(lowered: RankProgram, given: SPConfig) -> None:
 def _step_of(lowered: RankProgram, given: SPConfig) -> GraphStep:
     """What one graph holds over a step: walked, and not run."""
     transform = lowered.joint if lowered.joint is not None and lowered.config.has_place else None
-    for_inductor = given.compiler == "inductor"
+    for_inductor, offload = given.compiler == "inductor", lowered.offload(given)
     with memory_budget(given.activation_memory_budget):
-        forward, backward = partitioned(copied(lowered.graph), lowered.inputs, transform, for_inductor)
+        local = copied(lowered.graph)
+        forward, backward = partitioned(local, lowered.inputs, transform or stay_in_checkpoints, for_inductor, offload)
     given_to = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
     inputs = sum(nbytes_of(x) for node in given_to for x in tensors_of(node))
-    return GraphStep.of(forward.graph, backward.graph if backward is not None else None, for_inductor, inputs)
+    step = GraphStep.of(forward.graph, backward.graph if backward is not None else None, for_inductor, inputs)
+    step.offloaded = offload.found if offload is not None else None
+    return step
 
 
 @contextmanager

@@ -215,7 +215,7 @@ class JointPasses(Passes):
     def key(self) -> str | None:
         """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
         job, version = self.given, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
-        options = f"{job.config.merge_reductions} {job.config.cost}"
+        options = f"{job.config.merge_reductions} {job.config.cost} {job.config.offload}"
         return None if job.session.groups else f"sp_compile joint {version} {options} {declared()}"
 
 

@@ -16,6 +16,8 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
 JointTransform = Callable[[torch.fx.GraphModule], None]
+Halves = Callable[..., None]
+"""Of (forward, backward, results): changes both in place; so many of the forward's results are its caller's."""
 JOINT_COMPILERS = ("inductor", "aot_eager")
 
 
@@ -166,16 +168,21 @@ def compile_cpp(source: str, flags: Sequence[str], keep: Callable[[str], str], c
 
 
 def joint_compiler(
-    name: str | Callable[..., Any], transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None = None
+    name: str | Callable[..., Any],
+    transform: JointTransform,
+    key: str | None,
+    patches: Mapping[str, Any] | None = None,
+    halves: Halves | None = None,
 ) -> Callable[..., Any]:
     """As `compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is partitioned.
 
-    Forward and backward in one graph; of an inference, the forward. key: what `transform` will do, for caches of
-    compiled code; None if it asks other ranks, since one that found its code in a cache would not answer them. Of
-    backends, only JOINT_COMPILERS have a place for it.
+    Forward and backward in one graph; of an inference, the forward. halves: what is done to the two when they are cut
+    apart; they are run in the order that it leaves. key: what both will do, for caches of compiled code; None if they
+    ask other ranks, since one that found its code in a cache would not answer them. Of backends, only JOINT_COMPILERS
+    have a place for it.
     """
     if name == "inductor":
-        return _joint_inductor(transform, key, patches)
+        return _joint_inductor(transform, key, patches, halves)
     if name != "aot_eager":
         raise NotImplementedError(f"compiler={name!r}: no place for passes on AOTAutograd's joint graph")
     from torch._dynamo.backends.common import aot_autograd
@@ -184,7 +191,10 @@ def joint_compiler(
 
     def partition(gm: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         transform(gm)
-        return min_cut_rematerialization_partition(gm, inputs, **options)
+        found = min_cut_rematerialization_partition(gm, inputs, **options)
+        if halves is not None:
+            halves(*found, options["num_fwd_outputs"])
+        return found
 
     def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         transform(gm)
@@ -200,14 +210,16 @@ def joint_compiler(
 
 
 def _joint_inductor(
-    transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None
+    transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None, halves: Halves | None
 ) -> Callable[..., Any]:
-    """Inductor with one more pass on the joint graph, after those of the user's own.
+    """Inductor with one more pass on the joint graph, after those of the user's own, and one on its halves.
 
     2.11 and 2.12 take one pass there, 2.13 and newer a list, too: ours calls theirs.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    in_order = {} if halves is None else {"reorder_for_peak_memory": False}
 
     class CustomPass(CustomGraphPass):
         def __init__(self, earlier: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
@@ -226,18 +238,45 @@ def _joint_inductor(
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         theirs = config.joint_custom_pre_pass
         earlier = theirs if isinstance(theirs, list | tuple) else [] if theirs is None else [theirs]
-        with config.patch(joint_custom_pre_pass=CustomPass(earlier)):
-            return inductor(gm, inputs, patches)
+        cut = {} if halves is None else {"custom_partitioner_fn": _partitioner(halves, key)}
+        with config.patch(joint_custom_pre_pass=CustomPass(earlier), **cut):
+            return inductor(gm, inputs, {**in_order, **(patches or {})})
 
     return run
 
 
+def _partitioner(halves: Halves, key: str | None) -> Any:
+    """For Inductor: torch's, or the user's own, and then `halves`."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        theirs = config.custom_partitioner_fn
+
+        def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
+            found = (self.theirs or min_cut_rematerialization_partition)(gm, inputs, **options)
+            halves(*found, options["num_fwd_outputs"])
+            return found
+
+        def uuid(self) -> tuple[Any, ...] | None:
+            keys = (self.theirs.uuid() if self.theirs is not None else "", key)
+            return None if None in keys else keys
+
+    return Partitioner()
+
+
 def partitioned(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], transform: JointTransform | None, for_inductor: bool
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    transform: JointTransform | None,
+    for_inductor: bool,
+    halves: Halves | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:
     """The forward and the backward that AOTAutograd makes of a graph, not compiled; an inference has no backward.
 
-    transform: changes the joint graph in place before it is cut. for_inductor: in the ops that Inductor wants.
+    transform: changes the joint graph in place before it is cut. halves: the two, then. for_inductor: in the ops that
+    Inductor wants.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -249,6 +288,8 @@ def partitioned(
         if transform is not None:
             transform(joint)
         found[:] = min_cut_rematerialization_partition(joint, values, **options)
+        if halves is not None:
+            halves(*found, options["num_fwd_outputs"])
         return tuple(found)
 
     def infer(forward: torch.fx.GraphModule, values: Any) -> Any:

@@ -22,9 +22,13 @@ from sp_compile._compat import OpOverload, auto_functionalized, auto_functionali
 from sp_compile.errors import at
 from sp_compile.graph.call import overloads
 from sp_compile.graph.sizes import hint
+from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
 
 Key = int
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
+ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.default})
+"""They make nothing, and what they are given stays until then."""
 IN_PLACE = frozenset({torch.ops._c10d_functional.all_reduce.default})
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
 """Inductor lets these write into what they are given."""
@@ -117,6 +121,11 @@ def nbytes_of(value: torch.Tensor) -> int:
     return hint(value.untyped_storage().nbytes())
 
 
+def is_on_host(node: Node) -> bool:
+    """Is it an input that waits in the host's memory?"""
+    return bool(node.users) and all(user.target is FROM_HOST for user in node.users)
+
+
 def tensors_of(node: Node) -> list[torch.Tensor]:
     """The tensors that a node gives."""
     return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
@@ -133,7 +142,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
         idle = sum(held.nbytes for held in live if held.origin == "reuse")
         product = is_product(node)
         found.moments.append(Moment(node.name, at(node), total, results, idle, product))
-        found.flops += _flops(node)
+        found.flops += flops_of(node) if node.target in PRODUCTS else 0
         if not product:
             found.traffic += places.traffic(node)
     found.end = sum(held.nbytes for held in places.left.values())
@@ -145,9 +154,9 @@ def is_product(node: Node) -> bool:
     return node.target in PRODUCTS or "atten" in _name(node.target)
 
 
-def _flops(node: Node) -> int:
-    """Of a matrix product, as torch counts them."""
-    if node.target not in PRODUCTS:
+def flops_of(node: Node) -> int:
+    """Of a matrix product or an attention, as torch counts them; 0 of all else."""
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in flop_registry:
         return 0
     args, kwargs = pytree.tree_map(lambda x: x.meta["val"] if isinstance(x, Node) else x, (node.args, node.kwargs))
     return hint(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))
@@ -264,7 +273,7 @@ class _Places:
         keys = {self.key(x): nbytes_of(x) for x in tensors_of(node)}
         new = [key for key in keys if key not in self.maker]
         self.maker.update(dict.fromkeys(new, node))
-        self.sizes.update((key, keys[key]) for key in new)
+        self.sizes.update((key, 0 if node.target is TO_HOST else keys[key]) for key in new)
         self.dtypes.update((self.key(x), x.dtype) for x in tensors_of(node))
         through = frozenset(key for one in node.all_input_nodes for key in self.reads[one])
         if node.op in ("placeholder", "get_attr"):
@@ -272,6 +281,8 @@ class _Places:
         elif node.target is WAIT:  # what is sent stays until it has arrived
             self.reads[node] = frozenset(keys)
             self.made[node], self.taken[node] = [], through | self.taken.get(node.args[0], frozenset())
+        elif node.target in ARRIVALS:
+            self.reads[node], self.made[node], self.taken[node] = frozenset(), [], through
         elif not new:  # a view
             self.reads[node] = through if not keys or self.inlined & keys.keys() else frozenset(keys)
         elif self._has_no_place(node, through):

@@ -25,8 +25,9 @@ class Machine:
         reduce-scatter, a shift around a ring, and an all-reduce, between ranks of one node.
     step_latency, inter_node_step_latency: seconds that every step of an all-reduce adds, of 2 (n - 1).
     inter_node_bandwidth: between nodes. ranks_per_node: neighbouring ranks on one node.
-    memory_bandwidth: bytes read plus bytes written. memory: bytes of the device; of those that weights, gradients and
-        what is kept for the backward leave, an attention may use all on top of its shards.
+    memory_bandwidth: bytes read plus bytes written. host_bandwidth: of copies to the host's memory, or back.
+    memory: bytes of the device; of those that weights, gradients and what is kept for the backward leave, an attention
+        may use all on top of its shards.
 
     Raises SpError: a value that is no number or is out of range.
     """
@@ -49,6 +50,7 @@ class Machine:
     inter_node_bandwidth: float
     ranks_per_node: float
     memory_bandwidth: float
+    host_bandwidth: float
     memory: float = math.inf
 
     def __post_init__(self) -> None:
@@ -141,13 +143,14 @@ CPU = Machine(
     inter_node_bandwidth=1e9,
     ranks_per_node=math.inf,
     memory_bandwidth=2e10,
+    host_bandwidth=1e10,
 )
 
 # One H100 of a node of eight, bfloat16. flops: causal FlashAttention-3 as published for context parallelism over 8 to
 # 64 of them; block_keys: its published fall towards 1K keys. Links: NVLink at 370 GB/s, 80 % of it in an all-to-all;
 # one 400 Gbit/s NIC per GPU at 90 %. Memory: 85 % of 3.35 TB/s. ring_efficiency: half blocks of 4K keys then run at
 # 82 % of `flops`, which is still 8 to 18 % above published ring throughput. An all-reduce's latencies: those that
-# torch._inductor.comm_analysis has for NCCL.
+# torch._inductor.comm_analysis has for NCCL. The host: PCIe 5.0 of 16 lanes at 80 %, from pinned memory.
 GPU = Machine(
     flops=650e12,
     block_keys=340,
@@ -167,5 +170,6 @@ GPU = Machine(
     inter_node_bandwidth=45e9,
     ranks_per_node=8,
     memory_bandwidth=2.85e12,
+    host_bandwidth=50e9,
     memory=80e9,
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from sp_compile._compat import storage_of
 from sp_compile.graph.call import tangents_of
 from sp_compile.graph.sizes import product, same, sizes
 
-from .liveness import Alive, Moment, Walk, nbytes_of, tensors_of, walk
+from .liveness import Alive, Moment, Walk, is_on_host, nbytes_of, tensors_of, walk
 from .memory import GIB
+from .offload import Offloaded
 
 PHASES = ("forward", "loss", "backward")
 ADAMW = 2.0
@@ -92,7 +93,7 @@ def state_per_weight(optimizer: Any = None) -> float:
 class GraphStep:
     """One graph of a program, forward and backward. inputs: bytes that it is given. results: that it gives its caller.
 
-    saved: that the forward leaves for the backward, besides parameters and inputs.
+    saved: that the forward leaves on the device for the backward, besides parameters and inputs.
     tangents: of the gradients of results, zeros for what nobody used. copied: of these, those laid out anew.
     """
 
@@ -103,6 +104,7 @@ class GraphStep:
     saved: int = 0
     tangents: int = 0
     copied: int = 0
+    offloaded: Offloaded | None = None
 
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
@@ -113,7 +115,7 @@ class GraphStep:
             return GraphStep(first, None, inputs, first.end)
         tangents = tangents_of(backward)
         values = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
-        saved = [n for n in values if not given & {storage_of(x) for x in tensors_of(n)}]
+        saved = [n for n in values if not (is_on_host(n) or given & {storage_of(x) for x in tensors_of(n)})]
         copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
         second = walk(backward, fused, [*saved, *tangents])
         kept, given_to, theirs = (sum({storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}.values())
@@ -161,6 +163,12 @@ class StepMemory:
     def saved(self) -> int:
         """Bytes that the forward leaves for the backward."""
         return sum(graph.saved for graph in self.graphs)
+
+    @property
+    def offloaded(self) -> Offloaded | None:
+        """What waits in the host's memory; None where that was not asked for."""
+        found = [graph.offloaded for graph in self.graphs if graph.offloaded is not None]
+        return Offloaded(*map(sum, zip(*map(astuple, found)))) if found else None
 
     @property
     def state(self) -> int:
@@ -233,6 +241,10 @@ class StepMemory:
         state = {"parameters": w.parameters, "gradients": w.learned, "optimizer": self.optimizer}
         state |= {"buffers": w.buffers, "inputs": self.inputs, "kept for the backward": self.saved}
         lines = [", ".join(f"{name} {written(nbytes)}" for name, nbytes in state.items() if nbytes)]
+        if (sent := self.offloaded) is not None:
+            whole = f"of {written(sent.nbytes + sent.kept)} kept, {written(sent.nbytes)} wait in the host's memory"
+            takes = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them beside no other work"
+            lines.append(f"offload: {whole} ({sent.values} values); {takes}")
         rows: list[tuple[str, ...]] = []
         for phase, point in self.peaks().items():
             total = written(self.state + point.nbytes)

@@ -157,6 +157,7 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
         "param_grads": ({"mesh": mesh}, "partial"),
         "activation_memory_budget": ({"mesh": mesh}, 0.5),
         "check_every": ({"mesh": mesh}, 7),
+        "offload": ({"mesh": mesh}, 0.5),
     }
     if option == "fallback":
         return Sorted(), {"mesh": mesh}, "error"

@@ -8,6 +8,7 @@
      "blocks":      [{"where", "kind": "gathered" | "exchanged" | "sharded", "kept_bytes", "sent_bytes", "done": []}],
      "memory":      null | {"parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes", "inputs_bytes",
                     "kept_bytes", "peak_bytes", "peak_with_fsdp_bytes",
+                    "offload": null | {"values", "nbytes", "kept", "seconds", "waits"},
                     "peaks": [{"phase", "node", "where", "values_bytes", "alive": [{"origin", "where", "bytes"}]}],
                     "curve": [{"phase", "node", "where", "values_bytes"}]},
      "errors":      [{"name", "error"}]}
@@ -22,6 +23,7 @@ A block is a line of the user's program. Bytes are of one rank; sizes that are s
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from sp_compile.cost.decision import described
@@ -147,6 +149,7 @@ def _memory(step: StepMemory, n: int) -> dict[str, Any]:
         "buffers_bytes": step.weights.buffers,
         "inputs_bytes": step.inputs,
         "kept_bytes": step.saved,
+        "offload": None if step.offloaded is None else asdict(step.offloaded),
         "peak_bytes": step.peak,
         "peak_with_fsdp_bytes": step.fsdp(n),
         "peaks": [{**at_moment(point), "alive": alive(point)} for point in step.peaks().values()],

@@ -1,0 +1,189 @@
+"""What a forward keeps for its backward goes to the host's memory meanwhile, as much of it as was asked for.
+
+    forward   x = ...; h = sp.offload(x); ... sp.offloaded(h, x); return (..., h)
+    backward  y = sp.reload(h, device); ... sp.reloaded(y); ... reads of y
+
+Works on the two halves of a joint graph: which values are kept is known there, and each has a place in the order of
+work. A copy begins when its value is there, and is waited for when products and attention have taken as long as it;
+back again it begins as long before the first use. First goes what frees most: bytes, times the work for which nobody
+reads them. Inputs of checkpointed blocks are such values.
+
+torch 2.13's own pass (`torch._functorch._activation_offloading`) takes marks and not amounts, no results of ops with
+several (attention's), has nothing to run on a CPU, and waits at once, or at the end of the forward, until which all
+that is copied stays on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sp_compile import passes
+from sp_compile._compat import storage_of
+from sp_compile.cost.liveness import nbytes_of, tensors_of
+from sp_compile.cost.machine import Machine
+from sp_compile.cost.offload import Offloaded, copied, seconds_of
+from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
+from sp_compile.graph.call import is_tensor
+from sp_compile.graph.edit import Editor
+from sp_compile.lowering import offload as _ops  # noqa: F401  (registers the operators)
+from sp_compile.lowering.library import sources_digest
+from sp_compile.spmd.named_groups import is_collective
+
+sp = torch.ops.sp
+LEAST = 1e-3
+"""Of the bytes that are kept: smaller values stay, a copy of each would cost more than it frees."""
+
+
+@dataclass
+class Offload(Editor):
+    """One graph's halves, in place. asked: a share of the kept bytes, or "auto": as few as let the step fit.
+
+    fused: as Inductor runs it.
+    """
+
+    asked: str | float
+    machine: Machine
+    fused: bool
+    found: Offloaded = field(default_factory=Offloaded)
+
+    @property
+    def key(self) -> str:
+        """The same for what does the same, for caches of compiled code."""
+        return f"sp_compile offload {sources_digest(*passes.__path__)} {self.asked} {self.fused} {self.machine}"
+
+    def __call__(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
+        """Change the halves of a joint graph. results: how many of the forward's are its caller's."""
+        kept = _Kept.of(forward.graph, backward.graph, results)
+        at = _times(forward.graph, self.machine), _times(backward.graph, self.machine)
+        chosen = self._choose(kept, at, self._wanted(kept, forward.graph, backward.graph))
+        total = sum(chosen.values())
+        waits = 0.0
+        if chosen:
+            waits = self._send(forward.graph, chosen, at[0])
+            waits += self._bring(backward.graph, {kept.inputs[x]: x for x in chosen}, at[1])
+            for half in (forward, backward):
+                half.graph.lint()
+                half.recompile()
+        seconds = copied(total, self.machine)
+        self.found = Offloaded(len(chosen), total, kept.nbytes - total, seconds, waits)
+
+    def _wanted(self, kept: _Kept, forward: Graph, backward: Graph) -> float:
+        """Bytes to take off the device."""
+        if self.asked != "auto":
+            return float(self.asked) * kept.nbytes
+        if math.isinf(self.machine.memory):
+            return 0.0
+        step = StepMemory(ModelBytes(0, 0, 0, 0), 0.0, [GraphStep.of(forward, backward, self.fused, 0)])
+        stays = {storage_of(x): nbytes_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
+        return min(float(kept.nbytes), sum(stays.values()) + step.values - self.machine.memory)
+
+    def _choose(self, kept: _Kept, at: Sequence[Mapping[Node, float]], wanted: float) -> dict[Node, int]:
+        """What goes, with its bytes: at least as many as wanted, where a device has to fit; at most that of a share."""
+        end = max(at[0].values(), default=0.0)
+
+        def frees(x: Node) -> float:
+            first = min((at[1][user] for user in kept.inputs[x].users), default=0.0)
+            return kept.free[x] * (end - at[0][x] + first)
+
+        chosen: dict[Node, int] = {}
+        for x in sorted(kept.free, key=frees, reverse=True):
+            taken, nbytes = sum(chosen.values()), kept.free[x]
+            if taken < wanted if self.asked == "auto" else taken + nbytes <= wanted:
+                chosen[x] = nbytes
+        return chosen
+
+    def _send(self, graph: Graph, chosen: Mapping[Node, int], at: Mapping[Node, float]) -> float:
+        """Copies to the host; the seconds that the last ones are waited for."""
+        self.edit(graph)
+        free, under_way, hosts = 0.0, deque[tuple[float, Node, Node]](), dict[Node, Node]()
+        output = graph.output_node()
+        for node in [n for n in graph.nodes if n.op != "placeholder"]:
+            while under_way and (node is output or under_way[0][0] <= at[node]):
+                _, host, x = under_way.popleft()
+                with graph.inserting_before(node):
+                    self.emit(sp.offloaded.default, (host, x), None, x)
+            if node in chosen:
+                with graph.inserting_after(node):
+                    hosts[node] = self.compute(sp.offload.default, (node,), node)
+                free = max(at[node], free) + copied(chosen[node], self.machine)
+                under_way.append((free, hosts[node], node))
+        output.args = (tuple(hosts.get(x, x) for x in output.args[0]),)
+        return max(0.0, free - max(at.values(), default=0.0))
+
+    def _bring(self, graph: Graph, inputs: Mapping[Node, Node], at: Mapping[Node, float]) -> float:
+        """Copies back; the seconds that the first ones are waited for.
+
+        Backwards from the last first use: each copy ends when the next one has to begin, or when it is read.
+        """
+        self.edit(graph)
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        nodes = [n for n in graph.nodes if n.op != "placeholder"]
+        first = {given: min(given.users, key=order.__getitem__) for given in inputs if given.users}
+        begin, begun, waits = math.inf, dict[Node, Node](), dict[Node, Node]()  # the first ones before a node
+        for given, user in sorted(first.items(), key=lambda one: -order[one[1]]):
+            x, value = inputs[given], given.meta["val"]
+            begin = min(begin, at[user]) - copied(nbytes_of(value), self.machine)
+            place = min(next(n for n in nodes if at[n] >= begin), user, key=order.__getitem__)
+            with graph.inserting_before(begun.get(place) or waits.get(place) or place):
+                fresh = begun[place] = self.emit(sp.reload.default, (given, value.device), value, x)
+            with graph.inserting_before(waits.get(user) or user):
+                waits[user] = self.emit(sp.reloaded.default, (fresh,), None, x)
+            given.replace_all_uses_with(fresh, lambda one, fresh=fresh: one is not fresh)
+        for given, x in inputs.items():
+            host = next(user for user in x.users if user.target is sp.offload.default)
+            given.meta = {**given.meta, "val": host.meta["val"]}
+            given.meta.pop("tensor_meta", None)
+        return max(0.0, -begin) if first else 0.0
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward. inputs: the backward's, by the forward's values. nbytes: of all of it.
+
+    free: what may go, with its bytes: what lies in memory of its own, without gaps, and is no input or result.
+    """
+
+    inputs: dict[Node, Node]
+    nbytes: int
+    free: dict[Node, int]
+
+    @staticmethod
+    def of(forward: Graph, backward: Graph, results: int) -> _Kept:
+        outputs: Sequence[Node] = forward.output_node().args[0]  # type: ignore[assignment]
+        kept = outputs[results:]
+        names = {n.name: n for n in backward.find_nodes(op="placeholder")}
+        inputs = {n: names[n.name] for n in kept if n.name in names}
+        given = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
+        theirs = {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in tensors_of(n)}
+        nodes = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in given]
+        places = Counter(storage_of(n.meta["val"]) for n in nodes)
+        sizes = {storage_of(n.meta["val"]): nbytes_of(n.meta["val"]) for n in nodes}
+        free = {
+            n: sizes[storage_of(n.meta["val"])]
+            for n in nodes
+            if places[storage_of(n.meta["val"])] == 1 and storage_of(n.meta["val"]) not in theirs and _is_free(n)
+        }
+        total = sum(sizes.values())
+        return _Kept(inputs, total, {n: nbytes for n, nbytes in free.items() if nbytes > LEAST * total})
+
+
+def _is_free(node: Node) -> bool:
+    """Is it a value that fills the memory in which it lies, and that no exchange writes any more?"""
+    x = node.meta["val"]
+    whole = nbytes_of(x) == x.numel() * x.element_size() if isinstance(x.numel(), int) else x.is_contiguous()
+    return whole and node.op == "call_function" and not is_collective(node)
+
+
+def _times(graph: Graph, machine: Machine) -> dict[Node, float]:
+    """When each node runs: the seconds of the products and the attention before it."""
+    times, now = dict[Node, float](), 0.0
+    for node in graph.nodes:
+        times[node] = now
+        now += seconds_of(node, machine)
+    return times

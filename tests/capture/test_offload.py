@@ -1,0 +1,180 @@
+"""offload=: what goes to the host's memory between forward and backward, in which order, and the numbers of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import ranks as worker
+from support.parity import Checkpointed, Decoder, Outcome, against_eager, build, check, text
+from support.ranks import Ranks
+from torch.fx import Graph, GraphModule, Node
+
+import sp_compile
+from sp_compile import backend
+from sp_compile._compat import storage_of
+from sp_compile.config import Ranks as Group
+from sp_compile.config import SPConfig
+from sp_compile.lowering.simulate import GROUP
+from sp_compile.passes.joint.offload import Offload
+from sp_compile.spmd.session import Session
+
+sp = torch.ops.sp
+MODELS = {"as written": Decoder, "checkpointed": Checkpointed}
+
+
+@cache
+def halves(share: Any, model: str = "as written", **options: Any) -> tuple[Graph, Graph, int]:
+    """Forward and backward of a rank of two, behind the pass, and how many results are the caller's; nothing runs."""
+    found: list[Any] = []
+    plain = Offload.__call__
+
+    def seen(self: Offload, forward: GraphModule, backward: GraphModule, results: int) -> None:
+        plain(self, forward, backward, results)
+        found.extend([forward.graph, backward.graph, results])
+
+    def compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        given = {"attention": "ring", "cost": {}, "compiler": "aot_eager", "offload": share, **options}
+        session = Session(gm, inputs, given, measures=False)
+        session.split, session.ranks = True, Group(2, GROUP)
+        backend.compile_local(backend.lower(gm, inputs, given, session))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with mock.patch.object(Offload, "__call__", seen):
+        torch.compile(build(MODELS[model], layers=1), backend=compiled)(*text(32))
+    return found[0], found[1], found[2]
+
+
+def kept(forward: Graph, results: int) -> dict[Any, int]:
+    """Bytes of what the device keeps for the backward beside its inputs, by where it lies."""
+    given = {storage_of(n.meta["val"]) for n in forward.find_nodes(op="placeholder")}
+    values: list[Node] = [n for n in forward.output_node().args[0][results:] if n.target is not sp.offload.default]
+    found = {
+        storage_of(x): x.untyped_storage().nbytes() for n in values if isinstance(x := n.meta["val"], torch.Tensor)
+    }
+    return {place: nbytes for place, nbytes in found.items() if place not in given}
+
+
+@pytest.mark.parametrize("model", ["as written", pytest.param("checkpointed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) -> None:
+    (before, _, results), (after, backward, _) = halves(0.0, model), halves(share, model)
+    all_of_it, left = kept(before, results), kept(after, results)
+    gone = sum(all_of_it.values()) - sum(left.values())
+    assert gone <= share * sum(all_of_it.values())
+    assert gone > share * sum(all_of_it.values()) - max(all_of_it.values())
+    hosts = after.find_nodes(op="call_function", target=sp.offload.default)
+    assert sum(n.meta["val"].untyped_storage().nbytes() for n in hosts) == gone
+    assert len(backward.find_nodes(op="call_function", target=sp.reload.default)) == len(hosts) > 0
+
+
+def test_copies_are_in_order() -> None:
+    """Begun when the value is there, waited for before the end; begun before what it hides behind, waited for before use."""
+    forward, backward, results = halves(0.5)
+    order = {n: i for graph in (forward, backward) for i, n in enumerate(graph.nodes)}
+    for host in forward.find_nodes(op="call_function", target=sp.offload.default):
+        (x,) = host.args
+        (wait,) = (user for user in host.users if user.op != "output")
+        assert order[host] == order[x] + 1
+        assert wait.target is sp.offloaded.default
+        assert wait.args == (host, x)
+        assert order[host] < order[wait]
+        assert host in forward.output_node().args[0][results:]
+        assert x not in forward.output_node().args[0][results:]
+    for x in backward.find_nodes(op="call_function", target=sp.reload.default):
+        wait, *reads = sorted(x.users, key=order.__getitem__)
+        assert wait.target is sp.reloaded.default
+        assert order[x] < order[wait] < min(map(order.__getitem__, reads))
+        assert x.args[0].op == "placeholder"
+        assert list(x.args[0].users) == [x]
+
+
+@pytest.mark.slow
+def test_copies_back_begin_ahead() -> None:
+    """With a slow way to the host, all begin at once; in the order of their use."""
+    _, backward, _ = halves(0.5, cost=Slow(host_bandwidth=1e3))
+    order = {n: i for i, n in enumerate(backward.nodes)}
+    fresh = backward.find_nodes(op="call_function", target=sp.reload.default)
+    uses = [min(order[user] for user in x.users) for x in fresh]
+    assert uses == sorted(uses)
+    products = [n for n in backward.nodes if n.op == "call_function" and "mm" in n.name]
+    assert max(map(order.__getitem__, fresh)) < order[products[0]]
+
+
+class Slow(dict):  # type: ignore[type-arg]
+    """Constants of a cost model, which a cache can be asked for."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+@pytest.mark.slow
+def test_inputs_of_checkpointed_blocks_go() -> None:
+    """All that such a decoder keeps of a block is its input and attention's results."""
+    forward, _, _ = halves(1.0, "checkpointed")
+    shapes = {tuple(n.meta["val"].shape) for n in forward.find_nodes(op="call_function", target=sp.offload.default)}
+    assert (2, 16, 16) in shapes
+
+
+def explained(**options: Any) -> sp_compile.Report:
+    return sp_compile.explain(build(layers=1), *text(32), sp=2, memory=True, compiler="aot_eager", **options)
+
+
+@pytest.mark.slow
+def test_auto_takes_what_does_not_fit() -> None:
+    step = explained().step
+    assert step is not None
+    assert step.offloaded is None
+    least = step.weights.parameters + step.values
+    for memory, goes in ((least * 1.01 + 4096, False), (0.9 * least, True)):
+        found = explained(offload="auto", cost={"memory": memory}).step
+        assert found is not None
+        assert found.offloaded is not None
+        assert (found.offloaded.nbytes > 0) == goes
+        assert found.weights.parameters + found.values <= memory
+    assert explained(offload="auto").step.offloaded.nbytes == 0, "nobody knows the memory of a CPU"
+
+
+def test_a_report_says_what_waits_on_the_host() -> None:
+    report = explained(offload=0.5)
+    assert "wait in the host's memory" in str(report)
+    assert report.step is not None
+    assert report.step.offloaded is not None
+    assert report.step.saved == report.step.offloaded.kept
+    assert 0 < report.step.offloaded.waits <= 2 * report.step.offloaded.seconds
+
+
+@pytest.mark.parametrize("value", ["allways", 2, -0.5, True, None])
+def test_what_is_no_share(value: Any) -> None:
+    with pytest.raises(sp_compile.SpError, match="offload="):
+        SPConfig(offload=value)
+
+
+def test_a_compiler_without_a_place_for_it() -> None:
+    with pytest.raises(sp_compile.SpError, match=r"offload=0.5: compiler='eager' has no place"):
+        SPConfig(offload=0.5, compiler="eager")
+
+
+def trained(model: str, share: Any, compiler: str) -> Outcome:
+    return against_eager(
+        build(MODELS[model], layers=1), *text(21), mesh=worker.mesh(), offload=share, compiler=compiler
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "model", "share", "compiler"),
+    [
+        (2, "checkpointed", 1.0, "aot_eager"),
+        pytest.param(2, "as written", 0.5, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(3, "as written", 1.0, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(2, "as written", 1.0, "inductor", marks=pytest.mark.slow),
+        pytest.param(4, "checkpointed", 0.5, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_equals_one_device(ranks: Ranks, n: int, model: str, share: float, compiler: str) -> None:
+    check(ranks.run(n, trained, model, share, compiler))
