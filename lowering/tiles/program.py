@@ -63,6 +63,8 @@ class TilePart:
 def _laid_out(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
     if strides is None or x.stride() == strides:
         return x
+    if all(size == 1 or found == stride for size, found, stride in zip(x.shape, x.stride(), strides, strict=True)):
+        return x.as_strided(x.shape, strides)  # a batch of one, whose stride is that of all rows
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 

@@ -263,6 +263,9 @@ def _partitioner(halves: Halves, key: str | None) -> Any:
             keys = (self.theirs.uuid() if self.theirs is not None else "", key)
             return None if None in keys else keys
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return tuple, (self.uuid(),)  # caches ask for it, and for no more
+
     return Partitioner()
 
 

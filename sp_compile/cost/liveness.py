@@ -8,21 +8,35 @@ reduction ends, or where it reads more places than Inductor inlines. A kernel ma
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from sp_compile._compat import OpOverload, auto_functionalized, auto_functionalized_v2, pytree, schema_of, storage_of
+from sp_compile._compat import (
+    FakeTensorMode,
+    OpOverload,
+    auto_functionalized,
+    auto_functionalized_v2,
+    inductor_decompositions,
+    make_fx,
+    pytree,
+    schema_of,
+    storage_of,
+)
 from sp_compile.errors import at
 from sp_compile.graph.call import overloads
 from sp_compile.graph.sizes import hint
 from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
+from sp_compile.lowering.dtypes import accumulation_dtype
+from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
 
 Key = int
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -54,6 +68,12 @@ ELEMENTWISE = frozenset(
 )
 TWICE = frozenset({torch.ops.sp.attend.default, torch.ops.sp.attend_backward.default})
 """Opaque ops that have their results twice: as a kernel lays them out, and contiguous."""
+TILED = {
+    torch.ops.sp.tiles_forward.default: (0, "forward", ("results",)),
+    torch.ops.sp.tiles_at_once.default: (0, "gradients", ("results", "gradients")),
+    torch.ops.sp.tiles_backward.default: (1, "gradients", ("gradients",)),
+}
+"""Loops over tiles: where their operands begin, what of a program they call for each, and what comes of it."""
 FLASH_OF_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 1,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,
@@ -142,9 +162,12 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
         idle = sum(held.nbytes for held in live if held.origin == "reuse")
         product = is_product(node)
         found.moments.append(Moment(node.name, at(node), total, results, idle, product))
-        found.flops += flops_of(node) if node.target in PRODUCTS else 0
+        found.flops += flops_of(node) if node.target in PRODUCTS or node.target in TILED else 0
         if not product:
             found.traffic += places.traffic(node)
+        if node.target in TILED:
+            one = _Loop.of(node)
+            found.traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
     found.end = sum(held.nbytes for held in places.left.values())
     return found
 
@@ -162,8 +185,68 @@ def flops_of(node: Node) -> int:
     return hint(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))
 
 
-def _inside(node: Node) -> int:
+@dataclass(frozen=True)
+class _Loop:
+    """A loop over tiles. sums: bytes of what all tiles add to; wide: of these, of what is returned in another dtype.
+
+    narrow: of the same as it is returned. rows: bytes of a tile's operands that are copied to lie without gaps.
+    """
+
+    tiles: int
+    part: TilePart
+    sums: int
+    wide: int
+    narrow: int
+    rows: int
+
+    @staticmethod
+    def of(node: Node) -> _Loop:
+        first, part, kinds = TILED[node.target]
+        rows, _, tiles, name, _ = node.args[first:]
+        program: TileProgram = PROGRAMS[name]
+        sums = [value for kind in kinds for value in getattr(program, kind) if value.dim is None]
+        wide = {value: accumulation_dtype(value.dtype) for value in sums}
+        other = [value for value in sums if wide[value] != value.dtype]
+        count = {value: math.prod(value.shape) for value in sums}
+        gaps = [x for x, dim in zip((n.meta["val"] for n in rows), program.rows) if hint(x.shape[:dim].numel()) > 1]
+        _, body = max(program.bodies.items())
+        return _Loop(
+            tiles,
+            getattr(body, part),
+            sum(count[value] * wide[value].itemsize for value in sums),
+            sum(count[value] * wide[value].itemsize for value in other),
+            sum(count[value] * value.dtype.itemsize for value in other),
+            sum(hint(x.numel()) * x.element_size() for x in gaps) // tiles,
+        )
+
+    def tile(self, fused: bool) -> Walk:
+        """Of one tile."""
+        return _tile(self.part, fused)
+
+    def inside(self, fused: bool) -> int:
+        """Bytes beside operands and results: of a tile, or of what it is added up in."""
+        tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
+        return max(tile + self.rows + self.wide - self.narrow, self.wide)
+
+
+@cache
+def _tile(part: TilePart, fused: bool) -> Walk:
+    if not fused:
+        return walk(part.graph.graph, fused)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # it may hold constants
+        inputs = [
+            torch.empty_strided(
+                *([hint(size) for size in of] for of in (x.shape, x.stride())), dtype=x.dtype, device=x.device
+            )
+            for x in part.inputs
+        ]
+        return walk(make_fx(part.graph, inductor_decompositions())(*inputs).graph, fused)
+
+
+def _inside(node: Node, fused: bool) -> int:
     """Bytes that an op has while it runs, besides what it is given and gives."""
+    if node.target in TILED:
+        return _Loop.of(node).inside(fused)
     own = sum(map(nbytes_of, tensors_of(node))) if node.target in TWICE else 0
     operands = [x for one in node.all_input_nodes for x in tensors_of(one)]
     if node.target not in FLASH_OF_CPU or operands[0].device.type != "cpu":
@@ -211,7 +294,7 @@ class _Places:
         events = [(node, dict(live)) for node, live in self._live(given)]
         idle = self._idle([live for _, live in events]) if self.fused else [[] for _ in events]
         for (node, live), waiting in zip(events, idle, strict=True):
-            inside = _inside(node)
+            inside = _inside(node, self.fused)
             work = [Alive(node.name, at(node), inside, "workspace")] if inside else []
             yield node, [*live.values(), *waiting, *work]
 

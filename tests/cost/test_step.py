@@ -81,6 +81,15 @@ def test_a_step_of_a_decoder() -> None:
     assert "support/models.py" in text
 
 
+def test_flops_of_tiles() -> None:
+    """Of the head as many as ever; a backward does the first half of an MLP again."""
+    made = {}
+    for tiles in ("never", 4):
+        (graph,) = sp_compile.explain(Tiled(), torch.randn(1, 128, 16), sp=1, memory=True, tiles=tiles).step.graphs
+        made[tiles] = graph.forward.flops + graph.backward.flops
+    assert made[4] - made["never"] == 2 * 128 * 16 * 64
+
+
 @pytest.mark.slow
 def test_ranks_share_values_and_not_state() -> None:
     two, four = explained(2), explained(4)
@@ -98,16 +107,32 @@ class Measured(nn.Module):
         return self.last(h).pow(2).mean()
 
 
-def test_a_step_on_one_device_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+class Tiled(nn.Module):
+    """An MLP and a head, which run in tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 512, bias=False)
+        self.register_buffer("labels", torch.arange(128) * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.down(F.silu(self.up(x))).cumsum(1)
+        return F.cross_entropy(self.head(h).flatten(0, 1), self.labels)
+
+
+@pytest.mark.parametrize(("make", "tiles"), [(Measured, "never"), (Tiled, 4)])
+def test_a_step_on_one_device_to_the_byte(
+    monkeypatch: pytest.MonkeyPatch, make: type[nn.Module], tiles: str | int
+) -> None:
     """Of eager kernels nothing is guessed; all that is not counted is the gradient that autograd begins with."""
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path])
     from peak_memory import peak_activation_bytes
 
-    model, x = Measured(), torch.randn(1, 128, 16)
-    step = sp_compile.explain(model, x, sp=1, memory=True, compiler="aot_eager").step
+    model, x = make(), torch.randn(1, 128, 16)
+    step = sp_compile.explain(model, x, sp=1, memory=True, compiler="aot_eager", tiles=tiles).step
     assert step is not None
     torch.compiler.reset()
-    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager"})
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "tiles": tiles})
     for _ in range(2):
         run(x).backward()
     measured = peak_activation_bytes(lambda: run(x).backward(), model.parameters(), gradients=True)

@@ -1,0 +1,76 @@
+"""The FLOPs of tiled work, for torch.utils.flop_counter and all that asks it: those of a tile, times the tiles."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from sp_compile._compat import pytree, size_hint
+
+from . import ops  # noqa: F401  (registers the operators)
+from .program import PROGRAMS, TilePart
+
+
+@register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
+def tiles_forward_flops(rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None) -> int:
+    """Of the program. Shapes: those of ``sp::tiles_forward``."""
+    return _flops(rows, program, "forward")
+
+
+@register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)
+def tiles_at_once_flops(rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None) -> int:
+    """Of the program and its gradients."""
+    return _flops(rows, program, "gradients")
+
+
+@register_flop_formula(torch.ops.sp.tiles_backward, get_raw=True)
+def tiles_backward_flops(
+    cotangents: Any, rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None
+) -> int:
+    """Of the gradients, and of what is computed again for them."""
+    return _flops(rows, program, "gradients")
+
+
+def _flops(rows: list[Tensor], program: str, part: str) -> int:
+    found = PROGRAMS[program]
+    _, body = max(found.bodies.items())
+    one: TilePart = getattr(body, part)
+    length = _number(one.inputs[0].shape[found.rows[0]])
+    sums = [value.factors for value in found.gradients] if part == "gradients" else []
+    return (_flops_of(one) + _added_up(one, sums)) * _number(rows[0].shape[found.rows[0]]) // length
+
+
+def _added_up(part: TilePart, factors: list[bool]) -> int:
+    """Of the products that a loop adds to its sums, which a tile gives as two matrices."""
+    results = part.graph.graph.output_node().args[0]
+    behind = iter(results[len(results) - len(factors) - sum(factors) :])
+    total = 0
+    for is_product in factors:
+        a = next(behind)
+        if is_product:
+            (m, k), n = a.meta["val"].shape, next(behind).meta["val"].shape[1]
+            total += 2 * _number(m) * _number(k) * _number(n)
+    return total
+
+
+@cache
+def _flops_of(part: TilePart) -> int:
+    """Of the matrix products of a tile's graph."""
+    total = 0
+    for node in part.graph.graph.nodes:
+        packet = getattr(node.target, "overloadpacket", None)
+        if node.op == "call_function" and packet in flop_registry:
+            args, kwargs = pytree.tree_map(
+                lambda x: x.meta["val"] if isinstance(x, Node) else x, (node.args, node.kwargs)
+            )
+            total += _number(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+    return total
+
+
+def _number(size: Any) -> int:
+    return size_hint(size) if isinstance(size, torch.SymInt) else int(size)
