@@ -64,8 +64,10 @@ class SPConfig:
         predicts that this is faster; "always": wherever it is exact; "intra_node": over ranks of one machine; "never".
         The axes have to be declared: `sp_compile.declare_groups(mesh)`.
     tiles: in how many tiles, one behind the other, a rank does token-wise work whose inside is wide: a head with its
-        loss, an MLP. "auto": what ends in a number (its gradients are made in the same loop) and has an inside of at
-        least 1 GiB; a number: all of it, where a backward computes the inside of all else again; "never".
+        loss, an MLP. "auto": what ends in a number (its gradients are made in the same loop), if the step does not fit
+        the device without or that is an eighth of it, and all else, whose inside a backward computes again, if it still
+        does not; where the device's memory is unknown, what ends in a number and has an inside of at least 1 GiB. A
+        number: all of it; "never".
     offload: what of the values that a forward keeps for its backward waits in the host's memory. A number: this share
         of their bytes, as far as values are of that size; "auto": as few as let the step of each graph, with weights
         and gradients, fit the device (cost={"memory": ...} says another size); "never". See `explain(memory=True)`.

@@ -27,19 +27,15 @@ from sp_compile.lowering.tiles.ops import tile_length
 from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note
-from sp_compile.passes.strategies.local_scan import hint
 from sp_compile.sharding.rule import lookup
 
+from .amount import PIECE, amounts, bytes_of, inside, makes_a_number
 from .regions import THIN, WIDER, Region, regions_of, rows_of, width
 from .trace import apart, draws_again, is_of_any_length, program_of
 from .view import TokenView, is_dropout, view_of
 
 sp, aten = torch.ops.sp, torch.ops.aten
-
-LARGE = 1 << 30
-"""Bytes of the inside of a region that tiles="auto" cuts up, if that takes no work again."""
-PIECE = 1 << 28
-"""Bytes of a tile's inside that it aims at."""
+ONCE = "tiles='auto' does no work again, as its backward would, where the step fits: give a number of tiles"
 
 
 class Tiles(Pass):
@@ -49,11 +45,16 @@ class Tiles(Pass):
     provides = frozenset({"tiled"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        if job.tiles == "never" or (job.tiles == "auto" and not any(_bytes(n) >= LARGE for n in gm.graph.nodes)):
+        if job.tiles == "never" or (job.tiles == "auto" and not any(bytes_of(n) > PIECE for n in gm.graph.nodes)):
             return 0
         assert job.planned is not None
         view = view_of(gm, job.planned, job.ranks.n, max(2, job.tiles) if isinstance(job.tiles, int) else 2)
-        done = [region for region in regions_of(view) if self._tile(view, region, job)]
+        regions = [region for region in regions_of(view) if self._may(view, region)]
+        if isinstance(job.tiles, int):
+            found = [job.tiles] * len(regions)
+        else:
+            found = amounts(view, regions, job.memory[-1] if job.memory else None)
+        done = [region for region, tiles in zip(regions, found) if self._tile(view, region, tiles, job)]
         if done:
             drop_dead(gm.graph)
         elif isinstance(job.tiles, int) and not self.notes:
@@ -61,16 +62,22 @@ class Tiles(Pass):
             self.notes.append(Note("not tiles", "graph", "the whole graph", why))
         return len(done)
 
-    def _tile(self, view: TokenView, region: Region, job: Job) -> bool:
+    def _may(self, view: TokenView, region: Region) -> bool:
+        """Could it be done in tiles? If not, a line of the report."""
+        why = _reason(view, region)
+        if why:
+            self.refused(view.source[region.seeds[0]], why)
+        return why is None
+
+    def _tile(self, view: TokenView, region: Region, tiles: int, job: Job) -> bool:
         """Put the region's tiles in its place; False, and a line of the report, where that is not to be."""
         node = view.source[region.seeds[0]]
-        why = _reason(view, region, job.tiles)
-        if why:
-            self.refused(node, why)
-        if why is not None:
+        if not tiles:
+            if not makes_a_number(view, region):
+                self.refused(node, ONCE)
             return False
         total = rows_of(view, region)
-        tiles = min(job.tiles if isinstance(job.tiles, int) else -(-inside(region) // PIECE), total)
+        tiles = min(tiles, total)
         program = program_of(view, region, tiles)
         if not draws_again(program):
             self.refused(node, "a backward that computes it again would not draw the random numbers that it drew")
@@ -131,24 +138,19 @@ class Tiles(Pass):
         return self.compute(sp.mask.default, args, like)
 
 
-def _reason(view: TokenView, region: Region, asked: str | int) -> str | None:
-    """Why the region stays as it is; "" if it is not worth a word, None if it is to be tiled."""
+def _reason(view: TokenView, region: Region) -> str | None:
+    """Why the region stays as it is; "" if it is not worth a word, None if it may be tiled."""
     nodes = (*region.nodes, *region.rows, *region.whole)
     if any(_reads_symbols(view, n) for n in nodes):
         return "a size beside the number of rows is a symbol: compile one graph a batch with dynamic=False"
     if is_of_any_length(view, region) and not SYMBOLIC_GRAPHS:
         return "the number of rows is a symbol, which takes torch 2.13: compile with dynamic=False"
     thin = all(view.is_sum(x) or width(view, x) * THIN <= region.narrow for x in region.results)
-    ends_in_sums = all(view.is_sum(x) or not x.meta["val"].is_floating_point() for x in region.results)
     made, left = (sum(width(view, x) for x in nodes) for nodes in (region.seeds, region.results))
     if made < WIDER * left or not (region.results and region.rows):
         return "what it makes is read elsewhere"
     if region.also and not thin:
         return f"{region.also[0].name}, of its inside, is read elsewhere"
-    if asked == "auto" and not (thin and ends_in_sums):
-        return "tiles='auto' does no work again, as its backward would: give a number of tiles"
-    if asked == "auto" and inside(region) < LARGE:
-        return ""
     if rows_of(view, region) < 2:
         return ""
     apart = {view.source[n] in view.without_grad for n in region.nodes}
@@ -191,16 +193,6 @@ def _late(view: TokenView, region: Region) -> list[Node]:
         if node not in inside and not mine.isdisjoint(node.all_input_nodes):
             found[node] = None
     return list(found)
-
-
-def inside(region: Region) -> int:
-    """Bytes of what the region makes of narrow rows."""
-    return sum(_bytes(n) for n in region.seeds)
-
-
-def _bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    return hint(value.numel()) * value.element_size() if is_tensor(node) else 0
 
 
 def _words(nbytes: int) -> str:

@@ -28,6 +28,8 @@ from torch.fx import GraphModule, Node
 
 import sp_compile
 from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
+from sp_compile.passes.tiles import amount
+from sp_compile.passes.tiles import tiles as tiling
 
 EXACT = 1e-9
 AGAIN = (with_z, per_sequence)
@@ -208,15 +210,38 @@ def test_a_small_loss_is_left_alone() -> None:
 
 def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large one is cut into tiles of about one size."""
-    from sp_compile.passes.tiles import tiles
-
-    monkeypatch.setattr(tiles, "LARGE", 1 << 10)
-    monkeypatch.setattr(tiles, "PIECE", 1 << 9)
+    monkeypatch.setattr(amount, "LARGE", 1 << 10)
+    monkeypatch.setattr(amount, "PIECE", 1 << 9)
+    monkeypatch.setattr(tiling, "PIECE", 1 << 9)
     found = sp_compile.verify(Model(mean).double(), *batch(16), sp=2)
     (one,) = found.tiled
     assert found.worst < EXACT
     assert (one.inside, one.tiles, one.tile) == (4096, 8, 512)
     assert math.ceil(one.rows / one.tiles) == 1
+
+
+def test_auto_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head where the step does not fit, MLPs where it still does not; no more tiles than that takes."""
+    monkeypatch.setattr(amount, "PIECE", 1 << 9)
+    monkeypatch.setattr(tiling, "PIECE", 1 << 9)
+    model = Decoder(layers=1).double()
+    model.head = nn.Linear(16, 64, bias=False).double()
+    logits = 2 * 16 * 64 * 8  # of a rank of two
+
+    def tiled(memory: float) -> list[tuple[int, int]]:
+        found = sp_compile.explain(model, *text(32), sp=2, cost={"memory": memory})
+        taken.append(found.memory[0].taken)
+        return [(one.inside, one.tiles) for one in found.tiled]
+
+    taken: list[float] = []
+    assert tiled(1e9) == []
+    assert tiled(taken[0]) == [(logits, 2)], "an MLP is half as wide"
+    beside = taken[0] - logits
+    (mlp, tiles_of_mlp), (head, tiles_of_head) = tiled(beside + logits / 8)
+    assert (mlp, head) == (logits // 2, logits)
+    room = (beside + logits / 8) - (beside - mlp)
+    assert tiles_of_head == max(2, math.ceil(2 * head / room))
+    assert tiles_of_mlp == max(2, math.ceil(2 * mlp / room))
 
 
 def test_words_of_options() -> None:
