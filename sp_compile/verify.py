@@ -69,14 +69,14 @@ def explain(
 def explain_each(
     model: Callable[..., Any], args: Sequence[Any], ranks: Sequence[int], per_weight: float, config: dict[str, Any]
 ) -> list[Report]:
-    """`explain(memory=True)` for several numbers of ranks; the model is traced once.
+    """`explain(memory=True)` for several numbers of ranks, and with all on the host; the model is traced once.
 
     per_weight: bytes of the optimizer's state for a byte of parameters. config: as for `explain`.
     """
     weights = ModelBytes.of(model)
     refused = {name: why for name, why in IN_A_LOOK.items() if name not in OF_MEMORY}
     steps = [StepMemory(weights, per_weight) for _ in ranks]
-    return _each_graph("plan", refused, model, args, ranks, *_sorted_out(model, config), None, steps)
+    return _each_graph("plan", refused, model, args, ranks, *_sorted_out(model, config), None, steps, hosted=True)
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
@@ -128,11 +128,12 @@ def _each_graph(
     kwargs: Mapping[str, Any],
     compare: Callable[..., None] | None,
     steps: Sequence[StepMemory] | None = None,
+    hosted: bool = False,
 ) -> list[Report]:
     """Lower every graph that Dynamo finds in the model, for each number of ranks, and merge the reports of each.
 
     compare: what to do with each that was split, over simulated ranks; None: the ranks of a mesh are taken as they are.
-    steps: are told of each graph's forward and backward.
+    steps: are told of each graph's forward and backward. hosted: and of what they are with all on the host.
     """
     options = given = SPConfig.of(config)
     given.refuse(entry, **refused)
@@ -157,7 +158,8 @@ def _each_graph(
         if compare is None:
             _joint_report(lowered, given if total.step is None else replace(given, compiler="inductor"))
         if total.step is not None:
-            total.step.graphs.append(_step_of(lowered, given))
+            both = hosted and given.has_place
+            total.step.graphs.append(_step_of(lowered, replace(given, offload=1.0) if both else given, both))
         return session, lowered
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -253,18 +255,26 @@ def _joint_report(lowered: RankProgram, given: SPConfig) -> None:
         lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
 
 
-def _step_of(lowered: RankProgram, given: SPConfig) -> GraphStep:
-    """What one graph holds over a step: walked, and not run."""
+def _step_of(lowered: RankProgram, given: SPConfig, hosted: bool) -> GraphStep:
+    """What one graph holds over a step: walked, and not run. hosted: both without and with what goes to the host."""
     transform = lowered.joint if lowered.joint is not None and lowered.config.has_place else None
     for_inductor, offload = given.compiler == "inductor", lowered.offload(given)
-    with memory_budget(given.activation_memory_budget):
-        local = copied(lowered.graph)
-        forward, backward = partitioned(local, lowered.inputs, transform or stay_in_checkpoints, for_inductor, offload)
     given_to = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
     inputs = sum(nbytes_of(x) for node in given_to for x in tensors_of(node))
+    without: list[GraphStep] = []
+
+    def halves(forward: GraphModule, backward: GraphModule, results: int) -> None:
+        if hosted:
+            without.append(GraphStep.of(forward.graph, backward.graph, for_inductor, inputs))
+        if offload is not None:
+            offload(forward, backward, results)
+
+    with memory_budget(given.activation_memory_budget):
+        local = copied(lowered.graph)
+        forward, backward = partitioned(local, lowered.inputs, transform or stay_in_checkpoints, for_inductor, halves)
     step = GraphStep.of(forward.graph, backward.graph if backward is not None else None, for_inductor, inputs)
     step.offloaded = offload.found if offload is not None else None
-    return step
+    return replace(without[0], hosted=step) if without else step
 
 
 @contextmanager

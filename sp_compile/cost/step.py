@@ -95,6 +95,7 @@ class GraphStep:
 
     saved: that the forward leaves on the device for the backward, besides parameters and inputs.
     tangents: of the gradients of results, zeros for what nobody used. copied: of these, those laid out anew.
+    hosted: the same with all on the host that may wait there, where somebody asked.
     """
 
     forward: Walk
@@ -105,6 +106,7 @@ class GraphStep:
     tangents: int = 0
     copied: int = 0
     offloaded: Offloaded | None = None
+    hosted: GraphStep | None = None
 
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
@@ -169,6 +171,11 @@ class StepMemory:
         """What waits in the host's memory; None where that was not asked for."""
         found = [graph.offloaded for graph in self.graphs if graph.offloaded is not None]
         return Offloaded(*map(sum, zip(*map(astuple, found)))) if found else None
+
+    @property
+    def hosted(self) -> StepMemory:
+        """The step with all on the host that may wait there, where that is known."""
+        return StepMemory(self.weights, self.per_weight, [graph.hosted or graph for graph in self.graphs])
 
     @property
     def state(self) -> int:

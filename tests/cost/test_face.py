@@ -72,7 +72,9 @@ def plan_of(*rows: Variant) -> StepPlan:
 
 
 def row(ranks: int, seconds: float, fits: bool) -> Variant:
-    return Variant(ranks, "ring", "zigzag", True, "sharded", 7e10, "loss", 1e9, seconds, 1000, fits)
+    return Variant(
+        ranks, "ring", "zigzag", True, 16, 0.5, 5e8, "sharded", 7e10, "loss", 1e9, seconds, 1000, fits
+    )  # fmt: skip
 
 
 def test_a_report_as_json() -> None:

@@ -110,14 +110,15 @@ def _plan(found: Mapping[str, Any]) -> Iterable[str]:
         f"<p>{written(found['memory_bytes'])} a rank; parameters {written(found['parameters_bytes'])}. "
         "Rows that do not fit are grey.</p>"
     )
-    columns = ("ranks", "attention", "layout", "checkpoints", "state", "memory", "peak of", "s/step", "tokens/s")
+    columns = ("ranks", "attention", "layout", "checkpoints", "tiles", "offload", "state", "memory", "peak of")
     rows, marks = [], []
     for i, way in enumerate(found["ways"]):
         again = "each layer" if way["checkpoint"] else "as written"
         numbers = written(way["memory_bytes"]), way["phase"], f"{way['seconds']:.3g}", f"{way['tokens_per_second']:.3g}"
-        rows.append((way["ranks"], way["attention"], way["layout"], again, way["state"], *numbers))
+        host = f"{way['offload']:.0%}" if way["offload"] else "never"
+        rows.append((way["ranks"], way["attention"], way["layout"], again, way["tiles"], host, way["state"], *numbers))
         marks.append("best" if i == found["best"] else "" if way["fits"] else "misses")
-    yield _table(columns, rows, marks)
+    yield _table((*columns, "s/step", "tokens/s"), rows, marks)
     if found["best"] is not None:
         yield f"<h2>Options of the best</h2><pre>{escape(json.dumps(found['ways'][found['best']]['options']))}</pre>"
     if found["changes"]:

@@ -2,10 +2,11 @@
 
     sp_compile.plan(model, (ids,), kwargs={"labels": ids}, memory="80GB", ranks=[8, 16, 64]).best.options
 
-A model is traced with one and two of its layers (`layers.py`), as it is written and with each layer checkpointed, for
-two numbers of ranks; what it takes grows with the layers and is `a + b / ranks`. Attention is computed for each number
-of ranks by the cost model. Seconds are products at `flops`, other kernels at `memory_bandwidth`, attention and
-exchanges as the cost model has them, and one pass of the optimizer over its state.
+A model is traced with one and two of its layers (`layers.py`), as it is written and with each layer checkpointed, then
+in tiles if something does not fit, for two numbers of ranks; what it takes grows with the layers, as `a + b / ranks`.
+Attention is computed for each number of ranks by the cost model. Seconds are products at `flops`, other kernels at
+`memory_bandwidth`, attention and exchanges as the cost model has them, and one pass of the optimizer over its state.
+Where that does not fit, the least share of what is kept goes to the host with which it does; copies hide behind all.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from sp_compile.config import STRATEGIES
+from sp_compile.config import OFFLOAD, STRATEGIES, SPConfig
 from sp_compile.cost.attention import Candidate, candidates
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
+from sp_compile.cost.offload import copied
 from sp_compile.cost.step import PHASES, ModelBytes, StepMemory, state_per_weight, written
 from sp_compile.errors import SpError
 from sp_compile.graph.sizes import typical
@@ -36,6 +38,10 @@ from .layers import Depth, checkpointed
 UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAMPLES, SAMPLED = (2, 4), "ring"
 """Numbers of ranks that are looked at, and how attention is split there: any can be, in few ops on few ranks."""
+TILES = 16
+"""That work on rows is done in, where tiles are tried."""
+SHARES = tuple(i / 20 for i in range(1, 21))
+"""Of what is kept, to the host."""
 MOST_ROWS = 8
 """Of a table, for each number of ranks."""
 STATES = ("sharded", "on every rank")
@@ -48,15 +54,18 @@ KINDS |= {"reduce_grad": "all_reduce", "broadcast": "hop"}
 class Variant:
     """One way to train. ranks: that share the sequence. memory: bytes of a rank at the peak; phase: when.
 
-    checkpoint: is each layer computed again in the backward? state: "sharded" over the ranks by FSDP, or "on every
-    rank".
-    kept: bytes that the forward leaves for the backward. seconds: of a step. tokens: of the sequence.
+    checkpoint: is each layer computed again in the backward? tiles: in how many; "never" for none. offload: the share
+    of what is kept that waits on the host, and host: its bytes. state: "sharded" over the ranks by FSDP, or "on every
+    rank". kept: bytes that the forward leaves for the backward, wherever. seconds: of a step. tokens: of the sequence.
     """
 
     ranks: int
     attention: str
     layout: str
     checkpoint: bool
+    tiles: int | str
+    offload: float
+    host: float
     state: str
     memory: float
     phase: str
@@ -69,7 +78,8 @@ class Variant:
     def options(self) -> dict[str, Any]:
         """What `torch.compile(model, backend="sp", options=...)` is given. FSDP and checkpoints are the program's."""
         grads = "partial" if self.state == "sharded" and self.ranks > 1 else "reduce"
-        return {"attention": self.attention, "layout": self.layout, "param_grads": grads}
+        ways = {"attention": self.attention, "layout": self.layout, "param_grads": grads, "tiles": self.tiles}
+        return ways | ({"offload": self.offload} if self.offload else {})
 
     @property
     def tokens_per_second(self) -> float:
@@ -101,6 +111,10 @@ class StepPlan:
         """The fastest on so many ranks; None if nothing fits."""
         return min((r for r in self.rows if r.ranks == ranks and r.fits), key=lambda r: r.seconds, default=None)
 
+    def fits_on_device(self, ranks: int) -> bool:
+        """Does anything fit on so many ranks with nothing on the host?"""
+        return any(row.fits and not row.offload for row in self.rows if row.ranks == ranks)
+
     def __str__(self) -> str:
         rows = [
             (
@@ -108,6 +122,8 @@ class StepPlan:
                 r.attention,
                 r.layout,
                 "each layer" if r.checkpoint else "as written",
+                r.tiles,
+                f"{r.offload:.0%}" if r.offload else "never",
                 r.state,
                 written(r.memory),
                 r.phase,
@@ -123,6 +139,8 @@ class StepPlan:
             "attention",
             "layout",
             "checkpoints",
+            "tiles",
+            "offload",
             "state",
             "memory",
             "peak of",
@@ -158,19 +176,31 @@ def plan(
     where = next((x.device.type for x in model.parameters()), "cpu")
     machine = Machine.of(where, {**(cost or {}), "memory": device})
     asked = config.pop("attention", "auto")
+    sent = config.pop("offload", "auto")
+    shares = {"auto": SHARES, "never": ()}[sent] if isinstance(sent, str) and sent in OFFLOAD else (sent,)
+    SPConfig(offload=sent)
     given = {**config, "attention": SAMPLED, "cost": {**(cost or {}), "memory": 1e18}, "kwargs": dict(kwargs or {})}
     tokens = _tokens([*inputs, *(kwargs or {}).values()])
     found = StepPlan(device, ModelBytes.of(model))
     depth = Depth.of(model)
     layers = list(depth.layers) if depth is not None else []
     per_weight = state_per_weight(optimizer)
-    largest: dict[bool, str] = {}
-    for again in (False, True) if layers else (False,):
-        looked = [_look(model, inputs, depth, variant, again, per_weight, given) for variant in _variants(depth)]
+    largest: dict[tuple[bool, int | str], str] = {}
+    ways: list[tuple[bool, int | str]] = [(False, "never"), (bool(layers), "never"), (bool(layers), TILES)]
+    if "tiles" in config:
+        ways = [(again, config["tiles"]) for again, _ in ways]
+    for way in dict.fromkeys(ways):
+        if way[1] == TILES and "tiles" not in config and all(map(found.fits_on_device, wanted)):
+            continue  # tiles make nothing faster
+        kind = _Kind(*way, tokens, asked, shares)
+        given["tiles"] = kind.tiles
+        looked = [_look(model, inputs, depth, variant, kind.again, per_weight, given) for variant in _variants(depth)]
+        if kind.tiles not in ("auto", "never") and not looked[0][0].tiled:
+            continue
         whole = _Scaled(looked, depth, found.weights, per_weight)
         step = _step(looked[0][-1])
-        largest[again] = step.summary(max(step.points(), key=lambda point: point.nbytes), most=1)[0][1]
-        found.rows += [row for n in wanted for row in _rows(whole, n, machine, again, tokens, asked)]
+        largest[way] = step.summary(max(step.points(), key=lambda point: point.nbytes), most=1)[0][1]
+        found.rows += [row for n in wanted for row in _rows(whole, n, machine, kind)]
     found.rows.sort(key=lambda row: (row.ranks, not row.fits, row.seconds))
     for n in wanted:
         if found.of(n) is None:
@@ -248,14 +278,11 @@ def _step(report: Report) -> StepMemory:
 
 def _parts(report: Report) -> dict[str, float]:
     """What a rank takes, in parts that grow with the layers: bytes by phase, traffic, flops, exchanges."""
-    step, found = _step(report), dict[str, float]()
+    step = _step(report)
     attention = max((d.chosen.memory for d in report.attention), default=0.0)
-    for point in step.points():
-        values = point.nbytes - point.gradients - point.moment.idle  # which fills up to the peak, however large that is
-        near = "attend" in point.moment.name or "attention" in point.moment.name
-        name = f"peak {point.phase}{' attention' if near else ''}"
-        found[name] = max(found.get(name, -math.inf), values - (attention if near else 0.0))
+    found = _peaks(step, attention, "peak") | _peaks(step.hosted, attention, "hosted peak")
     found["kept"] = step.saved
+    found["host"] = step.hosted.offloaded.nbytes if step.hosted.offloaded is not None else 0
     walks = [walk for graph in step.graphs for walk in (graph.forward, graph.backward) if walk is not None]
     found["flops"], found["traffic"] = sum(walk.flops for walk in walks), sum(walk.traffic for walk in walks)
     for exchange in report.exchanges:
@@ -268,19 +295,41 @@ def _parts(report: Report) -> dict[str, float]:
     return found
 
 
-def _rows(whole: _Scaled, n: int, machine: Machine, again: bool, tokens: int, asked: str) -> list[Variant]:
-    ways = {way: found for way, found in _ways(whole, n, machine).items() if asked in ("auto", way[0])}
+def _peaks(step: StepMemory, attention: float, name: str) -> dict[str, float]:
+    """The largest moment of each phase, apart from what an attention itself takes."""
+    found: dict[str, float] = {}
+    for point in step.points():
+        values = point.nbytes - point.gradients - point.moment.idle  # which fills up to the peak, however large that is
+        near = "attend" in point.moment.name or "attention" in point.moment.name
+        key = f"{name} {point.phase}{' attention' if near else ''}"
+        found[key] = max(found.get(key, -math.inf), values - (attention if near else 0.0))
+    return found
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What rows have in common that come of one look."""
+
+    again: bool
+    tiles: int | str
+    tokens: int
+    asked: str
+    shares: tuple[float, ...]
+
+
+def _rows(whole: _Scaled, n: int, machine: Machine, of: _Kind) -> list[Variant]:
+    ways = {way: found for way, found in _ways(whole, n, machine).items() if of.asked in ("auto", way[0])}
     weights, learned = whole.weights, whole.weights.learned
     optimizer = whole.per_weight * learned
     resident = weights.buffers + whole.inputs
     out = []
     for (kind, layout), found in ways.items():
         largest = max((c.memory for c, _ in found), default=0.0)
-        peaks = {
-            phase: max(whole(f"peak {phase}", n), whole(f"peak {phase} attention", n) + largest) for phase in PHASES
-        }
-        phase = max(peaks, key=lambda one: peaks[one])
-        seconds = sum((c.seconds + (c.forward if again else 0.0)) * count for c, count in found)
+        here, there = (
+            {one: max(whole(f"{name} {one}", n), whole(f"{name} {one} attention", n) + largest) for one in PHASES}
+            for name in ("peak", "hosted peak")
+        )
+        seconds = sum((c.seconds + (c.forward if of.again else 0.0)) * count for c, count in found)
         seconds += whole("flops", n) / machine.flops + machine.copy(whole("traffic", n)) + _exchanged(whole, n, machine)
         for state in STATES if n > 1 else STATES[1:]:
             shards = n if state == "sharded" else 1
@@ -293,9 +342,18 @@ def _rows(whole: _Scaled, n: int, machine: Machine, again: bool, tokens: int, as
             else:
                 took = seconds + machine.seconds("all_reduce", learned, n)
             took += machine.copy(2 * (weights.parameters + learned + optimizer) / shards)
-            need = held + peaks[phase]
-            fits = need <= machine.memory
-            out.append(Variant(n, kind, layout, again, state, need, phase, whole("kept", n), took, tokens, fits))
+            for share in (0.0, *of.shares):
+                values, phase = max((here[one] + share * (there[one] - here[one]), one) for one in PHASES)
+                fits, host = held + values <= machine.memory, share * whole("host", n)
+                if fits or share in (0.0, 1.0):
+                    waits = machine.together(took, 2 * copied(host, machine))
+                    row = Variant(
+                        n, kind, layout, of.again, of.tiles, share, host, state, held + values, phase,
+                        whole("kept", n), waits, of.tokens, fits,
+                    )  # fmt: skip
+                    out.append(row)
+                if fits:
+                    break
     return out
 
 
@@ -338,19 +396,20 @@ def _exchanged(whole: _Scaled, n: int, machine: Machine) -> float:
     return out
 
 
-def _change(rows: list[Variant], found: StepPlan, largest: Mapping[bool, str]) -> str:
-    """What would have to change for one number of ranks. largest: what is, without and with checkpoints."""
+def _change(rows: list[Variant], found: StepPlan, largest: Mapping[tuple[bool, int | str], str]) -> str:
+    """What would have to change for one number of ranks. largest: what is, by checkpoints and tiles."""
     least = min(rows, key=lambda row: row.memory)
     more = [row.ranks for row in found.rows if row.fits and row.ranks > least.ranks]
     way = f"{least.attention}, {'each layer checkpointed' if least.checkpoint else 'as written'}, state {least.state}"
+    way += f", tiles {least.tiles}, {least.offload:.0%} of what is kept on the host"
     excess = written(least.memory - found.memory)
     words = [
         f"{least.ranks} ranks: the least is {written(least.memory)} ({way}), {excess} too much, in its {least.phase}"
     ]
-    words.append(f"the largest there: {largest[least.checkpoint]}")
+    words.append(f"the largest there: {largest[least.checkpoint, least.tiles]}")
     if more:
         words.append(f"it fits on {min(more)}")
     if not least.checkpoint and not any(row.checkpoint for row in rows):
         words.append("checkpoint its layers")
-    words.append("take more ranks, return the loss alone and compute it in chunks of tokens, or offload what is kept")
+    words.append("take more ranks or smaller batches, and let the model return its loss alone")
     return "; ".join(words)

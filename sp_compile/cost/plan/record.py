@@ -14,8 +14,8 @@
      "errors":      [{"name", "error"}]}
 
     {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "parameters_bytes": 1, "best": 0 | null,
-     "ways": [{"ranks", "attention", "layout", "checkpoint", "state", "memory_bytes", "phase", "kept_bytes", "seconds",
-               "tokens_per_second", "fits", "options"}], "changes": {"8": "..."}}
+     "ways": [{"ranks", "attention", "layout", "checkpoint", "tiles", "offload", "host_bytes", "state", "memory_bytes",
+               "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "options"}], "changes": {"8": "..."}}
 
 A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20.
 """
@@ -90,6 +90,9 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
                 "attention": row.attention,
                 "layout": row.layout,
                 "checkpoint": row.checkpoint,
+                "tiles": row.tiles,
+                "offload": row.offload,
+                "host_bytes": row.host,
                 "state": row.state,
                 "memory_bytes": row.memory,
                 "phase": row.phase,
