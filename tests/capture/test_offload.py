@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from sp_compile import backend
 from sp_compile._compat import storage_of
 from sp_compile.config import Ranks as Group
 from sp_compile.config import SPConfig
+from sp_compile.lowering import offload as ops
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.joint.offload import Offload
 from sp_compile.spmd.session import Session
@@ -159,6 +161,58 @@ def test_what_is_no_share(value: Any) -> None:
 def test_a_compiler_without_a_place_for_it() -> None:
     with pytest.raises(sp_compile.SpError, match=r"offload=0.5: compiler='eager' has no place"):
         SPConfig(offload=0.5, compiler="eager")
+
+
+class Stream:
+    """One of a GPU that is not there: what is asked of it is written down."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} is marked")
+        return f"the mark of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way has one of its own, which waits for what is computed; the computation waits for marks, when it is told to."""
+    log: list[str] = []
+    now = [computing := Stream(log, "the computation")]
+    gpu, x = torch.device("cuda", 0), torch.randn(4)
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        now.append(stream)
+        yield
+        now.pop()
+
+    names = iter(["the way there", "the way back"])
+    monkeypatch.setattr(ops, "_streams", {})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, next(names)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    host = ops._copy(torch.empty(4), x, gpu)
+    ops._wait(host, gpu)
+    ops._streams[gpu, "cpu"] = Stream(log, next(names))  # by where a copy begins: here all is on the CPU
+    back = ops._copy(torch.empty(4), host, gpu)
+    ops._wait(back, gpu)
+    assert now == [computing]
+    assert torch.equal(back, x)
+    assert not ops._copies
+    assert log == [
+        "the way there waits for the computation",
+        "the way there is marked",
+        "the computation waits for the mark of the way there",
+        "the way back waits for the computation",
+        "the way back is marked",
+        "the computation waits for the mark of the way back",
+    ]
 
 
 def trained(model: str, share: Any, compiler: str) -> Outcome:
