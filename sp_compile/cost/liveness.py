@@ -166,7 +166,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
         if not product:
             found.traffic += places.traffic(node)
         if node.target in TILED:
-            one = _Loop.of(node)
+            one = _TileLoop.of(node)
             found.traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
     found.end = sum(held.nbytes for held in places.left.values())
     return found
@@ -186,7 +186,7 @@ def flops_of(node: Node) -> int:
 
 
 @dataclass(frozen=True)
-class _Loop:
+class _TileLoop:
     """A loop over tiles. sums: bytes of what all tiles add to; wide: of these, of what is returned in another dtype.
 
     narrow: of the same as it is returned. rows: bytes of a tile's operands that are copied to lie without gaps.
@@ -200,7 +200,7 @@ class _Loop:
     rows: int
 
     @staticmethod
-    def of(node: Node) -> _Loop:
+    def of(node: Node) -> _TileLoop:
         first, part, kinds = TILED[node.target]
         rows, _, tiles, name, _ = node.args[first:]
         program: TileProgram = PROGRAMS[name]
@@ -210,7 +210,7 @@ class _Loop:
         count = {value: math.prod(value.shape) for value in sums}
         gaps = [x for x, dim in zip((n.meta["val"] for n in rows), program.rows) if hint(x.shape[:dim].numel()) > 1]
         _, body = max(program.bodies.items())
-        return _Loop(
+        return _TileLoop(
             tiles,
             getattr(body, part),
             sum(count[value] * wide[value].itemsize for value in sums),
@@ -246,7 +246,7 @@ def _tile(part: TilePart, fused: bool) -> Walk:
 def _inside(node: Node, fused: bool) -> int:
     """Bytes that an op has while it runs, besides what it is given and gives."""
     if node.target in TILED:
-        return _Loop.of(node).inside(fused)
+        return _TileLoop.of(node).inside(fused)
     own = sum(map(nbytes_of, tensors_of(node))) if node.target in TWICE else 0
     operands = [x for one in node.all_input_nodes for x in tensors_of(one)]
     if node.target not in FLASH_OF_CPU or operands[0].device.type != "cpu":

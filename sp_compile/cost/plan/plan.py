@@ -192,7 +192,7 @@ def plan(
     for way in dict.fromkeys(ways):
         if way[1] == TILES and "tiles" not in config and all(map(found.fits_on_device, wanted)):
             continue  # tiles make nothing faster
-        kind = _Kind(*way, tokens, asked, shares)
+        kind = _PlanLook(*way, tokens, asked, shares)
         given["tiles"] = kind.tiles
         looked = [_look(model, inputs, depth, variant, kind.again, per_weight, given) for variant in _variants(depth)]
         if kind.tiles not in ("auto", "never") and not looked[0][0].tiled:
@@ -307,7 +307,7 @@ def _peaks(step: StepMemory, attention: float, name: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _PlanLook:
     """What rows have in common that come of one look."""
 
     again: bool
@@ -317,7 +317,7 @@ class _Kind:
     shares: tuple[float, ...]
 
 
-def _rows(whole: _Scaled, n: int, machine: Machine, of: _Kind) -> list[Variant]:
+def _rows(whole: _Scaled, n: int, machine: Machine, of: _PlanLook) -> list[Variant]:
     ways = {way: found for way, found in _ways(whole, n, machine).items() if of.asked in ("auto", way[0])}
     weights, learned = whole.weights, whole.weights.learned
     optimizer = whole.per_weight * learned
