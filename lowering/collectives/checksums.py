@@ -71,6 +71,15 @@ def sent(x: torch.Tensor) -> Later:
     return Later(values, there)
 
 
+def part(x: torch.Tensor, most: int, turn: int) -> torch.Tensor:
+    """A view of at most so many elements, spread over the tensor; at another turn of other ones."""
+    while x.numel() > most:
+        dim = max(range(x.ndim), key=x.shape.__getitem__)
+        step = min(-(-x.numel() // most), x.shape[dim])
+        x = x[(slice(None),) * dim + (slice(turn % step, None, step),)]
+    return x
+
+
 def summary(x: torch.Tensor) -> torch.Tensor:
     """How large a tensor of floats is, and two pseudo-random projections of it: (3,) float64. Read twice, not copied.
 

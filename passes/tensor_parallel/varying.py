@@ -26,8 +26,8 @@ from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes, name_axes
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
 from sp_compile.sharding.rule import Factors, lookup, transfer_of
-from sp_compile.spmd.grid import Grid
 from sp_compile.spmd.inputs import Facts
+from sp_compile.spmd.named_groups import Grid
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")

@@ -27,6 +27,14 @@ def storage_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def versions(xs: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was changed in place; 0 of inference tensors, whose changes nobody counts."""
+    try:
+        return [x._version for x in xs]
+    except RuntimeError:
+        return [0 if x.is_inference() else x._version for x in xs]
+
+
 def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
     """Does the fact (a sympy relation) follow from guards that the program already has?
 

@@ -48,6 +48,7 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
         wire.seen = [f"{one} and failed" if one.error else str(one) for one in everyone]
         if astray(everyone):  # all ranks hear of it, and count from here
             wire.calls.clear()
+            wire.apart.clear()
             wire.later.clear()
     return everyone
 

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, Sampler
 from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
-from sp_compile.lowering.collectives.checksums import checksum, later, sent, summary
+from sp_compile.lowering.collectives.checksums import checksum, later, part, sent, summary
 from sp_compile.lowering.collectives.sharded import Layout, Sharded
 
 from .agree import agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
@@ -32,9 +32,11 @@ from .fingerprint import InputName, Program
 from .inputs import local_of
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .settings import mode
+from .weights import LOOKS_AWAY, Moves, in_turn, suspected
 from .wire import Wire, stop, wire_of
 
-FEW = 4096  # floats that are compared on every call
+FEW = 4096  # floats that are compared on every call; of more, as many
+OTHER_VALUES = "the ranks of this group were given different values"
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
 SAME_CALL = "every rank has to call the same model, with the same weights, on the same arguments"
 SAME_LOSS = "every rank computes the same loss of it, from the same targets, weights and random numbers"
@@ -43,6 +45,7 @@ CHECKED = " with checksum "
 PROGRAM = "program"
 GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
+PART = "part of "  # of fields that tell of some of an input's values
 
 
 @dataclass(eq=False)
@@ -51,10 +54,11 @@ class CheckedProgram:
 
     run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the
     same. names: as `input_names` gives them. subject: what a person calls it. options: as `settings` gives them.
-    equal: the inputs whose values must be the same on every rank; compared on the first call of each model and
-    again every `check_every` calls, as checksums. So are the sizes of parameters, without which a program is
-    another one. always: the inputs whose values are compared on every call, and so are `arguments` if they are
-    small; shared: those that were found equal when the program was compiled. wanted: the inputs that require grad.
+    equal: the inputs whose values must be the same on every rank; compared on the first call of each model, again
+    every `check_every` calls, as checksums, and where weights have moved otherwise than on other ranks (`Moves`). So
+    are the sizes of parameters, without which a program is another one. always: the inputs whose values are compared
+    on every call, and so are `arguments` if they are small, or some of their values; shared: those that were found
+    equal when the program was compiled. wanted: the inputs that require grad.
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
     number; others are read.
@@ -80,12 +84,19 @@ class CheckedProgram:
     sharded: frozenset[int] = frozenset()
     wanted: Sequence[str] = ()
     called: set[int] = field(default_factory=set)  # by which models
+    moves: Moves = field(default_factory=Moves)
 
     @cached_property
     def standing(self) -> HashedFields:
         """What it says of itself on every call."""
         wanted = "\n".join(map(_shown, self.wanted))
         return HashedFields({**self.options, PROGRAM: str(self.program.digest), GRADIENTS: wanted})
+
+    @cached_property
+    def _held(self) -> list[int]:
+        """The inputs that stay from call to call and have to be equal, by number."""
+        held = self.equal - self.arguments - self.always
+        return [i for i, name in enumerate(self.names) if name in held]
 
     def __call__(self, *args: Any) -> Any:
         traced = any(map(is_traced, args))  # then nothing runs
@@ -119,9 +130,16 @@ class CheckedProgram:
         fields = wire.earlier_fields() if wire is not None else {}
         error = _words(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
-        fields.update(self._fields(args, first or again, wire, str(mine)))
+        fields.update(self._fields(args, first or again, wire, mine))
+        if wire is not None and self.check_every and self.error is None:
+            fields.update(
+                self.moves.fields([x for i in self._held if isinstance(x := args[i], torch.Tensor)], which, number)
+            )
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
+        if not problem and everyone is not None and wire is not None and suspected(everyone, wire.apart):
+            everyone = exchanged(self.ranks, replace(mine, fields=self._fields(args, True, wire, mine)))
+            problem = self._difference(everyone) if everyone is not None else ""
         if not problem:
             return mine
         inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
@@ -130,29 +148,45 @@ class CheckedProgram:
             inner = inner.run
         raise SpError(problem) from self.error
 
-    def _fields(self, args: Sequence[Any], everything: bool, wire: Wire | None, call: str) -> dict[str, str]:
+    def _fields(self, args: Sequence[Any], everything: bool, wire: Wire | None, mine: Message) -> dict[str, str]:
         """What this rank says of a call. everything: of all values, not only of those that change from call to call.
 
         Of values that lie on a device it is said at the next call, whichever that is: the device has come to them then.
         """
         compared = self.always | self.equal if everything else self.always
-        small = frozenset() if everything else self.arguments
+        looked_at = frozenset() if everything else self.arguments
         out = {"mode": mode()}
         away: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, given in zip(self.names, args):
             if not name or (isinstance(given, torch.nn.Parameter) and not everything and name not in compared):
                 continue
-            asked = self.error is None and (name in compared or (name in small and is_small(given)))
-            a = local_of(given) if asked else given
+            asked = self.error is None and (name in compared or name in looked_at) and isinstance(given, torch.Tensor)
+            a, shown = local_of(given) if asked else given, _shown(name)
             where = f" in shards {given.layout}" if isinstance(given, Sharded) else ""
-            apart = asked and wire is not None and is_away(a)
-            if apart and a.numel():
-                away[a.device][f"{EARLIER}of {_shown(name)} when it {call}"] = a
-            value = checksum(a) if asked and not apart else ""
-            out[INPUT + _shown(name)] = _size(given) + where + (f"{CHECKED}{value}" if value else "")
+            out[INPUT + shown] = _size(given) + where
+            some = asked and name not in compared and not is_small(a)
+            a = part(a, FEW, mine.number) if some else a
+            if asked and wire is not None and is_away(a):
+                away[a.device][f"{EARLIER}of {PART * some}{shown} when it {mine}"] = a
+            elif some:
+                out[PART + shown] = checksum(a)
+            elif asked and (value := checksum(a)):
+                out[INPUT + shown] += f"{CHECKED}{value}"
         if wire is not None:
-            wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in away.values()]
+            if self.check_every and not everything:
+                self._look_away(args, away, mine)
+            found = ({name: x for name, x in each.items() if x.numel()} for each in away.values())
+            wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in found if tensors]
         return out
+
+    def _look_away(
+        self, args: Sequence[Any], away: Mapping[torch.device, dict[str, torch.Tensor]], mine: Message
+    ) -> None:
+        """Some values of some of the weights that lie on a device, others on every call."""
+        for i in in_turn(self._held, LOOKS_AWAY, mine.number):
+            if self.error is None and is_away(args[i]):
+                a = part(local_of(args[i]), FEW, mine.number)
+                away[a.device][f"{EARLIER}of {PART}{_shown(self.names[i])} when it {mine}"] = a
 
     def _difference(self, everyone: Sequence[Message]) -> str:
         """Why ranks cannot go on; "" if they can: what only some of them say is not compared."""
@@ -180,7 +214,11 @@ class CheckedProgram:
         if len({one.fields[PROGRAM] for one in everyone}) > 1:
             lines = self.program.first_difference(self.ranks)
         arguments, shared = ({_shown(n) for n in self.names if n in some} for some in (self.arguments, self.shared))
-        return explained(everyone, lines, shared, arguments)
+        parts = unlike_fields(
+            [_only(one, lambda name: name.startswith(PART)) for one in everyone], OTHER_VALUES, SAME_CALL
+        )
+        held = {_shown(self.names[i]) for i in self._held} if everyone[0].number > 1 else set()
+        return explained(everyone, lines, shared, arguments, held) or (parts and parts + sharded_data())
 
     @contextmanager
     def _told(self, what: Message) -> Iterator[None]:
@@ -243,12 +281,20 @@ LATER = (
     "to differ, compile it with values that do, or with sequence_parallel_linear='never'"
 )
 
+DRIFTED = (
+    "\nThey were equal at an earlier call. Every rank has to train alike: look for a step of the optimizer, a "
+    "schedule, a scaler, zero_grad, clipping or a change of weights that only some ranks make (under `if rank == 0`), "
+    "or make otherwise (torch.autograd.grad in place of backward)"
+)
 
-def explained(everyone: Sequence[Message], lines: Sequence[str], shared: Set[str], arguments: Set[str]) -> str:
+
+def explained(
+    everyone: Sequence[Message], lines: Sequence[str], shared: Set[str], arguments: Set[str], held: Set[str]
+) -> str:
     """What is not the same on all ranks, in words; "" if nothing is.
 
     lines: where their programs differ. shared: the inputs that were equal when the program was compiled. arguments:
-    those of which every rank has to pass the whole.
+    those of which every rank has to pass the whole. held: those that were equal at an earlier call.
     """
     inputs = [{k.removeprefix(INPUT): v for k, v in one.fields.items() if k.startswith(INPUT)} for one in everyone]
     known = [name for name in inputs[0] if all(name in one for one in inputs)]
@@ -277,9 +323,13 @@ def explained(everyone: Sequence[Message], lines: Sequence[str], shared: Set[str
             rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
     rows = [row or "the same inputs as the others" for row in rows]
     values = what == "different values"
-    advice = LATER if values and not shared.isdisjoint(names) else ""
+    advice = ""
     if values and arguments >= set(names):
         advice = sharded_data()
+    elif values and held >= set(names):
+        advice = DRIFTED
+    if values and not shared.isdisjoint(names):
+        advice += LATER
     given = f"the {len(inputs)} ranks of this group were given {what}"
     return what_differs(given, SAME_CALL, rows, heading) + advice
 

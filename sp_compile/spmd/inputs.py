@@ -21,9 +21,8 @@ from sp_compile.lowering.collectives.checksums import is_one_number
 from sp_compile.lowering.collectives.sharded import Sharded
 
 from .fingerprint import Text, digest, input_names, text_of
-from .grid import Grid
 from .message import spoken
-from .named_groups import has_dtensors, is_collective, named_groups
+from .named_groups import Grid, has_dtensors, is_collective, named_groups
 
 
 @dataclass(frozen=True)

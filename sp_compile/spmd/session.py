@@ -30,7 +30,6 @@ from .between import Edges, Returning
 from .check_compile import Lockstep, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
-from .grid import grids
 from .inputs import (
     Facts,
     check_options,
@@ -44,7 +43,7 @@ from .inputs import (
     trained,
 )
 from .message import MEASURES, spoken
-from .named_groups import check_groups, cut_exchanges, groups_of
+from .named_groups import check_groups, cut_exchanges, grids, groups_of
 from .settings import settings
 from .wire import ANSWERS, BEAT, stop, wire_of
 from .world import OfWorld

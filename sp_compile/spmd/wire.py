@@ -66,7 +66,8 @@ class Wire:
     """One group's words. name, ranks: as torch knows the group. seen: what each rank said last. broken: why the group
     cannot be used any more.
 
-    talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model.
+    talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model;
+    apart: and on how many of these ranks had moved weights in different ways.
     later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
     of its parameters each model that was called and is alive, two of one class too; known: how many there were.
     beats: of the last wait when it began, and how many signs of life were seen, the last of them when. warned: the
@@ -82,6 +83,7 @@ class Wire:
     broken: str = ""
     thread: int = 0
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
+    apart: Counter[tuple[str, int]] = field(default_factory=Counter)
     later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
     talks: int = 0

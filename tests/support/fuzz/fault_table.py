@@ -393,7 +393,6 @@ VALUES = "different values"
 ASTRAY = "about to do different things"
 WAITS = "for ranks that did not come"
 STOPPED = f"{WAITS}|broken since"
-EVERY = {"check_every": 1}
 MEASURED = {"cost": None}
 PARALLEL: Any = {"prepares": tensor_parallel}
 CAUGHT = (MemoryError, KeyboardInterrupt)
@@ -405,9 +404,7 @@ FAULTS: dict[str, Fault] = {
     "a skipped call, tensor-parallel": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step, late=True, **PARALLEL),
     "a skipped backward, tensor-parallel": Fault(f"{ASTRAY}|{STOPPED}", skip_backward, **PARALLEL),
     "a second backward, tensor-parallel": Fault(f"{ASTRAY}|{STOPPED}", backward_twice, **PARALLEL),
-    "a weight that differs, tensor-parallel": Fault(
-        f"{VALUES}.*weight", changed("norm.weight"), options=EVERY, late=True, **PARALLEL
-    ),
+    "a weight that differs, tensor-parallel": Fault(f"{VALUES}.*weight", changed("norm.weight"), late=True, **PARALLEL),
     "no_grad, tensor-parallel": Fault("mode", under(torch.no_grad), **PARALLEL),
     "another scale of the loss, tensor-parallel": Fault("different gradients|other gradients", other_scale, **PARALLEL),
     "other options, tensor-parallel": Fault(
@@ -428,8 +425,8 @@ FAULTS: dict[str, Fault] = {
     "another batch size": Fault("different sizes|compiles the program anew", other_batch_size),
     "another dtype": Fault("different|compiles the program anew", other_dtype),
     "an input that requires grad": Fault("different|compiles the program anew", input_requires_grad),
-    "a weight that differs": Fault(f"{VALUES}.*weight", changed("head.weight"), options=EVERY),
-    "a buffer that differs": Fault(f"{VALUES}.*scale", changed("scale"), options=EVERY),
+    "a weight that differs": Fault(f"{VALUES}.*weight", changed("head.weight")),
+    "a buffer that differs": Fault(f"{VALUES}.*scale", changed("scale")),
     "no_grad": Fault("mode", under(torch.no_grad)),
     "inference_mode": Fault("mode", under(torch.inference_mode)),
     "autocast": Fault("mode", under(lambda: torch.autocast("cpu", torch.bfloat16))),

@@ -1,0 +1,331 @@
+"""A rank that trains otherwise than the others: they hear of it at the next call, though nobody reads all weights."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_compile import SpError
+from sp_compile._compat import versions
+from sp_compile.config import Ranks
+from sp_compile.spmd import check_run
+from sp_compile.spmd.check_run import CheckedProgram
+from sp_compile.spmd.fingerprint import Program
+from sp_compile.spmd.message import Message
+from sp_compile.spmd.weights import Moves, in_turn, some_bytes
+from sp_compile.spmd.wire import Wire
+
+RANKS, STEPS, FAULT = 2, 4, 2
+
+
+class Threads:
+    """Ranks that are threads, and exchange messages at a barrier. asked: how many exchanges there were."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(RANKS, timeout=60)
+        self.said: dict[int, Message] = {}
+        self.own = threading.local()
+        self.asked = 0
+
+    def exchanged(self, ranks: Ranks, mine: Message) -> list[Message] | None:
+        self.said[self.own.rank] = mine
+        self.barrier.wait()
+        everyone = [Message.read(self.said[rank].body) for rank in range(RANKS)]
+        alike = len({str(self.said[rank].header) for rank in range(RANKS)}) == 1
+        if self.barrier.wait() == 0:
+            self.asked += 1
+        return None if alike else everyone
+
+    def wire(self, ranks: Ranks) -> Wire:
+        return self.own.wire
+
+    def run(self, act: Callable[[int], Any]) -> list[Any]:
+        """What `act` returns on each rank, or the words of its SpError."""
+        out: dict[int, Any] = {}
+
+        def live(rank: int) -> None:
+            self.own.rank = rank
+            self.own.wire = Wire("threads", list(range(RANKS)), None, timedelta(seconds=60), ["joined"] * RANKS)
+            try:
+                out[rank] = act(rank)
+            except SpError as error:
+                out[rank] = str(error)
+            except BaseException as error:
+                out[rank] = error
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=live, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [out[rank] for rank in range(RANKS)]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    beside = Threads()
+    monkeypatch.setattr(check_run, "exchanged", beside.exchanged)
+    monkeypatch.setattr(check_run, "wire_of", beside.wire)
+    return beside
+
+
+class Model(nn.Module):
+    """(batch, 8) in, a loss out; calls itself as a compiled program would be called."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(8, 8, generator=generator) for _ in range(3))
+        self.register_buffer("scale", torch.ones(8))
+        names = ["x", "scale", *(f"weights.{i}" for i in range(3))]
+        given: dict[str, Any] = {"equal": frozenset(names), "arguments": frozenset(["x"]), "check_every": 100, **how}
+        self.program = CheckedProgram(compute, Ranks(RANKS, "threads"), Program(), names, **given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.program(x, self.scale, *self.weights)
+
+
+def compute(x: Tensor, scale: Tensor, *weights: Tensor) -> Tensor:
+    for weight in weights:
+        x = torch.tanh(x @ weight * scale)
+    return x.square().sum()
+
+
+class Training:
+    """One rank's loop. odd: is something else done on this step?"""
+
+    def __init__(self, rank: int, **how: Any) -> None:
+        self.rank, self.odd = rank, False
+        self.model = Model(**how)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.x).backward()
+        self.optimizer.step()
+
+
+def skipped_step(one: Training) -> None:
+    one.optimizer.zero_grad()
+    one.model(one.x).backward()
+    if not one.odd:
+        one.optimizer.step()
+
+
+def gradients_apart(one: Training) -> None:
+    """torch.autograd.grad leaves .grad alone, so that the optimizer finds nothing to do."""
+    one.optimizer.zero_grad()
+    loss = one.model(one.x)
+    torch.autograd.grad(loss, [*one.model.parameters()]) if one.odd else loss.backward()
+    one.optimizer.step()
+
+
+def scaler_skips(one: Training) -> None:
+    """It has found an infinity on one rank."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    one.optimizer.zero_grad()
+    scaler.scale(one.model(one.x)).backward()
+    if one.odd:
+        next(one.model.parameters()).grad[0, 0] = torch.inf
+    scaler.step(one.optimizer)
+    scaler.update()
+
+
+def clipped(one: Training) -> None:
+    one.optimizer.zero_grad()
+    one.model(one.x).backward()
+    if one.odd:
+        nn.utils.clip_grad_norm_(one.model.parameters(), 1e-3)
+    one.optimizer.step()
+
+
+def other_rate(one: Training) -> None:
+    if one.odd:
+        one.optimizer.param_groups[0]["lr"] *= 1.01
+    one.step()
+
+
+def kept_gradients(one: Training) -> None:
+    if not one.odd:
+        one.optimizer.zero_grad()
+    one.model(one.x).backward()
+    one.optimizer.step()
+
+
+def hooked(one: Training) -> None:
+    handle = one.model.weights[1].register_hook(lambda gradient: gradient * 2) if one.odd else None
+    one.step()
+    if handle is not None:
+        handle.remove()
+
+
+def one_entry(one: Training) -> None:
+    """Autograd counts it, wherever in the weight it is."""
+    one.step()
+    if one.odd:
+        with torch.no_grad():
+            one.model.weights[2][7, 7] += 1
+
+
+def exchanged_data(one: Training) -> None:
+    """Autograd does not count that."""
+    one.step()
+    if one.odd:
+        one.model.weights[2].data = one.model.weights[2].detach() * 2
+
+
+def buffer_moves(one: Training) -> None:
+    one.step()
+    if one.odd:
+        one.model.scale.mul_(2)
+
+
+DRIFTS = [
+    (skipped_step, r"weights.0 \(8, 8\) with checksum"),
+    (gradients_apart, r"weights.0 \(8, 8\) with checksum"),
+    (scaler_skips, r"weights.0 \(8, 8\) with checksum"),
+    (clipped, r"weights.0 \(8, 8\) with checksum"),
+    (other_rate, r"weights.0 \(8, 8\) with checksum"),
+    (kept_gradients, r"weights.0 \(8, 8\) with checksum"),
+    (hooked, r"weights.1 \(8, 8\) with checksum"),
+    (one_entry, r"weights.2 \(8, 8\) with checksum"),
+    (exchanged_data, r"weights.2 \(8, 8\) with checksum"),
+    (buffer_moves, r"scale \(8,\) with checksum"),
+]
+
+
+def steps(one: Training, how: Callable[[Training], None]) -> tuple[int, str]:
+    """The step on which this rank hears of the fault, and what; (STEPS, "") if it does not."""
+    for number in range(STEPS):
+        one.odd = one.rank == 1 and number == FAULT
+        try:
+            how(one)
+        except SpError as error:
+            return number, str(error)
+    return STEPS, ""
+
+
+@pytest.mark.parametrize(("how", "words"), DRIFTS, ids=[how.__name__ for how, _ in DRIFTS])
+def test_a_drift_is_told_at_the_next_call(threads: Threads, how: Callable[[Training], None], words: str) -> None:
+    first, second = threads.run(lambda rank: steps(Training(rank), how))
+    assert first == second
+    number, told = first
+    assert number == FAULT + 1, told
+    assert "different values" in told
+    assert "equal at an earlier call" in told
+    assert re.search(words, told), told
+
+
+def handed_on(one: Training) -> None:
+    """Rank 0 has a checkpoint, and the others get it."""
+    one.step()
+    for weight in one.model.parameters():
+        with torch.no_grad():
+            if one.rank == 0:
+                weight.mul_(2).div_(2)
+            weight.copy_(weight * 0.5)
+
+
+def test_ranks_that_move_weights_apart_and_have_the_same_ones_go_on(threads: Threads) -> None:
+    """They compare the values on the 1st, 2nd, 4th, ... of such calls."""
+    calls = 9
+
+    def act(rank: int) -> None:
+        one = Training(rank)
+        for _ in range(calls):
+            handed_on(one)
+
+    assert threads.run(act) == [None] * RANKS
+    assert threads.asked == calls + 4  # of the eight calls after the first one on the 1st, 2nd, 4th and 8th
+
+
+def test_a_loop_without_faults_exchanges_once_a_call(threads: Threads) -> None:
+    assert threads.run(lambda rank: steps(Training(rank), Training.step)) == [(STEPS, "")] * RANKS
+    assert threads.asked == STEPS
+
+
+def test_never_is_never(threads: Threads) -> None:
+    heard = threads.run(lambda rank: steps(Training(rank, check_every=0), skipped_step))
+    assert heard == [(STEPS, "")] * RANKS
+
+
+def test_a_drift_on_a_device_is_told_one_call_later(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both what was counted and some values; here of the CPU, in place of a device."""
+    monkeypatch.setattr(check_run, "is_away", lambda a: isinstance(a, Tensor))
+    for how in (skipped_step, exchanged_data):
+        first, second = threads.run(lambda rank, how=how: steps(Training(rank), how))
+        assert first == second
+        assert first[0] == STEPS, first  # one more call is needed
+    monkeypatch.setattr(f"{__name__}.STEPS", STEPS + 1)
+    for how, weight in ((skipped_step, 0), (exchanged_data, 2)):
+        first, second = threads.run(lambda rank, how=how: steps(Training(rank), how))
+        assert first == second
+        assert first[0] == FAULT + 2, first
+        assert f"weights.{weight} when it calls a program (number 4)" in first[1]
+
+
+def test_large_floats_are_compared_in_part_on_every_call(threads: Threads) -> None:
+    def act(rank: int) -> tuple[int, str]:
+        one = Training(rank)
+        one.x = torch.randn(2, 3000, 8, generator=torch.Generator().manual_seed(1))
+
+        def other_rows(one: Training) -> None:
+            if one.odd:
+                one.x = torch.randn(2, 3000, 8, generator=torch.Generator().manual_seed(2))
+            one.step()
+
+        return steps(one, other_rows)
+
+    first, second = threads.run(act)
+    assert first == second
+    assert first[0] == FAULT
+    assert re.search("different values.*rank 1: part of x .*Only the data differ", first[1], re.DOTALL), first[1]
+
+
+def test_every_weight_and_every_byte_has_its_turn() -> None:
+    weights = list(range(7))
+    assert {x for number in range(3) for x in in_turn(weights, 3, number)} == {*weights}
+    assert [len(in_turn(weights, 3, number)) for number in range(9)] == [3] * 9
+    assert in_turn(weights, 7, 5) == weights
+    assert list(in_turn([], 3, 5)) == []
+    x = torch.arange(1000)
+    found = [torch.frombuffer(bytearray(some_bytes(x, number)), dtype=x.dtype) for number in range(2000)]
+    assert max(map(len, found)) == 256 // x.itemsize
+    assert torch.equal(torch.cat(found).unique(), x)
+
+
+def test_bytes_of_what_does_not_lie_in_memory_as_it_is() -> None:
+    assert some_bytes(torch.ones(4, device="meta"), 1) == b""
+    assert some_bytes(torch.ones(0), 1) == b""
+    assert some_bytes(torch.ones(3, 3).to_sparse(), 1) == b""
+    assert len(some_bytes(torch.ones(300, 3).T, 5)) == 4
+    assert len(some_bytes(torch.ones(()), 5)) == 4
+
+
+def test_inference_tensors_are_not_counted() -> None:
+    with torch.inference_mode():
+        made = torch.ones(3)
+    assert versions([made, torch.ones(3).add_(1)]) == [0, 1]
+
+
+def test_ranks_compare_together_where_one_has_compiled_anew(threads: Threads) -> None:
+    """What they have counted of each other outlives the program: or one would ask, and the other not."""
+
+    def act(rank: int) -> None:
+        one = Training(rank)
+        for number in range(8):
+            if number in (3, 6) and rank == 1:
+                one.model.program = replace(one.model.program, called=set(), moves=Moves())
+            handed_on(one)
+
+    assert threads.run(act) == [None] * RANKS
