@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture
@@ -102,7 +103,7 @@ def sp(
         error = _taught(failure, gm, example_inputs)
     session.finish(error)
     if _compat.is_cut_by_ddp(gm):
-        _warn_once(CUT_BY_DDP)
+        _warn_once_on_rank_0(CUT_BY_DDP)
         _compat.keep_first_call_fake()
     if lowered is None:
         return session.guard(None, error, gm, example_inputs)
@@ -232,8 +233,9 @@ def _as_it_is(x: Any) -> Any:
 
 
 @cache
-def _warn_once(words: str) -> None:
-    log.warning("%s", words)
+def _warn_once_on_rank_0(words: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.warning("%s", words)
 
 
 def _joint(example_inputs: Sequence[Any], config: SPConfig, session: Session) -> JointPasses | None:

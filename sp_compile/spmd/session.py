@@ -283,7 +283,7 @@ class Session:
             error = None
         elif error is not None and not self.groups:
             stop(str(error), subject=subject)  # whoever they are that this rank will not reach
-            return CheckedProgram(None, ALONE, Program(), [], error)
+            run = CheckedProgram(None, ALONE, Program(), [], error)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())
             compares = run is not None and ranks.group in common
@@ -307,7 +307,8 @@ class Session:
         assert run is not None
         if edges.results:
             run = Returning(run, self.ranks, subject, edges.results, edges.symbols)
-        return run if self.groups else OfWorld(run, gm.forward, config.inputs == "global")
+        whole = self.given.get("inputs", "global") == "global"  # what did not compile has no config
+        return run if self.groups else OfWorld(run, gm.forward, whole)
 
 
 def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:

@@ -51,6 +51,7 @@ PATIENCE = 2.0  # seconds of a wait before a rank that has stopped is looked for
 CONNECTING = timedelta(seconds=60)  # of ranks that are all there
 POLL = 0.005  # seconds between looks for ranks that have not connected
 ANSWERS = 2.0  # seconds within which the store answers: it may lie in a rank that has stopped
+STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
 LIKELY = (
     "Likely causes: a rank that has skipped a batch or a backward, runs this part of the model eagerly (the recompile "
@@ -189,12 +190,14 @@ class Wire:
         others = [f"  rank {rank} was last seen when it {seen}" for rank, seen in zip(self.ranks, self.seen)]
         stopped = self._stopped(saying)
         heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
-        what = " ".join(_of_read(saying)).strip()
+        what = f"{' '.join(_of_read(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{heard}"
+        why = [f"rank {stopped.rank} stopped: {stopped.words}"] if stopped.words else []
         self.broken = "\n".join(
-            [f"rank {dist.get_rank()} {what} and waited {waited:.0f} s for ranks that did not come{heard}", *others]
-            + ([f"  rank {stopped.rank} stopped: {stopped.words}"] if stopped.words else [LIKELY])
+            [f"rank {dist.get_rank()} {what}", *others, *([f"  {why[0]}"] if why else [LIKELY])]
             + ([TOGETHER] if saying.doing == READS else [])
         )
+        told = "; ".join([f"it {what}", *why]).replace("\n", " ")
+        stop(told[:STOPPED], of={self.name: self.talks})  # who comes later need not wait; to other groups it may come
         return self.broken
 
     def model(self, args: Sequence[Any]) -> int:
@@ -281,10 +284,11 @@ NOBODY = Stop(-1, "", True, {})
 _mine: list[Stop] = []  # what this rank said last
 
 
-def stop(words: str, goes_on: bool = False, subject: str = "") -> None:
-    """Say why this rank stops, for whoever waits for it in vain: a `Stop`."""
+def stop(words: str, goes_on: bool = False, subject: str = "", of: dict[str, int] | None = None) -> None:
+    """Say why this rank stops, for whoever waits for it in vain: a `Stop`. of: `talks`, if not those of all groups."""
     if dist.is_available() and dist.is_initialized():
         talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.talks for wire in _wires.values()}
+        talks = talks if of is None else of
         _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks, subject)]
         with suppress(RuntimeError):  # the rank that keeps the store is gone
             answered(lambda: _of_all().set("stopped", json.dumps(astuple(_mine[0]))), None)

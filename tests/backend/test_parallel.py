@@ -85,15 +85,16 @@ def with_small_buckets() -> Outcome:
     """DDPOptimizer cuts the graph where DDP's buckets end; each piece is compiled alone."""
     model = build(layers=2, dim=128)
     run = sp(DDP(model, process_group=worker.group(), bucket_cap_mb=1), mesh=worker.mesh(), param_grads="partial")
-    backend._warn_once.cache_clear()
+    backend._warn_once_on_rank_0.cache_clear()
     with TestCase().assertLogs("sp_compile.backend") as logs:
+        backend.log.warning("there may be no other")
         found = against_eager(model, *text(8), run=run)
-    assert ["optimize_ddp" in line for line in logs.output].count(True) == 1
+    assert ["optimize_ddp" in line for line in logs.output].count(True) == (worker.mesh().get_rank() == 0)
     return found
 
 
 def test_ddp_in_pieces(ranks: Ranks) -> None:
-    """As torch's default has it, which is said once."""
+    """As torch's default has it, which is said once, by the first rank."""
     check(ranks.run(2, with_small_buckets))
 
 

@@ -174,6 +174,32 @@ def test_a_stop_holds_for_its_program(monkeypatch: pytest.MonkeyPatch, subject: 
     assert (found != wire.NOBODY) == believed
 
 
+def test_who_loses_a_group_says_so_where_the_others_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes later does not wait for it, and hears all that it had heard; other groups are none of it."""
+    store, rank = dist.HashStore(), [0]
+    monkeypatch.setattr(wire.dist, "get_rank", lambda: rank[0])
+    monkeypatch.setattr(wire.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(wire, "_of_all", lambda: store)
+    monkeypatch.setattr(wire, "_mine", [])
+    monkeypatch.setattr(wire, "_wires", {})
+
+    def waiting(name: str = "three") -> wire.Wire:
+        return wire.Wire(name, [0, 1, 2], store, timedelta(seconds=SECONDS), ["joined the group"] * 3)
+
+    call = Message(CALLS, "Floats", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "process_groups", lambda: [("three", (0, 1, 2), "")])
+        wire.stop("MemoryError: no room", goes_on=True)
+    rank[0], wire._mine[:] = 1, []
+    assert "rank 0 stopped: MemoryError: no room" in waiting().lost(call, 30.0)
+    rank[0], wire._mine[:] = 2, []
+    said = waiting()._stopped(call)
+    assert (said.rank, said.goes_on) == (1, False)
+    assert said.words.startswith("it calls Floats (number 4) and waited 30 s for ranks that did not come"), said.words
+    assert said.words.endswith("rank 0 stopped: MemoryError: no room")
+    assert waiting("another group")._stopped(call) == wire.NOBODY
+
+
 def test_models_that_are_gone_are_nobody_else() -> None:
     """A parameter may lie where another did: tied to the first one of a model that is still there."""
     waiting = wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -12,7 +13,11 @@ from support.parity import Sums, build, sp
 from support.ranks import forkserver
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
-from torch.fx import GraphModule
+from torch.fx import GraphModule, symbolic_trace
+
+from sp_compile import SpError
+from sp_compile.spmd import world
+from sp_compile.spmd.session import Session
 
 
 def _losses(rank: int, folder: str) -> None:
@@ -56,3 +61,21 @@ def test_other_processes() -> None:
                 torch.testing.assert_close(gradient, net.inner.weight.grad)
             # The first call after a change is whole, and the next one compiled anew.
             assert [rows for *_, rows in out] == [8, 8, 8, 4, 4, 4, 4, 8]
+
+
+@pytest.mark.parametrize("given", ["global", "local"])
+def test_what_could_not_be_compiled_is_of_its_processes_too(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """Whatever failed then, and though no group was found; but rows of one rank do not run whole."""
+    x = torch.ones(2, 8, 4)
+    gm = symbolic_trace(lambda x: torch.sin(x))
+    session = Session(gm, [x], {"mesh_dim": "sp", "inputs": given})
+    assert isinstance(session.problem, SpError)
+    run = session.guard(None, session.problem, gm, [x])
+    with pytest.raises(SpError, match="no mesh is given"):
+        run(x)
+    monkeypatch.setattr(world, "world", lambda: object())
+    if given == "global":
+        assert torch.equal(run(x), x.sin())
+    else:
+        with pytest.raises(SpError, match="call it again"):
+            run(x)
