@@ -98,6 +98,13 @@ class CheckedProgram:
         held = self.equal - self.arguments - self.always
         return [i for i, name in enumerate(self.names) if name in held]
 
+    @cached_property
+    def _trained(self) -> list[bool]:
+        """Which of these required grad when the program was compiled; [] if none did, or nobody was to say it."""
+        wanted = {*self.wanted}
+        found = [self.names[i] in wanted for i in self._held]
+        return found if any(found) else []
+
     def __call__(self, *args: Any) -> Any:
         traced = any(map(is_traced, args))  # then nothing runs
         call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
@@ -131,10 +138,8 @@ class CheckedProgram:
         error = _words(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
         fields.update(self._fields(args, first or again, wire, mine))
-        if wire is not None and self.check_every and self.error is None:
-            fields.update(
-                self.moves.fields([x for i in self._held if isinstance(x := args[i], torch.Tensor)], which, number)
-            )
+        if wire is not None and self.error is None:
+            fields.update(self._fields_of_weights([args[i] for i in self._held], which, number))
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem and everyone is not None and wire is not None and suspected(everyone, wire.apart):
@@ -147,6 +152,17 @@ class CheckedProgram:
             exchanged(inner.ranks, STOPS)
             inner = inner.run
         raise SpError(problem) from self.error
+
+    def _fields_of_weights(self, weights: Sequence[torch.Tensor], which: int, number: int) -> dict[str, str]:
+        """What this rank says of what stays from call to call, without a look at all of it."""
+        out = self.moves.fields(weights, which, number) if self.check_every else {}
+        trained = [x.requires_grad for x in weights] if self._trained else []
+        if trained != self._trained:  # which torch 2.11 compiles nothing anew for
+            names = [self.names[i] for i in self._held]
+            others = [name for name in self.wanted if name not in set(names)]
+            wanted = [*others, *(name for name, wants in zip(names, trained) if wants)]
+            out[GRADIENTS] = "\n".join(map(_shown, wanted))
+        return out
 
     def _fields(self, args: Sequence[Any], everything: bool, wire: Wire | None, mine: Message) -> dict[str, str]:
         """What this rank says of a call. everything: of all values, not only of those that change from call to call.

@@ -138,7 +138,8 @@ def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) ->
     """
     state, arguments = set(), set()
     for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
-        if isinstance(example, torch.nn.Parameter) or is_module_state(node) or record(node).parameter:
+        held = isinstance(example, torch.nn.Parameter) or is_module_state(node) or record(node).parameter
+        if held and isinstance(example, torch.Tensor):
             state |= {node.name} if node.users else set()
         elif inputs == "global" and not isinstance(example, Sharded):
             arguments.add(node.name)

@@ -190,6 +190,13 @@ def buffer_moves(one: Training) -> None:
         one.model.scale.mul_(2)
 
 
+def frozen(one: Training) -> None:
+    """Where torch compiles nothing anew for it (2.11), the program says it."""
+    if one.odd:
+        one.model.weights[1].requires_grad_(False)
+    one.step()
+
+
 DRIFTS = [
     (skipped_step, r"weights.0 \(8, 8\) with checksum"),
     (gradients_apart, r"weights.0 \(8, 8\) with checksum"),
@@ -224,6 +231,14 @@ def test_a_drift_is_told_at_the_next_call(threads: Threads, how: Callable[[Train
     assert "different values" in told
     assert "equal at an earlier call" in told
     assert re.search(words, told), told
+
+
+def test_a_weight_that_one_rank_freezes(threads: Threads) -> None:
+    wanted = [f"weights.{i}" for i in range(3)]
+    first, second = threads.run(lambda rank: steps(Training(rank, wanted=wanted), frozen))
+    assert first == second
+    assert first[0] == FAULT
+    assert re.search("want gradients of different inputs.*rank 0: weights.1 wanted", first[1], re.DOTALL), first[1]
 
 
 def handed_on(one: Training) -> None:
