@@ -46,10 +46,8 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
     everyone = [Message.read(bytes(one)) for one in bodies]
     if wire is not None:
         wire.seen = [f"{one} and failed" if one.error else str(one) for one in everyone]
-        if astray(everyone):  # all ranks hear of it, and count from here
-            wire.calls.clear()
-            wire.apart.clear()
-            wire.later.clear()
+        if astray(everyone):
+            wire.begin_anew(everyone)
     return everyone
 
 

@@ -47,11 +47,13 @@ class Program:
     def first_difference(self, ranks: Ranks) -> list[str]:
         """What each rank has where their lines first differ; every rank of the group has to come here.
 
-        Empty if they do not differ. Two exchanges: of a digest a line, then of one line a rank.
+        Empty if they do not differ. Two exchanges: of digests a line, then of one line a rank. A line that reads alike
+        on all ranks, and only takes other lines' results, comes behind one that does not.
         """
-        hashes: list[list[int]] = _told(ranks, [hashed(line.text) for line in self.lines])
+        hashes: list[list[list[int]]] = _told(ranks, [[hashed(line.name), hashed(line.text)] for line in self.lines])
         shortest, longest = min(map(len, hashes)), max(map(len, hashes))
-        differ = (i for i in range(shortest) if len({one[i] for one in hashes}) > 1)
+        places = [(which, i) for which in (0, 1) for i in range(shortest)]
+        differ = (i for which, i in places if len({one[i][which] for one in hashes}) > 1)
         first = next(differ, shortest)
         if first == longest:
             return []

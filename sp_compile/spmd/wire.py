@@ -212,6 +212,12 @@ class Wire:
             self.models[key] = self.known, [weakref.ref(one, gone) for one in parameters]
         return self.models[key][0]
 
+    def begin_anew(self, everyone: Sequence[Message]) -> None:
+        """Count calls and models from here: ranks have strayed, and all of them have heard of it."""
+        for counted in (self.calls, self.later, self.apart, self.models):
+            counted.clear()
+        self.known = max(self.known, *(one.model for one in everyone))
+
     def earlier_fields(self) -> dict[str, str]:
         """The checksums that earlier calls left to be read."""
         waiting, self.later = self.later, []

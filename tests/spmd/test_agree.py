@@ -15,10 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
 from sp_compile._compat import FakeTensorMode, real_tensors
-from sp_compile.config import resolve
+from sp_compile.config import Ranks, resolve
 from sp_compile.lowering.collectives import checksums
+from sp_compile.spmd import fingerprint as spmd_fingerprint
 from sp_compile.spmd.agree import is_close
 from sp_compile.spmd.fingerprint import fingerprint, program_of
+from sp_compile.spmd.message import hashed
 
 
 class Attention(nn.Module):
@@ -73,6 +75,22 @@ def test_an_input_more_moves_no_operation() -> None:
     both = zip(program_of(few).lines, program_of(more).lines)
     first = next((a.name, b.name) for a, b in both if a.text != b.text)
     assert first == ("aten.tanh.default", "aten.add.Tensor")
+
+
+def test_what_differs_first_reads_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a line that only takes its values from other places, because something else differs further below."""
+    x = torch.ones(2, 2)
+    mine = program_of(make_fx(lambda x, w: (x.sin() @ w).cos().tanh())(x, x))
+    other = program_of(make_fx(lambda x, w: (w @ x.sin()).cos().exp())(x, x))
+    told: list[Any] = []
+
+    def answers(ranks: Any, doing: str, subject: str, said: Any) -> list[Any]:
+        told.append(said)
+        return [said, [[hashed(line.name), hashed(line.text)] for line in other.lines] if len(told) == 1 else "exp"]
+
+    monkeypatch.setattr(spmd_fingerprint, "answers", answers)
+    first, _ = mine.first_difference(Ranks(2, ""))
+    assert first.startswith("aten.tanh.default")
 
 
 def test_options_are_not_ignored() -> None:

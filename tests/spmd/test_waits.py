@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile import SpError
 from sp_compile.spmd import wire
+from sp_compile.spmd.agree import astray
 from sp_compile.spmd.message import CALLS, Message
 
 SECONDS = 5
@@ -209,6 +210,21 @@ def test_models_that_are_gone_are_nobody_else() -> None:
     assert not waiting.models
     assert waiting.model([first, nn.Parameter(torch.ones(1))]) == 2
     assert waiting.model([torch.ones(1)]) == 0
+
+
+def test_models_are_numbered_alike_again_once_ranks_have_strayed() -> None:
+    """A weight that one rank replaces makes another model of it, and the ranks hear of that once, not ever after."""
+    wires = [wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2) for _ in range(2)]
+    first, weight, other = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    assert [one.model([first]) for one in wires] == [1, 1]
+    assert [one.model([weight]) for one in wires] == [2, 2]
+    said = [Message(CALLS, "Floats", 2, model=one.model([w])) for one, w in zip(wires, (weight, other))]
+    assert astray(said)
+    for one in wires:
+        one.begin_anew(said)
+    numbers = [[one.model([x]) for x in (w, first)] for one, w in zip(wires, (weight, other))]
+    assert numbers[0] == numbers[1]
+    assert set(numbers[0]).isdisjoint({1, 2, 3})  # what is known of a number is of one model
 
 
 def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

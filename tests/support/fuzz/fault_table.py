@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,15 +13,54 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
-from support.fuzz.loop import DIM, TIMEOUT, Left, Loop
+from support.fuzz.fault_acts import (
+    Acts,
+    backward_twice,
+    barrier,
+    changed,
+    compiles_for_long,
+    connects_late,
+    copies,
+    deterministic,
+    evaluates,
+    exchanged,
+    fails_before_backward,
+    fails_behind_backward,
+    fails_in_forward,
+    fails_to_recompile,
+    force_eager,
+    forks,
+    freezes,
+    in_a_thread,
+    input_requires_grad,
+    interrupts_another,
+    kill,
+    leaves,
+    loads,
+    memory_budget,
+    other_batch_size,
+    other_dtype,
+    other_input,
+    other_length,
+    other_scale,
+    recompiles_too_often,
+    renumbered,
+    replaced,
+    seeds,
+    skip_backward,
+    skip_batch,
+    skip_step,
+    slow,
+    two_models,
+    under,
+)
+from support.fuzz.loop import DIM, TIMEOUT, Loop
 from support.parallel.parallel_models import Linear, Norm, Split, drawn
 from support.parity import VOCAB, build
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from sp_compile.cost import measure
-
-Acts = Callable[[Loop, int], None]
 
 
 @dataclass(frozen=True)
@@ -52,252 +87,6 @@ class Fault:
     anew: bool = False
     late: bool = False
     connected: bool = True
-
-
-# On the step.
-
-
-def skip_batch(loop: Loop, step: int) -> None:
-    loop.shift = 1
-    loop.train(step)
-
-
-def skip_step(loop: Loop, step: int) -> None:
-    """No call at all, as where an error is caught and the batch left out."""
-
-
-def skip_backward(loop: Loop, step: int) -> None:
-    loop.run(*loop.batch(step))
-
-
-def backward_twice(loop: Loop, step: int) -> None:
-    loss = loop.run(*loop.batch(step))
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def other_scale(loop: Loop, step: int) -> None:
-    (2 * loop.run(*loop.batch(step))).backward()
-
-
-def other_input(place: int) -> Acts:
-    def act(loop: Loop, step: int) -> None:
-        batch = loop.batch(step)
-        batch[place] = loop.batch(step, seed=100)[place]
-        loop.train(step, batch)
-
-    return act
-
-
-def other_length(loop: Loop, step: int) -> None:
-    loop.length = lambda step: 9
-    loop.train(step)
-
-
-def other_batch_size(loop: Loop, step: int) -> None:
-    loop.train(step, [torch.cat([x, x]) for x in loop.batch(step)])
-
-
-def other_dtype(loop: Loop, step: int) -> None:
-    ids, labels, noise = loop.batch(step)
-    loop.train(step, [ids, labels, noise.float()])
-
-
-def input_requires_grad(loop: Loop, step: int) -> None:
-    ids, labels, noise = loop.batch(step)
-    loop.train(step, [ids, labels, noise.requires_grad_()])
-
-
-def changed(name: str) -> Acts:
-    """A weight or a buffer."""
-
-    def act(loop: Loop, step: int) -> None:
-        loop.honest = False
-        with torch.no_grad():
-            loop.net.get_parameter(name).add_(1) if "weight" in name else loop.net.get_buffer(name).add_(1)
-        loop.train(step)
-
-    return act
-
-
-def under(context: Callable[[], Any]) -> Acts:
-    def act(loop: Loop, step: int) -> None:
-        with context():
-            loop.train(step)
-
-    return act
-
-
-def evaluates(loop: Loop, step: int) -> None:
-    """Without dropout nothing of the program changes."""
-    loop.net.eval()
-    loop.train(step)
-
-
-def memory_budget(loop: Loop, step: int) -> None:
-    """Of a program that is compiled already."""
-    functorch_config.activation_memory_budget = 0.5
-    loop.train(step)
-
-
-def barrier(loop: Loop, step: int) -> None:
-    dist.barrier()
-    loop.train(step)
-
-
-def slow(loop: Loop, step: int) -> None:
-    time.sleep(TIMEOUT / 2)
-    loop.train(step)
-
-
-def fails_in_forward(error: type[BaseException]) -> Acts:
-    def act(loop: Loop, step: int) -> None:
-        loop.raises = error("of the fault")
-        loop.train(step)
-
-    return act
-
-
-def fails_before_backward(error: type[BaseException]) -> Acts:
-    def act(loop: Loop, step: int) -> None:
-        loss = loop.run(*loop.batch(step))
-        loss.register_hook(_raising(error))
-        loss.backward()
-
-    return act
-
-
-def fails_behind_backward(error: type[BaseException]) -> Acts:
-    def act(loop: Loop, step: int) -> None:
-        handle = loop.net.embed.weight.register_hook(_raising(error))
-        try:
-            loop.train(step)
-        finally:
-            handle.remove()
-
-    return act
-
-
-def _raising(error: type[BaseException]) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        raise error("of the fault")
-
-    return hook
-
-
-def kill(sign: signal.Signals) -> Acts:
-    def act(loop: Loop, step: int) -> None:
-        os.kill(os.getpid(), sign)
-
-    return act
-
-
-def forks(loop: Loop, step: int) -> None:
-    """A child that does nothing, as a data loader's worker, and goes."""
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    loop.train(step)
-
-
-def copies(loop: Loop, step: int) -> None:
-    """The compiled model gives way to a copy of itself."""
-    loop.net = copy.deepcopy(loop.net)
-    loop.compile()
-    loop.train(step)
-
-
-def loads(loop: Loop, step: int) -> None:
-    """A checkpoint, which has been on a disk."""
-    with io.BytesIO() as disk:
-        torch.save({name.removeprefix("_orig_mod."): x for name, x in loop.run.state_dict().items()}, disk)
-        disk.seek(0)
-        loop.net.load_state_dict(torch.load(disk))
-    loop.train(step)
-
-
-def interrupts_another(loop: Loop, step: int) -> None:
-    """Which waits for this rank."""
-    time.sleep(TIMEOUT / 4)
-    os.kill(loop.pid((loop.rank + 1) % loop.scene.world), signal.SIGINT)
-    time.sleep(1)
-    loop.train(step)
-
-
-def in_a_thread(loop: Loop, step: int) -> None:
-    raised: list[BaseException] = []
-
-    def other() -> None:
-        try:
-            loop.run(*loop.batch(step))
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    for error in raised:
-        raise error
-
-
-def force_eager(loop: Loop, step: int) -> None:
-    with torch.compiler.set_stance("force_eager"):
-        loop.train(step)
-
-
-def recompiles_too_often(loop: Loop, step: int) -> None:
-    """Every rank has a new length, which one of them does not compile any more."""
-    loop.length = lambda step: 11
-    if loop.is_odd:
-        torch._dynamo.config.recompile_limit = 1
-    loop.train(step)
-
-
-def fails_to_recompile(error: type[BaseException]) -> Acts:
-    def act(loop: Loop, step: int) -> None:
-        loop.length = lambda step: 11
-        if loop.is_odd:
-            loop.compile_raises = error("of the fault")
-        loop.train(step)
-
-    return act
-
-
-def compiles_for_long(loop: Loop, step: int) -> None:
-    loop.length = lambda step: 11
-    loop.compile_takes = 2 * TIMEOUT if loop.is_odd else 0.0
-    loop.train(step)
-
-
-def leaves(loop: Loop, step: int) -> None:
-    """The others go on among themselves."""
-    dist.destroy_process_group()
-    if loop.is_odd:
-        raise Left
-    loop.connect(1, [rank for rank in range(loop.scene.world) if rank != loop.scene.odd])
-    loop.train(step)
-
-
-def renumbered(loop: Loop, step: int) -> None:
-    """As many processes, in another order."""
-    dist.destroy_process_group()
-    loop.connect(1, list(range(loop.scene.world))[::-1])
-    loop.train(step)
-
-
-def connects_late(loop: Loop, step: int) -> None:
-    """The steps before this one were made without a group."""
-    loop.connect(0, range(loop.scene.world))
-    loop.train(step)
-
-
-def two_models(loop: Loop, step: int) -> None:
-    """Of one class; the odd rank calls the second one first."""
-    other = Loop(loop.scene, loop.rank, {})
-    other.compile()
-    for one in (other, loop) if loop.is_odd else (loop, other):
-        one.train(step)
 
 
 # Before the first step.
@@ -483,4 +272,9 @@ FAULTS: dict[str, Fault] = {
         f"{VALUES}|{ASTRAY}|{STOPPED}", begins=fails_to_compile(KeyboardInterrupt), own=CAUGHT
     ),
     "compiling for long": Fault("", begins=compiles_for_long_at_first),
+    "other values of a weight": Fault(f"{VALUES}.*weight", exchanged),
+    "another weight": Fault(ASTRAY, replaced, late=True),
+    "a weight that is frozen": Fault("different", freezes),
+    "another seed": Fault("", seeds),
+    "deterministic algorithms": Fault("", under(deterministic)),
 }
