@@ -24,16 +24,25 @@ from .agree import astray, exchanged
 from .message import READS, Message
 
 
-def is_traced(a: Any) -> bool:
-    """Is it a stand-in, with which nothing runs?"""
-    return isinstance(a.held.local if isinstance(a, Sharded) else a, FakeTensor)
+def are_traced(args: Sequence[Any]) -> bool:
+    """Is one of them a stand-in, with which nothing runs?"""
+    return _has((Sharded, FakeTensor), args) and any(
+        isinstance(a.held.local if isinstance(a, Sharded) else a, FakeTensor) for a in args
+    )
 
 
-def taken(args: Sequence[Any], layouts: Mapping[int, Layout]) -> list[Any]:
+def _has(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
+    """Is one of them of these kinds? Of hundreds of arguments there are few types."""
+    return any(issubclass(kind, kinds) for kind in set(map(type, args)))
+
+
+def taken(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
     """What the program of one rank takes: of a value in shards its rows, of one that it takes whole the whole.
 
     layouts: by number, how the program takes arguments. Raises SpError where ranks do not all read the same.
     """
+    if not _has(Sharded, args):
+        return args
     return [_taken(a, layouts.get(i)) if isinstance(a, Sharded) else a for i, a in enumerate(args)]
 
 

@@ -27,7 +27,7 @@ from sp_compile.lowering.collectives.checksums import checksum, later, part, sen
 from sp_compile.lowering.collectives.sharded import Layout, Sharded
 
 from .agree import agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
-from .between import is_traced, taken
+from .between import are_traced, taken
 from .fingerprint import InputName, Program
 from .inputs import local_of
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
@@ -85,6 +85,7 @@ class CheckedProgram:
     wanted: Sequence[str] = ()
     called: set[int] = field(default_factory=set)  # by which models
     moves: Moves = field(default_factory=Moves)
+    parameters: Sequence[int] | None = None  # which inputs are parameters, once it was called
 
     @cached_property
     def standing(self) -> HashedFields:
@@ -98,6 +99,18 @@ class CheckedProgram:
         held = self.equal - self.arguments - self.always
         return [i for i, name in enumerate(self.names) if name in held]
 
+    def _parameters(self, args: Sequence[Any]) -> Sequence[int]:
+        """The inputs that are parameters, by number: of one program the same on every call."""
+        if self.parameters is None:
+            self.parameters = [i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)]
+        return self.parameters
+
+    @cached_property
+    def _spoken_of(self) -> list[int]:
+        """The inputs of which every call says something, by number."""
+        others = {i for i in self.parameters or () if self.names[i] not in self.always}
+        return [i for i, name in enumerate(self.names) if name and i not in others]
+
     @cached_property
     def _trained(self) -> list[bool]:
         """Which of these required grad when the program was compiled; [] if none did, or nobody was to say it."""
@@ -106,7 +119,7 @@ class CheckedProgram:
         return found if any(found) else []
 
     def __call__(self, *args: Any) -> Any:
-        traced = any(map(is_traced, args))  # then nothing runs
+        traced = are_traced(args)  # then nothing runs
         call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
         if self.error is not None:
             raise self.error
@@ -125,10 +138,10 @@ class CheckedProgram:
         return args if isinstance(self.run, CheckedProgram) else taken(args, self.layouts)
 
     def _agree(self, args: Sequence[Any]) -> Message:
-        wire, which, number = wire_of(self.ranks), 0, 0
+        wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
         if wire is not None:
             wire.own()  # before the call counts
-            which = wire.model(args)
+            which = wire.model([args[i] for i in parameters])
             wire.calls[self.subject, which] += 1
             number = wire.calls[self.subject, which]
         first = which not in self.called
@@ -173,8 +186,9 @@ class CheckedProgram:
         looked_at = frozenset() if everything else self.arguments
         out = {"mode": mode()}
         away: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
-        for name, given in zip(self.names, args):
-            if not name or (isinstance(given, torch.nn.Parameter) and not everything and name not in compared):
+        for i in range(len(self.names)) if everything else self._spoken_of:
+            name, given = self.names[i], args[i]
+            if not name:
                 continue
             asked = self.error is None and (name in compared or name in looked_at) and isinstance(given, torch.Tensor)
             a, shown = local_of(given) if asked else given, _shown(name)

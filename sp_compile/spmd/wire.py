@@ -200,9 +200,8 @@ class Wire:
         stop(told[:STOPPED], of={self.name: self.talks})  # who comes later need not wait; to other groups it may come
         return self.broken
 
-    def model(self, args: Sequence[Any]) -> int:
-        """Which of the models it is whose parameters these are, in the order of their first calls; 0: none has any."""
-        parameters = [a for a in args if isinstance(a, torch.nn.Parameter)]
+    def model(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        """Which of the models it is that has these, in the order of their first calls; 0: that have none."""
         if not parameters:
             return 0
         key = tuple(map(id, parameters))
