@@ -5,6 +5,7 @@
     reroll             loops over time, unrolled      ->  scans, and one body for all steps
     scan_rounds        scans in log2 S rounds         ->  scans
     eager_attention    matmul, softmax, matmul        ->  scaled_dot_product_attention
+    flex_attention     torch's, with its mask_mod     ->  the same, or sp.masked_attention with a predicate
     stack_heads        one attention per head         ->  one attention of all heads
     masks              masks computed from positions  ->  is_causal, no mask, or sp.masked_attention with a predicate
     group_heads        repeated key and value heads   ->  enable_gqa

@@ -11,13 +11,14 @@ finfo.min unless every query provably attends to some key, because a row of noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import sympy
 import torch
 from sympy.core.function import AppliedUndef
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
@@ -128,9 +129,12 @@ class Masks(base.Spelling):
     requires = frozenset({"attention is fused", "heads are stacked"})  # one mask for all heads
     provides = frozenset({"canonical", "masks are predicates"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def edit(self, graph: Graph) -> Self:
         self.vectors: dict[tuple[Any, ...], Node] = {}
         self.masks: dict[tuple[Node, tuple[Size, ...]], Mask | str] = {}  # layers share theirs, or why there is none
+        return super().edit(graph)
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         target = aten.scaled_dot_product_attention.default
         found = self.graph.find_nodes(op="call_function", target=target)
         return sum([self._rewrite(n) for n in found if Call(n)["attn_mask"] is not None])
@@ -150,15 +154,19 @@ class Masks(base.Spelling):
     def _without(self, data: Node, node: Node, call: Call) -> None:
         """Raises NotSymbolic or SpError if the mask stays."""
         shapes = [call.shape(i) for i in range(3)]
-        if call["is_causal"] or not _plain(call, shapes):
+        if call["is_causal"] or not plain(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have other batches or heads, or it comes with is_causal")
-        mask = self._understood(data, (*shapes[0][:-1], shapes[1][-2]))
+        self.say(node, self._understood(data, (*shapes[0][:-1], shapes[1][-2])))
+
+    def say(self, node: Node, mask: Mask) -> None:
+        """Let an attention do with this in place of its mask. Raises NotSymbolic or SpError if no predicate says it."""
+        call = Call(node)
         # torch's own causal kernel returns NaN for a scale that is not positive.
         kernel = mask.allowed == CAUSAL and (call["scale"] is None or call["scale"] > 0)
         if mask.allowed == sympy.true or kernel:
             causal = {"is_causal": True} if kernel else {}
             node.args, node.kwargs = call.rebuild(call.operands[:3] + [None], **causal)
-            self.drop(data)
+            self.drop(call["attn_mask"])
         else:
             self._predicate(node, call, mask)
 
@@ -218,11 +226,11 @@ class Masks(base.Spelling):
         return x if len(kept) == 2 else self.compute(aten.unsqueeze.default, (x, 0), like)
 
 
-def _plain(call: Call, shapes: list[tuple[Size, ...]]) -> bool:
+def plain(shapes: Sequence[tuple[Size, ...]], grouped: bool) -> bool:
     """Do q, k and v have the same dims in front, but for grouped heads?"""
     fronts = [s[:-2] for s in shapes]
     ranks = {len(s) for s in shapes}
-    heads = fronts[1][-1:] == fronts[2][-1:] and (call["enable_gqa"] or fronts[0][-1:] == fronts[1][-1:])
+    heads = fronts[1][-1:] == fronts[2][-1:] and (grouped or fronts[0][-1:] == fronts[1][-1:])
     return len(ranks) == 1 and ranks <= {3, 4} and heads and len({f[:-1] for f in fronts}) == 1
 
 

@@ -1,0 +1,163 @@
+"""torch's flex_attention becomes attention with a predicate, which its mask_mod says.
+
+    def mask(b, h, q, k): return (q >= k) & (document[b, q] == document[b, k])
+    flex_attention(q, k, v, block_mask=create_block_mask(mask, ..))
+        ->  sp.masked_attention(q, k, v, rows=[document], cols=[document], predicate="(k <= q) & Eq(row0, col0)")
+
+The mask_mod is written over all indices at once, as vmap would run it, and read as any other mask that is computed.
+What a BlockMask tabulates follows from its mask_mod, so tables that nothing else asks for are never made.
+kernel_options choose kernels of torch's, and say nothing here. Bytes moved: none. Leaves alone, as torch's op, which
+runs on whole q, k and v: masks that are no predicate (`masks.py`), score_mods that change scores, log-sum-exps that are
+read, and block tables without a mask_mod.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import FakeTensor, detect_fake_mode, enable_python_dispatcher, flex_attention_op, make_fx
+from sp_compile.errors import SpError
+from sp_compile.graph.edit import Editor, drop_dead
+from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.passes.base import register
+from sp_compile.passes.job import Job
+from sp_compile.sharding.matchers import constant_of
+
+from .elements import NotSymbolic
+from .masks import Mask, Masks, plain, understood
+
+aten = torch.ops.aten
+EVERYTHING = 1 << 30
+"""The block size of the tables that torch makes where the user gives no BlockMask: one block."""
+
+
+@register
+class FlexAttention(Masks):
+    """Rewrites the calls of flex_attention in one graph."""
+
+    requires = frozenset({"explicit"})
+    provides = frozenset({"canonical", "attention is fused"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        self.said: dict[Any, Mask | str] = {}  # layers share mask_mods
+        self.written: list[Node] = []
+        found = self.graph.find_nodes(op="call_function", target=flex_attention_op)
+        for body in [_body(ref) for node in found for ref in (node.args[3], node.args[4][-1])]:
+            _write_numbers(body)
+        changes = sum([self._spell_out(n) for n in found])
+        self.drop(*self.written)
+        return changes
+
+    def _spell_out(self, node: Node) -> bool:
+        try:
+            why = self._why_not(node)
+            if why is None:
+                self._attention(node, self._mask(node))
+        except (NotSymbolic, SpError) as error:
+            why = str(error)
+        if why is not None:
+            self.refused(node, f"it runs on whole q, k and v: {why}")
+        return why is None
+
+    def _why_not(self, node: Node) -> str | None:
+        """What is certain without a look at the mask."""
+        q, k, v, score, block_mask, *_ = node.args
+        values = [x.meta["val"] for x in (q, k, v)]
+        shapes = [sizes(x.shape) for x in values]
+        if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
+            return "its log-sum-exp or its greatest scores are read"
+        if len({x.dtype for x in values}) > 1 or not plain(shapes, grouped=True):
+            return "q, k and v have other dtypes or batches"
+        if _result(_body(score)) is not _inputs(_body(score))[0]:
+            return "its score_mod changes the scores"
+        if constant_of(_result(_body(block_mask[-1]))) is not None and block_mask[-2] != EVERYTHING:
+            return "its BlockMask has no mask_mod but tables, which no predicate says"
+        return None
+
+    def _attention(self, node: Node, mask: Mask) -> None:
+        """Raises NotSymbolic or SpError, and leaves the graph as it was."""
+        q, k, v, *_ = node.args
+        (out,) = node.users
+        options = {"scale": node.args[5], "enable_gqa": not same(*(sizes(x.meta["val"].shape)[1] for x in (q, k)))}
+        with self.graph.inserting_before(node):
+            fresh = self.emit(
+                aten.scaled_dot_product_attention.default, (q, k, v, None), out.meta["val"], node, options
+            )
+        out.replace_all_uses_with(fresh)
+        try:
+            self.say(fresh, mask)
+        except (NotSymbolic, SpError):
+            fresh.replace_all_uses_with(out)
+            self.drop(fresh)
+            raise
+        self.erase([node, out])
+
+    def _mask(self, node: Node) -> Mask:
+        """What the mask_mod says of all indices. Raises NotSymbolic or SpError."""
+        q, k, _, _, block_mask, *_, reads = node.args
+        shape = (*sizes(q.meta["val"].shape)[:3], sizes(k.meta["val"].shape)[2])
+        body = _body(block_mask[-1])
+        key = (body.code, *reads, shape)
+        if key not in self.said:
+            try:
+                with self.graph.inserting_before(node):
+                    indices = [self._indices(length, node) for length in shape]
+                    self.written += [self._over_all(body, [*indices, *reads], node), *indices]
+                self.said[key] = understood(self.written[-5], shape)
+            except (NotSymbolic, SpError) as why:
+                self.said[key] = str(why)
+        found = self.said[key]
+        if isinstance(found, str):
+            raise NotSymbolic(found)
+        return found
+
+    def _indices(self, length: Size, like: Node) -> Node:
+        kind = {"dtype": torch.int64, "device": like.args[0].meta["val"].device}
+        return self.compute(aten.arange.default, (self.sizes(length),), like, kind)
+
+    def _over_all(self, body: GraphModule, operands: list[Any], like: Node) -> Node:
+        """The body of b, h, q and k, and of what else it reads, for all of these at once: a tensor of four dims."""
+        function: Any = body
+        for dim in reversed(range(4)):
+            dims = [0 if i == dim else None for i in range(len(operands))]
+            function = torch.vmap(function, in_dims=tuple(dims))
+        values = [x.meta["val"] if isinstance(x, Node) else x for x in operands]
+        mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+        with mode, enable_python_dispatcher(), torch.no_grad():
+            spread = make_fx(function, tracing_mode="real")(*values)
+        drop_dead(spread.graph, ("call_function", "get_attr"))
+        if spread.graph.find_nodes(op="get_attr"):
+            raise NotSymbolic("its mask_mod makes a tensor")
+        return self.inline(spread, operands, like)
+
+
+def _body(ref: Node) -> GraphModule:
+    module = ref.graph.owning_module.get_submodule(ref.target)
+    assert isinstance(module, GraphModule)
+    return module
+
+
+def _write_numbers(body: GraphModule) -> None:
+    """Numbers that a trace has written down as tensors become numbers: documents[0] looks up row tensor(0)."""
+    for node in body.graph.find_nodes(op="get_attr"):
+        held = operator.attrgetter(node.target)(body)
+        if isinstance(held, torch.Tensor) and not held.ndim and not isinstance(held, FakeTensor):
+            editor = Editor().edit(body.graph)
+            with body.graph.inserting_before(node):
+                kind = {"dtype": held.dtype, "device": held.device}
+                written = editor.emit(aten.full.default, ([], held.item()), node.meta.get("val"), node, kind)
+            node.replace_all_uses_with(written)
+            body.graph.erase_node(node)
+    body.recompile()
+
+
+def _inputs(body: GraphModule) -> list[Node]:
+    return body.graph.find_nodes(op="placeholder")
+
+
+def _result(body: GraphModule) -> Any:
+    return body.graph.output_node().args[0]

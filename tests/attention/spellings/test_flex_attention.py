@@ -1,0 +1,213 @@
+"""torch's flex_attention: which attention it becomes, and that a model with it is what it is on one device.
+
+torch refuses the backward on a CPU, where it has no kernel; its own arithmetic has one, which is one device's here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from support.capturing import Backend
+from support.golden import show
+from support.models import Decoder, check, rotated, seeded, tokens
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from sp_compile.graph.call import Call
+from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.sharding.attention import attention_nodes, predicate_of
+
+LENGTH = 13
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+DOCUMENTS = torch.stack([torch.arange(LENGTH) // 4, torch.arange(LENGTH) // 7])
+PADDING = torch.arange(LENGTH) < torch.tensor([[LENGTH - 3], [LENGTH]])
+CAUSAL = "k <= q"
+
+
+@pytest.fixture(autouse=True)
+def backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *qkv: None)
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def within(documents: Tensor) -> MaskMod:
+    return lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q >= k)
+
+
+# name: (mask_mod of documents (B, S) and padding (B, S), what it becomes)
+MASKS: dict[str, tuple[Callable[[Tensor, Tensor], MaskMod], str]] = {
+    "causal": (lambda d, p: causal, CAUSAL),
+    "all": (lambda d, p: lambda b, h, q, k: q >= 0, ""),
+    "window": (lambda d, p: lambda b, h, q, k: (q >= k) & (q - k < 4), "(k <= q) & (-k + q < 4)"),
+    "prefix": (lambda d, p: lambda b, h, q, k: (q >= k) | (k < 3), "(k <= q) | (k < 3)"),
+    "not": (lambda d, p: lambda b, h, q, k: ~(q < k) & (q - k != 2), "(k <= q) & Ne(q - 2, k)"),
+    "documents": (lambda d, p: within(d), "Eq(row0, col0) & (k <= q)"),
+    "padding": (lambda d, p: lambda b, h, q, k: p[b, k] & (q >= k), "(k <= q) & Ne(col0, 0)"),
+    "and_masks": (lambda d, p: torch_flex.and_masks(causal, lambda b, h, q, k: p[b][k]), "(k <= q) & Ne(col0, 0)"),
+    "one row of documents": (lambda d, p: lambda b, h, q, k: d[0][q] == d[0][k], "Eq(row0, col0)"),
+}
+
+
+class Model(Decoder):
+    """forward(ids, documents, padding): a BlockMask that is made here, or the one that is given."""
+
+    def __init__(self, mask: str, heads: tuple[int, int] = (4, 2), **options: Any) -> None:
+        super().__init__(_attend, *heads)
+        self.mask, self.options = mask, options
+
+    def forward(self, ids: Tensor, documents: Tensor, padding: Tensor, given: BlockMask | None = None) -> Tensor:
+        mask_mod, length = MASKS[self.mask][0](documents, padding), ids.shape[1]
+        self.given = given or create_block_mask(mask_mod, ids.shape[0], None, length, length, device="cpu")
+        return super().forward(ids)
+
+
+def _attend(model: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    found = flex_attention(rotated(q), rotated(k), v, block_mask=model.given, enable_gqa=grouped, **model.options)
+    return found if isinstance(found, Tensor) else found[0] * found[1].lse.exp()[..., None]
+
+
+def inputs(length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+    return tokens(length), DOCUMENTS[:, :length], PADDING[:, :length]
+
+
+def canonical(function: Callable[..., Tensor], *args: Any, dynamic: bool = False) -> tuple[Any, list[Any]]:
+    """The canonical graph of a function, and the notes of the passes."""
+    torch._dynamo.reset()
+    backend = Backend(lambda graph, given: graph.forward)
+    torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    (graph,) = backend.graphs
+    passes = Canonicalize()
+    passes(graph)
+    return graph, passes.notes
+
+
+def qkv(length: int = LENGTH) -> Tensor:
+    return torch.randn(3, 2, 4, length, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_mod_is_a_predicate(name: str) -> None:
+    mask_mod, wanted = MASKS[name]
+
+    mask = create_block_mask(mask_mod(DOCUMENTS, PADDING), 2, None, LENGTH, LENGTH, device="cpu")
+    graph, notes = canonical(lambda x: flex_attention(*x, block_mask=mask), qkv())
+    (node,) = attention_nodes(graph)
+    assert predicate_of(Call(node)) == wanted
+    assert not notes
+    shapes = [tuple(n.meta["val"].shape) for n in graph.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    assert not any(shape[-2:] == (LENGTH, LENGTH) for shape in shapes)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_block_mask_is_an_argument(dynamic: bool) -> None:
+    """One of another graph: its tables are inputs that nothing reads."""
+    mask = create_block_mask(within(DOCUMENTS), 2, None, LENGTH, LENGTH, device="cpu")
+    graph, _ = canonical(lambda x, mask: flex_attention(*x, block_mask=mask, scale=0.3), qkv(), mask, dynamic=dynamic)
+    (node,) = attention_nodes(graph)
+    assert Call(node)["predicate"] == "Eq(row0, col0) & (k <= q)"
+    assert Call(node)["scale"] == 0.3
+    tables = [n for n in graph.graph.find_nodes(op="placeholder") if "num_blocks" in n.name or "indices" in n.name]
+    assert len(tables) == 8
+    assert not any(n.users for n in tables)
+
+
+class TestFlexGraph(expecttest.TestCase):
+    def test_documents(self) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+            mask = create_block_mask(within(documents), 2, None, LENGTH, LENGTH, device="cpu")
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+        q, k, v = qkv()
+        graph, _ = canonical(attend, q, k[:, :2], v[:, :2], DOCUMENTS)
+        self.assertExpectedInline(
+            show(graph),
+            """\
+l_documents_: [2, 13] = placeholder
+l_q_: [2, 4, 13, 8] = placeholder
+l_k_: [2, 2, 13, 8] = placeholder
+l_v_: [2, 2, 13, 8] = placeholder
+masked_attention_default: [2, 4, 13, 8] = sp.masked_attention(l_q_, l_k_, l_v_, [l_documents_], [l_documents_], [], Eq(row0, col0) & (k <= q), 0.0, 0.35355339059327373, True)
+return (masked_attention_default,)""",
+        )
+
+
+STAYS: dict[str, tuple[Callable[..., Any], str]] = {
+    "a score_mod": (
+        lambda x, c: flex_attention(*x, score_mod=lambda s, b, h, q, k: s.sin()),
+        "its score_mod changes the scores",
+    ),
+    "its log-sum-exp": (
+        lambda x, c: flex_attention(*x, return_aux=torch_flex.AuxRequest(lse=True))[1].lse,
+        "its log-sum-exp or its greatest scores are read",
+    ),
+    "heads that differ": (
+        lambda x, c: flex_attention(
+            *x, block_mask=create_block_mask(lambda b, h, q, k: q >= k + h, 2, 4, 13, 13, "cpu")
+        ),
+        "it differs between heads or batches",
+    ),
+    "a table of pairs": (
+        lambda x, c: flex_attention(
+            *x, block_mask=create_block_mask(lambda b, h, q, k: c[q, k] > 0, 2, None, 13, 13, "cpu")
+        ),
+        "belongs to a query and a key at once",
+    ),
+    "blocks alone": (
+        lambda x, c: flex_attention(
+            *x,
+            block_mask=BlockMask.from_kv_blocks(
+                torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32), seq_lengths=(13, 13)
+            ),
+        ),
+        "its BlockMask has no mask_mod but tables",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_stays_is_said(name: str) -> None:
+    attend, why = STAYS[name]
+    graph, notes = canonical(attend, qkv(), torch.ones(LENGTH, LENGTH, dtype=torch.int64).tril())
+    assert not attention_nodes(graph)
+    (note,) = notes
+    assert note.done == "not flex_attention"
+    assert why in note.why
+    assert "test_flex_attention.py" in note.where
+
+
+def test_what_stays_is_right() -> None:
+    """On whole q, k and v, as before."""
+    model = seeded(lambda: Model("causal", return_aux=torch_flex.AuxRequest(lse=True)))
+    report = check(model, *inputs(), sp=2, seq_dims={"ids": 1})
+    assert any("log-sum-exp" in note.why for note in report.notes)
+    assert report.fallbacks
+
+
+def run(mask: str, strategy: str, ranks: int, length: int = LENGTH, heads: tuple[int, int] = (4, 2)) -> None:
+    report = check(seeded(lambda: Model(mask, heads)), *inputs(length), sp=ranks, attention=strategy)
+    assert not report.fallbacks
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ring", "hybrid", "gather"])
+def test_equals_one_device(strategy: str) -> None:
+    run("documents", strategy, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", ["ulysses", "ring", "hybrid", "gather"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_all(mask: str, strategy: str, ranks: int) -> None:
+    if (ranks == 3 and strategy == "ulysses") or (ranks in (2, 3) and strategy == "hybrid"):
+        strategy = "auto"  # three ranks do not divide four heads; two make no neighbourhoods
+    run(mask, strategy, ranks)
+    run(mask, strategy, ranks, 12, (4, 4))
