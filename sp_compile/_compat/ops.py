@@ -30,6 +30,13 @@ try:
 except ImportError:  # 2.11 and 2.12: there Dynamo writes a hook as an autograd function
     register_hook_op = None
 
+try:
+    import torch.nn.attention.varlen  # registers it
+
+    varlen_attention: Any = torch.ops.torch_attn._varlen_attn.default
+except (ImportError, AttributeError):
+    varlen_attention = None
+
 set_grad_enabled = torch._C._set_grad_enabled  # the function that Dynamo writes into its graphs
 
 # Calls that change Python state around attention; Dynamo leaves them in its graph and no dispatcher sees them.

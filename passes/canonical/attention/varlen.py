@@ -1,0 +1,118 @@
+"""torch's varlen_attn, documents one behind the other, becomes attention with a predicate over documents.
+
+    varlen_attn(q, k, v, ends, ends, most, most, window_size=(-1, 0))           q: (T, H, D), ends: (documents + 1,)
+        ->  document = bucketize(arange(T), ends[1:], right=True)
+            sp.masked_attention(q, k, v, rows=[document], cols=[document], predicate="Eq(row0, col0) & (k <= q)")
+
+around transposes: (T, H, D) is (1, H, T, D) there. Where the keys' documents have other ends, a window counts from the
+last query and the last key of each: row1 is the key of a query's own place. Tokens behind the last document are one
+document more, of which torch's kernels say nothing. Bytes moved: none. Leaves alone, as torch's op, which runs on whole
+q, k and v: log-sum-exps that are read, and keys in pages (block_table, seqused_k), which have no gradient either.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import varlen_attention
+from sp_compile.graph.call import Call
+from sp_compile.graph.sizes import same, sizes
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.job import Job
+
+aten, sp = torch.ops.aten, torch.ops.sp
+
+
+@register
+class VarlenAttention(Spelling):
+    """Rewrites the calls of varlen_attn in one graph."""
+
+    provides = frozenset({"canonical", "masks are predicates"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        self.documents: dict[Any, Node] = {}  # layers share them
+        nodes = list(self.graph.find_nodes(op="call_function", target=varlen_attention)) if varlen_attention else []
+        refusals = {node: _why_not(node) for node in nodes}
+        for node, why in refusals.items():
+            if why is None:
+                self._rewrite(node)
+            else:
+                self.refused(node, f"it runs on whole q, k and v: {why}")
+        return sum(why is None for why in refusals.values())
+
+    def _rewrite(self, node: Node) -> None:
+        call = Call(node)
+        q, k, v = (call[name] for name in ("query", "key", "value"))
+        q_ends, k_ends = call["cu_seq_q"], call["cu_seq_k"]
+        q_ends, k_ends = q_ends, q_ends if k_ends is None else k_ends
+        (out,) = node.users
+        with self.graph.inserting_before(node):
+            rows, cols = [self._documents(q, q_ends, node)], [self._documents(k, k_ends, node)]
+            window, place = _window(call), "q"
+            if window != (-1, -1) and q_ends is not k_ends:
+                rows.append(self._places(rows[0], q_ends, k_ends, node))
+                place = "row1"
+            heads_first = [self._turned(x, node) for x in (q, k, v)]
+            predicate = " & ".join(["Eq(row0, col0)", *_sees(place, *window)])
+            grouped = not same(sizes(q.meta["val"].shape)[1], sizes(k.meta["val"].shape)[1])
+            args = (*heads_first, rows, cols, [], predicate, 0.0, call["scale"], grouped)
+            fresh = self.compute(sp.masked_attention.default, args, node)
+            fresh = self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (fresh, [0]), node), 0, 1), node)
+        out.replace_all_uses_with(fresh)
+        self.erase([node, out])
+
+    def _turned(self, x: Node, like: Node) -> Node:
+        """(T, H, D) -> (1, H, T, D)."""
+        return self.compute(aten.unsqueeze.default, (self.compute(aten.transpose.int, (x, 0, 1), like), 0), like)
+
+    def _documents(self, x: Node, ends: Node, like: Node) -> Node:
+        """The number of each token's document: int64 (1, T)."""
+        length = sizes(x.meta["val"].shape)[0]
+        if (ends, length) not in self.documents:
+            kind = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
+            tokens = self.compute(aten.arange.default, (self.sizes(length),), like, kind)
+            behind = self.compute(aten.slice.Tensor, (ends, 0, 1), like)
+            found = self.compute(aten.bucketize.Tensor, (tokens, behind), like, {"right": True})
+            self.documents[ends, length] = self.compute(aten.unsqueeze.default, (found, 0), like)
+        return self.documents[ends, length]
+
+    def _places(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
+        """The key that is as far from its document's last as the query from its own: int64 (1, T)."""
+        key = (documents, q_ends, k_ends)
+        if key not in self.documents:
+            length = sizes(documents.meta["val"].shape)[1]
+            kind = {"dtype": torch.int64, "device": documents.meta["val"].device}
+            tokens = self.compute(aten.arange.default, (self.sizes(length),), like, kind)
+            further = self.compute(aten.sub.Tensor, (k_ends, q_ends), like)
+            last = self.compute(aten.slice.Tensor, (further, 0, 1), like)
+            last = self.compute(aten.cat.default, ([last, self.compute(aten.slice.Tensor, (last, 0, -1), like)],), like)
+            of_each = self.compute(aten.index.Tensor, (last, [documents]), like)
+            self.documents[key] = self.compute(aten.add.Tensor, (of_each, tokens), like)
+        return self.documents[key]
+
+
+def _why_not(node: Node) -> str | None:
+    call = Call(node)
+    if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users) or len(node.users) != 1:
+        return "its log-sum-exp is read"
+    if call.get("seqused_k") is not None or call.get("block_table") is not None:
+        return "its keys lie in pages (block_table, seqused_k)"
+    return None
+
+
+def _window(call: Call) -> tuple[int, int]:
+    """How many keys a query sees before and behind its own place, -1 for all."""
+    left, right = call.get("window_size") or (-1, -1)
+    return left, 0 if call["is_causal"] else right
+
+
+def _sees(place: str, left: int, right: int) -> Iterator[str]:
+    if right >= 0:
+        yield f"(k <= {place})" if right == 0 else f"(k - {place} <= {right})"
+    if left >= 0:
+        yield f"({place} - k <= {left})"
