@@ -41,6 +41,8 @@ class AttentionArgs:
     sizes       numbers that it reads
     predicate   which keys a query may attend to (see ``masks/predicate.py``), "" for all
     seed        of dropout, int64 (). One seed drops the same weights on any number of ranks
+    score       what becomes of a scaled score before masks (see ``masks/score.py``), "" for nothing
+    heads       vectors that it reads, (H,), a number for each query head; constants
     """
 
     mask: Tensor | None
@@ -52,6 +54,8 @@ class AttentionArgs:
     seed: Tensor | None
     dropout_p: float
     scale: float | None
+    score: str
+    heads: list[Tensor]
 
     @classmethod
     def schema(cls) -> str:
@@ -114,14 +118,14 @@ class LocalArgs(AttentionArgs):
 
     def tensors(self) -> list[Tensor | None]:
         """What a backward must save."""
-        return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces]
+        return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads]
 
     def holding(self, tensors: list[Tensor | None]) -> LocalArgs:
         """The same with other `tensors()`."""
         mask, seed, *vectors = tensors
-        lengths = [len(self.rows), len(self.cols), len(self.pieces)]
-        rows, cols, pieces = ([vectors.pop(0) for _ in range(length)] for length in lengths)
-        return replace(self, mask=mask, seed=seed, rows=rows, cols=cols, pieces=pieces)
+        lengths = [len(self.rows), len(self.cols), len(self.pieces), len(self.heads)]
+        rows, cols, pieces, heads = ([vectors.pop(0) for _ in range(length)] for length in lengths)
+        return replace(self, mask=mask, seed=seed, rows=rows, cols=cols, pieces=pieces, heads=heads)
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,16 @@ class ShardArgs(AttentionArgs):
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
         lookups = list(self.rows), list(self.cols), self.tables(), list(self.sizes), self.predicate
         rows = span(self.q_frame, self.n, stride)
-        return LocalArgs(self._mask(stride), *lookups, seed, self.dropout_p, scale, rows, [], stride, self.group)
+        scores = seed, self.dropout_p, scale, self.score, [self._own_heads(x, 0, stride) for x in self.heads]
+        return LocalArgs(self._mask(stride), *lookups, *scores, rows, [], stride, self.group)
+
+    def _own_heads(self, x: Tensor, dim: int, stride: int) -> Tensor:
+        """The share of the heads that this rank has among its `stride` neighbours."""
+        if stride == 1:
+            return x
+        heads = x.shape[dim] // stride
+        first = torch.ops.sp.rank(self.group, x.device) % stride * heads
+        return x.index_select(dim, first + torch.arange(heads, device=x.device))
 
     def _mask(self, stride: int) -> Tensor | None:
         """The mask's rows of the neighbourhood's queries and its heads of this rank."""
@@ -156,11 +169,7 @@ class ShardArgs(AttentionArgs):
         if mask.shape[SEQUENCE] != 1:
             positions = own_positions(self.q_frame, n, group, mask.device, stride)
             mask = mask.index_select(SEQUENCE, nearest_rows(positions, self.q_frame, 1))
-        if stride > 1 and mask.shape[HEADS] != 1:
-            heads = mask.shape[HEADS] // stride
-            first = torch.ops.sp.rank(group, mask.device) % stride * heads
-            mask = mask.index_select(HEADS, first + torch.arange(heads, device=mask.device))
-        return mask
+        return mask if mask.shape[HEADS] == 1 else self._own_heads(mask, HEADS, stride)
 
     def folded(self) -> ShardArgs:
         """The same in the zigzag layout."""

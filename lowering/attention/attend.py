@@ -101,7 +101,8 @@ def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator
 
     def kernel(kind: Kind, rows: int) -> Kernel:
         kind = kind if masking.mask is None else Kind.MASKED
-        by_element, head_dim = masking.dropout is not None or mask_grad, max(q.shape[3], v.shape[3])
+        by_element = masking.dropout is not None or bool(masking.score) or mask_grad
+        head_dim = max(q.shape[3], v.shape[3])
         need = Need(q.device, q.dtype, kind, by_element, head_dim, rows)
         return next(kernel for kernel in KERNELS if kernel.accepts(need))
 

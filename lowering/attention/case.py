@@ -49,6 +49,13 @@ def _ends(places: tuple[int, ...], batch: int, pinned: bool) -> tuple[Tensor, in
     return ends.pin_memory() if pinned else ends, max(b - a for a, b in pairwise(places))
 
 
+class Score(NamedTuple):
+    """A text of ``masks/score.py``, and what it reads, which broadcasts to (B, Hq, Q, K)."""
+
+    text: str
+    values: dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Case:
     """What is the same for all elements of a block's scores, and the tensors that broadcast to them."""
@@ -62,6 +69,8 @@ class Case:
     """float (B | 1, Hq | 1, Q | 1, K | 1), added to the scaled scores."""
     kept: Tensor | None = None
     """bool (B, Hq, Q, K): the weights that dropout keeps."""
+    score: Score | None = None
+    """What becomes of the scaled scores, before the bias."""
     keep_rate: float = 1.0
     """The probability of that."""
     bias_grad: bool = False
@@ -79,7 +88,7 @@ class Need(NamedTuple):
     kind: Kind
     """MASKED if tensors tell which pairs attend."""
     by_element: bool
-    """Dropout, or a gradient of the bias: something for each score."""
+    """Dropout, a function of the scores, or a gradient of the bias: something for each score."""
     head_dim: int
     """The wider of D and E."""
     rows: int

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.dtypes import HALF, accumulation_dtype
+from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.blocks import Kind
 
 from . import kernels_cuda as cuda
@@ -53,11 +54,18 @@ def _grouped(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).unflatten(1, (heads, -1)).flatten(2, 3)
 
 
-def _scores(q: Tensor, k: Tensor, case: Case) -> Tensor:
-    """(B, Hq, Q, K) in the accumulation dtype, -inf where masked."""
+def _scaled(q: Tensor, k: Tensor, case: Case) -> Tensor:
+    """The products of queries and keys with the scale, (B, Hq, Q, K) in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)
     scores = _grouped(q, k.shape[1], dtype) @ k.to(dtype).mT * case.scale
-    scores = scores.view(*q.shape[:3], k.shape[2])
+    return scores.view(*q.shape[:3], k.shape[2])
+
+
+def _scores(scaled: Tensor, case: Case) -> Tensor:
+    """What the softmax reads, of the same shape, -inf where masked."""
+    scores, dtype = scaled, scaled.dtype
+    if case.score is not None:
+        scores = score.evaluate(case.score.text, scores, case.score.values)
     if case.bias is not None:
         scores = scores + case.bias.to(dtype)
     return scores if case.allowed is None else scores.masked_fill(~case.allowed, -torch.inf)
@@ -71,7 +79,7 @@ def _dropped(weights: Tensor, case: Case) -> Tensor:
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, case)
+    scores = _scores(_scaled(q, k, case), case)
     lse = scores.logsumexp(-1)
     weights = _dropped(torch.exp(scores - finite_lse(lse).unsqueeze(-1)), case)
     out = _grouped(weights, k.shape[1], scores.dtype) @ v.to(scores.dtype)
@@ -80,15 +88,18 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, 
 
 def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
     heads, dtype = k.shape[1], accumulation_dtype(q.dtype)
-    weights = torch.exp(_scores(q, k, case) - finite_lse(lse).unsqueeze(-1))
+    scaled = _scaled(q, k, case)
+    weights = torch.exp(_scores(scaled, case) - finite_lse(lse).unsqueeze(-1))
     rows = _grouped(grad, heads, dtype)
     dv = _grouped(_dropped(weights, case), heads, dtype).mT @ rows
     dweights = _dropped((rows @ v.to(dtype).mT).view(weights.shape), case)
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
+    dbias = dscores.sum_to_size(case.bias.shape) if case.bias is not None and case.bias_grad else None
+    if case.score is not None:
+        dscores = dscores * score.slope(case.score.text, scaled, case.score.values)
     products = _grouped(dscores, heads, dtype) * case.scale
     dq = (products @ k.to(dtype)).view(q.shape)
-    dbias = dscores.sum_to_size(case.bias.shape) if case.bias is not None and case.bias_grad else None
     return dq, products.mT @ _grouped(q, heads, dtype), dv, dbias
 
 

@@ -16,24 +16,28 @@ from .gathered import GatheredKeys
 
 @composite(
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, "
-    "float dropout_p, float? scale, bool enable_gqa, Tensor[]? pieces=None) -> Tensor"
+    "float dropout_p, float? scale, bool enable_gqa, Tensor[]? pieces=None, "
+    "str score='', Tensor[]? heads=None) -> Tensor"
 )
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``masks/predicate.py``.
 
     Shapes: q (..., Sq, D), k (..., Sk, D), v (..., Sk, E) -> (..., Sq, E) in q's dtype. The dims in front, batches
     and then heads, broadcast; with ``enable_gqa`` k and v may have fewer heads. ``rows`` (B | 1, Sq) and ``cols``
-    (B | 1, Sk) have all batch dims as one; ``pieces`` are their tables (``sp::pieces``), if they are made already. A
+    (B | 1, Sk) have all batch dims as one; ``pieces`` are their tables (``sp::pieces``), if they are made already.
+    ``score`` and ``heads``: what becomes of scaled scores (``masks/score.py``), and vectors (H,) that it reads. A
     query that attends to nothing gives 0. Bytes: none. Backward: all of q, k and v. SpError for text that is no
     predicate.
     """
     rows, cols, sizes, predicate, dropout_p, scale, enable_gqa, *given = rest
+    rest_of_them: list[Any] = [None, "", None]
+    pieces, score, heads = given + rest_of_them[len(given) :]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     seed = None
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    lookups = rows, cols, given[0] or [] if given else [], sizes, predicate
-    args = LocalArgs(None, *lookups, seed, dropout_p, scale, whole(q.shape[-2]), [], 1, "")
+    lookups = rows, cols, pieces or [], sizes, predicate
+    args = LocalArgs(None, *lookups, seed, dropout_p, scale, score, heads or [], whole(q.shape[-2]), [], 1, "")
     args = replace(args, pieces=args.tables())
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))

@@ -6,7 +6,7 @@ again instead of keeping it, and every way of cutting a sequence or its heads ov
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from sp_compile.errors import SpError
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.masks import predicate as language
+from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, PackedCall
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
@@ -21,7 +22,7 @@ from sp_compile.lowering.masks.predicate import is_of_query
 from sp_compile.lowering.masks.spans import Rows, indices, take, valid_rows
 
 from .args import LocalArgs
-from .case import Case, SequenceEnds
+from .case import Case, Score, SequenceEnds
 
 # Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -83,6 +84,8 @@ class Masking:
     """row<i> and col<i>, whole: int or bool (B | 1, S)."""
     sizes: dict[str, int]
     dropout: Dropout | None
+    score: str
+    heads: list[Tensor]
     device: torch.device
 
     @staticmethod
@@ -106,7 +109,8 @@ class Masking:
             dropout = Dropout(args.seed, args.dropout_p, batch, heads)
         vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
         named = {f"n{i}": size for i, size in enumerate(numbers)}
-        return Masking(found_plan, q_rows, k_rows, args.mask, vectors, named, dropout, q.device)
+        of_scores = dropout, args.score, args.heads
+        return Masking(found_plan, q_rows, k_rows, args.mask, vectors, named, *of_scores, q.device)
 
     def case(self, block: Block | PackedCall, batch: int, scale: float, dense: bool) -> Case:
         """A block's masks: all of them as tensors for a ``dense`` kernel, which needs no other."""
@@ -124,7 +128,16 @@ class Masking:
             kept = self.dropout.kept(
                 *(indices(*rows, self.device) for rows in (self._queries(block), self._keys(block)))
             )
-        return Case(scale, causal, allowed, bias, kept, 1 if self.dropout is None else 1 - self.dropout.p)
+        rate = 1 if self.dropout is None else 1 - self.dropout.p
+        return Case(scale, causal, allowed, bias, kept, self._score(block), rate)
+
+    def _score(self, block: Block) -> Score | None:
+        """What becomes of the block's scores, with what that reads."""
+        if not self.score:
+            return None
+        of_heads = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
+        places = {name: self._value(name, block) for name in scores.names(self.score) - of_heads.keys()}
+        return Score(self.score, places | of_heads)
 
     def _allowed(self, block: Block) -> Tensor | None:
         """What the predicate leaves to be asked pair by pair: bool (B | 1, 1, Q | 1, K | 1)."""
@@ -135,8 +148,8 @@ class Masking:
         allowed = reduce(torch.logical_and, (torch.as_tensor(language.evaluate(c, values)) for c in block.conditions))
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
 
-    def _value(self, name: str, block: Block) -> Tensor | int:
-        """A symbol's values, shaped to broadcast to (B, 1, Q, K)."""
+    def _value(self, name: str, block: Block) -> Any:
+        """A symbol's values, shaped to broadcast to (B, 1, Q, K); an int of a size."""
         if name in self.sizes:
             return self.sizes[name]
         of_query = is_of_query(name)

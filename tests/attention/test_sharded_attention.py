@@ -109,7 +109,7 @@ def check(op: str, mask: str, n: int, s: int, t: int, kv_heads: int, folds: list
         mine = [x.detach().clone().requires_grad_() for x in leaves]
         shards = [cut(x, f, n) for x, f in zip(mine, (frames[0], frames[1], frames[1]))]
         bias = sp.reduce_grad(mine[3:], "reduce", n, GROUP)[0] if given is not None else None
-        scores = (bias, rows, cols, [], sizes, predicate, None, 0.0, None)
+        scores = (bias, rows, cols, [], sizes, predicate, None, 0.0, None, "", [])
         out = run(*shards, *scores, *frames, n, GROUP, balance, *last)
         out = sp.unshard(out, 2, frames[0], n, GROUP)
         return [out.detach(), *torch.autograd.grad(out, mine, grad)]

@@ -33,7 +33,7 @@ def attend(on_gpu: bool, predicate: str, vectors: int, count: int, rows: int = R
     place: Callable[[Tensor], Tensor] = borrow if on_gpu else lambda x: x
     tables = torch.ops.sp.pieces([documents(count, rows) for _ in range(vectors)]) * 2
     named = [place(documents(count, rows)) for _ in range(vectors)]
-    args = None, named, named, tables, [], predicate, None, 0.0, WIDTH**-0.5, span, span, 1, GROUP
+    args = None, named, named, tables, [], predicate, None, 0.0, WIDTH**-0.5, "", [], span, span, 1, GROUP
     q, k, v, grad = map(place, (q, k, v, grad))
     with Watch() as watch, torch.no_grad():
         out, lse = bodies.attend(q, k, v, *args)

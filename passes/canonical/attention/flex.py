@@ -7,8 +7,8 @@
 The mask_mod is written over all indices at once, as vmap would run it, and read as any other mask that is computed.
 What a BlockMask tabulates follows from its mask_mod, so tables that nothing else asks for are never made.
 kernel_options choose kernels of torch's, and say nothing here. Bytes moved: none. Leaves alone, as torch's op, which
-runs on whole q, k and v: masks that are no predicate (`masks.py`), score_mods that change scores, log-sum-exps that are
-read, and block tables without a mask_mod.
+runs on whole q, k and v: masks that are no predicate (`masks.py`), score_mods that no text says (`score_mods.py`),
+log-sum-exps that are read, and block tables without a mask_mod.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sp_compile.sharding.matchers import constant_of
 
 from .elements import NotSymbolic
 from .masks import Mask, Masks, plain, understood
+from .score_mods import text_of
 
 aten = torch.ops.aten
 EVERYTHING = 1 << 30
@@ -56,7 +57,7 @@ class FlexAttention(Masks):
         try:
             why = self._why_not(node)
             if why is None:
-                self._attention(node, self._mask(node))
+                self._attention(node, self._mask(node), *text_of(_body(node.args[3]), node.args[7]))
         except (NotSymbolic, SpError) as error:
             why = str(error)
         if why is not None:
@@ -65,20 +66,18 @@ class FlexAttention(Masks):
 
     def _why_not(self, node: Node) -> str | None:
         """What is certain without a look at the mask."""
-        q, k, v, score, block_mask, *_ = node.args
+        q, k, v, _, block_mask, *_ = node.args
         values = [x.meta["val"] for x in (q, k, v)]
         shapes = [sizes(x.shape) for x in values]
         if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
             return "its log-sum-exp or its greatest scores are read"
         if len({x.dtype for x in values}) > 1 or not plain(shapes, grouped=True):
             return "q, k and v have other dtypes or batches"
-        if _result(_body(score)) is not _inputs(_body(score))[0]:
-            return "its score_mod changes the scores"
         if constant_of(_result(_body(block_mask[-1]))) is not None and block_mask[-2] != EVERYTHING:
             return "its BlockMask has no mask_mod but tables, which no predicate says"
         return None
 
-    def _attention(self, node: Node, mask: Mask) -> None:
+    def _attention(self, node: Node, mask: Mask, score: str, heads: list[Node]) -> None:
         """Raises NotSymbolic or SpError, and leaves the graph as it was."""
         q, k, v, *_ = node.args
         (out,) = node.users
@@ -89,7 +88,7 @@ class FlexAttention(Masks):
             )
         out.replace_all_uses_with(fresh)
         try:
-            self.say(fresh, mask)
+            self.say(fresh, mask, score, heads)
         except (NotSymbolic, SpError):
             fresh.replace_all_uses_with(out)
             self.drop(fresh)
@@ -153,10 +152,6 @@ def _write_numbers(body: GraphModule) -> None:
             node.replace_all_uses_with(written)
             body.graph.erase_node(node)
     body.recompile()
-
-
-def _inputs(body: GraphModule) -> list[Node]:
-    return body.graph.find_nodes(op="placeholder")
 
 
 def _result(body: GraphModule) -> Any:

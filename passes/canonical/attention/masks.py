@@ -158,17 +158,20 @@ class Masks(base.Spelling):
             raise NotSymbolic("q, k and v have other batches or heads, or it comes with is_causal")
         self.say(node, self._understood(data, (*shapes[0][:-1], shapes[1][-2])))
 
-    def say(self, node: Node, mask: Mask) -> None:
-        """Let an attention do with this in place of its mask. Raises NotSymbolic or SpError if no predicate says it."""
+    def say(self, node: Node, mask: Mask, score: str = "", heads: Sequence[Node] = ()) -> None:
+        """Let an attention do with this in place of its mask. Raises NotSymbolic or SpError if no predicate says it.
+
+        score, heads: what becomes of its scores, and what that reads (`lowering/masks/score.py`).
+        """
         call = Call(node)
         # torch's own causal kernel returns NaN for a scale that is not positive.
         kernel = mask.allowed == CAUSAL and (call["scale"] is None or call["scale"] > 0)
-        if mask.allowed == sympy.true or kernel:
+        if (mask.allowed == sympy.true or kernel) and not score:
             causal = {"is_causal": True} if kernel else {}
             node.args, node.kwargs = call.rebuild(call.operands[:3] + [None], **causal)
             self.drop(call["attn_mask"])
         else:
-            self._predicate(node, call, mask)
+            self._predicate(node, call, mask, {"score": score, "heads": list(heads)} if score else {})
 
     def _understood(self, node: Node, shape: tuple[Size, ...]) -> Mask:
         """As `understood`, once for all layers."""
@@ -183,7 +186,7 @@ class Masks(base.Spelling):
             raise NotSymbolic(mask)
         return mask
 
-    def _predicate(self, node: Node, call: Call, mask: Mask) -> None:
+    def _predicate(self, node: Node, call: Call, mask: Mask, scores: dict[str, Any]) -> None:
         spelling = MaskForm()
         predicate = spelling.spell(mask.allowed)
         if predicate.free_symbols & {BATCH, HEAD}:
@@ -193,8 +196,9 @@ class Masks(base.Spelling):
         extents = self.sizes.list(_size(e) for e in spelling.sizes)
         with self.graph.inserting_before(node):
             options = [call[name] for name in ("dropout_p", "scale", "enable_gqa")]
-            args = (*call.operands[:3], rows, cols, extents, str(predicate), *options)
-            fresh = self.emit(sp.masked_attention.default, args, node.meta["val"], node)
+            text = "" if predicate == sympy.true else str(predicate)
+            args = (*call.operands[:3], rows, cols, extents, text, *options)
+            fresh = self.emit(sp.masked_attention.default, args, node.meta["val"], node, scores)
         self.replace(node, fresh)
 
     def _vector(self, mask: Mask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:

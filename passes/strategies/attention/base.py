@@ -156,12 +156,13 @@ class ShardedAttention(AttentionPass):
         return self.reshaped(x, (product(batch), *tail), node)
 
     def _scores(self, call: Call, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
-        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale."""
+        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads."""
         predicate, mask = predicate_of(call), call.get("attn_mask")
         lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]
         if mask is not None:
             mask = self._mask(mask, batch, node)
-        return mask, *lookups, predicate or "", None, call["dropout_p"], call["scale"]
+        score, heads = call.get("score") or "", call.get("heads") or []
+        return mask, *lookups, predicate or "", None, call["dropout_p"], call["scale"], score, heads
 
     def _mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
         """The mask in four dims; dims of size 1 keep broadcasting unless several batch dims become one."""

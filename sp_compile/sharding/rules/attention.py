@@ -19,12 +19,14 @@ def _attention(call: Call) -> Factors:
 
     Any number of leading dims, which may broadcast; with enable_gqa a rank's query heads meet its own key heads, as
     long as the ranks divide both. What the predicate of sp::masked_attention looks up are vectors, "b row0, b col0",
-    which every rank reads whole. Their batch is that of q without a head dim, or its leading dims as one.
+    which every rank reads whole. Their batch is that of q without a head dim, or its leading dims as one. What its
+    score reads by the query's head is "h".
     """
     leading, extent = _leading(call)
     batch = leading[:1] if len(leading) <= 2 else ("batch",)
-    others = range(len(call.operands) - 3)
-    masks = [(*batch, f"vector{i}") if "predicate" in call.args else (*leading, "q", "k") for i in others]
+    others = range(len(call.operands) - 3 - len(call.get("heads") or ()))
+    masks: list[Dims] = [(*batch, f"vector{i}") if "predicate" in call.args else (*leading, "q", "k") for i in others]
+    masks += [("h",)] * (len(call.operands) - 3 - len(masks))
     dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *masks)
     operands = tuple(aligned(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims))
     whole = {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}

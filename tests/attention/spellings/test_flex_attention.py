@@ -62,6 +62,8 @@ class Model(Decoder):
     def __init__(self, mask: str, heads: tuple[int, int] = (4, 2), **options: Any) -> None:
         super().__init__(_attend, *heads)
         self.mask, self.options = mask, options
+        if "score_mod" in options:
+            self.options = {**options, "score_mod": SCORES[options["score_mod"]][0]}
 
     def forward(self, ids: Tensor, documents: Tensor, padding: Tensor, given: BlockMask | None = None) -> Tensor:
         mask_mod, length = MASKS[self.mask][0](documents, padding), ids.shape[1]
@@ -120,6 +122,27 @@ def test_a_block_mask_is_an_argument(dynamic: bool) -> None:
     assert not any(n.users for n in tables)
 
 
+# name: (score_mod, what it becomes)
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+SCORES: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "soft-cap": (lambda s, b, h, q, k: 5.0 * torch.tanh(s / 5.0), "5*tanh(s/5)"),
+    "ALiBi": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), "head0*(k - q) + s"),
+    "both": (lambda s, b, h, q, k: 5 * torch.tanh((s - SLOPES[h] * (q - k)) / 5), "-5*tanh(head0*(-k + q)/5 - s/5)"),
+    "distance": (lambda s, b, h, q, k: s - 0.1 * (q - k).abs(), "s - Abs(k - q)/10"),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_mod_is_a_text(name: str) -> None:
+    score_mod, wanted = SCORES[name]
+    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+    graph, notes = canonical(lambda x: flex_attention(*x, score_mod=score_mod, block_mask=mask), qkv())
+    (node,) = attention_nodes(graph)
+    assert Call(node)["score"] == wanted
+    assert Call(node)["predicate"] == CAUSAL
+    assert not notes
+
+
 class TestFlexGraph(expecttest.TestCase):
     def test_documents(self) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
@@ -143,7 +166,7 @@ return (masked_attention_default,)""",
 STAYS: dict[str, tuple[Callable[..., Any], str]] = {
     "a score_mod": (
         lambda x, c: flex_attention(*x, score_mod=lambda s, b, h, q, k: s.sin()),
-        "its score_mod changes the scores",
+        "its score_mod has aten.sin.default",
     ),
     "its log-sum-exp": (
         lambda x, c: flex_attention(*x, return_aux=torch_flex.AuxRequest(lse=True))[1].lse,
@@ -192,22 +215,39 @@ def test_what_stays_is_right() -> None:
     assert report.fallbacks
 
 
-def run(mask: str, strategy: str, ranks: int, length: int = LENGTH, heads: tuple[int, int] = (4, 2)) -> None:
-    report = check(seeded(lambda: Model(mask, heads)), *inputs(length), sp=ranks, attention=strategy)
+def run(
+    mask: str, strategy: str, ranks: int, length: int = LENGTH, heads: tuple[int, int] = (4, 2), **options: Any
+) -> None:
+    report = check(seeded(lambda: Model(mask, heads, **options)), *inputs(length), sp=ranks, attention=strategy)
     assert not report.fallbacks
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "ring", "hybrid", "gather"])
-def test_equals_one_device(strategy: str) -> None:
-    run("documents", strategy, 4)
+@pytest.mark.parametrize(("mask", "strategy"), [("documents", "ring"), ("padding", "gather")])
+def test_equals_one_device(mask: str, strategy: str) -> None:
+    run(mask, strategy, 4)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "hybrid"])
+def test_scores_equal_one_device(strategy: str) -> None:
+    run("window", strategy, 4, score_mod="both")
+
+
+WAYS = [(s, n) for s in ("ulysses", "ring", "hybrid", "gather", "auto") for n in (1, 2, 3, 4)]
+UNFIT = [("ulysses", 3), ("hybrid", 2), ("hybrid", 3)]
+"""Three ranks do not divide four heads, and two make no neighbourhoods."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", ["ulysses", "ring", "hybrid", "gather"])
+@pytest.mark.parametrize(("strategy", "ranks"), [way for way in WAYS if way not in UNFIT])
 @pytest.mark.parametrize("mask", MASKS)
 def test_all(mask: str, strategy: str, ranks: int) -> None:
-    if (ranks == 3 and strategy == "ulysses") or (ranks in (2, 3) and strategy == "hybrid"):
-        strategy = "auto"  # three ranks do not divide four heads; two make no neighbourhoods
     run(mask, strategy, ranks)
     run(mask, strategy, ranks, 12, (4, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [way for way in WAYS if way not in UNFIT])
+@pytest.mark.parametrize("score_mod", SCORES)
+def test_all_scores(score_mod: str, strategy: str, ranks: int) -> None:
+    run("window", strategy, ranks, score_mod=score_mod)
+    run("documents", strategy, ranks, 12, (4, 4), score_mod=score_mod, scale=0.7)

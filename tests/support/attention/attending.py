@@ -63,10 +63,18 @@ class Problem:
 
     def arguments(self, q_span: Sequence[int], k_span: Sequence[int], group: str = "", **other: Any) -> list[Any]:
         """The operators' arguments from ``mask`` to ``group``."""
-        given = {"mask": None, "seed": None, "dropout_p": 0.0, "scale": 0.3, "split_heads": 1} | other
+        given = {
+            "mask": None,
+            "seed": None,
+            "dropout_p": 0.0,
+            "scale": 0.3,
+            "split_heads": 1,
+            "score": "",
+            "heads": [],
+        } | other
         return [
             given["mask"], self.rows, self.cols, [], SIZES, self.predicate, given["seed"], given["dropout_p"],
-            given["scale"], q_span, k_span, given["split_heads"], group,
+            given["scale"], given["score"], given["heads"], q_span, k_span, given["split_heads"], group,
         ]  # fmt: skip
 
 

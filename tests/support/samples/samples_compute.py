@@ -38,6 +38,7 @@ def attention() -> None:
         False,
     )
     one(masked, f(2, 8, 6, 4), f(2, 4, 6, 4), f(2, 4, 6, 4), [], [], [], "k <= q", 0.0, None, True)
+    one(masked, queries, keys, keys, [], [], [], "", 0.0, None, False, score="tanh(s) + head0/2", heads=[f(6)])
 
 
 def sums_of_products() -> None:

@@ -1,0 +1,120 @@
+"""What becomes of a scaled score before the softmax, as text: soft-caps, and biases that positions and heads give.
+
+    30.0*tanh(s/30.0)             the scores of Gemma 2
+    s + head0*(k - q)             ALiBi: head0 has a slope for each query head
+
+A text is the ``str`` of a sympy expression over ``s``, the score; ``q`` and ``k``, the indices of the query and the
+key; ``head0, head1, ...``, a vector's value at the query head. ``""`` leaves scores as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache, reduce
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from sp_compile.errors import SpError
+
+SCORE = sympy.Symbol("s", real=True)
+_SYMBOL = re.compile(r"s|q|k|head\d+")
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+}
+_FUNCTIONS: dict[str, tuple[type, Callable[[Any], Tensor]]] = {
+    "tanh": (sympy.tanh, torch.tanh),
+    "exp": (sympy.exp, torch.exp),
+    "Abs": (sympy.Abs, torch.abs),
+    "sign": (sympy.sign, torch.sign),
+}
+FUNCTIONS: dict[str, type] = {name: function for name, (function, _) in _FUNCTIONS.items()}
+"""What a text may call."""
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """The symbol of a name; all are real."""
+    return sympy.Symbol(name, real=True)
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Any:
+    """The sympy expression of ``text``. SpError when it is none; nothing of it is ever executed."""
+    try:
+        return _read(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise SpError(f"not a text about scores: {text[:1000]!r} ({error})") from error
+
+
+def _read(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return sympy.sympify(value)
+        case ast.Name(id=name) if _SYMBOL.fullmatch(name):
+            return symbol(name)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_read(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_read(left), _read(right))
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+            return FUNCTIONS[name](_read(argument))
+    raise ValueError(f"a score has no {type(node).__name__}")
+
+
+@lru_cache(maxsize=1024)
+def names(text: str) -> frozenset[str]:
+    """The symbols that a text reads, but for the score itself."""
+    return frozenset(str(one) for one in parse(text).free_symbols - {SCORE}) if text else frozenset()
+
+
+def evaluate(text: str, score: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """The scores that the softmax reads, of the scaled ones; ``values`` broadcast to them."""
+    return _value(parse(text), {**values, "s": score}, score)
+
+
+def slope(text: str, score: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """How much these change with the scaled ones: the derivative, which broadcasts to the scores."""
+    return _value(_derivative(text), {**values, "s": score}, score)
+
+
+@lru_cache(maxsize=1024)
+def _derivative(text: str) -> Any:
+    """SpError for what has none that can be computed."""
+    found = parse(text).diff(SCORE)
+    known = (sympy.Add, sympy.Mul, sympy.Pow, *FUNCTIONS.values())
+    strange = [one for one in sympy.preorder_traversal(found) if one.args and not isinstance(one, known)]
+    if strange:
+        raise SpError(f"a text about scores needs a derivative: {text!r} has {strange[0]}")
+    return found
+
+
+def check(text: str) -> None:
+    """SpError for a text that is none, or that has no derivative."""
+    _derivative(text)
+
+
+def _value(expr: Any, values: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    if expr.is_Symbol:
+        found = values[str(expr)]
+        return found.to(like.dtype) if found.is_floating_point() else found
+    if expr.is_number:
+        return torch.full((), float(expr), dtype=like.dtype, device=like.device)
+    if isinstance(expr, sympy.Add | sympy.Mul):
+        join = operator.add if isinstance(expr, sympy.Add) else operator.mul
+        return reduce(join, [_value(arg, values, like) for arg in expr.args])
+    if isinstance(expr, sympy.Pow) and expr.exp.is_number:
+        return _value(expr.base, values, like) ** float(expr.exp)
+    function = next((f for kind, f in _FUNCTIONS.values() if isinstance(expr, kind)), None)
+    if function is None:
+        raise SpError(f"a text about scores can not use {type(expr).__name__}: {expr}")
+    return function(_value(expr.args[0], values, like))

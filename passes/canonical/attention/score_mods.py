@@ -1,0 +1,112 @@
+"""What a score_mod of flex_attention does to a score, as the text of `lowering/masks/score.py`, read off its graph.
+
+    30 * tanh(score / 30)                          30*tanh(s/30)
+    score + slopes[h] * (k - q)                    s + head0*(k - q), and slopes
+
+Leaves alone, and says so: what looks up anything by a query, a key or a batch entry (tables of biases), what chooses
+(where), and vectors that are learned, for which nothing here has a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.errors import SpError
+from sp_compile.graph.call import Call
+from sp_compile.lowering.dtypes import HALF
+from sp_compile.lowering.masks import score
+from sp_compile.sharding.matchers import carries_gradient, constant_of, source_of
+
+from .elements import NotSymbolic
+
+aten = torch.ops.aten
+HEAD = sympy.Symbol("h")
+BATCH = sympy.Symbol("b")
+_OPS: dict[Any, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "rsub": lambda a, b: b - a,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "pow": operator.pow,
+    "tanh": sympy.tanh,
+    "exp": sympy.exp,
+    "abs": sympy.Abs,
+}
+
+
+def text_of(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]]:
+    """The text, "" where the score stays what it is, and the vectors by head that it reads, in the outer graph.
+
+    body: of the score, b, h, q and k, all of no dims, and of what else it reads. Raises NotSymbolic for all else.
+    """
+    inputs = body.graph.find_nodes(op="placeholder")
+    places = [score.SCORE, BATCH, HEAD, score.symbol("q"), score.symbol("k")]
+    reader = _Reader(dict(zip(inputs, [*places, *reads])))
+    found = reader.value(body.graph.output_node().args[0])
+    if found == score.SCORE:
+        return "", []
+    if found.free_symbols & {BATCH, HEAD}:
+        raise NotSymbolic("its score_mod computes with the number of a head or a batch entry")
+    text = str(found)
+    try:
+        score.check(text)
+    except SpError as why:
+        raise NotSymbolic(str(why)) from None
+    return text, reader.heads
+
+
+class _Reader:
+    """Expressions of the values of one body. env: of its inputs, an expression or what the outer graph gives."""
+
+    def __init__(self, env: dict[Node, Any]) -> None:
+        self.env = env
+        self.heads: list[Node] = []
+
+    def value(self, x: Any) -> Any:
+        """Raises NotSymbolic."""
+        if isinstance(x, (int, float)) and not isinstance(x, bool):
+            return sympy.Rational(repr(x)) if isinstance(x, float) else sympy.Integer(x)
+        if not isinstance(x, Node):
+            raise NotSymbolic(f"its score_mod takes {x!r}")
+        if x not in self.env:
+            self.env[x] = self._computed(x)
+        found = self.env[x]
+        if not isinstance(found, sympy.Expr):
+            raise NotSymbolic(f"its score_mod reads {x.name}, which it gets from outside, as a whole")
+        return found
+
+    def _computed(self, node: Node) -> Any:
+        held = constant_of(node)
+        if held is not None:
+            return self.value(held)
+        if node.target is aten.index.Tensor:
+            return self._looked_up(Call(node))
+        source = source_of(node)
+        if source is not None and source.meta["val"].ndim == node.meta["val"].ndim == 0:
+            if node.meta["val"].dtype in HALF or not node.meta["val"].is_floating_point():
+                raise NotSymbolic(f"its score_mod rounds to {node.meta['val'].dtype}")
+            return self.value(source)
+        name = str(node.target).removeprefix("aten.").partition(".")[0]
+        plain = all(v in (1, None) for v in node.kwargs.values())
+        if name not in _OPS or not plain:
+            raise NotSymbolic(f"its score_mod has {node.target}, which no text about scores says")
+        return _OPS[name](*map(self.value, node.args))
+
+    def _looked_up(self, call: Call) -> sympy.Expr:
+        """vector[h], a number of each head."""
+        vector, indices = self.env.get(call["self"]), [self.env.get(i) for i in call["indices"]]
+        if not isinstance(vector, Node) or indices != [HEAD] or call.ndim("self") != 1:
+            raise NotSymbolic("its score_mod looks up more than a number of each head")
+        if carries_gradient(vector):
+            raise NotSymbolic(f"its score_mod reads {vector.name}, which may need a gradient")
+        if vector not in self.heads:
+            self.heads.append(vector)
+        return score.symbol(f"head{self.heads.index(vector)}")
