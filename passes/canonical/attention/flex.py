@@ -83,6 +83,8 @@ class FlexAttention(Masks):
         (out,) = node.users
         options = {"scale": node.args[5], "enable_gqa": not same(*(sizes(x.meta["val"].shape)[1] for x in (q, k)))}
         with self.graph.inserting_before(node):
+            every = [self.sizes(sizes(q.meta["val"].shape)[1])]
+            heads = [x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in heads]
             fresh = self.emit(
                 aten.scaled_dot_product_attention.default, (q, k, v, None), out.meta["val"], node, options
             )
@@ -91,7 +93,7 @@ class FlexAttention(Masks):
             self.say(fresh, mask, score, heads)
         except (NotSymbolic, SpError):
             fresh.replace_all_uses_with(out)
-            self.drop(fresh)
+            self.drop(fresh, *heads)
             raise
         self.erase([node, out])
 

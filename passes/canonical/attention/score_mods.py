@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.errors import SpError
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, is_tensor
 from sp_compile.lowering.dtypes import HALF
 from sp_compile.lowering.masks import score
 from sp_compile.sharding.matchers import carries_gradient, constant_of, source_of
@@ -43,7 +43,7 @@ _OPS: dict[Any, Callable[..., Any]] = {
 
 
 def text_of(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]]:
-    """The text, "" where the score stays what it is, and the vectors by head that it reads, in the outer graph.
+    """The text, "" where the score stays what it is, and what it reads in the outer graph: a number, or one by head.
 
     body: of the score, b, h, q and k, all of no dims, and of what else it reads. Raises NotSymbolic for all else.
     """
@@ -79,6 +79,10 @@ class _Reader:
         if x not in self.env:
             self.env[x] = self._computed(x)
         found = self.env[x]
+        if isinstance(found, (int, float)):
+            return self.value(found)
+        if is_tensor(found) and not found.meta["val"].ndim:
+            return self._given(found)
         if not isinstance(found, sympy.Expr):
             raise NotSymbolic(f"its score_mod reads {x.name}, which it gets from outside, as a whole")
         return found
@@ -89,6 +93,8 @@ class _Reader:
             return self.value(held)
         if node.target is aten.index.Tensor:
             return self._looked_up(Call(node))
+        if node.target is aten.item.default:  # of a float of Python's that may be another one next time
+            return self.value(node.args[0])
         source = source_of(node)
         if source is not None and source.meta["val"].ndim == node.meta["val"].ndim == 0:
             if node.meta["val"].dtype in HALF or not node.meta["val"].is_floating_point():
@@ -105,8 +111,12 @@ class _Reader:
         vector, indices = self.env.get(call["self"]), [self.env.get(i) for i in call["indices"]]
         if not isinstance(vector, Node) or indices != [HEAD] or call.ndim("self") != 1:
             raise NotSymbolic("its score_mod looks up more than a number of each head")
-        if carries_gradient(vector):
-            raise NotSymbolic(f"its score_mod reads {vector.name}, which may need a gradient")
-        if vector not in self.heads:
-            self.heads.append(vector)
-        return score.symbol(f"head{self.heads.index(vector)}")
+        return self._given(vector)
+
+    def _given(self, x: Node) -> sympy.Expr:
+        """A number, or one of each head, from the outer graph."""
+        if carries_gradient(x):
+            raise NotSymbolic(f"its score_mod reads {x.name}, which may need a gradient")
+        if x not in self.heads:
+            self.heads.append(x)
+        return score.symbol(f"head{self.heads.index(x)}")

@@ -5,20 +5,25 @@ torch refuses the backward on a CPU, where it has no kernel; its own arithmetic 
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import expecttest
 import pytest
 import torch
-from support.capturing import Backend
+from support.capturing import Backend, lowered
 from support.golden import show
-from support.models import Decoder, check, rotated, seeded, tokens
-from torch import Tensor
+from support.models import Decoder, check, floats, rotated, seeded, tokens
+from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+import sp_compile
 from sp_compile.graph.call import Call
+from sp_compile.lowering.simulate import run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 
@@ -251,3 +256,54 @@ def test_all(mask: str, strategy: str, ranks: int) -> None:
 def test_all_scores(score_mod: str, strategy: str, ranks: int) -> None:
     run("window", strategy, ranks, score_mod=score_mod)
     run("documents", strategy, ranks, 12, (4, 4), score_mod=score_mod, scale=0.7)
+
+
+class OfAnyLength(nn.Module):
+    """Numbers that Dynamo makes inputs of the graph: the length, and a cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.cap = nn.Linear(16, 48), 3.0
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        length = x.shape[1]
+        q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        mask = create_block_mask(within(documents), 1, None, length, length, device="cpu")
+
+        def capped(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return self.cap * torch.tanh(s / self.cap)
+
+        return flex_attention(q, k, v, block_mask=mask, score_mod=capped).transpose(1, 2).flatten(2)
+
+
+def test_one_graph_for_all_lengths() -> None:
+    torch._dynamo.reset()
+    model, graphs = seeded(OfAnyLength), []
+
+    def backend(gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
+        graphs.append(lowered(gm, given, 4, cost={}, attention="ring"))
+        assert "ring_attention" in show(graphs[-1])
+        return lambda *args: run_ranks(4, lambda rank: graphs[-1](*args))[0]
+
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for length in (13, 34):
+            x, documents = floats(1, length, 16), torch.arange(length)[None] // 5
+            torch.testing.assert_close(compiled(x, documents), model(x, documents), rtol=1e-9, atol=1e-9)
+    assert len(graphs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+def test_models_of_transformers(name: str) -> None:
+    """A model that asks for flex_attention, soft-caps and windows included: nothing is gathered."""
+    pytest.importorskip("transformers")
+    of_hf = importlib.import_module("canonical.test_masks_of_hf")
+    # Inside of torch.compile torch warns of an option that transformers sets, which would cut the graph.
+    model, ids = of_hf.decoder(name, "flex_attention").double().eval(), tokens(19) % 48
+    with torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}):
+        report = sp_compile.verify(model, ids, labels=ids, sp=4)
+    assert not report.fallbacks
+    assert len(report.attention) in (1, 2)
+    assert not any("graph breaks" in note.where for note in report.notes)
+    assert report.worst < 1e-6  # norms and rotary positions of these compute in float32
