@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import pytree
+from sp_compile._compat import flex_attention_op, pytree, varlen_attention
 from sp_compile.config import STRATEGIES
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
@@ -23,6 +23,9 @@ from sp_compile.lowering.masks.predicate import symbols
 
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
 """q, k, v are their first three tensor operands; both take dropout_p, scale and enable_gqa."""
+
+OF_TORCH = {op: dim for op, dim in ((flex_attention_op, -2), (varlen_attention, 0)) if op is not None}
+"""Attention that no spelling took: it runs on whole values. Of q, k and v, its first arguments, the dim of tokens."""
 
 
 def strategy_of(op: Any) -> Any:
