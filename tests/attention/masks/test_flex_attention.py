@@ -101,6 +101,7 @@ def qkv(length: int = LENGTH) -> Tensor:
     return torch.randn(3, 2, 4, length, 8, dtype=torch.float64)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_mod_is_a_predicate(name: str) -> None:
     mask_mod, wanted = MASKS[name]
@@ -137,6 +138,7 @@ SCORES: dict[str, tuple[Callable[..., Tensor], str]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", SCORES)
 def test_a_score_mod_is_a_text(name: str) -> None:
     score_mod, wanted = SCORES[name]
@@ -201,6 +203,7 @@ STAYS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", STAYS)
 def test_what_stays_is_said(name: str) -> None:
     attend, why = STAYS[name]
@@ -227,12 +230,14 @@ def run(
     assert not report.fallbacks
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("mask", "strategy"), [("documents", "ring"), ("padding", "gather")])
 def test_equals_one_device(mask: str, strategy: str) -> None:
     run(mask, strategy, 4)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "hybrid"])
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("strategy", ["hybrid", "ulysses"])
 def test_scores_equal_one_device(strategy: str) -> None:
     run("window", strategy, 4, score_mod="both")
 
@@ -276,6 +281,7 @@ class OfAnyLength(nn.Module):
         return flex_attention(q, k, v, block_mask=mask, score_mod=capped).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_lengths() -> None:
     torch._dynamo.reset()
     model, graphs = seeded(OfAnyLength), []
