@@ -5,7 +5,8 @@ A frame argument is ``[outer, size, start, length]``. The dim is a product outer
 ``start <= position < start + length``. ``inner`` follows from the dim's length. All sizes may be symbolic.
 
 A fifth number 2 makes the frame zigzag: the sequence is cut into 2n chunks, and rank r holds chunks r and
-2n - 1 - r, so that ranks share causal attention's work equally (zhuzilin/ring-flash-attention's layout).
+2n - 1 - r, so that ranks share causal attention's work equally (zhuzilin/ring-flash-attention's layout). A fifth
+number 0 says that positions are those of another order, which the program knows when it runs; shapes do not notice.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def known(condition: bool | torch.SymBool) -> bool:
 
 def folds_of(frame: FrameArg) -> int:
     """Chunks that a rank holds: 1, or 2 in a zigzag frame."""
-    return frame[4] if len(frame) == 5 else 1
+    return frame[4] or 1 if len(frame) == 5 else 1
 
 
 def rows_held(frame: FrameArg, n: int) -> int:

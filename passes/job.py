@@ -33,7 +33,7 @@ class Settings:
     attention: str = "auto"
     layout: str = "auto"
     machine: Machine | None = None  # of the cost model; the device's defaults if None
-    folds: int = 1  # chunks of the sequence that a rank holds: 2 for zigzag
+    folds: int = 1  # chunks of the sequence that a rank holds: 2 for zigzag, or DEALT
     fallback: str = "gather"
     param_grads: str = "reduce"
     tiles: str | int = "auto"

@@ -9,12 +9,13 @@ from torch.fx import Node
 
 from sp_compile._compat import pytree, size_hint
 from sp_compile.graph.sizes import same
-from sp_compile.sharding.placement import Shard
+from sp_compile.sharding.placement import DEALT, Shard
 
 LARGE = 1 << 20  # bytes of a result that outputs="auto" leaves in shards: a millisecond of a slow link, or less
 
 GATHER = "a result of the model (outputs='gather')"
 SMALL = f"a result of the model, smaller than {LARGE >> 20} MiB"
+BALANCED = "a result of the model, whose rows are dealt to ranks (layout='balanced')"
 FACTOR = "a result of the model whose sequence is only a factor of a dim, or a window of one"
 
 
@@ -41,6 +42,8 @@ def why_whole(have: Shard, value: torch.Tensor, words: Sequence[str]) -> str:
     if "lazy" not in words and _bytes(value) < LARGE:
         return SMALL
     frame = have.frame
+    if frame.folds == DEALT:
+        return BALANCED
     plain = same(frame.start, 0) and same(frame.length, frame.size) and same(have.outer, 1) and same(have.inner, 1)
     return "" if plain else FACTOR
 

@@ -25,7 +25,7 @@ TILES = ("auto", "never")
 OFFLOAD = ("never", "auto")
 OUTPUTS = ("auto", "lazy", "gather", "local")
 CHOICES = {
-    "layout": ("auto", "contiguous", "zigzag"),
+    "layout": ("auto", "contiguous", "zigzag", "balanced"),
     "inputs": ("global", "local"),
     "param_grads": ("reduce", "partial"),
     "fallback": ("gather", "error"),
@@ -46,7 +46,8 @@ class SPConfig:
         cost model predicts to be fastest, attention by attention. Others are registered, see
         `sp_compile.passes.strategies.attention`.
     layout: the order of the sequence over the ranks. "zigzag" balances causal rings and gathers: rank r of n holds
-        chunks r and 2n - 1 - r of 2n; "auto" takes it where that pays and nothing else depends on the order.
+        chunks r and 2n - 1 - r of 2n; "auto" takes it where that pays and nothing else depends on the order. "balanced"
+        deals chunks so that all ranks attend to about as many pairs, as the documents of each batch have it.
     cost: constants of the cost model, such as {"flops": 6e14}: the device's defaults with these replaced, instead of
         what was measured on these ranks; see sp_compile.cost.machine.Machine.
     inputs: "global": every rank passes the whole sequence; "local": each passes its own equal, contiguous shard of the

@@ -19,6 +19,7 @@ from sp_compile.passes.base import Pass, Passes, check_order, passes_in
 from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Job, Note, Settings
+from sp_compile.passes.localize.deal import Deal
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.lookups import Lookups
 from sp_compile.passes.localize.memory_order import RestoreStrides
@@ -81,6 +82,7 @@ class Pipeline(Passes):
         Localize,
         Trees,
         Prove,
+        Deal,
         RestoreStrides,
         Lookups,
         KeepAttention,

@@ -6,9 +6,10 @@ windows it is one call, or a part of one; on any other, blocks that are full, ca
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from .cells import CellPair, Range
@@ -232,18 +233,39 @@ def packed(runs: Sequence[Run]) -> Iterator[PackedCall]:
 
 def pairs_of(plan: BlockPlan) -> int:
     """How many (query, key) pairs attend. All of a MASKED block count: only its predicate knows which do."""
-    calls = [(b.q_len, b.k_len, CAUSAL if b.kind is Kind.CAUSAL else b.window) for b in plan.others]
+    return sum(_attended(run, run.q[1]) for run in _known(plan))
+
+
+def pairs_before(plan: BlockPlan, rows: Sequence[int]) -> list[int]:
+    """For each of these query rows, in order: how many of the pairs that `pairs_of` counts are of queries before it."""
+    ended, inside = [0] * (len(rows) + 1), [0] * len(rows)
+    for run in _known(plan):
+        begin, end = bisect_right(rows, run.q[0]), bisect_left(rows, run.q[1])
+        for i in range(begin, end):
+            inside[i] += _attended(run, rows[i])
+        ended[end] += _attended(run, run.q[1])
+    return [before + part for before, part in zip(accumulate(ended), inside)]
+
+
+def _known(plan: BlockPlan) -> Iterator[Run]:
+    """The calls for one sequence each; of a MASKED one as if all pairs attended."""
+    for b in plan.others:
+        yield Run((b.q_off, b.q_off + b.q_len), (b.k_off, b.k_off + b.k_len), _window(b))
     for call in plan.packed:
-        sequences = zip(pairwise(call.queries), pairwise(call.keys))
-        calls += [(q[1] - q[0], k[1] - k[0], call.window) for q, k in sequences]
-    return sum(_attended(*call) for call in calls)
+        for q, k in zip(pairwise(call.queries), pairwise(call.keys)):
+            yield Run(q, k, call.window)
 
 
-def _attended(queries: int, keys: int, window: Window) -> int:
-    """Pairs within a window, which counts from the last query and key."""
-    left, right = window
-    most = queries * keys if right is None else _reached(queries, keys, keys - queries + right)
-    return most if left is None else most - _reached(queries, keys, keys - queries - left - 1)
+def _window(block: Block) -> Window:
+    return CAUSAL if block.kind is Kind.CAUSAL else block.window
+
+
+def _attended(run: Run, row: int) -> int:
+    """Pairs of the queries before the row, one of the run's; its window counts from the last query and key."""
+    queries, keys, (left, right) = row - run.q[0], run.k[1] - run.k[0], run.window
+    shift = keys - (run.q[1] - run.q[0])
+    most = queries * keys if right is None else _reached(queries, keys, shift + right)
+    return most if left is None else most - _reached(queries, keys, shift - left - 1)
 
 
 def _reached(queries: int, keys: int, distance: int) -> int:

@@ -63,6 +63,11 @@ class Pieces:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    @property
+    def table(self) -> Ints:
+        """(4, pieces): starts, lows, highs, slopes."""
+        return np.stack([self.starts, self.lows, self.highs, self.slopes])
+
     def lines(self, at: Ints) -> tuple[Ints, Ints, Ints]:
         """(lows, highs, slopes) from these positions on, as far as their pieces go."""
         piece = np.searchsorted(self.starts, at, "right") - 1
@@ -100,7 +105,7 @@ class Pieces:
     @cached_property
     def _levels(self) -> list[list[tuple[int, int]]]:
         """Level p holds the bounds of every 2 ** p neighbouring pieces."""
-        lows, highs = _extremes(np.stack([self.starts, self.lows, self.highs, self.slopes]), self.length)
+        lows, highs = _extremes(self.table, self.length)
         levels = []
         while True:
             levels.append(list(zip(lows.tolist(), highs.tolist())))
@@ -149,9 +154,14 @@ def _on_host(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 def _table(values: Ints) -> Tensor:
     batch, length = values.shape
+    return table_of(_affine(values) if values.size else np.empty((4, 0), np.int64), batch, length)
+
+
+def table_of(found: Ints, batch: int, length: int) -> Tensor:
+    """A table of ``sp::pieces`` from (4, pieces): starts, lows, highs, slopes."""
     words = np.zeros(table_size(length), np.int64)  # the system hands out zeros page by page, when they are touched
-    if values.size:
-        found = _coarse(_affine(values), length)
+    if found.size:
+        found = _coarse(found, length)
         end = _HEADER + found.size
         words[_HEADER:end] = found.ravel()
         words[:3] = found.shape[1], batch, length
@@ -227,7 +237,7 @@ def _coarse(table: Ints, length: int) -> Ints:
         return table
     edges = np.flatnonzero(busy[1:] | busy[:-1]) + 1
     edges = np.append(edges, 0) * CELL
-    table = _cut(table, edges[edges < length])
+    table = cut(table, edges[edges < length])
     starts, lows, highs, slopes = table
     least, greatest = _extremes(table, length)
     own = ~busy[starts // CELL]
@@ -241,8 +251,8 @@ def _coarse(table: Ints, length: int) -> Ints:
     return np.stack([starts, *line])[:, np.append(True, ~same)]
 
 
-def _cut(table: Ints, at: Ints) -> Ints:
-    """The pieces, cut at these positions too."""
+def cut(table: Ints, at: Ints) -> Ints:
+    """The pieces, (4, pieces), cut at these positions too."""
     starts, lows, highs, slopes = table
     places = distinct(np.concatenate([starts, at]))
     piece = np.searchsorted(starts, places, "right") - 1

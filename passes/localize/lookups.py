@@ -12,6 +12,7 @@ saved for the backward, which is another graph. Bytes moved between ranks: none.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
@@ -35,20 +36,16 @@ class Lookups(Pass):
         calls = 0
         while waiting:
             first = waiting[0]
-            together = [n for n in waiting if all(_may_precede(v, first) for v in _vectors(n))]
+            together = [n for n in waiting if all(may_precede(v, first) for v in vectors_of(n))]
             self._give(first, together)
             waiting = [n for n in waiting if n not in together]
             calls += 1
         return calls
 
     def _give(self, first: Node, readers: list[Node]) -> None:
-        vectors = list[Node]()
-        known: dict[Node, Node] = {}  # of equal vectors one stands for all
-        for vector in (v for n in readers for v in _vectors(n)):
-            known[vector] = next((v for v in vectors if _same_computation(v, vector)), vector)
-            vectors += [vector] if known[vector] is vector and vector not in vectors else []
-        for node in [n for n in first.graph.nodes if n in set().union(*(_behind(v, first) for v in vectors))]:
-            first.prepend(node)
+        known = distinct(v for n in readers for v in vectors_of(n))
+        vectors = list(dict.fromkeys(known.values()))
+        move_before(first, vectors)
         last = max(vectors)
         with self.behind(last):
             found = self.compute(sp.pieces.default, (vectors,), last)
@@ -56,7 +53,7 @@ class Lookups(Pass):
             tables = {v: self.emit(operator.getitem, (found, i), values[i], last) for i, v in enumerate(vectors)}
         for node in readers:
             call = Call(node)
-            node.args, node.kwargs = call.rebuild(call.operands, pieces=[tables[known[v]] for v in _vectors(node)])
+            node.args, node.kwargs = call.rebuild(call.operands, pieces=[tables[known[v]] for v in vectors_of(node)])
 
 
 def _looks_up(node: Node) -> bool:
@@ -64,12 +61,21 @@ def _looks_up(node: Node) -> bool:
     if not isinstance(node.target, OpOverload) or node.target.namespace != "sp":
         return False
     call = Call(node)
-    return "pieces" in call.args and not call["pieces"] and bool(_vectors(node))
+    return "pieces" in call.args and not call["pieces"] and bool(vectors_of(node))
 
 
-def _vectors(node: Node) -> list[Node]:
+def vectors_of(node: Node) -> list[Node]:
+    """What the predicate of an attention on shards looks up."""
     call = Call(node)
     return [*call["rows"], *call["cols"]]
+
+
+def distinct(vectors: Iterable[Node]) -> dict[Node, Node]:
+    """For each vector the first of those that are computed alike."""
+    known: dict[Node, Node] = {}
+    for vector in vectors:
+        known[vector] = next((v for v in known.values() if _same_computation(v, vector)), vector)
+    return known
 
 
 def _same_computation(a: Node, b: Node) -> bool:
@@ -79,6 +85,12 @@ def _same_computation(a: Node, b: Node) -> bool:
     read: tuple[list[Node], list[Node]] = ([], [])
     calls = [map_arg((n.args, n.kwargs), lambda x, nodes=nodes: nodes.append(x)) for n, nodes in zip((a, b), read)]
     return calls[0] == calls[1] and all(_same_computation(x, y) for x, y in zip(*read, strict=True))
+
+
+def move_before(first: Node, vectors: Sequence[Node]) -> None:
+    """Compute the vectors, which may precede the node, in front of it."""
+    for node in [n for n in first.graph.nodes if n in set[Node]().union(*(_behind(v, first) for v in vectors))]:
+        first.prepend(node)
 
 
 def _behind(vector: Node, first: Node) -> set[Node]:
@@ -92,6 +104,6 @@ def _behind(vector: Node, first: Node) -> set[Node]:
     return found
 
 
-def _may_precede(vector: Node, first: Node) -> bool:
+def may_precede(vector: Node, first: Node) -> bool:
     """Can the vector be computed before the node, whatever else happens between them?"""
     return all(n is not first and is_pure(n) for n in _behind(vector, first))

@@ -22,7 +22,7 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 
 sp = torch.ops.sp
-WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default)
+WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default, sp.reorder.default)
 """Ops whose result every rank goes on to use alike."""
 
 

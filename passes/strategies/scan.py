@@ -38,7 +38,7 @@ from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, scan, to_sp_scan
 from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
-from sp_compile.sharding.placement import Demand, Plan, Shard
+from sp_compile.sharding.placement import DEALT, Demand, Plan, Shard
 
 from .local_scan import SlowScans
 
@@ -141,7 +141,10 @@ class Scan(Rewrite):
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
         if not has_scan(Call(node)):
             return f"there is no scan of {Call(node).results()[0].dtype} on shards"
-        return None if is_flat(scanned_rows(self.plan, node)) else ""
+        shard = scanned_rows(self.plan, node)
+        if shard.frame.folds == DEALT:
+            return "what comes before each row is elsewhere in the balanced layout"
+        return None if is_flat(shard) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         shard = scanned_rows(self.plan, node)

@@ -24,7 +24,8 @@ class Shape:
 
     n: ranks. causal: query i attends to keys 0..i. window: and, of these, to the last `window` only (without causal:
     to the keys less than `window` away). mask: there is a mask that only data describes. zigzag: the whole program may
-    keep the sequence in zigzag order, so that a balanced causal attention costs no exchange. training: gradients flow.
+    keep the sequence in zigzag order, so that a balanced causal attention costs no exchange. dealt: its chunks are
+    dealt to ranks so that all of them have as much to do. training: gradients flow.
     """
 
     n: int
@@ -40,6 +41,7 @@ class Shape:
     window: int | None = None
     mask: bool = False
     zigzag: bool = False
+    dealt: bool = False
     training: bool = True
 
     @property
@@ -108,7 +110,7 @@ class Shape:
 
     def imbalance(self, parts: int) -> float:
         """The work of the busiest of so many contiguous parts of the queries, over the mean."""
-        if not self.q_len * self.kv_len:
+        if self.dealt or not self.q_len * self.kv_len:
             return 1.0
         rows = self.q_len / parts
         return max(self.pairs(r * rows, (r + 1) * rows) for r in range(parts)) * parts / self.pairs(0, self.q_len)
@@ -129,12 +131,12 @@ TIE = 1.05
 class Candidate:
     """One way to compute an attention: heads shared by `ulysses` neighbouring ranks, the sequence split over `ring`.
 
-    kind: the strategy's name. layout: "contiguous" or "zigzag", the order of the sequence inside. forward, backward:
-    predicted seconds. memory: bytes that a rank holds beyond its shards, in the larger of both. rounds: collectives
-    forward and backward. ring_grads: how the gradients of K and V get home: they "travel" with them, or "scatter" (one
-    reduce-scatter); "" without a ring. legal: None, or the reason why not. fits: is there enough memory? relayout: q, k
-    and v first move from contiguous to zigzag order, and the result back; `candidates` adds what that costs.
-    folds_keys: do keys and values move then, too?
+    kind: the strategy's name. layout: "contiguous", "zigzag" or "balanced", the order of the sequence inside. forward,
+    backward: predicted seconds. memory: bytes that a rank holds beyond its shards, in the larger of both. rounds:
+    collectives forward and backward. ring_grads: how the gradients of K and V get home: they "travel" with them, or
+    "scatter" (one reduce-scatter); "" without a ring. legal: None, or the reason why not. fits: is there enough memory?
+    relayout: q, k and v first move from contiguous to zigzag order, and the result back; `candidates` adds what that
+    costs. folds_keys: do keys and values move then, too?
     """
 
     kind: str
@@ -202,6 +204,7 @@ def candidates(shape: Shape, machine: Machine) -> list[Candidate]:
     # A window leaves little to balance, and zigzag order would spread its few neighbours over all ranks.
     halves = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
     layouts = ("contiguous", "zigzag") if halves else ("contiguous",)
+    layouts = ("balanced",) if shape.dealt else layouts
     ways = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
     found = [c for layout in layouts for s in ways for c in s.candidates(shape, machine, layout)]
     return [_finished(c, shape, machine) for c in found]

@@ -15,12 +15,16 @@ from torch.fx import Node
 
 from sp_compile.graph.sizes import Size, ceil_div, divides, product, same
 
+DEALT = 0
+"""The `folds` of a sequence whose chunks a table deals to ranks when the program runs."""
+
 
 @dataclass(frozen=True)
 class Frame:
     """`size` positions shared out over the ranks; the value is valid in [start, start + length).
 
-    folds: 1, a rank holds one run of positions; 2, zigzag: rank r of n holds chunks r and 2n - 1 - r of 2n.
+    folds: 1, a rank holds one run of positions; 2, zigzag: rank r of n holds chunks r and 2n - 1 - r of 2n; DEALT:
+    one run of the positions of an order that is known when the program runs (see `passes.localize.deal`).
     """
 
     size: Size
@@ -35,11 +39,12 @@ class Frame:
 
     def local(self, n: int) -> Size:
         """How many positions each of `n` ranks holds, padding included."""
-        return self.folds * ceil_div(self.size, self.folds * n)
+        chunks = self.folds or 1
+        return chunks * ceil_div(self.size, chunks * n)
 
     def exact(self, n: int) -> bool:
         """Every position of every rank is valid: no padding to mask."""
-        return same(self.start, 0) and same(self.length, self.size) and divides(self.folds * n, self.size)
+        return same(self.start, 0) and same(self.length, self.size) and divides((self.folds or 1) * n, self.size)
 
     def like(self, other: Frame) -> bool:
         """Are both the same window of the same axis, whatever the symbols are?"""

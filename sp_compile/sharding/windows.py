@@ -23,7 +23,7 @@ from sp_compile.graph.call import Call, overloads
 from sp_compile.graph.sizes import Size, divides, mostly, quotient, same, size, typical
 from sp_compile.lowering.windows import ops
 
-from .placement import Frame, Shard
+from .placement import DEALT, Frame, Shard
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -59,7 +59,7 @@ def place(sliding: Sliding, shard: Shard, n: int) -> Shard | str:
     """Where the result lies if the operand lies as in `shard`, or why it has to be whole instead."""
     frame = shard.frame
     if frame.folds != 1:
-        return "its neighbours are elsewhere in the zigzag layout"
+        return f"its neighbours are elsewhere in the {'balanced' if frame.folds == DEALT else 'zigzag'} layout"
     if not (same(shard.outer, 1) and same(shard.inner, 1)):
         return "the sequence shares a dim with others"
     if sliding.rolls is not None:

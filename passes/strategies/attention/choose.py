@@ -25,14 +25,15 @@ from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides, hint
 from sp_compile.lowering.masks.predicate import over, symbols
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Settings
+from sp_compile.passes.job import Job, Note, Settings
 from sp_compile.passes.localize.gradients import differentiable_nodes
 from sp_compile.sharding.attention import attention_nodes, predicate_of
-from sp_compile.sharding.placement import Plan, Shard
+from sp_compile.sharding.placement import DEALT, Plan, Shard
 
 from .base import heads_broadcast, may_hold_fills, sequence_shard
 from .memory import memory_of
 
+BALANCED = "layout='balanced'"
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 
 
@@ -62,11 +63,18 @@ class ChooseAttention(Pass):
         programs = [2] if job.ranks.n > 1 and (job.layout == "zigzag" or job.folds == 2) else [1]
         if job.layout == "auto" and job.ranks.n > 1 and _permutable(plan, job):
             programs = [1, 2]
+        if job.layout == "balanced" and job.ranks.n > 1 and nodes:
+            _check_dealt(plan, job)
+            programs = [DEALT]
         made = {folds: _decisions(shapes, machines, folds, plan, job) for folds in programs}
         folds, best = min(made.items(), key=lambda one: (sum(d.chosen.seconds for d in one[1]), one[0]))
         for decision in best:
             mark(decision.node, choice=decision.chosen)
         job.decisions += best
+        if folds == DEALT and all(d.chosen.ring == 1 for d in best):
+            why = "every rank has all rows of its heads, or all attention stays whole: there is nothing to balance"
+            self.notes.append(Note("not balanced", "layout", "the whole graph", why))
+            folds = job.folds
         if folds != job.folds:
             job.folds = folds
             job.forget()
@@ -79,7 +87,7 @@ def _decisions(
     """The best way for every attention if the program keeps its sequence in this order."""
     out = []
     for node, shape in shapes.items():
-        found = _found(replace(shape, zigzag=folds == 2), machines[node])
+        found = _found(replace(shape, zigzag=folds == 2, dealt=folds == DEALT), machines[node])
         choice = _choice(found, node, plan, job)
         if choice is not None:
             out.append(NodeDecision(shape, found, choice, node=node))
@@ -87,7 +95,9 @@ def _decisions(
 
 
 def _found(shape: Shape, machine: Machine) -> list[Candidate]:
-    """The candidates in the program's order; in a zigzag one a window reaches the keys of all ranks."""
+    """The candidates in the program's order; in another than its own a window reaches the keys of all ranks."""
+    if shape.dealt:
+        return candidates(replace(shape, window=None), machine)
     found = candidates(shape, machine)
     if not shape.zigzag or not shape.causal or shape.q_len != shape.kv_len:
         return found
@@ -106,6 +116,25 @@ def _permutable(plan: Plan, job: Settings) -> bool:
     """May the whole program keep its sequence in another order?"""
     given = not job.inputs and "local" not in ([job.outputs] if isinstance(job.outputs, str) else job.outputs)
     return given and not any(d.kind in ORDERED and d.node.op != "output" for d in plan.demands)
+
+
+def _check_dealt(plan: Plan, job: Settings) -> None:
+    """Raises SpError where layout="balanced" cannot be, with the reason."""
+    if job.inputs:
+        raise SpError(f"{BALANCED}: inputs come in shards of another order; use inputs='global' and one graph")
+    if "local" in ([job.outputs] if isinstance(job.outputs, str) else job.outputs):
+        raise SpError(f"{BALANCED}: outputs='local' returns rows whose positions nobody knows; use outputs='gather'")
+    for demand in plan.demands:
+        if demand.kind in ("scan", "halo", "align") and demand.node.op != "output":
+            raise SpError(
+                f"{BALANCED}: {demand.node.name} ({demand.node.target}) at {at(demand.node)} depends on the order of "
+                f"the sequence: {demand.why}; use layout='auto'"
+            )
+    placed = [p for placements in plan.placements.values() for p in placements]
+    frames = {p.frame.size: None for p in placed if isinstance(p, Shard)}
+    if len(frames) > 1:
+        lengths = " and of ".join(map(str, frames))
+        raise SpError(f"{BALANCED}: there are sequences of {lengths} positions; use layout='auto'")
 
 
 def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -> Candidate | None:
@@ -144,7 +173,7 @@ def _allows(c: Candidate, job: Settings) -> bool:
         return False
     if 1 < c.ulysses < job.ranks.n and job.ranks.ulysses not in (None, c.ulysses):
         return False
-    if job.layout == "zigzag":
+    if job.layout in ("zigzag", "balanced"):
         return not c.relayout
     return job.layout == "auto" or c.layout == "contiguous"
 

@@ -1,0 +1,29 @@
+"""``sp::reorder``: the rows of a whole value in another order, and its gradient's rows back."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sp_compile.lowering.frames import FrameArg, known, nearest_rows, rows_within
+from sp_compile.lowering.library import LinearMap, composite
+
+
+def _taken(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
+    outer, size, start, length = frame
+    positions = order if known(length == size) else order.narrow(0, start, length)
+    return x.index_select(dim, nearest_rows(positions, frame, rows_within(x.shape[dim], outer * length)))
+
+
+def _back(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
+    return _taken(x, dim, frame, inverse, order)
+
+
+@composite("reorder(Tensor x, int dim, SymInt[] frame, Tensor order, Tensor inverse) -> Tensor")
+def reorder(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
+    """Replicate -> Replicate: the i-th row is that of the position order[i].
+
+    Shapes: dim of outer * length * inner, as a frame [outer, size, start, length] tells -> same; order and its inverse
+    int64 (size,), which leave the positions outside of [start, start + length) where they are. Bytes: none. Backward:
+    the same with the two orders exchanged. Source: one index_select each way, which a compiler fuses into the reader.
+    """
+    return LinearMap.apply(x, _taken, _back, dim % x.ndim, frame, order, inverse)

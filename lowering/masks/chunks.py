@@ -1,0 +1,102 @@
+"""Deals the chunks of a sequence to ranks, so that all of them attend to about as many pairs.
+
+    work of 8 chunks   40 30 20 10 | 1 1 1 1        two ranks, four chunks each
+    contiguous        100          | 4              rank 0 has 1.92 times the mean
+    dealt              40 10 1 1   | 30 20 1 1      by work, each to the rank that has least and still has room
+
+Every rank holds as many rows as without: its run of the sequence's new order. Chunks at either end of the sequence may
+have to keep their place: where it is padded, and where values of the program are shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .pieces import Ints
+
+ENOUGH = 1.05
+"""The work of the busiest rank over the mean from which on nothing is cut further."""
+MOST, ROWS, ALWAYS = 64, 128, 4
+"""A rank has at most MOST chunks, and more than ALWAYS only if they have at least so many rows."""
+
+WorkBefore = Callable[[Sequence[int]], Sequence[int]]
+"""The work of all queries before each of these positions, which are in order."""
+
+
+class Dealt(NamedTuple):
+    """The chunks in the order in which ranks hold them; all together they are the sequence."""
+
+    firsts: Ints
+    """The position of each chunk's first row."""
+    lengths: Ints
+    imbalance: float
+    """The work of the busiest rank over the mean."""
+
+    @property
+    def offsets(self) -> Ints:
+        """The place of each chunk's first row in the new order."""
+        return np.cumsum(self.lengths) - self.lengths
+
+
+def deal(work: WorkBefore, length: int, n: int, front: int = 0, behind: int = 0) -> Dealt:
+    """The fewest chunks a rank with which the busiest has at most ENOUGH times the mean, or else the best there are.
+
+    front, behind: how many positions at the beginning and at the end keep their place.
+    """
+    rows = -(-length // n)
+    best: Dealt | None = None
+    for chunks in _numbers(min(rows, MOST, max(rows // ROWS, ALWAYS))):
+        dealt = _dealt(work, length, n, rows, chunks, front, behind)
+        if best is None or dealt.imbalance < best.imbalance:
+            best = dealt
+        if best.imbalance <= ENOUGH:
+            break
+    assert best is not None
+    return best
+
+
+def _numbers(most: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12, ... chunks a rank."""
+    number = 1
+    while number <= most:
+        yield number
+        if number & (number - 1) == 0 and number > 1 and number * 3 // 2 <= most:
+            yield number * 3 // 2
+        number *= 2
+
+
+def _dealt(work: WorkBefore, length: int, n: int, rows: int, chunks: int, front: int, behind: int) -> Dealt:
+    """Each rank's run of `rows` is cut in the same way, so that a rank takes as many of each size as it gives."""
+    sizes = np.array([rows // chunks + (i < rows % chunks) for i in range(chunks)])
+    edges = np.minimum(np.append(0, np.cumsum(np.tile(sizes, n))), n * rows)
+    works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
+    fixed = (edges[:-1] < front) | (edges[1:] > length - behind)
+    owners = _owners(works, np.tile(np.arange(chunks) < rows % chunks, n), fixed, n)
+    order = np.lexsort((edges[:-1], owners))
+    ends = np.minimum(edges[1:], length)
+    firsts, lengths = edges[:-1][order], np.maximum(ends - edges[:-1], 0)[order]
+    loads = np.bincount(owners, works, n)
+    kept = lengths > 0
+    return Dealt(firsts[kept], lengths[kept], float(loads.max() / loads.mean()) if loads.any() else 1.0)
+
+
+def _owners(works: np.ndarray, large: np.ndarray, fixed: np.ndarray, n: int) -> Ints:
+    """Whose each chunk is: by work, each the rank's that has least and still has room for one of its size."""
+    chunks = len(works) // n
+    own = np.repeat(np.arange(n), chunks)
+    owners = np.where(fixed, own, -1)
+    loads = np.bincount(own[fixed], works[fixed], n)
+    rooms = [np.bincount(own[(large == kind) & ~fixed], minlength=n) for kind in (False, True)]
+    for chunk in np.argsort(-works, kind="stable"):
+        if fixed[chunk]:
+            continue
+        room = rooms[int(large[chunk])]
+        least = np.where(room > 0, loads, np.inf)
+        rank = least.argmin()
+        owners[chunk] = rank
+        loads[rank] += works[chunk]
+        room[rank] -= 1
+    return owners

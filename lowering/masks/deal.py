@@ -1,0 +1,140 @@
+"""``sp::deal``: the order in which ranks hold a sequence, from what the program's masks look up when it runs.
+
+Work is the pairs that attend, by one plan of all queries and keys; `chunks.py` deals it. The same vectors give the same
+order, so ranks that hold them whole need not ask each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.library import opaque
+
+from .blocks import pairs_before
+from .chunks import Dealt, deal
+from .pieces import Ints, Pieces, cut, table_of, table_size
+from .plan import plan
+from .spans import Segment
+
+log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=64)
+def dealt(
+    predicates: tuple[str, ...],
+    weights: tuple[int, ...],
+    sizes: tuple[int, ...],
+    vectors: tuple[Pieces, ...],
+    length: int,
+    n: int,
+    front: int = 0,
+    behind: int = 0,
+) -> Dealt:
+    """How `length` positions are dealt to n ranks, for attention by these predicates, each as often as its weight says.
+
+    vectors: row<i> and col<i> of all predicates. sizes: their n<i>.
+    """
+    whole = (Segment(0, 0, length),)
+    plans = [plan(predicate, whole, whole, sizes, vectors, vectors) for predicate in predicates]
+
+    def work(rows: Sequence[int]) -> list[int]:
+        parts = [[weight * pairs for pairs in pairs_before(one, rows)] for one, weight in zip(plans, weights)]
+        return [sum(column) for column in zip(*parts)]
+
+    found = deal(work, length, n, front, behind)
+    log.debug(
+        "dealt %d positions in %d chunks to %d ranks: the busiest has %.3f times the mean of pairs",
+        *(length, len(found.firsts), n, found.imbalance),
+    )
+    return found
+
+
+def order_of(found: Dealt, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The positions in the new order, and the places of all positions in it: int64 (length,) twice. Does not wait."""
+    length, back = int(found.lengths.sum()), np.argsort(found.firsts)
+    shifts, lengths = found.firsts - found.offsets, found.lengths
+    host = torch.from_numpy(np.stack([shifts, lengths, -shifts[back], lengths[back]]))
+    numbers = host.to(device, non_blocking=True)
+    places = torch.arange(length, device=device)
+    order, inverse = (
+        places + shift.repeat_interleave(count, output_size=length) for shift, count in numbers.view(2, 2, -1)
+    )
+    return order, inverse
+
+
+def positions_in_order(found: Dealt) -> Tensor:
+    """The table (see `pieces.py`) of the positions in the new order."""
+    alone = np.ones_like(found.firsts)
+    table = np.stack([found.offsets, found.firsts, found.firsts, alone])
+    return table_of(_continued(table), 1, int(found.lengths.sum()))
+
+
+def in_order(vector: Pieces, found: Dealt) -> Tensor:
+    """The table of a vector whose values stand in the new order."""
+    table = cut(vector.table, found.firsts)
+    by_first = np.argsort(found.firsts)
+    chunk = by_first[np.searchsorted(found.firsts[by_first], table[0], "right") - 1]
+    table[0] += (found.offsets - found.firsts)[chunk]
+    return table_of(_continued(table[:, np.argsort(table[0])]), vector.batch, vector.length)
+
+
+def _continued(table: Ints) -> Ints:
+    """Without the pieces that go on with the line, or the bounds, of the one before them."""
+    starts, lows, highs, slopes = table
+    rise = slopes[:-1] * np.diff(starts)
+    goes_on = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
+    return table[:, np.append(True, ~goes_on)]
+
+
+def _fake_deal(
+    vectors: Sequence[Tensor],
+    predicates: Sequence[str],
+    weights: Sequence[int],
+    sizes: Sequence[int],
+    length: int,
+    front: Sequence[int],
+    behind: Sequence[int],
+    n: int,
+    device: torch.device,
+) -> list[Tensor]:
+    orders = [torch.empty([length], dtype=torch.int64, device=device) for _ in range(2)]
+    lengths = [length, *2 * [x.shape[1] for x in vectors]]
+    return [*orders, *(torch.empty([table_size(x)], dtype=torch.int64, device="cpu") for x in lengths)]
+
+
+@opaque(
+    "deal(Tensor[] vectors, str[] predicates, SymInt[] weights, SymInt[] sizes, SymInt length, SymInt[] front, "
+    "SymInt[] behind, int n, Device device) -> Tensor[]",
+    _fake_deal,
+    replays=False,
+)
+def deal_rows(
+    vectors: Sequence[Tensor],
+    predicates: Sequence[str],
+    weights: Sequence[int],
+    sizes: Sequence[int],
+    length: int,
+    front: Sequence[int],
+    behind: Sequence[int],
+    n: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """Replicate -> Replicate: an order of `length` positions in which n equal runs of them have about as much work.
+
+    Shapes: int or bool (B, length) each -> int64 (length,), the positions in that order; (length,), the places of the
+    positions in it; and tables as of ``sp::pieces``, on the CPU: of the positions in the order, of each vector as it
+    is, and of each vector in the order. The first max(front) and the last max(behind) positions keep their places.
+    Bytes between ranks: none. Waits for the device once, if there are vectors on it.
+    """
+    tables = torch.ops.sp.pieces(vectors) if vectors else []
+    pieces = tuple(map(Pieces.of, tables))
+    numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, behind)]
+    found = dealt(tuple(predicates), *numbers, pieces, int(length), n, *ends)
+    moved = [in_order(vector, found) for vector in pieces]
+    return [*order_of(found, device), positions_in_order(found), *tables, *moved]

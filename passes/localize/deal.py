@@ -1,0 +1,198 @@
+"""layout="balanced": ranks hold the sequence in an order in which all of them attend to about as many pairs.
+
+    shard(ids, 1, ..)                      order, inverse, table, .. = sp.deal([doc], ["Eq(row0, col0) & (k <= q)"], ..)
+    ring_attention(.., rows=[doc], ..)     shard(reorder(ids, 1, order, inverse), ..)
+    unshard(y, 1, ..)                  ->  ring_attention(.., rows=[reorder(doc), order], pieces=[table, ..],
+                                               "Eq(row0, col0) & (col1 <= row1)")
+                                           reorder(unshard(y, 1, ..), 1, inverse, order)
+
+The order is made once a graph, at its head, from the vectors that predicates look up and what these say: the same on
+all ranks, which hold them whole. Whole values keep the order of the program, and meet the other one where they are cut
+or put together; an attention's predicate asks for positions where it asked for indices; nothing else notices. The
+tables of all vectors come with the order, so a graph waits once. Bytes moved between ranks: none.
+Refuses: documents that are computed from what ranks hold in shards.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.errors import SpError, at
+from sp_compile.graph.call import Call
+from sp_compile.graph.record import mark, record
+from sp_compile.graph.sizes import Size, product, same, size, sizes
+from sp_compile.lowering.masks.predicate import parse, symbols
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
+from sp_compile.sharding.placement import DEALT
+
+from .lookups import distinct, may_precede, move_before, vectors_of
+
+sp = torch.ops.sp
+FRAMES = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
+Frames = dict[str, tuple[Size, ...]]
+"""The dealt frames among a call's arguments."""
+
+
+class Deal(Pass):
+    """Makes the order, and writes every frame that it is for as a contiguous one of reordered values."""
+
+    requires = frozenset({"proved"})
+
+    @classmethod
+    def of(cls, job: Any) -> Pass | None:
+        return cls() if job.folds == DEALT else None
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        calls = [(Call(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _dealt(n))]
+        if calls:
+            self._order(calls, job.ranks.n)
+        for call, frames in calls:
+            self._write(call, frames)
+        if calls:
+            self.drop(*self.made)
+        return len(calls)
+
+    def _order(self, calls: Sequence[tuple[Call, Frames]], n: int) -> None:
+        """The order, at the head of the graph: ``sp::deal``."""
+        first = calls[0][0].node
+        found = [frame for _, frames in calls for frame in frames.values()]
+        length = found[0][1]
+        attends = [call for call, frames in calls if "q_frame" in frames]
+        self.known = distinct(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
+        self.vectors = list(dict.fromkeys(self.known.values()))
+        for vector in self.vectors:
+            if not may_precede(vector, first):
+                raise SpError(
+                    f"layout='balanced': {vector.name} at {at(vector)}, which a mask looks up, is computed from what "
+                    "ranks hold in shards, so it cannot say how to share them out; use layout='auto'"
+                )
+        move_before(first, self.vectors)
+        predicates, weights, numbers = self._work(attends)
+        ends = {(start, size(whole - start - part)) for _, whole, start, part, *_ in found}
+        fronts, behinds = (self.sizes.list(dict.fromkeys(x)) for x in zip(*sorted(ends, key=str)))
+        with self.graph.inserting_before(first):
+            device = first.all_input_nodes[0].meta["val"].device
+            args = (self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, device)
+            dealt = self.compute(sp.deal.default, args, first)
+            parts = [self.emit(operator.getitem, (dealt, i), x, first) for i, x in enumerate(dealt.meta["val"])]
+            self.order, self.inverse, positions, *tables = parts
+            where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)
+            count = len(self.vectors)
+            self.tables = dict(zip(self.vectors, tables[:count]))
+            self.moved = {
+                v: (self._reordered(v, 1, (1, length, 0, length), first), table)
+                for v, table in zip(self.vectors, tables[count:], strict=True)
+            }
+            self.positions = where, positions
+            self.made = [*parts, where, *(v for v, _ in self.moved.values())]
+
+    def _work(self, attends: Iterable[Call]) -> tuple[list[str], list[Node | int], list[Node | int]]:
+        """(predicates over all vectors and numbers, how much a pair of each takes, the numbers)"""
+        numbers: list[Any] = []
+        weights: dict[str, Size] = {}
+        for call in attends:
+            if not all(v in self.known for v in vectors_of(call.node)):
+                continue  # of other keys than the sequence's
+            names: dict[str, str] = {}
+            for kind in ("row", "col"):
+                names |= {
+                    f"{kind}{i}": f"{kind}{self.vectors.index(self.known[v])}" for i, v in enumerate(call[f"{kind}s"])
+                }
+            for i, number in enumerate(call["sizes"]):
+                numbers += [] if number in numbers else [number]
+                names[f"n{i}"] = f"n{numbers.index(number)}"
+            predicate = _renamed(call["predicate"], names)
+            heads, dims = call.shape(0)[1], call.shape(0)[3] + call.shape(2)[3]
+            weights[predicate] = weights.get(predicate, 0) + product((heads, dims))
+        return list(weights), self.sizes.list(weights.values()), numbers
+
+    def _write(self, call: Call, frames: Frames) -> None:
+        node = call.node
+        if "q_frame" in frames:
+            self._attend(call, frames)
+        elif node.target in (sp.shard.default, sp.reduce_scatter.default):
+            node.args = (self._before(node, node.args[0], call["dim"], frames["frame"]), *node.args[1:])
+        elif node.target in (sp.unshard.default, sp.all_gather.default):
+            self._after(node, call["dim"], frames["frame"])
+        elif node.target is sp.all_to_all.default and "scatter_frame" in frames:
+            where = call["scatter_dim"], frames["scatter_frame"]
+            operands = [self._before(node, x, *where) for x in call.operands]
+            node.args, node.kwargs = call.rebuild(operands)
+        elif node.target is sp.all_to_all.default:
+            for part in list(node.users):
+                self._after(part, call["gather_dim"], frames["gather_frame"])
+        elif node.target not in (sp.mask.default, sp.window.default):
+            raise SpError(f"{node.name} ({node.target}) at {at(node)} has no balanced layout; use layout='auto'")
+        call = Call(node)
+        plain = {name: list(call[name])[:4] for name in frames}
+        node.args, node.kwargs = call.rebuild(call.operands, **plain)
+
+    def _attend(self, call: Call, frames: Frames) -> None:
+        """Positions for indices, and vectors and masks in the order; keys that are whole stay as they are."""
+        node, names, changed = call.node, {}, {}
+        tables: list[Node | None] = []
+        with self.graph.inserting_before(node):
+            for kind, index, frame in (("row", "q", "q_frame"), ("col", "k", "k_frame")):
+                vectors = list(call[f"{kind}s"])
+                if frame in frames:
+                    moved = [self.moved[self.known[v]] for v in vectors]
+                    if index in symbols(call["predicate"]):
+                        names[index] = f"{kind}{len(vectors)}"
+                        moved.append(self.positions)
+                    vectors, known = [v for v, _ in moved], [table for _, table in moved]
+                else:
+                    known = [self.tables[self.known[v]] if v in self.known else None for v in vectors]
+                changed[f"{kind}s"] = vectors
+                tables += known
+            mask = call["mask"]
+            for dim, frame in ((2, "q_frame"), (3, "k_frame")):
+                if mask is not None and frame in frames and not same(sizes(mask.meta["val"].shape)[dim], 1):
+                    mask = self._reordered(mask, dim, frames[frame], node)
+        given = {"pieces": tables} if None not in tables else {}  # `Lookups` makes what is missing
+        predicate = _renamed(call["predicate"], names)
+        node.args, node.kwargs = call.rebuild(call.operands, predicate=predicate, mask=mask, **changed, **given)
+
+    def _before(self, node: Node, x: Node, dim: int, frame: tuple[Size, ...]) -> Node:
+        with self.graph.inserting_before(node):
+            return self._reordered(x, dim, frame, node)
+
+    def _after(self, node: Node, dim: int, frame: tuple[Size, ...]) -> None:
+        """The program's order for all that reads the node."""
+        with self.behind(node):
+            fresh = self._reordered(node, dim, frame, node, back=True)
+        mark(fresh, origin=record(node).origin)
+        self.interpose(node, fresh)
+
+    def _reordered(self, x: Node, dim: int, frame: tuple[Size, ...], like: Node, back: bool = False) -> Node:
+        orders = (self.inverse, self.order) if back else (self.order, self.inverse)
+        args = (x, dim, self.sizes.list(frame[:4]), *orders)
+        fresh = self.compute(sp.reorder.default, args, like)
+        mark(fresh, requires_grad=record(x).requires_grad)
+        return fresh
+
+
+def _dealt(node: Node) -> Frames:
+    if getattr(node.target, "namespace", "") != "sp":
+        return {}
+    call = Call(node)
+    found = {name: sizes(call.get(name) or ()) for name in FRAMES}
+    return {name: frame for name, frame in found.items() if len(frame) == 5 and frame[4] == DEALT}
+
+
+def _of_length(vector: Node, length: Size) -> bool:
+    return same(sizes(vector.meta["val"].shape)[1], length)
+
+
+def _renamed(predicate: str, names: dict[str, str]) -> str:
+    """The predicate with other symbols."""
+    if not names:
+        return predicate
+    known = {sympy.Symbol(old, integer=True): sympy.Symbol(new, integer=True) for old, new in names.items()}
+    return str(parse(predicate).xreplace(known))

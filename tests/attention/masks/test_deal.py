@@ -1,0 +1,131 @@
+"""Chunks dealt to ranks: an order of all positions, ends in their places, work that is even, tables of the order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.attention.attending import packed
+
+from sp_compile.lowering.masks.blocks import pairs_before, pairs_of
+from sp_compile.lowering.masks.chunks import ENOUGH
+from sp_compile.lowering.masks.deal import dealt, in_order, order_of, positions_in_order
+from sp_compile.lowering.masks.pieces import Pieces, pieces_of
+from sp_compile.lowering.masks.plan import plan
+from sp_compile.lowering.masks.predicate import evaluate
+from sp_compile.lowering.masks.spans import Segment
+
+DOCUMENTS = "Eq(row0, col0) & (k <= q)"
+
+
+def vector(lengths: list[int]) -> Pieces:
+    return pieces_of(packed(lengths)[0])
+
+
+def lengths_of(spread: float, count: int, tokens: int) -> list[int]:
+    """Log-normal ones, `tokens` in all."""
+    drawn = torch.randn(count, generator=torch.Generator().manual_seed(0)).mul(spread).exp()
+    ends = (drawn.cumsum(0) / drawn.sum() * tokens).long()
+    ends[-1] = tokens
+    return ends.diff(prepend=ends.new_zeros(1)).tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.integers(1, 6),
+    st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_an_order_of_all_positions(lengths: list[int], n: int, ends: tuple[int, int]) -> None:
+    """Each once; the ends, and what is behind them on a padded rank, keep their places; runs are of one length."""
+    length = sum(lengths)
+    front, behind = (min(end, length) for end in ends)
+    found = dealt((DOCUMENTS,), (1,), (), (vector(lengths),), length, n, front, behind)
+    order, inverse = order_of(found, torch.device("cpu"))
+    assert torch.equal(order[inverse], torch.arange(length))
+    assert torch.equal(inverse[order], torch.arange(length))
+    assert torch.equal(order[:front], torch.arange(front))
+    assert torch.equal(order[length - behind :], torch.arange(length - behind, length))
+    assert all(rows.diff().gt(0).all() for rows in order.split(-(-length // n))), "a rank's rows are not in order"
+    x = torch.randint(0, 3, (2, length), generator=torch.Generator().manual_seed(length))
+    for table, wanted in (positions_in_order(found), order[None]), (in_order(pieces_of(x), found), x[:, order]):
+        low, high, _ = Pieces.of(table).lines(np.arange(length))
+        assert ((low <= wanted.numpy()) & (wanted.numpy() <= high)).all()
+
+
+def test_tables_in_the_order_know_as_much() -> None:
+    """One line a chunk of positions; as many lines of documents as one finds by looking at all values."""
+    length, n = 1 << 13, 4
+    documents = packed(lengths_of(1.0, 12, length))
+    v = [pieces_of(x) for x in documents]
+    found = dealt(("Eq(row0, col0) & (col1 <= row1)",), (1,), (), (v[0], v[1]), length, n)
+    order, _ = order_of(found, torch.device("cpu"))
+    assert len(found.firsts) > n
+    for table, values in [(positions_in_order(found), order[None])] + [
+        (in_order(p, found), x[:, order]) for p, x in zip(v, documents)
+    ]:
+        mine, theirs = Pieces.of(table), pieces_of(values)
+        assert len(mine.starts) <= len(theirs.starts) + 2
+        low, high, _ = mine.lines(np.arange(length))
+        assert torch.equal(torch.from_numpy(low)[None], values)
+        assert (low == high).all()
+
+
+@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("count", [1, 30, pytest.param(300, marks=pytest.mark.slow)])
+def test_work_is_even(spread: float, count: int, n: int) -> None:
+    """Of the pairs that the mask itself allows, counted rank by rank."""
+    length = 1 << 17
+    lengths = lengths_of(spread, count, length)
+    found = dealt((DOCUMENTS,), (1,), (), (vector(lengths),), length, n)
+    order, _ = order_of(found, torch.device("cpu"))
+    pairs = packed(lengths)[1][0] + 1  # a query sees the tokens of its document up to itself
+    loads = pairs[order].view(n, -1).sum(1).double()
+    assert loads.max() / loads.mean() <= ENOUGH
+    assert loads.max() / loads.mean() == pytest.approx(found.imbalance, rel=1e-3)  # of tiny documents it counts all
+
+
+def test_no_more_chunks_than_needed() -> None:
+    """Nothing to balance: none. Causal alone: the two of zigzag."""
+    for predicate, chunks in ("", 1), ("k <= q", 2):
+        found = dealt((predicate,), (1,), (), (), 1 << 12, 8)
+        assert len(found.firsts) <= 8 * chunks
+        assert found.imbalance <= 1.001
+
+
+def test_several_masks_count_by_their_weights() -> None:
+    """Documents in most layers, all that is past in a few."""
+    v = vector(lengths_of(1.0, 20, 1 << 12))
+    found = dealt((DOCUMENTS, "k <= q"), (5, 1), (), (v,), 1 << 12, 4)
+    order, _ = order_of(found, torch.device("cpu"))
+    index = torch.arange(1 << 12)
+    loads = torch.zeros(4, dtype=torch.double)
+    for rank, rows in enumerate(order.chunk(4)):
+        values = {
+            "q": rows[:, None],
+            "k": index,
+            "row0": v.lines(rows.numpy())[0][:, None],
+            "col0": v.lines(index.numpy())[0],
+        }
+        values = {name: torch.as_tensor(x) for name, x in values.items()}
+        for predicate, weight in (DOCUMENTS, 5), ("k <= q", 1):
+            loads[rank] += weight * torch.as_tensor(evaluate(predicate, values)).sum()
+    assert loads.max() / loads.mean() == pytest.approx(found.imbalance, rel=1e-3)  # of tiny documents it counts all
+    assert found.imbalance <= ENOUGH
+
+
+@pytest.mark.parametrize("predicate", [DOCUMENTS, f"{DOCUMENTS} & (q - k < 5)", "k <= q", "Eq(row0, col0)"])
+def test_pairs_before_a_row(predicate: str) -> None:
+    lengths = [5, 1, 90, 2, 300, 7]
+    v, length = vector(lengths), sum(lengths)
+    made = plan(predicate, (Segment(0, 0, length),), (Segment(0, 0, length),), (), (v,), (v,))
+    index, number = torch.arange(length), packed(lengths)[0][0]
+    values = {"q": index[:, None], "k": index, "row0": number[:, None], "col0": number}
+    of_rows = torch.as_tensor(evaluate(predicate, values)).sum(1)
+    found = pairs_before(made, list(range(length + 1)))
+    if not made.others or all(b.kind.value != "masked" for b in made.others):
+        assert found == [0, *of_rows.cumsum(0).tolist()]
+    assert found[-1] == pairs_of(made)
