@@ -9,7 +9,7 @@ causal part of a contiguous or zigzag shard is cut into full blocks and diagonal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,11 +26,15 @@ Cat = Callable[[list[Tensor], int], Tensor]
 
 
 class GatheredKeys(NamedTuple):
-    """Where keys lie. frame: None if they are whole on every rank already."""
+    """Where keys lie. frame: None if they are whole on every rank already.
+
+    orders: None, or the order in which ranks hold them, and its inverse (see ``sp::deal``).
+    """
 
     frame: FrameArg | None
     n: int
     group: str
+    orders: Sequence[Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
         keys, values = self._gather(k, v, torch.cat)
@@ -50,7 +54,11 @@ class GatheredKeys(NamedTuple):
         if n == 1:
             return trim(k, SEQUENCE, frame, 1, 1), trim(v, SEQUENCE, frame, 1, 1)
         rows = in_order(current().all_gather(_side_by_side(k, v, cat), n, self.group), frame, n)
-        return unpacked(trim(rows, 0, frame, n, 1).movedim(0, SEQUENCE), k, v)
+        rows = trim(rows, 0, frame, n, 1)
+        if self.orders:
+            order, inverse = self.orders
+            rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
+        return unpacked(rows.movedim(0, SEQUENCE), k, v)
 
     def _scatter(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         frame, n = self.frame, self.n
@@ -58,7 +66,9 @@ class GatheredKeys(NamedTuple):
             return dk, dv
         if n == 1:
             return pad(dk, SEQUENCE, frame, 1, edge=False), pad(dv, SEQUENCE, frame, 1, edge=False)
-        rows = pad(_side_by_side(dk, dv, torch.cat), 0, frame, n, edge=False)
+        rows = _side_by_side(dk, dv, torch.cat)
+        rows = torch.ops.sp.reorder(rows, 0, frame, *self.orders) if self.orders else rows
+        rows = pad(rows, 0, frame, n, edge=False)
         scattered = current().reduce_scatter(by_rank(rows, frame, n), n, self.group)
         return unpacked(scattered.movedim(0, SEQUENCE), dk, dv)
 

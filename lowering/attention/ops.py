@@ -61,16 +61,18 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return _around(q, k, v, args, ulysses, args.n // ulysses, grads)
 
 
-@composite(f"gathered_attention({ARGUMENTS}) -> Tensor")
+@composite(f"gathered_attention({ARGUMENTS}, Tensor[]? orders=None) -> Tensor")
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Shard(2), Shard(2), Shard(2) -> Shard(2): keys and values are gathered; only shards are kept for the backward.
 
-    k_frame []: the keys are whole on every rank already, and their cotangents partial. Bytes: (n - 1) * bytes(k, v),
+    k_frame []: the keys are whole on every rank already, and their cotangents partial. orders: an order of the keys in
+    which ranks hold them, and its inverse, int64 (T,) each; once together they are put in their own, which is that of
+    cols. Bytes: (n - 1) * bytes(k, v),
     as many again in the backward, and those of dK and dV in float32.
     """
-    args, _ = ShardArgs.of(rest)
+    args, others = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)
-    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group)
+    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *others)
     if not args.balance:
         return attention(q, k, v, args.local(q, 1), keys)
     (q,) = folded([q], args.n, args.group)

@@ -178,6 +178,14 @@ def runs_of_parts(tile: CellPair) -> list[Run] | None:
     return found
 
 
+def apart(runs: list[Run] | None) -> list[Run] | None:
+    """The runs of several cells as they are; None unless each is full or causal, and they share all queries or none."""
+    if runs is None or any(run.window not in (FULL, CAUSAL) for run in runs):
+        return None
+    queries = list(dict.fromkeys(run.q for run in runs))
+    return runs if all(a[1] <= b[0] for a, b in pairwise(queries)) else None
+
+
 def any_masked(blocks: Sequence[Block]) -> bool:
     return any(block.kind is Kind.MASKED for block in blocks)
 

@@ -92,8 +92,9 @@ class CellPair(NamedTuple):
     """Of which pairs it is made, if of several and at most PARTS."""
 
 
-PARTS = 4
-"""Two stretches of queries and two of keys: a rank's share of the zigzag layout."""
+PARTS, ROWS = 4, 128
+"""Two stretches of queries and two of keys: a rank's share of the zigzag layout. Of at least ROWS queries any number: a
+document's share of the balanced one."""
 PAIRS = 8
 """Where cells meet more than so many others, on the average, they are not looked at by pairs."""
 
@@ -181,6 +182,8 @@ class Meeting:
                 CellPair(q, stretches[i], tuple(compress(self._conditions, unsure[i])), bands[i])
                 for i in range(begin, end)
             ]
+            if met[1:]:
+                met = list(_merged(met))
             k = min(pair.k[0] for pair in met), max(pair.k[1] for pair in met)
             if len(met) == 1:
                 if several is not None:
@@ -216,5 +219,18 @@ class Meeting:
         return [band if known else None for band, known in zip(zip(lower.tolist(), upper.tolist()), every.tolist())]
 
 
+def _merged(met: list[CellPair]) -> Iterator[CellPair]:
+    """The cells of keys that some queries meet; neighbours that these see in full are one."""
+    before = met[0]
+    for pair in met[1:]:
+        if before.left or pair.left or before.k[1] != pair.k[0]:
+            yield before
+            before = pair
+        else:
+            before = before._replace(k=(before.k[0], pair.k[1]), band=None)
+    yield before
+
+
 def _few(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
-    return parts if len(parts) <= PARTS else ()
+    long = all(pair.q[1] - pair.q[0] >= ROWS for pair in parts)
+    return parts if long or len(parts) <= PARTS else ()

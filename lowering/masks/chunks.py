@@ -41,12 +41,13 @@ class Dealt(NamedTuple):
         return np.cumsum(self.lengths) - self.lengths
 
 
-def deal(work: WorkBefore, length: int, n: int, front: int = 0, behind: int = 0) -> Dealt:
-    """The fewest chunks a rank with which the busiest has at most ENOUGH times the mean, or else the best there are.
+def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> Dealt:
+    """`length` positions for n ranks of `rows` each, the last of which may hold fewer.
+
+    The fewest chunks a rank with which the busiest has at most ENOUGH times the mean, or else the best there are.
 
     front, behind: how many positions at the beginning and at the end keep their place.
     """
-    rows = -(-length // n)
     best: Dealt | None = None
     for chunks in _numbers(min(rows, MOST, max(rows // ROWS, ALWAYS))):
         dealt = _dealt(work, length, n, rows, chunks, front, behind)

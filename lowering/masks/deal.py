@@ -33,12 +33,14 @@ def dealt(
     vectors: tuple[Pieces, ...],
     length: int,
     n: int,
+    stride: int = 1,
     front: int = 0,
     behind: int = 0,
 ) -> Dealt:
     """How `length` positions are dealt to n ranks, for attention by these predicates, each as often as its weight says.
 
-    vectors: row<i> and col<i> of all predicates. sizes: their n<i>.
+    vectors: row<i> and col<i> of all predicates. sizes: their n<i>. stride: neighbours that share heads, so that each
+    has all rows of them.
     """
     whole = (Segment(0, 0, length),)
     plans = [plan(predicate, whole, whole, sizes, vectors, vectors) for predicate in predicates]
@@ -47,7 +49,7 @@ def dealt(
         parts = [[weight * pairs for pairs in pairs_before(one, rows)] for one, weight in zip(plans, weights)]
         return [sum(column) for column in zip(*parts)]
 
-    found = deal(work, length, n, front, behind)
+    found = deal(work, length, n // stride, stride * -(-length // n), front, behind)
     log.debug(
         "dealt %d positions in %d chunks to %d ranks: the busiest has %.3f times the mean of pairs",
         *(length, len(found.firsts), n, found.imbalance),
@@ -101,6 +103,7 @@ def _fake_deal(
     front: Sequence[int],
     behind: Sequence[int],
     n: int,
+    stride: int,
     device: torch.device,
 ) -> list[Tensor]:
     orders = [torch.empty([length], dtype=torch.int64, device=device) for _ in range(2)]
@@ -110,7 +113,7 @@ def _fake_deal(
 
 @opaque(
     "deal(Tensor[] vectors, str[] predicates, SymInt[] weights, SymInt[] sizes, SymInt length, SymInt[] front, "
-    "SymInt[] behind, int n, Device device) -> Tensor[]",
+    "SymInt[] behind, int n, int stride, Device device) -> Tensor[]",
     _fake_deal,
     replays=False,
 )
@@ -123,9 +126,12 @@ def deal_rows(
     front: Sequence[int],
     behind: Sequence[int],
     n: int,
+    stride: int,
     device: torch.device,
 ) -> list[Tensor]:
     """Replicate -> Replicate: an order of `length` positions in which n equal runs of them have about as much work.
+
+    stride: so many ranks in a row count as one, because they share heads.
 
     Shapes: int or bool (B, length) each -> int64 (length,), the positions in that order; (length,), the places of the
     positions in it; and tables as of ``sp::pieces``, on the CPU: of the positions in the order, of each vector as it
@@ -135,6 +141,6 @@ def deal_rows(
     tables = torch.ops.sp.pieces(vectors) if vectors else []
     pieces = tuple(map(Pieces.of, tables))
     numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, behind)]
-    found = dealt(tuple(predicates), *numbers, pieces, int(length), n, *ends)
+    found = dealt(tuple(predicates), *numbers, pieces, int(length), n, stride, *ends)
     moved = [in_order(vector, found) for vector in pieces]
     return [*order_of(found, device), positions_in_order(found), *tables, *moved]

@@ -22,6 +22,7 @@ from .blocks import (
     Kind,
     Run,
     any_masked,
+    apart,
     block_of,
     blocks_of,
     of_any_shape,
@@ -87,6 +88,8 @@ class _Planner:
         runs, others, pairs = list[Run](), list[Block](), list[tuple[CellPair, list[Block]]]()
         for tile in tiles:
             known = runs_of(tile)
+            if known is None and tile.parts:
+                known = apart(runs_of_parts(tile))
             if known:
                 known = [one for run in known for one in split(run)]
             if known and known[0].window in (FULL, CAUSAL):

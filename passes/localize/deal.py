@@ -79,7 +79,8 @@ class Deal(Pass):
         fronts, behinds = (self.sizes.list(dict.fromkeys(x)) for x in zip(*sorted(ends, key=str)))
         with self.graph.inserting_before(first):
             device = first.all_input_nodes[0].meta["val"].device
-            args = (self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, device)
+            stride = min((call.get("ulysses", 1) for call in attends), default=1)  # rows of a hybrid's neighbourhood
+            args = (self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, stride, device)
             dealt = self.compute(sp.deal.default, args, first)
             parts = [self.emit(operator.getitem, (dealt, i), x, first) for i, x in enumerate(dealt.meta["val"])]
             self.order, self.inverse, positions, *tables = parts
@@ -135,13 +136,19 @@ class Deal(Pass):
         node.args, node.kwargs = call.rebuild(call.operands, **plain)
 
     def _attend(self, call: Call, frames: Frames) -> None:
-        """Positions for indices, and vectors and masks in the order; keys that are whole stay as they are."""
+        """Positions for indices, and vectors and masks in the order; keys stay as they are where they are whole.
+
+        An op that puts keys together is told the order, and then has them in their own: few blocks of each document.
+        """
         node, names, changed = call.node, {}, {}
+        if "orders" in call.args and "k_frame" in frames:
+            changed["orders"] = [self.order, self.inverse]
+        moved_frames = frames if "orders" not in call.args else {"q_frame": frames["q_frame"]}
         tables: list[Node | None] = []
         with self.graph.inserting_before(node):
             for kind, index, frame in (("row", "q", "q_frame"), ("col", "k", "k_frame")):
                 vectors = list(call[f"{kind}s"])
-                if frame in frames:
+                if frame in moved_frames:
                     moved = [self.moved[self.known[v]] for v in vectors]
                     if index in symbols(call["predicate"]):
                         names[index] = f"{kind}{len(vectors)}"
@@ -153,8 +160,8 @@ class Deal(Pass):
                 tables += known
             mask = call["mask"]
             for dim, frame in ((2, "q_frame"), (3, "k_frame")):
-                if mask is not None and frame in frames and not same(sizes(mask.meta["val"].shape)[dim], 1):
-                    mask = self._reordered(mask, dim, frames[frame], node)
+                if mask is not None and frame in moved_frames and not same(sizes(mask.meta["val"].shape)[dim], 1):
+                    mask = self._reordered(mask, dim, moved_frames[frame], node)
         given = {"pieces": tables} if None not in tables else {}  # `Lookups` makes what is missing
         predicate = _renamed(call["predicate"], names)
         node.args, node.kwargs = call.rebuild(call.operands, predicate=predicate, mask=mask, **changed, **given)

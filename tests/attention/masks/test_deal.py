@@ -15,7 +15,7 @@ from sp_compile.lowering.masks.deal import dealt, in_order, order_of, positions_
 from sp_compile.lowering.masks.pieces import Pieces, pieces_of
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import evaluate
-from sp_compile.lowering.masks.spans import Segment
+from sp_compile.lowering.masks.spans import Segment, rows_of
 
 DOCUMENTS = "Eq(row0, col0) & (k <= q)"
 
@@ -42,7 +42,7 @@ def test_an_order_of_all_positions(lengths: list[int], n: int, ends: tuple[int, 
     """Each once; the ends, and what is behind them on a padded rank, keep their places; runs are of one length."""
     length = sum(lengths)
     front, behind = (min(end, length) for end in ends)
-    found = dealt((DOCUMENTS,), (1,), (), (vector(lengths),), length, n, front, behind)
+    found = dealt((DOCUMENTS,), (1,), (), (vector(lengths),), length, n, 1, front, behind)
     order, inverse = order_of(found, torch.device("cpu"))
     assert torch.equal(order[inverse], torch.arange(length))
     assert torch.equal(inverse[order], torch.arange(length))
@@ -115,6 +115,24 @@ def test_several_masks_count_by_their_weights() -> None:
             loads[rank] += weight * torch.as_tensor(evaluate(predicate, values)).sum()
     assert loads.max() / loads.mean() == pytest.approx(found.imbalance, rel=1e-3)  # of tiny documents it counts all
     assert found.imbalance <= ENOUGH
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
+def test_a_dealt_document_is_few_calls(spread: float, stride: int) -> None:
+    """Of queries and keys of one rank, or two that share heads, each in the order: no mask, and what was dealt."""
+    length, n = 1 << 15, 8
+    v = [pieces_of(x) for x in packed(lengths_of(spread, 40, length) if spread else [length])]
+    predicate = "Eq(row0, col0) & (col1 <= row1)"
+    found = dealt((predicate,), (1,), (), tuple(v), length, n, stride)
+    moved, places = tuple(Pieces.of(in_order(p, found)) for p in v), n // stride
+    held = [rows_of([places, 1, 1, 0, 0, length], length // places, place) for place in range(places)]
+    plans = [[plan(predicate, q, k, (), moved, moved) for k in held] for q in held]
+    loads = torch.tensor([sum(map(pairs_of, steps)) for steps in plans]).double()
+    assert loads.max() / loads.mean() <= ENOUGH
+    every = [one for steps in plans for one in steps]
+    assert sum(len(one.packed) + len(one.others) for one in every) / len(every) <= 6
+    assert max(len(one.blocks) for one in every) < 200
 
 
 @pytest.mark.parametrize("predicate", [DOCUMENTS, f"{DOCUMENTS} & (q - k < 5)", "k <= q", "Eq(row0, col0)"])
