@@ -1,9 +1,10 @@
 """CPU time of plans of packed documents: of finding a vector's pieces, and of a plan from them, which layers share.
 
-    python benchmarks/plans.py [--tokens 1048576] [--documents 100 1000 10000] [--window 1024]
+    python benchmarks/plans.py [--tokens 1048576] [--documents 100 1000 10000] [--window 1024] [--ranks 8 64]
 
 Documents are of log-normal lengths; one thread; the least CPU time of several calls. "steps" are the Python calls of a
-plan by a document, which say how it grows on any machine.
+plan by a document, which say how it grows on any machine. Last, how evenly layouts share the work of three kinds of
+documents among ranks, and what layout="balanced" takes to find its order.
 """
 
 import argparse
@@ -13,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from measuring.balance import balance, lengths_of, packed
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from sp_compile.lowering.masks.pieces import pieces_of
 from sp_compile.lowering.masks.plan import plan
@@ -54,26 +55,17 @@ def steps(run: Callable[[], Any]) -> int:
     return count
 
 
-def packed(tokens: int, documents: int) -> tuple[Tensor, Tensor]:
-    """(number of the document, position in it), (1, tokens) each."""
-    lengths = torch.randn(documents, generator=torch.Generator().manual_seed(0)).exp()
-    ends = (lengths.cumsum(0) / lengths.sum() * tokens).long()
-    ends[-1] = tokens
-    at = torch.arange(tokens)
-    number = torch.bucketize(at, ends, right=True)
-    return number[None], (at - torch.cat([ends.new_zeros(1), ends[:-1]])[number])[None]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--documents", type=int, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     args = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=120)
     pieces = Table("vector", "ms", "pieces", title=f"pieces of {args.tokens} values")
-    number, position = packed(args.tokens, args.documents[0])
+    number, position = packed(args.tokens, lengths_of("log-normal", args.documents[0]))
     noise = torch.randint(1 << 20, (1, args.tokens), generator=torch.Generator().manual_seed(0))
     vectors = {"arange": torch.arange(args.tokens)[None], "documents": number, "position_ids": position, "noise": noise}
     for name, x in vectors.items():
@@ -82,7 +74,7 @@ def main() -> None:
     plans = Table("mask", "documents", "ms", "steps", "blocks", "packed calls", title="plans of all queries and keys")
     rows = (Segment(0, 0, args.tokens),)
     for documents in args.documents:
-        found = tuple(pieces_of(x) for x in packed(args.tokens, documents))
+        found = tuple(pieces_of(x) for x in packed(args.tokens, lengths_of("log-normal", documents)))
         for name, predicate in PREDICATES.items():
 
             def run(predicate: str = predicate, found: Any = found) -> Any:
@@ -94,6 +86,8 @@ def main() -> None:
             each = f"{steps(run) / documents:.0f}"
             plans.add_row(name, str(documents), f"{milliseconds(run):.1f}", each, str(len(made.blocks)), calls)
     console.print(plans)
+    for documents in args.documents[:2]:
+        console.print(balance(args.tokens, documents, args.ranks))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Dealt(NamedTuple):
     lengths: Ints
     imbalance: float
     """The work of the busiest rank over the mean."""
+    undealt: float
+    """The same of contiguous shards."""
 
     @property
     def offsets(self) -> Ints:
@@ -48,23 +50,20 @@ def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behin
 
     front, behind: how many positions at the beginning and at the end keep their place.
     """
-    best: Dealt | None = None
+    best = contiguous = _dealt(work, length, n, rows, 1, front, behind)
     for chunks in _numbers(min(rows, MOST, max(rows // ROWS, ALWAYS))):
-        dealt = _dealt(work, length, n, rows, chunks, front, behind)
-        if best is None or dealt.imbalance < best.imbalance:
-            best = dealt
         if best.imbalance <= ENOUGH:
             break
-    assert best is not None
-    return best
+        best = min(best, _dealt(work, length, n, rows, chunks, front, behind), key=lambda one: one.imbalance)
+    return best._replace(undealt=contiguous.imbalance)
 
 
 def _numbers(most: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, ... chunks a rank."""
-    number = 1
+    """2, 3, 4, 6, 8, 12, ... chunks a rank."""
+    number = 2
     while number <= most:
         yield number
-        if number & (number - 1) == 0 and number > 1 and number * 3 // 2 <= most:
+        if number * 3 // 2 <= most:
             yield number * 3 // 2
         number *= 2
 
@@ -81,7 +80,8 @@ def _dealt(work: WorkBefore, length: int, n: int, rows: int, chunks: int, front:
     firsts, lengths = edges[:-1][order], np.maximum(ends - edges[:-1], 0)[order]
     loads = np.bincount(owners, works, n)
     kept = lengths > 0
-    return Dealt(firsts[kept], lengths[kept], float(loads.max() / loads.mean()) if loads.any() else 1.0)
+    imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
+    return Dealt(firsts[kept], lengths[kept], imbalance, imbalance)
 
 
 def _owners(works: np.ndarray, large: np.ndarray, fixed: np.ndarray, n: int) -> Ints:

@@ -51,8 +51,8 @@ def dealt(
 
     found = deal(work, length, n // stride, stride * -(-length // n), front, behind)
     log.debug(
-        "dealt %d positions in %d chunks to %d ranks: the busiest has %.3f times the mean of pairs",
-        *(length, len(found.firsts), n, found.imbalance),
+        "dealt %d positions in %d chunks to %d ranks: the busiest has %.3f times the mean of pairs, contiguous %.3f",
+        *(length, len(found.firsts), n, found.imbalance, found.undealt),
     )
     return found
 

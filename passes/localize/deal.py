@@ -26,10 +26,11 @@ from torch.fx import GraphModule, Node
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark, record
-from sp_compile.graph.sizes import Size, product, same, size, sizes
-from sp_compile.lowering.masks.predicate import parse, symbols
+from sp_compile.graph.sizes import Size, hint, product, same, size, sizes
+from sp_compile.lowering.masks.deal import dealt
+from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job
+from sp_compile.passes.job import Job, Note
 from sp_compile.sharding.placement import DEALT
 
 from .lookups import distinct, may_precede, move_before, vectors_of
@@ -75,14 +76,15 @@ class Deal(Pass):
                 )
         move_before(first, self.vectors)
         predicates, weights, numbers = self._work(attends)
+        self._foresee(predicates, weights, numbers, self.sizes(length), n)
         ends = {(start, size(whole - start - part)) for _, whole, start, part, *_ in found}
         fronts, behinds = (self.sizes.list(dict.fromkeys(x)) for x in zip(*sorted(ends, key=str)))
         with self.graph.inserting_before(first):
             device = first.all_input_nodes[0].meta["val"].device
             stride = min((call.get("ulysses", 1) for call in attends), default=1)  # rows of a hybrid's neighbourhood
             args = (self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, stride, device)
-            dealt = self.compute(sp.deal.default, args, first)
-            parts = [self.emit(operator.getitem, (dealt, i), x, first) for i, x in enumerate(dealt.meta["val"])]
+            made = self.compute(sp.deal.default, args, first)
+            parts = [self.emit(operator.getitem, (made, i), x, first) for i, x in enumerate(made.meta["val"])]
             self.order, self.inverse, positions, *tables = parts
             where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)
             count = len(self.vectors)
@@ -113,6 +115,16 @@ class Deal(Pass):
             heads, dims = call.shape(0)[1], call.shape(0)[3] + call.shape(2)[3]
             weights[predicate] = weights.get(predicate, 0) + product((heads, dims))
         return list(weights), self.sizes.list(weights.values()), numbers
+
+    def _foresee(self, predicates: list[str], weights: list[Any], numbers: list[Any], length: Any, n: int) -> None:
+        """Note what is known of the work before there are documents."""
+        known = tuple(map(of_positions, predicates))
+        made = dealt(known, tuple(map(_now, weights)), tuple(map(_now, numbers)), (), _now(length), n)
+        times = f"{made.imbalance:.2f} times the mean of query-key pairs, contiguous {made.undealt:.2f}"
+        why = f"the busiest rank has {times}"
+        if known != tuple(predicates):
+            why = f"what masks look up deals chunks to ranks when the program runs; if it forbids nothing, {why}"
+        self.notes.append(Note("balanced", "layout", "the whole graph", why))
 
     def _write(self, call: Call, frames: Frames) -> None:
         node = call.node
@@ -191,6 +203,11 @@ def _dealt(node: Node) -> Frames:
     call = Call(node)
     found = {name: sizes(call.get(name) or ()) for name in FRAMES}
     return {name: frame for name, frame in found.items() if len(frame) == 5 and frame[4] == DEALT}
+
+
+def _now(value: Any) -> int:
+    """A size, or the node of one, in the call that is compiled."""
+    return hint(value.meta["val"] if isinstance(value, Node) else value)
 
 
 def _of_length(vector: Node, length: Size) -> bool:

@@ -76,3 +76,12 @@ def test_gpu_models(tmp_path: Path) -> None:
     report = tmp_path / "models.md"
     run("gpu_models.py", "--device", "cpu", "--small", "--only", "^decoder, ulysses$", "--output", str(report))
     assert "| decoder, ulysses |" in report.read_text()
+
+
+@pytest.mark.slow
+def test_plans() -> None:
+    """The work of the busiest rank, in the balanced layout, is what it promises for every kind of documents."""
+    rows = [line.split("│") for line in run("plans.py", "--tokens", "131072", "--documents", "30").splitlines()]
+    balanced = [row for row in rows if len(row) > 5 and row[3].strip() == "balanced"]
+    assert len(balanced) == 6
+    assert all(float(row[4]) <= 1.05 for row in balanced), balanced

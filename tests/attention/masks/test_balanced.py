@@ -77,6 +77,8 @@ def test_packed_documents(attention: str, monkeypatch: pytest.MonkeyPatch) -> No
     made = orders(monkeypatch)
     report = check(*given(), sp=4, attention=attention, layout="balanced")
     assert not report.fallbacks
+    (note,) = [note for note in report.notes if note.done == "balanced"]
+    assert "times the mean of query-key pairs, contiguous" in note.why
     assert len(made) == 4
     assert all(torch.equal(order, made[0]) for order in made)
     assert made[0].tolist() != sorted(made[0].tolist())

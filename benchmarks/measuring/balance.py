@@ -1,0 +1,83 @@
+"""How evenly layouts share the pairs of packed documents among ranks, and which keys of other ranks that takes."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from sp_compile.lowering.masks.deal import dealt, order_of
+from sp_compile.lowering.masks.pieces import pieces_of
+from sp_compile.lowering.masks.plan import plan
+
+KEY_BYTES = 2 * 8 * 128 * 2
+"""Of a token's keys and values: 8 heads of 128 dims in bf16."""
+PREDICATE = "Eq(row0, col0) & (col1 <= row1)"
+
+
+def lengths_of(kind: str, documents: int) -> Tensor:
+    """Of documents, before they are scaled to the tokens that there are."""
+    drawn = torch.rand(documents, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if kind == "log-normal":
+        return (1.5 * torch.special.ndtri(drawn.clamp(1e-9, 1 - 1e-9))).exp()
+    if kind == "uniform":
+        return drawn
+    return torch.cat([drawn[:-1], drawn[:-1].sum()[None]])  # as long as all others together, behind them
+
+
+KINDS = ("log-normal", "uniform", "one long")
+
+
+def packed(tokens: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """(number of the document, position in it), (1, tokens) each."""
+    ends = (lengths.cumsum(0) / lengths.sum() * tokens).long()
+    ends[-1] = tokens
+    at = torch.arange(tokens)
+    number = torch.bucketize(at, ends, right=True)
+    return number[None], (at - torch.cat([ends.new_zeros(1), ends[:-1]])[number])[None]
+
+
+def zigzag(tokens: int, n: int) -> Tensor:
+    """The positions that ranks hold, rank by rank."""
+    chunks = torch.arange(tokens).view(2 * n, -1)
+    return torch.cat([torch.cat([chunks[r], chunks[2 * n - 1 - r]]) for r in range(n)])
+
+
+def needed(number: Tensor, position: Tensor, order: Tensor, n: int) -> int:
+    """Keys of other ranks that the queries of one attend to, the most of any rank."""
+    most = 0
+    for rows in order.view(n, -1):
+        last = torch.zeros(int(number.max()) + 1, dtype=torch.int64)
+        last.scatter_reduce_(0, number[rows], position[rows] + 1, "amax")
+        most = max(most, int(last.sum()) - len(rows))
+    return most
+
+
+def balance(tokens: int, documents: int, ranks: list[int]) -> Table:
+    """Work over the mean of each layout. A rank attends with each query to its document up to itself."""
+    names = "documents", "ranks", "layout", "work / mean", "chunks a rank", "MB it needs", "MB a ring brings", "ms"
+    table = Table(*names, title=f"{documents} documents in {tokens} tokens, causal")
+    for kind in KINDS:
+        vectors = packed(tokens, lengths_of(kind, documents))
+        number, position = (x[0] for x in vectors)
+        found = tuple(map(pieces_of, vectors))
+        for n in ranks:
+            dealt.cache_clear()
+            plan.cache_clear()
+            start = time.process_time()
+            made = dealt((PREDICATE,), (1,), (), found, tokens, n)
+            ms = 1e3 * (time.process_time() - start)
+            orders = {
+                "contiguous": (torch.arange(tokens), 1, 0.0),
+                "zigzag": (zigzag(tokens, n), 2, 0.0),
+                "balanced": (order_of(made, torch.device("cpu"))[0], len(made.firsts) / n, ms),
+            }
+            for layout, (order, chunks, taken) in orders.items():
+                loads = (position[order] + 1).view(n, -1).sum(1).double()
+                keys = needed(number, position, order, n), tokens // n * (n - 1)
+                megabytes = [f"{KEY_BYTES * x / 1e6:.0f}" for x in keys]
+                row = f"{loads.max() / loads.mean():.3f}", f"{chunks:g}", *megabytes
+                table.add_row(kind, str(n), layout, *row, f"{taken:.0f}" if taken else "")
+    return table
