@@ -12,8 +12,10 @@ from support.models import check
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.cost.attention import Candidate
 from sp_compile.errors import SpError
 from sp_compile.lowering.masks import pieces
+from sp_compile.passes.strategies.attention import choose
 
 LENGTHS = [5, 1, 9, 2, 3, 7]
 HEADS, WIDTH, VOCABULARY = 4, 16, 31
@@ -157,3 +159,16 @@ def test_ulysses_has_nothing_to_balance() -> None:
     report = check(*given(), sp=2, attention="ulysses", layout="balanced")
     (note,) = [note for note in report.notes if note.done == "not balanced"]
     assert "every rank has all rows of its heads" in note.why
+
+
+def test_heads_exchanged_in_a_dealt_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer by Ulysses, which has the program's order between its exchanges, and one as a ring."""
+    kinds = iter(["ulysses", "ring"])
+
+    def in_turn(legal: list[Candidate]) -> Candidate:
+        kind = next(kinds)
+        return next(c for c in legal if c.kind == kind)
+
+    monkeypatch.setattr(choose, "choose", in_turn)
+    report = check(*given(), sp=4, layout="balanced")
+    assert {note.done for note in report.notes} >= {"ulysses", "ring", "balanced"}
