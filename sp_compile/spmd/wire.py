@@ -141,9 +141,15 @@ class Wire:
 
     def _meet(self, saying: Message, begun: float) -> None:
         """Connect all ranks, once all are here: connecting cannot be interrupted. A rank that gives up is not here."""
-        answered(lambda: self.store.add("here", 1), 0)
+        came: list[bool] = []
+
+        def arrived() -> int:
+            count: int = self.store.add("here", 0 if came else 1)
+            came.append(True)
+            return count
+
         try:
-            while answered(lambda: self.store.add("here", 0), 0) < len(self.seen):
+            while answered(arrived, 0) < len(self.seen):
                 time.sleep(POLL)
                 self._look(saying, begun)
             me = self.ranks.index(dist.get_rank())
@@ -151,7 +157,7 @@ class Wire:
         except RuntimeError as error:
             raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
         finally:
-            if self.gloo is None:
+            if self.gloo is None and came:
                 answered(lambda: self.store.add("here", -1), 0)
 
     def _look(self, saying: Message, begun: float) -> None:
@@ -314,8 +320,10 @@ def answered(ask: Callable[[], T], otherwise: T) -> T:
 
     Raises what `ask` raises.
     """
-    if _asking and _asking[0].is_alive():
-        return otherwise
+    if _asking:
+        _asking[0].join(ANSWERS)  # it may have answered just now
+        if _asking[0].is_alive():
+            return otherwise
     answer: Future[T] = Future()
 
     def run() -> None:

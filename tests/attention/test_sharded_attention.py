@@ -70,7 +70,12 @@ def cut(x: Tensor, frame: list[int], n: int) -> Tensor:
     return sp.shard(x, 2, frame, n, GROUP)
 
 
-OWN: dict[str, tuple[Any, ...]] = {"steps": ("all",), "ulysses": (2,), "grads": ("travel", "scatter")}
+OWN: dict[str, tuple[Any, ...]] = {
+    "steps": ("all",),
+    "ulysses": (2,),
+    "grads": ("travel", "scatter"),
+    "orders": (None,),
+}
 """Values of the arguments that only some of the ops have, behind those that all have; "all": as many as ranks."""
 
 

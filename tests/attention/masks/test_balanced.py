@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from support.attention.attending import packed
 from support.models import check
+from support.parity import Outcome, against_eager
+from support.parity import check as every_rank_is_right
+from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
 import sp_compile
@@ -172,3 +175,27 @@ def test_heads_exchanged_in_a_dealt_program(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(choose, "choose", in_turn)
     report = check(*given(), sp=4, layout="balanced")
     assert {note.done for note in report.notes} >= {"ulysses", "ring", "balanced"}
+
+
+class Loss(nn.Module):
+    """The loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.model(*args)[0]
+
+
+def step(attention: str, compiler: str) -> Outcome:
+    model, *args = given()
+    how = {"mesh": mesh(), "attention": attention, "layout": "balanced", "compiler": compiler}
+    return against_eager(Loss(model), *args, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("attention", "n"), [("gather", 2), ("ring", 3), ("hybrid", 4)])
+def test_compiled(ranks: Ranks, attention: str, n: int, compiler: str) -> None:
+    every_rank_is_right(ranks.run(n, step, attention, compiler))
