@@ -275,6 +275,15 @@ def test_a_rank_that_runs_eagerly_since_it_recompiled_too_often(ranks: Ranks) ->
     assert "rank 1 stopped: torch._dynamo hit config.recompile_limit" in first, first
 
 
+def test_a_question_right_behind_another() -> None:
+    """The thread of an answer may outlive it: the next question is asked, not dropped."""
+    ended = threading.Event()
+    wire._asking[:] = [threading.Thread(target=ended.wait)]
+    wire._asking[0].start()
+    threading.Timer(0.05, ended.set).start()
+    assert wire.answered(lambda: "found", "nothing") == "found"
+
+
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a stopped rank: nobody waits for it, asks it again meanwhile, or leaves threads in it."""
     monkeypatch.setattr(wire, "ANSWERS", 0.1)
