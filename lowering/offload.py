@@ -35,7 +35,11 @@ def _wait(written: Tensor, device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_event(_copies.pop(written.data_ptr()))
 
 
-@opaque("offload(Tensor x) -> Tensor", lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu"))
+@opaque(
+    "offload(Tensor x) -> Tensor",
+    lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu"),
+    replays=False,
+)
 def offload(x: Tensor) -> Tensor:
     """The value in the host's memory, once ``offloaded`` has returned; until then `x` stays as it is.
 
@@ -45,7 +49,7 @@ def offload(x: Tensor) -> Tensor:
     return _copy(host, x, x.device) if x.is_cuda else host.copy_(x)
 
 
-@opaque("offloaded(Tensor(a!) host, Tensor x) -> ()", lambda host, x: None)
+@opaque("offloaded(Tensor(a!) host, Tensor x) -> ()", lambda host, x: None, replays=False)
 def offloaded(host: Tensor, x: Tensor) -> None:
     """What follows on the device of x runs when `host` holds it: the last use of x."""
     if x.is_cuda:
@@ -55,6 +59,7 @@ def offloaded(host: Tensor, x: Tensor) -> None:
 @opaque(
     "reload(Tensor host, Device device) -> Tensor",
     lambda host, device: torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device),
+    replays=False,
 )
 def reload(host: Tensor, device: torch.device) -> Tensor:
     """The value on a device again, once ``reloaded`` has returned.
@@ -65,7 +70,7 @@ def reload(host: Tensor, device: torch.device) -> Tensor:
     return _copy(x, host, x.device) if x.is_cuda else x.copy_(host)
 
 
-@opaque("reloaded(Tensor(a!) x) -> ()", lambda x: None)
+@opaque("reloaded(Tensor(a!) x) -> ()", lambda x: None, replays=False)
 def reloaded(x: Tensor) -> None:
     """What follows on the device runs when `x` is there."""
     if x.is_cuda:

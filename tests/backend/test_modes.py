@@ -18,7 +18,9 @@ REPLAYED = """
 add_into from_bytes local_extremes local_linear_scan local_linear_total local_scan merge_into pack pack_by_owner rank
 to_bytes
 """.split()
-NEVER_REPLAYED = "attend attend_backward pieces shared tiles_at_once tiles_backward tiles_forward".split()
+NEVER_REPLAYED = """
+attend attend_backward deal offload offloaded pieces reload reloaded shared tiles_at_once tiles_backward tiles_forward
+""".split()
 
 
 def test_what_a_cuda_graph_may_hold() -> None:

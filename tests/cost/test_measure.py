@@ -44,7 +44,7 @@ MARKED = replace(
 def asked(folders: list[str]) -> tuple[Machine, int, list[str]]:
     """What this rank is told, how often it measured, and the files of its folder (one folder per rank)."""
     folder = folders[dist.get_rank()]
-    measure._known.clear()
+    measure._known.pop(worker.group(), None)  # what all of a group know, all of it must forget
     with (
         mock.patch.dict(os.environ, {"SP_COMPILE_CACHE_DIR": folder}),
         mock.patch.object(measure, "_fit", wraps=measure._fit) as fit,
@@ -62,7 +62,7 @@ def _nobody(error: Exception | None) -> None:
 def fails(where: str, folder: str) -> str:
     """The last rank cannot find its disk, or has no memory for what is timed."""
     ranks = resolve(worker.mesh(), None)
-    measure._known.clear()
+    measure._known.pop(worker.group(), None)
     odd = (
         mock.patch.object(measure, where, side_effect=MemoryError("no room")) if dist.get_rank() == 1 else nullcontext()
     )
