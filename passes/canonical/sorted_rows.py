@@ -133,9 +133,9 @@ class _Uses:
         """Is this reader of the region's values one of the ways to use them? Then it is noted."""
         if node.op != "call_function":
             return False
-        if node.target is operator.getitem:
+        if node.target is operator.getitem and node.args[0] in self.rows:
             self.rows.add(node)
-            return node.args[0] in self.rows
+            return True
         ways = (self._read, self._put, self._add, self._divided, self._spreads, self._counted, self._product)
         return any(way(node) for way in (*ways, self._row_wise))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -11,19 +11,16 @@ from unittest import mock
 import pytest
 import torch
 from support import ranks as worker
+from support.capturing import compile_halves
 from support.parity import Checkpointed, Decoder, Outcome, against_eager, build, check, text
 from support.ranks import Ranks
 from torch.fx import Graph, GraphModule, Node
 
 import sp_compile
-from sp_compile import backend
 from sp_compile._compat import storage_of
-from sp_compile.config import Ranks as Group
 from sp_compile.config import SPConfig
 from sp_compile.lowering import offload as ops
-from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.joint.offload import Offload
-from sp_compile.spmd.session import Session
 
 sp = torch.ops.sp
 MODELS = {"as written": Decoder, "checkpointed": Checkpointed}
@@ -39,16 +36,8 @@ def halves(share: Any, model: str = "as written", **options: Any) -> tuple[Graph
         plain(self, forward, backward, results)
         found.extend([forward.graph, backward.graph, results])
 
-    def compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        given = {"attention": "ring", "cost": {}, "compiler": "aot_eager", "offload": share, **options}
-        session = Session(gm, inputs, given, measures=False)
-        session.split, session.ranks = True, Group(2, GROUP)
-        backend.compile_local(backend.lower(gm, inputs, given, session))
-        return gm.forward
-
-    torch._dynamo.reset()
     with mock.patch.object(Offload, "__call__", seen):
-        torch.compile(build(MODELS[model], layers=1), backend=compiled)(*text(32))
+        compile_halves(build(MODELS[model], layers=1), text(32), 2, attention="ring", offload=share, **options)
     return found[0], found[1], found[2]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,16 +11,14 @@ from unittest import mock
 import pytest
 import torch
 from support import ranks as worker
+from support.capturing import compile_halves
 from support.parity import Checkpointed, Outcome, against_eager, build, check, text
 from support.ranks import Ranks
 from torch._functorch import partitioners
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from sp_compile import _compat, backend
-from sp_compile.config import Ranks as Group
-from sp_compile.lowering.simulate import GROUP
-from sp_compile.spmd.session import Session
+from sp_compile import _compat
 
 aten, sp = torch.ops.aten, torch.ops.sp
 FLASH = aten._scaled_dot_product_flash_attention.default
@@ -53,16 +51,8 @@ def cut(how: str, attention: str, **options: Any) -> tuple[Counter[Any], Counter
         found.extend(Counter(node.target for node in half.graph.nodes) for half in halves)
         return halves
 
-    def compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        given = {"attention": attention, "cost": {}, "compiler": "aot_eager", **options}
-        session = Session(gm, inputs, given, measures=False)
-        session.split, session.ranks = True, Group(4, GROUP)
-        backend.compile_local(backend.lower(gm, inputs, given, session))
-        return gm.forward
-
-    torch._dynamo.reset()
     with mock.patch.object(partitioners, "min_cut_rematerialization_partition", partition):
-        torch.compile(model, backend=compiled)(*text(16))
+        compile_halves(model, text(16), 4, attention=attention, **options)
     return found[0], found[1]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from sp_compile.backend import lower
+from sp_compile.backend import compile_local, lower
 from sp_compile.capture.capture import capture
 from sp_compile.config import Ranks
 from sp_compile.lowering.simulate import GROUP
@@ -23,6 +23,20 @@ def lowered(gm: GraphModule, inputs: list[Any], n: int, **options: Any) -> Graph
     session = Session(gm, inputs, options, measures=False)
     session.ranks = Ranks(n, GROUP)
     return lower(gm, inputs, options, session).graph
+
+
+def compile_halves(model: nn.Module, args: Sequence[Any], n: int, **options: Any) -> None:
+    """Compile forward and backward of one of n simulated ranks; of the rank nothing runs."""
+
+    def compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        given = {"cost": {}, "compiler": "aot_eager", **options}
+        session = Session(gm, inputs, given, measures=False)
+        session.split, session.ranks = True, Ranks(n, GROUP)
+        compile_local(lower(gm, inputs, given, session))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=compiled)(*args)
 
 
 class Backend:
