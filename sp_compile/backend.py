@@ -25,6 +25,7 @@ from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies, stay_in_checkpoints
+from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.joint import JointJob, JointPasses
 from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.progress import now
@@ -61,6 +62,7 @@ NO_CUDA_GRAPHS = (
     "records CUDA graphs, which replay what one call launched: attention launches by the documents of each batch, and "
     "ranks would have to record and replay together. Use mode='max-autotune-no-cudagraphs' or 'default'"
 )
+KEEPS = "sp_compile checkpoints"
 NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
 OF_SEQUENCE = dict.fromkeys(
     ("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "fallback", "tiles"),
@@ -139,8 +141,12 @@ class RankProgram:
     edges: Edges = field(default_factory=Edges)
     machine: Machine | None = None
 
-    def offload(self, config: SPConfig) -> Offload | None:
+    def halves(self, config: SPConfig) -> Halves | None:
         """What is done to the halves of its joint graph, by these options."""
+        offload, exchanges = self._offload(config), self.ranks.n > 1 or self.joint is not None
+        return Halves(offload) if config.has_place and (offload is not None or exchanges) else None
+
+    def _offload(self, config: SPConfig) -> Offload | None:
         if config.offload == "never":
             return None
         device = next((x.device.type for x in self.inputs if isinstance(x, torch.Tensor)), "cpu")
@@ -281,12 +287,11 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     patches = _of_mode(mode, config.compiler)
     compiler = _compat.compiler(config.compiler, patches)
     asks: AbstractContextManager[Any] = nullcontext()
-    offload = lowered.offload(config)
+    halves = lowered.halves(config)
     if joint is not None and config.has_place:
-        compiler = _compat.joint_compiler(config.compiler, joint, joint.key(), patches, offload)
-    elif offload is not None or (config.has_place and _compat.has_regions(local)):
-        does = f"sp_compile checkpoints {offload.key if offload is not None else ''}"
-        compiler = _compat.joint_compiler(config.compiler, stay_in_checkpoints, does, patches, offload)
+        compiler = _compat.joint_compiler(config.compiler, joint, joint.key(), patches, halves)
+    elif halves is not None or (config.has_place and _compat.has_regions(local)):
+        compiler = _compat.joint_compiler(config.compiler, stay_in_checkpoints, KEEPS, patches, halves)
         asks = ask_policies(local)
     elif joint is not None:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))

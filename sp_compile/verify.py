@@ -21,6 +21,7 @@ from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note
 from sp_compile.passes.joint.checkpoints import stay_in_checkpoints
+from sp_compile.passes.joint.overlap import overlap
 from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
 from sp_compile.spmd.between import in_shards
@@ -258,12 +259,15 @@ def _joint_report(lowered: RankProgram, given: SPConfig) -> None:
 def _step_of(lowered: RankProgram, given: SPConfig, hosted: bool) -> GraphStep:
     """What one graph holds over a step: walked, and not run. hosted: both without and with what goes to the host."""
     transform = lowered.joint if lowered.joint is not None and lowered.config.has_place else None
-    for_inductor, offload = given.compiler == "inductor", lowered.offload(given)
+    for_inductor, halves = given.compiler == "inductor", lowered.halves(given)
+    offload = halves.offload if halves is not None else None
     given_to = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
     inputs = sum(nbytes_of(x) for node in given_to for x in tensors_of(node))
     without: list[GraphStep] = []
 
-    def halves(forward: GraphModule, backward: GraphModule, results: int) -> None:
+    def in_turn(forward: GraphModule, backward: GraphModule, results: int) -> None:
+        if halves is not None:
+            overlap(forward, backward)
         if hosted:
             without.append(GraphStep.of(forward.graph, backward.graph, for_inductor, inputs))
         if offload is not None:
@@ -271,7 +275,7 @@ def _step_of(lowered: RankProgram, given: SPConfig, hosted: bool) -> GraphStep:
 
     with memory_budget(given.activation_memory_budget):
         local = copied(lowered.graph)
-        forward, backward = partitioned(local, lowered.inputs, transform or stay_in_checkpoints, for_inductor, halves)
+        forward, backward = partitioned(local, lowered.inputs, transform or stay_in_checkpoints, for_inductor, in_turn)
     step = GraphStep.of(forward.graph, backward.graph if backward is not None else None, for_inductor, inputs)
     step.offloaded = offload.found if offload is not None else None
     return replace(without[0], hosted=step) if without else step

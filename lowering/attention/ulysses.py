@@ -22,15 +22,13 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> li
     """The whole heads of this rank for the rows of all neighbours. Key heads are repeated for the ranks to divide."""
     keys, values = (_repeated(x, ranks) for x in (k, v))
     heads = keys.shape[HEADS]
-    # The queries of a key head as part of its rows: as many heads as keys have, so that backward is one exchange too.
-    queries = q.unflatten(HEADS, (heads, q.shape[HEADS] // heads)).movedim(2, 3)
-    together = known(queries.shape[SEQUENCE] == keys.shape[SEQUENCE])
-    groups = [[queries, keys, values]] if together else [[queries], [keys, values]]
+    together = known(q.shape[SEQUENCE] == keys.shape[SEQUENCE])
+    groups = [[q, keys, values]] if together else [[q], [keys, values]]
     moved = []
     for xs, frame in zip(groups, (args.q_frame, args.k_frame)):
         rows, group = _whole_frame(frame, xs[0].shape[SEQUENCE] * ranks), routes.among(args.group, ranks)
         moved += torch.ops.sp.all_to_all(xs, HEADS, [1, heads, 0, heads], SEQUENCE, rows, ranks, group)
-    return [moved[0].movedim(3, 2).flatten(HEADS, 2), *moved[1:]]
+    return moved
 
 
 def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:

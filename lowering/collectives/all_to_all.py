@@ -4,7 +4,10 @@ x       (..., g, ..., H, ...)      gather dim split, scatter dim whole
 pack    (n, g, cols)               H cut into n blocks, the block's rank in front, the rows next
 cat     (n, g, total)              the tensors side by side
 recv    (n * g, total)             rows of all ranks, in order
-unpack  (..., G, ..., h, ...)      split of the columns and a permute: views, never a copy
+unpack  (..., G, ..., h, ...)      split of the columns and a permute: views
+
+Of tensors that differ in g, as query and key heads do, the fewest are the rows and what the others have beyond them is
+columns: one exchange for all, and unpacking is one copy of those.
 """
 
 import math
@@ -56,18 +59,27 @@ class _AllToAllFunction(torch.autograd.Function):
 
 
 def _sharing(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
-    """Indices of the tensors that can share an exchange: same dtype, device and local gather length."""
+    """Indices of the tensors that can share an exchange: same dtype, device and, but for columns, gather length."""
     groups: list[list[int]] = []
     for i, x in enumerate(xs):
         for members in groups:
-            y = xs[members[0]]
-            same_rows = known(x.shape[gather_dim] == y.shape[gather_dim])
-            if same_rows and (x.dtype, x.device) == (y.dtype, y.device):
+            y, together = xs[members[0]], [xs[j] for j in (*members, i)]
+            if (x.dtype, x.device) == (y.dtype, y.device) and _fewest_rows(together, gather_dim) is not None:
                 members.append(i)
                 break
         else:
             groups.append([i])
     return groups
+
+
+def _fewest_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
+    """The gather length that divides all others; None where none is known to."""
+    lengths = [x.shape[gather_dim] for x in xs]
+    return next((a for a in lengths if all(_divides(a, b) for b in lengths)), None)
+
+
+def _divides(few: int, many: int) -> bool:
+    return known(few == many) or (known(few > 0) and known(many % few == 0))
 
 
 def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Reshard:
@@ -77,24 +89,31 @@ def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Res
 
 def exchange(xs: list[Tensor], reshard: _Reshard) -> list[Tensor]:
     """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks. Not differentiable."""
-    rows = xs[0].shape[reshard.gather_dim]
-    inner = rows_within(rows, rows_held(reshard.gather_frame, reshard.n))
+    held = rows_held(reshard.gather_frame, reshard.n)
     if reshard.n == 1:
-        return [trim(x, reshard.gather_dim, reshard.gather_frame, 1, inner) for x in xs]
-    blocks = [_blocks(x, reshard) for x in xs]
+        gather, frame = reshard.gather_dim, reshard.gather_frame
+        return [trim(x, gather, frame, 1, rows_within(x.shape[gather], held)) for x in xs]
+    rows = _fewest_rows(xs, reshard.gather_dim)
+    assert rows is not None
+    blocks = [_blocks(x, reshard, rows) for x in xs]
     sent = _packed(blocks)
     received = current().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
-    received = trim(in_order(received, reshard.gather_frame, reshard.n), 0, reshard.gather_frame, reshard.n, inner)
+    received = in_order(received, reshard.gather_frame, reshard.n)
+    received = trim(received, 0, reshard.gather_frame, reshard.n, rows_within(rows, held))
     pieces = received.split([math.prod(b.shape[2:]) for b in blocks], 1)
-    return [_unpack(piece, x, reshard) for piece, x in zip(pieces, xs, strict=True)]
+    return [_unpack(piece, b, x, reshard) for piece, b, x in zip(pieces, blocks, xs, strict=True)]
 
 
-def _blocks(x: Tensor, reshard: _Reshard) -> Tensor:
-    """(..., g, ..., n * h, ...) -> (n, g, ...), the other dims with h in place of the scatter dim; mostly a view."""
+def _blocks(x: Tensor, reshard: _Reshard, rows: int) -> Tensor:
+    """(..., g, ..., n * h, ...) -> (n, rows, ...), the other dims with h in place of the scatter dim; mostly a view.
+
+    What g has beyond so many rows is the first of the other dims.
+    """
     n, scatter, gather = reshard.n, reshard.scatter_dim, reshard.gather_dim
     if folds_of(reshard.scatter_frame) == 2:
         x = by_rank(x.movedim(scatter, 0), reshard.scatter_frame, n).movedim(0, scatter)
-    return x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0).movedim(gather + 1, 1)
+    x = x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0).movedim(gather + 1, 1)
+    return x if known(x.shape[1] == rows) else x.unflatten(1, (rows, x.shape[1] // rows))
 
 
 def _packed(blocks: list[Tensor]) -> Tensor:
@@ -110,12 +129,10 @@ def _packed(blocks: list[Tensor]) -> Tensor:
     return sent
 
 
-def _unpack(piece: Tensor, x: Tensor, reshard: _Reshard) -> Tensor:
-    """(G, cols) -> (..., G, ..., h, ...), a view."""
-    others = list(x.shape)
-    others[reshard.scatter_dim] = others[reshard.scatter_dim] // reshard.n
-    del others[reshard.gather_dim]
-    return piece.unflatten(1, others).movedim(0, reshard.gather_dim)
+def _unpack(piece: Tensor, block: Tensor, x: Tensor, reshard: _Reshard) -> Tensor:
+    """(G, cols) -> (..., G, ..., h, ...), a view where the block's rows are all that x has."""
+    found = piece.unflatten(1, block.shape[2:])
+    return (found if found.ndim == x.ndim else found.flatten(0, 1)).movedim(0, reshard.gather_dim)
 
 
 @composite(
@@ -130,7 +147,7 @@ def all_to_all(
     Shapes: gather dim s_g * inner -> length_g * inner; scatter dim length_s * inner -> s_s * inner. Tensors
     with more rows a position, such as the query heads of one key head, have a larger inner and share the
     frames. Bytes: (n - 1) / n of the operands', in one all_to_all_single for all that agree in dtype and
-    local gather length. Backward: the same exchange the other way, as many bytes.
+    divide in local gather length. Backward: the same exchange the other way, as many bytes.
     Source: one copy into the send buffer, all_to_all_single, views.
     Errors: ValueError when the dims are equal or a frame's outer is not 1.
     """

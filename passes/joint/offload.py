@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile import passes
 from sp_compile._compat import storage_of
 from sp_compile.cost.liveness import nbytes_of, tensors_of
 from sp_compile.cost.machine import Machine
@@ -32,7 +31,6 @@ from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.lowering import offload as _ops  # noqa: F401  (registers the operators)
-from sp_compile.lowering.library import sources_digest
 from sp_compile.spmd.named_groups import is_collective
 
 sp = torch.ops.sp
@@ -50,12 +48,7 @@ class Offload(Editor):
     asked: str | float
     machine: Machine
     fused: bool
-    found: Offloaded = field(default_factory=Offloaded)
-
-    @property
-    def key(self) -> str:
-        """The same for what does the same, for caches of compiled code."""
-        return f"sp_compile offload {sources_digest(*passes.__path__)} {self.asked} {self.fused} {self.machine}"
+    found: Offloaded = field(default_factory=Offloaded, repr=False)
 
     def __call__(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
         """Change the halves of a joint graph. results: how many of the forward's are its caller's."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import OpOverload
+from sp_compile._compat import OpOverload, set_grad_enabled
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
 from sp_compile.graph.record import record
@@ -102,6 +102,24 @@ def buckets(sources: list[Node]) -> list[list[Node]]:
         out[-1].append(source)
         filled += nbytes
     return out
+
+
+def before_first_use(graph: Graph, op: OpOverload) -> None:
+    """Move what such ops make of inputs and parameters in front of its first reader (of the region without gradients
+    that it is in). Autograd runs first what came last: a layer's gradients leave as they are made, not all at the end.
+    """
+    region: Node | None = None
+    first: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.target is set_grad_enabled:
+            region = None if node.args[0] else region or node
+        elif node.target is not operator.getitem:
+            for operand in node.all_input_nodes:
+                if operand.target is operator.getitem and operand.args[0].target is op:
+                    first.setdefault(operand.args[0], region or node)
+    for made, reader in first.items():
+        for one in (made, *made.users):
+            reader.prepend(one)
 
 
 def stays_smooth(node: Node, plan: Plan) -> bool:

@@ -29,7 +29,7 @@ from sp_compile.passes.job import Job, Settings
 from sp_compile.sharding.placement import Partial, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.rule import Factors, lookup
 
-from .gradients import buckets, differentiable_nodes, enters_shards, lifted_nodes, stays_smooth
+from .gradients import before_first_use, buckets, differentiable_nodes, enters_shards, lifted_nodes, stays_smooth
 from .prove import local_shape
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -85,6 +85,7 @@ class _Localizer(Editor):
         local = GraphModule(self.old, self.graph)
         local.meta.update(self.old.meta)
         drop_dead(local.graph)
+        before_first_use(local.graph, sp.reduce_grad.default)
         local.recompile()
         return local
 

@@ -9,15 +9,26 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
 JointTransform = Callable[[torch.fx.GraphModule], None]
-Halves = Callable[..., None]
-"""Of (forward, backward, results): changes both in place; so many of the forward's results are its caller's."""
+
+
+class Halves(Protocol):
+    """Changes a forward and its backward in place; so many of the forward's results are its caller's.
+
+    key: the same for what does the same.
+    """
+
+    key: str
+
+    def __call__(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None: ...
+
+
 JOINT_COMPILERS = ("inductor", "aot_eager")
 
 
@@ -193,7 +204,7 @@ def joint_compiler(
         transform(gm)
         found = min_cut_rematerialization_partition(gm, inputs, **options)
         if halves is not None:
-            halves(*found, options["num_fwd_outputs"])
+            halves(found[0], found[1], options["num_fwd_outputs"])
         return found
 
     def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -235,17 +246,17 @@ def _joint_inductor(
             keys = (*(one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.earlier), key)
             return None if None in keys else keys
 
-    def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def run(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         theirs = config.joint_custom_pre_pass
         earlier = theirs if isinstance(theirs, list | tuple) else [] if theirs is None else [theirs]
-        cut = {} if halves is None else {"custom_partitioner_fn": _partitioner(halves, key)}
+        cut = {} if halves is None else {"custom_partitioner_fn": _partitioner(halves)}
         with config.patch(joint_custom_pre_pass=CustomPass(earlier), **cut):
-            return inductor(gm, inputs, {**in_order, **(patches or {})})
+            return inductor(gm, inputs, {**in_order, **(patches or {})}, **options)
 
     return run
 
 
-def _partitioner(halves: Halves, key: str | None) -> Any:
+def _partitioner(halves: Halves) -> Any:
     """For Inductor: torch's, or the user's own, and then `halves`."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
@@ -256,11 +267,11 @@ def _partitioner(halves: Halves, key: str | None) -> Any:
 
         def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
             found = (self.theirs or min_cut_rematerialization_partition)(gm, inputs, **options)
-            halves(*found, options["num_fwd_outputs"])
+            halves(found[0], found[1], options["num_fwd_outputs"])
             return found
 
         def uuid(self) -> tuple[Any, ...] | None:
-            keys = (self.theirs.uuid() if self.theirs is not None else "", key)
+            keys = (self.theirs.uuid() if self.theirs is not None else "", halves.key)
             return None if None in keys else keys
 
         def __reduce__(self) -> tuple[Any, ...]:
@@ -274,7 +285,7 @@ def partitioned(
     inputs: Sequence[Any],
     transform: JointTransform | None,
     for_inductor: bool,
-    halves: Halves | None = None,
+    halves: Callable[[torch.fx.GraphModule, torch.fx.GraphModule, int], None] | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:
     """The forward and the backward that AOTAutograd makes of a graph, not compiled; an inference has no backward.
 
@@ -292,7 +303,7 @@ def partitioned(
             transform(joint)
         found[:] = min_cut_rematerialization_partition(joint, values, **options)
         if halves is not None:
-            halves(*found, options["num_fwd_outputs"])
+            halves(found[0], found[1], options["num_fwd_outputs"])
         return tuple(found)
 
     def infer(forward: torch.fx.GraphModule, values: Any) -> Any:

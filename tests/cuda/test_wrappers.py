@@ -218,10 +218,6 @@ wait 6""",
     )
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="Inductor puts the sums of all buckets at the end, and each wait behind its start"
-)
 def test_gradients_leave_as_they_are_made(gpu: AbsentGpu) -> None:
     """The sum of a layer's gradients is on its way while attention of the layer before it is computed."""
     rank = gpu.run(attention, "ulysses", 2, Sizes(rows=8192, heads=32, kv_heads=8, layers=2))

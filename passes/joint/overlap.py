@@ -1,0 +1,91 @@
+"""Exchanges are under way while others compute: in the halves of a joint graph, by the order of nodes alone.
+
+    before   dx = mm(g, w); dw = mm(x, g); y = wait(exchange(dx)); s = wait(all_reduce(dw)); attention_backward(y)
+    after    dx = mm(g, w); t = exchange(dx); dw = mm(x, g); y = wait(t); u = all_reduce(dw); attention_backward(y)
+             ... s = wait(u)
+
+A product that an exchange does not read goes behind its start: one exchange and no further, so what lives longer is of
+one gap between two. So does a sum that nothing but results reads, of gradients: somebody waits for the exchange, and
+both share a communicator. Every wait is where its value is read. Exchanges are in one order on all ranks, since all
+have the same graph. torch's DDP hides its buckets likewise (Li et al. 2020, arXiv:2006.15704).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sp_compile._compat import OpOverload
+from sp_compile.cost.liveness import WAIT, flops_of
+from sp_compile.graph.closure import closure
+from sp_compile.graph.mutation import is_pure
+
+c10d = torch.ops._c10d_functional
+
+
+def overlap(*halves: GraphModule) -> None:
+    """Order the halves of a joint graph, in place."""
+    for half in halves:
+        if half.graph.find_nodes(op="call_function", target=WAIT):
+            _late_waits(half.graph)
+            _early_exchanges(half.graph)
+            half.graph.lint()
+            half.recompile()
+
+
+def _late_waits(graph: Graph) -> None:
+    """Waits, and views of what was waited for, in front of their first readers."""
+    for node in reversed(list(graph.nodes)):
+        if node.users and (node.target is WAIT or (_is_view(node) and _waited_for(node))):
+            min(node.users).prepend(node)
+
+
+def _is_view(node: Node) -> bool:
+    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and node.target.is_view)
+
+
+def _waited_for(node: Node) -> bool:
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node.target is WAIT
+
+
+def _early_exchanges(graph: Graph) -> None:
+    """Products and sums behind the start of the next exchange that does not need them, with what reads them.
+
+    Not what hides an exchange already, in front of a wait, and not what is in front of one that writes or draws.
+    """
+    gap: list[Node] = []
+    for node in list(graph.nodes):
+        if _is_start(node) and not _is_sum(node):
+            place = node
+            for late in _late(gap, node):
+                place.append(late)
+                place = late
+            gap = []
+        elif node.op == "placeholder" or is_pure(node) or _is_start(node):
+            gap.append(node)
+        else:
+            gap = []
+
+
+def _late(gap: list[Node], exchange: Node) -> list[Node]:
+    inside, late = set(gap), dict[Node, None]()
+    needed = closure([exchange], lambda n: (x for x in n.all_input_nodes if x in inside))
+    for node in gap:
+        heavy = flops_of(node) or (_is_start(node) and _is_sum(node))
+        if node not in needed and (heavy or not late.keys().isdisjoint(node.all_input_nodes)):
+            late[node] = None
+    return list(late)
+
+
+def _is_start(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") == c10d.name and node.target is not WAIT
+
+
+def _is_sum(node: Node) -> bool:
+    """Is what the exchange gives only waited for, viewed and returned?"""
+    seen = closure([node], lambda n: (u for u in n.users if u.target is WAIT or _is_view(u)))
+    return all(u in seen or u.op == "output" for n in seen for u in n.users)
