@@ -104,22 +104,22 @@ def buckets(sources: list[Node]) -> list[list[Node]]:
     return out
 
 
-def before_first_use(graph: Graph, op: OpOverload) -> None:
-    """Move what such ops make of inputs and parameters in front of its first reader (of the region without gradients
-    that it is in). Autograd runs first what came last: a layer's gradients leave as they are made, not all at the end.
+def before_first_use(sums: list[Node], graph: Graph) -> None:
+    """Move ops on inputs and parameters in front of the first reader of what they give, or of its no_grad region.
+
+    Autograd runs first what came last: so the gradients of a layer are summed when they are made, not all at the end.
     """
     region: Node | None = None
-    first: dict[Node, Node] = {}
+    readers: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.target is set_grad_enabled:
             region = None if node.args[0] else region or node
         elif node.target is not operator.getitem:
-            for operand in node.all_input_nodes:
-                if operand.target is operator.getitem and operand.args[0].target is op:
-                    first.setdefault(operand.args[0], region or node)
-    for made, reader in first.items():
-        for one in (made, *made.users):
-            reader.prepend(one)
+            for made in [x.args[0] for x in node.all_input_nodes if x.target is operator.getitem]:
+                readers.setdefault(made, region or node)
+    for made in sums:
+        for node in (made, *made.users):
+            readers[made].prepend(node)
 
 
 def stays_smooth(node: Node, plan: Plan) -> bool:

@@ -76,7 +76,7 @@ class _Localizer(Editor):
         params = [n for n in sources if n.op == "get_attr" and is_tensor(n)]
         for node in params:
             self._keep(node, self.graph.node_copy(node, self.env.__getitem__))
-        self._reduce_param_grads(sources)
+        sums = self._reduce_param_grads(sources)
         for node in self.old.graph.nodes:
             if node.op == "output":
                 self.graph.output(torch.fx.map_arg(node.args[0], self.env.__getitem__)).meta.update(node.meta)
@@ -85,7 +85,7 @@ class _Localizer(Editor):
         local = GraphModule(self.old, self.graph)
         local.meta.update(self.old.meta)
         drop_dead(local.graph)
-        before_first_use(local.graph, sp.reduce_grad.default)
+        before_first_use([made for made in sums if made.users], local.graph)
         local.recompile()
         return local
 
@@ -230,17 +230,19 @@ class _Localizer(Editor):
         mark(new, requires_grad=source in self.differentiable)
         return new
 
-    def _reduce_param_grads(self, sources: Iterable[Node]) -> None:
+    def _reduce_param_grads(self, sources: Iterable[Node]) -> list[Node]:
         """One sp::reduce_grad per bucket of parameters: a collective a bucket in the backward, not one a parameter."""
+        sums = []
         want = Replicate(partial_grad=True)
         wanted = [s for s in sources if s in self.differentiable and enters_shards(s, self.plan, self.lifted)]
         parameters = [s for s in wanted if _is_parameter(s)]
         inputs = [s for s in wanted if not _is_parameter(s)]
         for bucket in buckets(parameters) + buckets(inputs):
             args = ([self.env[s] for s in bucket], self._how(bucket[0]), self.ranks.n, self.ranks.group)
-            both = self.graph.call_function(sp.reduce_grad.default, args)
+            sums.append(self.graph.call_function(sp.reduce_grad.default, args))
             for i, source in enumerate(bucket):
-                self.converted[source, want] = self.graph.call_function(operator.getitem, (both, i))
+                self.converted[source, want] = self.graph.call_function(operator.getitem, (sums[-1], i))
+        return sums
 
     def _how(self, source: Node) -> str:
         """Only a parameter's gradient may stay partial: what else has one is used alike on every rank further back."""

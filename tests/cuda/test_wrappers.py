@@ -27,9 +27,10 @@ def test_ring(gpu: AbsentGpu) -> None:
         """\
 rank
 kernel
-product x 2
+product
 kernel
 1 = shift:1:1 bfloat16[1, 4, 131072, 256]
+product
 attend step 0 of 1
 wait 1
 2 = shift:1:1 bfloat16[1, 4, 131072, 256]
@@ -47,9 +48,10 @@ wait 3
 kernel
 -- backward
 kernel
-product x 2
+product
 pack
 1 = shift:1:1 bfloat16[1, 4, 131072, 256]
+product
 attend_backward step 0 of 1
 kernel
 2 = shift:1:1 float32[1, 4, 131072, 256]
@@ -99,24 +101,22 @@ wait 3
 kernel
 -- backward
 kernel
-product x 2
+product
 kernel
 1 = all_to_all_single bfloat16[2, 131072, 512]
+product
 wait 1
 _scaled_dot_product_flash_attention_backward of 1
 kernel
-2 = all_to_all_single bfloat16[2, 4, 16777216]
+2 = all_to_all_single bfloat16[2, 2, 67108864]
 wait 2
 kernel
-3 = all_to_all_single bfloat16[2, 2, 33554432]
-wait 3
-kernel
 product
 kernel
 product
 kernel
-4 = all_reduce bfloat16[3145728]
-wait 4""",
+3 = all_reduce bfloat16[3145728]
+wait 3""",
     )
 
 
@@ -126,9 +126,10 @@ def test_gather(gpu: AbsentGpu) -> None:
         """\
 rank
 kernel
-product x 2
+product
 kernel
 1 = all_gather_into_tensor bfloat16[262144, 1, 4, 256]
+product
 wait 1
 kernel x 2
 attend step 0
@@ -140,9 +141,10 @@ wait 2
 kernel
 -- backward
 kernel
-product x 2
+product
 pack
 1 = all_gather_into_tensor bfloat16[262144, 1, 4, 256]
+product
 wait 1
 kernel x 2
 attend_backward step 0
@@ -188,9 +190,10 @@ wait 4
 kernel
 -- backward
 kernel
-product x 2
+product
 kernel
 1 = among:2 bfloat16[2, 131072, 512]
+product
 wait 1
 kernel
 pack
