@@ -143,8 +143,8 @@ class RankProgram:
 
     def halves(self, config: SPConfig) -> Halves | None:
         """What is done to the halves of its joint graph, by these options."""
-        offload, exchanges = self._offload(config), self.ranks.n > 1 or self.joint is not None
-        return Halves(offload) if config.has_place and (offload is not None or exchanges) else None
+        offload = self._offload(config)
+        return Halves(offload) if config.has_place and (offload is not None or self.ranks.n > 1) else None
 
     def _offload(self, config: SPConfig) -> Offload | None:
         if config.offload == "never":

@@ -4,15 +4,16 @@
     after    dx = mm(g, w); t = exchange(dx); dw = mm(x, g); y = wait(t); u = all_reduce(dw); attention_backward(y)
              ... s = wait(u)
 
-A product that an exchange does not read goes behind its start: one exchange and no further, so what lives longer is of
-one gap between two. So does a sum that nothing but results reads, of gradients: somebody waits for the exchange, and
-both share a communicator. Every wait is where its value is read. Exchanges are in one order on all ranks, since all
-have the same graph. torch's DDP hides its buckets likewise (Li et al. 2020, arXiv:2006.15704).
+A product that an exchange does not read goes behind its start, from no further than the wait before: so what lives
+longer is of one gap between two. So does a sum that nothing but results reads, of gradients: somebody waits for the
+exchange, and both share a communicator. Every wait is where its value is read. Exchanges are in one order on all
+ranks, since all have the same graph. torch's DDP hides its buckets likewise (Li et al. 2020, arXiv:2006.15704).
 """
 
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -53,18 +54,16 @@ def _waited_for(node: Node) -> bool:
 
 
 def _early_exchanges(graph: Graph) -> None:
-    """Products and sums behind the start of the next exchange that does not need them, with what reads them.
+    """Behind the start of each exchange the products, sums and other starts in front of it that it does not need.
 
-    Not what hides an exchange already, in front of a wait, and not what is in front of one that writes or draws.
+    As far back as the wait before: what is in front of that hides an exchange already. What writes or draws stays.
     """
     gap: list[Node] = []
     for node in list(graph.nodes):
         if _is_start(node) and not _is_sum(node):
-            place = node
-            for late in _late(gap, node):
+            gap = [node, *_late(gap, node)]
+            for place, late in pairwise(gap):
                 place.append(late)
-                place = late
-            gap = []
         elif node.op == "placeholder" or is_pure(node) or _is_start(node):
             gap.append(node)
         else:

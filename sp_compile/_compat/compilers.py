@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 JointTransform = Callable[[torch.fx.GraphModule], None]
 
 
-class Halves(Protocol):
+class HalvesTransform(Protocol):
     """Changes a forward and its backward in place; so many of the forward's results are its caller's.
 
     key: the same for what does the same.
@@ -183,7 +183,7 @@ def joint_compiler(
     transform: JointTransform,
     key: str | None,
     patches: Mapping[str, Any] | None = None,
-    halves: Halves | None = None,
+    halves: HalvesTransform | None = None,
 ) -> Callable[..., Any]:
     """As `compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is partitioned.
 
@@ -221,7 +221,7 @@ def joint_compiler(
 
 
 def _joint_inductor(
-    transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None, halves: Halves | None
+    transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None, halves: HalvesTransform | None
 ) -> Callable[..., Any]:
     """Inductor with one more pass on the joint graph, after those of the user's own, and one on its halves.
 
@@ -256,7 +256,7 @@ def _joint_inductor(
     return run
 
 
-def _partitioner(halves: Halves) -> Any:
+def _partitioner(halves: HalvesTransform) -> Any:
     """For Inductor: torch's, or the user's own, and then `halves`."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config

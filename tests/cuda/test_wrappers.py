@@ -51,10 +51,10 @@ kernel
 product
 pack
 1 = shift:1:1 bfloat16[1, 4, 131072, 256]
-product
 attend_backward step 0 of 1
 kernel
 2 = shift:1:1 float32[1, 4, 131072, 256]
+product
 wait 1
 3 = shift:1:1 bfloat16[1, 4, 131072, 256]
 attend_backward step 1 of 1, 3, 2

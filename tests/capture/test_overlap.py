@@ -1,0 +1,70 @@
+"""Exchanges leave early and are waited for late: the order of nodes in the halves of a joint graph, and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest import mock
+
+import pytest
+from support.capturing import compile_halves
+from support.parity import Checkpointed, Decoder, build, text
+from torch.fx import Graph, GraphModule
+
+from sp_compile.cost.liveness import WAIT, flops_of
+from sp_compile.passes.joint import halves
+from sp_compile.passes.joint.overlap import overlap
+from sp_compile.passes.localize import gradients
+
+
+def backward(model: type, strategy: str, layers: int = 2) -> tuple[Graph, Graph]:
+    """As AOTAutograd orders it, and as the pass does."""
+    found: list[Graph] = []
+
+    def seen(*both: GraphModule) -> None:
+        found.append(Graph())
+        found[0].output(found[0].graph_copy(both[1].graph, {}))
+        overlap(*both)
+        found.append(both[1].graph)
+
+    with mock.patch.object(halves, "overlap", seen):
+        compile_halves(build(model, layers=layers), text(32), 2, attention=strategy)
+    return found[0], found[1]
+
+
+def words(graph: Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", pytest.param("ring", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", [Decoder, pytest.param(Checkpointed, marks=pytest.mark.slow)])
+def test_only_the_order_changes(model: type, strategy: str) -> None:
+    before, after = (words(graph) for graph in backward(model, strategy))
+    assert before != after
+    assert Counter(before) == Counter(after)
+
+
+def test_every_wait_is_where_its_value_is_read() -> None:
+    _, graph = backward(Decoder, "ulysses", layers=1)
+    nodes = list(graph.nodes)
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        between = nodes[nodes.index(wait) : nodes.index(min(wait.users))]
+        assert not any(flops_of(node) for node in between), wait
+
+
+def test_an_exchange_leaves_before_products_that_it_does_not_read() -> None:
+    _, graph = backward(Decoder, "ulysses")
+    found = words(graph)
+    starts = [i for i, word in enumerate(found) if "all_to_all_single" in word]
+    hidden = [any("aten.mm" in word for word in found[i : found.index(str(WAIT), i)]) for i in starts]
+    assert any(hidden)
+
+
+def test_sums_of_gradients_leave_before_the_backward_of_the_layer_before() -> None:
+    with mock.patch.object(gradients, "BUCKET_BYTES", 1 << 12):
+        _, graph = backward(Decoder, "ulysses")
+    sums = [i for i, word in enumerate(words(graph)) if "all_reduce" in word]
+    waits = [i for i, word in enumerate(words(graph)) if "wait" in word]
+    layers = [i for i, word in enumerate(words(graph)) if "attention" in word and "backward" in word]
+    assert len(layers) == 2
+    assert sums[0] < layers[1] < waits[-1]
+    assert all("wait" not in words(graph)[i + 1] for i in sums[:-1])
