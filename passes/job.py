@@ -37,6 +37,7 @@ class Settings:
     fallback: str = "gather"
     param_grads: str = "reduce"
     tiles: str | int = "auto"
+    ulysses_chunks: str | int = "auto"
     aligned: frozenset[str] | None = None  # groups of the program whose ranks hold the same rows; None: all
 
     @staticmethod
@@ -56,6 +57,7 @@ class Settings:
             fallback=config.fallback,
             param_grads=config.param_grads,
             tiles=config.tiles,
+            ulysses_chunks=config.ulysses_chunks,
             **found,
         )
 

@@ -65,7 +65,7 @@ NO_CUDA_GRAPHS = (
 KEEPS = "sp_compile checkpoints"
 NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
 OF_SEQUENCE = dict.fromkeys(
-    ("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "fallback", "tiles"),
+    ("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "fallback", "tiles", "ulysses_chunks"),
     "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
 )
 AS_WRITTEN = Note(

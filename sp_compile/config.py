@@ -48,6 +48,8 @@ class SPConfig:
     layout: the order of the sequence over the ranks. "zigzag" balances causal rings and gathers: rank r of n holds
         chunks r and 2n - 1 - r of 2n; "auto" takes it where that pays and nothing else depends on the order. "balanced"
         deals chunks so that all ranks attend to about as many pairs, as the documents of each batch have it.
+    ulysses_chunks: groups of heads that Ulysses exchanges one by one, each while another is attended to. A number: so
+        many, wherever the heads on a rank are so many groups; "auto": as the cost model predicts that it pays.
     cost: constants of the cost model, such as {"flops": 6e14}: the device's defaults with these replaced, instead of
         what was measured on these ranks; see sp_compile.cost.machine.Machine.
     inputs: "global": every rank passes the whole sequence; "local": each passes its own equal, contiguous shard of the
@@ -87,6 +89,7 @@ class SPConfig:
     seq_dims: str | Mapping[str, int] = "auto"
     attention: str = "auto"
     layout: str = "auto"
+    ulysses_chunks: str | int = "auto"
     cost: Mapping[str, Any] | None = None
     inputs: str = "global"
     outputs: str | Mapping[str | int, str] = "auto"
@@ -126,6 +129,13 @@ class SPConfig:
         if self.tiles not in TILES and (type(self.tiles) is not int or self.tiles < 1):
             raise SpError(
                 f"tiles={self.tiles!r}: expected 'auto', 'never' or a number of tiles{did_you_mean(self.tiles, TILES)}"
+            )
+        chunks = self.ulysses_chunks
+        if chunks != "auto" and (type(chunks) is not int or chunks < 1):
+            raise SpError(f"ulysses_chunks={chunks!r}: expected 'auto' or a number of groups of heads")
+        if chunks != "auto" and self.attention not in ("auto", "ulysses"):
+            raise SpError(
+                f"ulysses_chunks={chunks!r}: attention={self.attention!r} does it not; use 'ulysses' or 'auto'"
             )
         if self.offload not in OFFLOAD and not _is_share(self.offload):
             raise SpError(

@@ -12,14 +12,13 @@ ranks, since all have the same graph. torch's DDP hides its buckets likewise (Li
 
 from __future__ import annotations
 
-import operator
 from itertools import pairwise
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import OpOverload
 from sp_compile.cost.liveness import WAIT, flops_of
+from sp_compile.graph.call import Call
 from sp_compile.graph.closure import closure
 from sp_compile.graph.mutation import is_pure
 
@@ -37,20 +36,21 @@ def overlap(*halves: GraphModule) -> None:
 
 
 def _late_waits(graph: Graph) -> None:
-    """Waits, and views of what was waited for, in front of their first readers."""
+    """Waits, and what is made of nothing but what was waited for, in front of their first readers."""
     for node in reversed(list(graph.nodes)):
-        if node.users and (node.target is WAIT or (_is_view(node) and _waited_for(node))):
+        if node.users and _waited_for(node):
             min(node.users).prepend(node)
 
 
-def _is_view(node: Node) -> bool:
-    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and node.target.is_view)
-
-
 def _waited_for(node: Node) -> bool:
-    while _is_view(node):
+    while _passes_on(node):
         node = node.all_input_nodes[0]
     return node.target is WAIT
+
+
+def _passes_on(node: Node) -> bool:
+    """Is the node a view, a copy or a cast: little work on one value?"""
+    return len(node.all_input_nodes) == 1 and is_pure(node) and not flops_of(node)
 
 
 def _early_exchanges(graph: Graph) -> None:
@@ -61,23 +61,29 @@ def _early_exchanges(graph: Graph) -> None:
     gap: list[Node] = []
     for node in list(graph.nodes):
         if _is_start(node) and not _is_sum(node):
-            gap = [node, *_late(gap, node)]
-            for place, late in pairwise(gap):
-                place.append(late)
-        elif node.op == "placeholder" or is_pure(node) or _is_start(node):
+            late = _late(gap, node)
+            for place, moved in pairwise([node, *late]):
+                place.append(moved)
+            gap = [*(n for n in gap if n not in late), node, *late]
+        elif node.op == "placeholder" or is_pure(node) or _is_start(node) or _draws_nothing(node):
             gap.append(node)
         else:
             gap = []
 
 
-def _late(gap: list[Node], exchange: Node) -> list[Node]:
+def _late(gap: list[Node], exchange: Node) -> dict[Node, None]:
     inside, late = set(gap), dict[Node, None]()
     needed = closure([exchange], lambda n: (x for x in n.all_input_nodes if x in inside))
     for node in gap:
         heavy = flops_of(node) or (_is_start(node) and _is_sum(node))
         if node not in needed and (heavy or not late.keys().isdisjoint(node.all_input_nodes)):
             late[node] = None
-    return list(late)
+    return late
+
+
+def _draws_nothing(node: Node) -> bool:
+    """Is this attention without dropout? To torch it is a random op."""
+    return bool(flops_of(node)) and Call(node).get("dropout_p") == 0
 
 
 def _is_start(node: Node) -> bool:
@@ -85,6 +91,6 @@ def _is_start(node: Node) -> bool:
 
 
 def _is_sum(node: Node) -> bool:
-    """Is what the exchange gives only waited for, viewed and returned?"""
-    seen = closure([node], lambda n: (u for u in n.users if u.target is WAIT or _is_view(u)))
+    """Is what the exchange gives only waited for, viewed or cast, and returned?"""
+    seen = closure([node], lambda n: (u for u in n.users if u.target is WAIT or _passes_on(u)))
     return all(u in seen or u.op == "output" for n in seen for u in n.users)

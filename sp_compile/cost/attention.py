@@ -136,7 +136,7 @@ class Candidate:
     collectives forward and backward. ring_grads: how the gradients of K and V get home: they "travel" with them, or
     "scatter" (one reduce-scatter); "" without a ring. legal: None, or the reason why not. fits: is there enough memory?
     relayout: q, k and v first move from contiguous to zigzag order, and the result back; `candidates` adds what that
-    costs. folds_keys: do keys and values move then, too?
+    costs. folds_keys: do keys and values move then, too? chunks: groups of heads that are exchanged one by one.
     """
 
     kind: str
@@ -152,6 +152,7 @@ class Candidate:
     fits: bool = True
     relayout: bool = False
     folds_keys: bool = True
+    chunks: int = 1
 
     @property
     def seconds(self) -> float:

@@ -58,7 +58,7 @@ def table(found: Sequence[Candidate], chosen: Candidate) -> str:
 
 
 def _row(c: Candidate, chosen: Candidate, found: Sequence[Candidate]) -> tuple[object, ...]:
-    layout = c.layout + (", moved" if c.relayout else "")
+    layout = c.layout + (", moved" if c.relayout else "") + (f", {c.chunks} groups" if c.chunks > 1 else "")
     numbers = [x * 1e3 for x in (c.forward, c.backward, c.seconds)] + [c.memory / 2**20]
     known = numbers if c.legal is None or c == chosen else [None] * 4
     why = _won(c, found) if c == chosen else c.legal or f"{c.seconds / chosen.seconds - 1:+.1%}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -76,9 +77,11 @@ def inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens(length), padding, documents
 
 
-def run(strategy: str, mask: str, heads: str, length: int, ranks: int, layout: str = "auto") -> sp_compile.Report:
+def run(
+    strategy: str, mask: str, heads: str, length: int, ranks: int, layout: str = "auto", **options: Any
+) -> sp_compile.Report:
     model = seeded(lambda: Model(MASKS[mask], HEADS[heads]))
-    return check(model, *inputs(length), sp=ranks, attention=strategy, layout=layout)
+    return check(model, *inputs(length), sp=ranks, attention=strategy, layout=layout, **options)
 
 
 @pytest.mark.sampled(every=13)
@@ -99,6 +102,19 @@ def test_equals_one_device(strategy: str, mask: str, heads: str) -> None:
 def test_layouts(strategy: str, layout: str) -> None:
     run(strategy, "causal", "GQA", 16, 4, layout)
     run(strategy, "documents", "GQA", 13, 4, layout)
+
+
+@pytest.mark.sampled(every=8)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("heads", ["MHA", "GQA"])
+def test_groups_of_heads(heads: str, mask: str, length: int, ranks: int) -> None:
+    """One head of the keys, or two, on a rank: two groups, where there are two."""
+    report = run("ulysses", mask, heads, length, ranks, ulysses_chunks=2)
+    (note,) = [note for note in report.notes if "chunk" in note.done or "group" in note.why]
+    fits = HEADS[heads][1] % (2 * ranks) == 0
+    assert (note.done, "2 groups of heads" in note.why) == (("ulysses", True) if fits else ("not chunked", False))
 
 
 @pytest.mark.sampled(every=16)

@@ -158,6 +158,7 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
         "activation_memory_budget": ({"mesh": mesh}, 0.5),
         "check_every": ({"mesh": mesh}, 7),
         "offload": ({"mesh": mesh}, 0.5),
+        "ulysses_chunks": ({"mesh": mesh["dp"], "attention": "ulysses"}, 2),
     }
     if option == "fallback":
         return Sorted(), {"mesh": mesh}, "error"
@@ -229,6 +230,7 @@ def test_an_option_is_honoured_or_refused(
         {"param_grads": "partial"},
         {"fallback": "error"},
         {"tiles": 2},
+        {"ulysses_chunks": 2},
     ],
 )
 def test_options_of_a_sequence_that_no_ranks_are_left_for(mesh: DeviceMesh, entry: Any, options: Options) -> None:

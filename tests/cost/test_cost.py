@@ -251,3 +251,16 @@ def test_memory_is_a_limit() -> None:
         choose(candidates(s, replace(GPU, memory=1)))
     masked = replace(s, mask=True)
     assert of(candidates(masked, GPU), "gather").memory - gather.memory == s.q_rows * s.kv_len
+
+
+def test_groups_of_heads_where_they_hide_an_exchange() -> None:
+    """As many as there are on a rank if a call costs nothing; none where nothing hides, or where calls cost more."""
+    machine = replace(BYTES, flops=4e3, overlap=1.0)
+    (plain, grouped) = [c for c in candidates(shape(4), machine) if c.kind == "ulysses" and c.layout == "contiguous"]
+    assert (plain.chunks, grouped.chunks) == (1, 2)
+    assert grouped.seconds < plain.seconds
+    assert choose([plain, grouped]) is grouped
+    compute = machine.attention(shape(4).flops, shape(4).kv_len)
+    assert grouped.forward == pytest.approx(compute + (plain.forward - compute) / 2)
+    for other in (replace(machine, overlap=0.0), replace(machine, call=1e12)):
+        assert [c.chunks for c in candidates(shape(4), other) if c.kind == "ulysses"] == [1]

@@ -5,6 +5,7 @@ Of `n = route`, n numbers the exchange and the route says between whom; `of n` i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,8 @@ from torch._inductor import config as inductor
 from torch._inductor.graph import GraphLowering
 
 
-def events(gpu: AbsentGpu, strategy: str, n: int) -> str:
-    rank = gpu.run(attention, strategy, n, Sizes())
+def events(gpu: AbsentGpu, strategy: str, n: int, **options: Any) -> str:
+    rank = gpu.run(partial(attention, **options), strategy, n, Sizes())
     return f"{rank.forward.text()}\n-- backward\n{rank.backward.text()}"
 
 
@@ -117,6 +118,63 @@ product
 kernel
 3 = all_reduce bfloat16[3145728]
 wait 3""",
+    )
+
+
+@pytest.mark.slow
+def test_groups_of_heads(gpu: AbsentGpu) -> None:
+    """A group is attended to while the next one's exchange and the last one's result are under way."""
+    assert_expected_inline(
+        events(gpu, "ulysses", 2, ulysses_chunks=2),
+        """\
+rank
+kernel
+product x 2
+kernel
+1 = all_to_all_single bfloat16[2, 131072, 512]
+wait 1
+kernel
+2 = all_to_all_single bfloat16[2, 131072, 512]
+_scaled_dot_product_flash_attention of 1
+kernel
+3 = all_to_all_single bfloat16[2, 2, 16777216]
+wait 2
+_scaled_dot_product_flash_attention of 2
+kernel
+4 = all_to_all_single bfloat16[2, 2, 16777216]
+wait 4
+wait 3
+kernel
+product
+kernel x 3
+5 = all_reduce float32[]
+wait 5
+kernel
+-- backward
+kernel
+product
+kernel
+1 = all_to_all_single bfloat16[2, 131072, 256]
+product
+wait 1
+kernel
+2 = all_to_all_single bfloat16[2, 131072, 256]
+_scaled_dot_product_flash_attention_backward of 1
+kernel
+3 = all_to_all_single bfloat16[2, 1, 67108864]
+wait 2
+_scaled_dot_product_flash_attention_backward of 2
+kernel
+4 = all_to_all_single bfloat16[2, 1, 67108864]
+wait 4
+wait 3
+kernel
+product
+kernel
+product
+kernel
+5 = all_reduce bfloat16[3145728]
+wait 5""",
     )
 
 
@@ -223,7 +281,8 @@ wait 6""",
 
 def test_gradients_leave_as_they_are_made(gpu: AbsentGpu) -> None:
     """The sum of a layer's gradients is on its way while attention of the layer before it is computed."""
-    rank = gpu.run(attention, "ulysses", 2, Sizes(rows=8192, heads=32, kv_heads=8, layers=2))
+    sizes = Sizes(rows=8192, heads=32, kv_heads=8, layers=2)
+    rank = gpu.run(partial(attention, ulysses_chunks=1), "ulysses", 2, sizes)
     of_sums = [i for i, event in enumerate(rank.backward.events) if "all_reduce" in event]
     of_blocks = [i for i, event in enumerate(rank.backward.events) if "attention_backward" in event]
     assert (len(of_sums), len(of_blocks)) == (6, 2)

@@ -9,6 +9,10 @@ Key heads that n does not divide are repeated to lcm(Hkv, n) first, so that each
 gradients come back summed. Bytes sent per rank: (n-1)/n of its q, k, v and out; as many in the backward. A per-head
 mask is sliced by head, any other mask stays whole. Refuses: query heads that n does not divide (an error if the user
 asked for Ulysses), operands without a head dim, unequal windows.
+
+In groups of heads (`ulysses_chunks`) the same once a group, and a cat of the results: while one group is attended to,
+the next one's operands and the last one's result are under way (DeepSpeed's FPDT, Yao et al. 2024, arXiv:2408.16978,
+cuts the sequence instead).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -23,13 +28,14 @@ from torch.fx import Node
 from sp_compile.cost.attention import BACKWARD_FLOPS, Candidate, Shape, Strategy
 from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import Size, divides, sizes
+from sp_compile.graph.record import record
+from sp_compile.graph.sizes import Size, divides, same, sizes
 from sp_compile.sharding.attention import ATTENTION
 from sp_compile.sharding.placement import Demand, Placement, Shard
 
 from .base import SEQUENCE_FROM_END, AttentionPass, register, sequence_shard
 
-sp = torch.ops.sp
+sp, aten = torch.ops.sp, torch.ops.aten
 HEADS_FROM_END = -3
 DimFrame = tuple[int, tuple[Size, ...]]  # a dim from behind, and the frame in which that is cut
 
@@ -66,6 +72,56 @@ class Ulysses(AttentionPass):
         placed = {o: self.plan.of(o) for o in Call(node).operands[:3]}
         if self._repeats(Call(node)):
             placed.update(self._repeat(node, placed))
+        chunks = self._chunks(node)
+        if chunks == 1:
+            self.note(node, self._around(node, placed)[1])
+            return
+        done = [self._around(part, lies) for part, lies in self._parts(node, chunks, placed)]
+        self.note(node, f"{done[0][1]}, for each of {chunks} groups of heads")
+        with self.graph.inserting_before(node):
+            whole = self.compute(aten.cat.default, ([back for back, _ in done], HEADS_FROM_END), node)
+        self.replace(node, whole)
+
+    def _chunks(self, node: Node) -> int:
+        """In how many groups of heads: as was asked for, or as was chosen; what differs from head to head stays one."""
+        asked, choice, call = self.job.ulysses_chunks, record(node).choice, Call(node)
+        chunks = asked if isinstance(asked, int) else choice.chunks if choice is not None else 1
+        heads = [call.shape(i)[HEADS_FROM_END] for i in range(3)]
+        mask = call.get("attn_mask")
+        of_heads = mask is not None and not same((1, *sizes(mask.meta["val"].shape))[HEADS_FROM_END], 1)
+        n, why = self.job.ranks.n, None
+        if not all(divides(chunks * n, h) for h in heads):
+            why = f"{' and '.join(map(str, dict.fromkeys(heads)))} heads on {n} ranks are not so many groups"
+        elif call.get("heads") or of_heads or call["dropout_p"]:
+            why = "its heads have masks, scores or random draws of their own"
+        if chunks == 1 or why is None:
+            return int(chunks)
+        self.note(node, f"ulysses_chunks={chunks}: {why}", done="not chunked")
+        return 1
+
+    def _parts(
+        self, node: Node, chunks: int, placed: dict[Node, Placement]
+    ) -> list[tuple[Node, dict[Node, Placement]]]:
+        """The same attention of each group of heads, one behind the other, and how its operands lie."""
+        call, parts = Call(node), []
+        with self.graph.inserting_before(node):
+            split = {o: self._split(o, chunks, node) for o in call.operands[:3]}
+            for i in range(chunks):
+                operands = [split[o][i] for o in call.operands[:3]]
+                args, kwargs = call.rebuild([*operands, *call.operands[3:]])
+                part = self.compute(node.target, args, node, kwargs)
+                part.meta = {**node.meta, "val": part.meta["val"]}
+                parts.append((part, {split[o][i]: have for o, have in placed.items() if o in split}))
+        return parts
+
+    def _split(self, x: Node, chunks: int, node: Node) -> list[Node]:
+        """Groups of heads. Not slices: their gradients would be padded and added one by one."""
+        dim = x.meta["val"].ndim + HEADS_FROM_END
+        both = self.compute(aten.split.Tensor, (x, sizes(x.meta["val"].shape)[dim] // chunks, dim), node)
+        return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(both.meta["val"])]
+
+    def _around(self, node: Node, placed: dict[Node, Placement]) -> tuple[Node, str]:
+        """Exchange what an attention reads and gives. Returns the result behind that, and what was done."""
         call = Call(node)
         moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
         groups = _by_frame(moved)
@@ -78,12 +134,12 @@ class Ulysses(AttentionPass):
                 fresh.update(zip(group, self._exchange(group, whole, rows, node)))
         operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
         node.args, node.kwargs = call.rebuild(operands)
-        queries = moved.get(call.operands[0])
+        queries, back = moved.get(call.operands[0]), node
         if queries is not None:
             with self.behind(node):
                 (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), whole, node)
             self.interpose(node, back)
-        self.note(node, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back")
+        return back, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back"
 
     def _repeats(self, call: Call) -> bool:
         """Must key heads be repeated, and is that what a share of the query heads needs?"""
@@ -124,26 +180,50 @@ def _by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
 
 
 def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    """Whole sequences are in their own order, whatever that of the shards."""
+    """Whole sequences are in their own order, whatever that of the shards. In groups of heads where that is faster."""
     n = shape.n
     if layout == "zigzag":
         return
     legal = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
+    memory = exchanged_memory(shape, n) if n > 1 else 0
+    found = [
+        Candidate(
+            "ulysses", n, 1, layout, *_seconds(shape, machine, 1), memory, (2, 2) if n > 1 else (0, 0), legal=legal
+        )
+    ]
+    heads = math.lcm(shape.kv_heads, n) // n
+    for chunks in range(2, heads + 1 if n > 1 and legal is None else 0):
+        if heads % chunks == 0 and shape.heads % (chunks * n) == 0:
+            forward, backward = _seconds(shape, machine, chunks)
+            found.append(replace(found[0], forward=forward, backward=backward, rounds=(2 * chunks,) * 2, chunks=chunks))
+    yield found[0]
+    best = min(found, key=lambda c: c.seconds)
+    if best.chunks > 1:
+        yield best
+
+
+def _seconds(shape: Shape, machine: Machine, chunks: int) -> tuple[float, float]:
+    """Forward and backward in so many groups of heads: of the exchanges all but one group's hide behind attention."""
     compute = machine.attention(shape.flops, shape.kv_len)
-    fixed = exchange_seconds(shape, machine, n) + machine.call
-    backward = BACKWARD_FLOPS * compute + fixed
-    memory, rounds = (exchanged_memory(shape, n), (2, 2)) if n > 1 else (0, (0, 0))
-    yield Candidate("ulysses", n, 1, layout, compute + fixed, backward, memory, rounds, legal=legal)
+    exchange = exchange_seconds(shape, machine, shape.n, chunks)
+    shown = exchange / chunks + chunks * machine.call
+    forward, backward = (
+        machine.together(work, exchange - exchange / chunks) for work in (compute, BACKWARD_FLOPS * compute)
+    )
+    return forward + shown, backward + shown
 
 
-def exchange_seconds(shape: Shape, machine: Machine, ranks: int) -> float:
-    """Seconds of the all-to-all of q, k and v over so many neighbours, that of the result, and their packing."""
+def exchange_seconds(shape: Shape, machine: Machine, ranks: int, chunks: int = 1) -> float:
+    """Seconds of the all-to-all of q, k and v over so many neighbours, that of the result, and their packing.
+
+    Of all groups of heads together, where there are several.
+    """
     if ranks == 1:
         return 0.0
     back = shape.heads * shape.out_bytes
     there = exchanged_bytes(shape, ranks) - back
-    exchanges = machine.seconds("all_to_all", there, ranks) + machine.seconds("all_to_all", back, ranks)
-    return exchanges + machine.copy(2 * (there + back))
+    exchanges = sum(machine.seconds("all_to_all", nbytes / chunks, ranks) for nbytes in (there, back))
+    return chunks * exchanges + machine.copy(2 * (there + back))
 
 
 def exchanged_bytes(shape: Shape, ranks: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,6 @@ def inputs_of(sizes: Sizes, n: int) -> Callable[[], Sequence[Tensor]]:
 
 
 @cache
-def attention(strategy: str, n: int, sizes: Sizes, ulysses: int | None = None) -> Rank:
+def attention(strategy: str, n: int, sizes: Sizes, ulysses: int | None = None, **options: Any) -> Rank:
     """One rank of n of `Attention`; where the absent GPU is."""
-    return compiled(Attention(sizes), inputs_of(sizes, n), n, ulysses, attention=strategy)
+    return compiled(Attention(sizes), inputs_of(sizes, n), n, ulysses, attention=strategy, **options)
