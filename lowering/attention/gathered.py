@@ -3,24 +3,28 @@
     k, v  (B, Hkv, s, D)  ->  rows first, side by side, one all_gather  ->  views (B, Hkv, S, D)
     backward: the same all-gather again, then one reduce-scatter of dK and dV in float32
 
+Zigzag shards are gathered in two: their first chunks, which are then in order, and their second ones, in reverse order.
+Nothing is copied into another order, and the second half is under way while the first is attended to.
+
 Llama 3's choice (arXiv:2407.21783, section 3.3.2): cheap where there are few key heads, and every block is large. The
 causal part of a contiguous or zigzag shard is cut into full blocks and diagonals (``masks/plan.py``), never a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import FrameArg, by_rank, in_order, pad, trim
-from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, is_padded, pad, trim
+from sp_compile.lowering.masks.spans import Span, halves, whole
 
 from .args import SEQUENCE, LocalArgs
-from .ring import unpacked
+from .merge import merge
+from .ring import added, unpacked
 
 Cat = Callable[[list[Tensor], int], Tensor]
 
@@ -37,15 +41,39 @@ class GatheredKeys(NamedTuple):
     orders: Sequence[Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
-        keys, values = self._gather(k, v, torch.cat)
-        return args.attend(q, keys, values, whole(keys.shape[SEQUENCE]))
+        found: tuple[Tensor, Tensor] | None = None
+        for keys, values, where in self._parts(k, v, args, torch.cat):
+            block = args.attend(q, keys, values, where)
+            found = block if found is None else merge(*found, *block)
+        assert found is not None
+        return found
 
     def backward(
         self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        keys, values = self._gather(k, v, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0]))
-        dq, dk, dv, dmask = args.grads(given, q, keys, values, whole(keys.shape[SEQUENCE]), mask_grad)
-        return dq, *self._scatter(dk, dv), dmask
+        dq, of_keys = None, []
+        for keys, values, where in self._parts(k, v, args, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0])):
+            dq_, dk, dv, dmask = args.grads(given, q, keys, values, where, mask_grad)
+            dq = added(dq, dq_)
+            of_keys.append(self._scatter(dk, dv, self._in_halves(args)))
+        assert dq is not None
+        dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*of_keys))
+        return dq, dk, dv, dmask
+
+    def _in_halves(self, args: LocalArgs) -> bool:
+        """A mask that is data may hold large finite numbers, whose log-sum-exps cannot be merged."""
+        frame, n = self.frame, self.n
+        return frame is not None and folds_of(frame) == 2 and n > 1 and not is_padded(frame, n) and args.mask is None
+
+    def _parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
+        """All keys and values, at once or in two."""
+        if not self._in_halves(args):
+            keys, values = self._gather(k, v, cat)
+            yield keys, values, whole(keys.shape[SEQUENCE])
+            return
+        for half, where in zip(_side_by_side(k, v, cat).chunk(2), halves(k.shape[SEQUENCE] // 2 * self.n, self.n)):
+            rows = current().all_gather(half, self.n, self.group)
+            yield *unpacked(rows.movedim(0, SEQUENCE), k, v), where
 
     def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
         frame, n = self.frame, self.n
@@ -60,17 +88,18 @@ class GatheredKeys(NamedTuple):
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
         return unpacked(rows.movedim(0, SEQUENCE), k, v)
 
-    def _scatter(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def _scatter(self, dk: Tensor, dv: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+        """Their sums over the ranks: what each gave of its keys, or of one half of them."""
         frame, n = self.frame, self.n
         if frame is None:
             return dk, dv
         if n == 1:
             return pad(dk, SEQUENCE, frame, 1, edge=False), pad(dv, SEQUENCE, frame, 1, edge=False)
         rows = _side_by_side(dk, dv, torch.cat)
-        rows = torch.ops.sp.reorder(rows, 0, frame, *self.orders) if self.orders else rows
-        rows = pad(rows, 0, frame, n, edge=False)
-        scattered = current().reduce_scatter(by_rank(rows, frame, n), n, self.group)
-        return unpacked(scattered.movedim(0, SEQUENCE), dk, dv)
+        if not half:
+            rows = torch.ops.sp.reorder(rows, 0, frame, *self.orders) if self.orders else rows
+            rows = by_rank(pad(rows, 0, frame, n, edge=False), frame, n)
+        return unpacked(current().reduce_scatter(rows, n, self.group).movedim(0, SEQUENCE), dk, dv)
 
 
 def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:

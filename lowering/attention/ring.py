@@ -73,7 +73,7 @@ class RingKeys(NamedTuple):
         for keys, values, where, coming in self._rounds(k, v, both):
             before = _made(coming, carried.coming, dq)
             dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, where, mask_grad, before)
-            dq, dmask = _added(dq, dq_), _added(dmask, dmask_) if mask_grad else dmask_
+            dq, dmask = added(dq, dq_), added(dmask, dmask_) if mask_grad else dmask_
             if self.steps > 1:
                 carried.add(dk_, dv_)
         if self.steps > 1:
@@ -97,7 +97,7 @@ def _made(*tensors: Tensor | None) -> list[Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def _added(total: Tensor | None, part: Tensor) -> Tensor:
+def added(total: Tensor | None, part: Tensor) -> Tensor:
     """part, or the total that it was added to in place."""
     if total is None:
         return part

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 from . import predicate as language
@@ -183,9 +184,12 @@ class _Planner:
         if q[0] == q[1]:
             return
         left = self._undecided(q, k)
-        shift = self._shift(q, k, left[0]) if len(left) == 1 else None
+        ascends = all(a < b for (a, _), (b, _) in pairwise(intervals(self._k_rows, *k)))
+        shift = self._shift(q, k, left[0]) if len(left) == 1 and ascends else None
         if shift is not None:
             yield from self._causal(q, k, shift, left)
+        elif left and not ascends and (blocks := self._seen_but_one(q, k)):
+            yield from blocks
         elif left and (cut := self._worth_cutting(q, k, left)):
             yield from self.cover((q[0], cut), k)
             yield from self.cover((cut, q[1]), k)
@@ -230,6 +234,19 @@ class _Planner:
         if k[0] < edge:
             yield Block(*sized(q), *sized((k[0], edge)), Kind.FULL)
         yield Block(*sized(q), *sized((edge, k[1])), Kind.CAUSAL, left)
+
+    def _seen_but_one(self, q: Range, k: Range) -> list[Block]:
+        """Where all queries see every stretch of keys but one, of which they take one block; empty of all else."""
+        parts = list(pairwise([k[0], *(at for at in boundaries(self._k_rows) if k[0] < at < k[1]), k[1]]))
+        others = [part for part in parts if not self._verdict(q, part)]
+        if len(others) != 1:
+            return []
+        (other,) = others
+        blocks = list(self.cover(q, other))
+        if [block.query_rows for block in blocks] != [sized(q)]:
+            return []
+        seen = [part for part in ((k[0], other[0]), (other[1], k[1])) if part[0] < part[1]]
+        return blocks + [Block(*sized(q), *sized(part), Kind.FULL) for part in seen]
 
     def _causal_cuts(self, q: Range, k: Range, shift: int) -> Iterator[int]:
         """Where a row's keys are not one more than those of the row before."""

@@ -4,6 +4,9 @@ A span is six ints [n, folds, stride, shift, start, length]. With L local rows o
 - shift) mod n and chunk = L // folds: fold 0 holds the positions [r * chunk, (r + 1) * chunk) and fold 1
 (zigzag, folds == 2) the positions [(2n - 1 - r) * chunk, (2n - r) * chunk). A row's index is its position
 minus ``start``; rows whose index lies outside [0, length) are padding.
+
+Negative folds: the second chunks of so many zigzag shards, one behind the other, those of -folds ranks: the last
+chunk of the sequence, the one before it, and so on to the middle.
 """
 
 from collections.abc import Sequence
@@ -37,6 +40,11 @@ def whole(length: int) -> Span:
     return [1, 1, 1, 0, 0, length]
 
 
+def halves(rows: int, n: int) -> tuple[Span, Span]:
+    """The spans of the first and of the second chunks of n zigzag shards, one behind the other: so many rows each."""
+    return whole(rows), [1, -n, 1, 0, 0, 2 * rows]
+
+
 def span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:
     """The span of a frame's shard over n ranks, or over the n // stride neighbourhoods of a hybrid."""
     return [n // stride, folds_of(frame), stride, shift, frame[2], frame[3]]
@@ -52,8 +60,9 @@ def rows_of(span: Sequence[int], local_length: int, place: int) -> Rows:
     """The rows that a rank holds. place: its number, or that of its neighbourhood."""
     n, folds, _, shift, start, length = (int(x) for x in span)
     r = (place - shift) % n
-    chunk = local_length // folds
-    firsts = (r * chunk, (2 * n - 1 - r) * chunk)[:folds]
+    chunk = local_length // abs(folds)
+    places = (r, 2 * n - 1 - r)[:folds] if folds > 0 else range(-2 * folds - 1, -folds - 1, -1)
+    firsts = [place * chunk for place in places]
     cut = [_cut(first - start, fold * chunk, chunk, length) for fold, first in enumerate(firsts)]
     return _joined([segment for segment in cut if segment.length > 0])
 

@@ -43,11 +43,13 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     n, kv = shape.n, shape.kv_heads * shape.kv_bytes
     busiest = 1.0 if layout == "zigzag" else shape.imbalance(n)
     compute = machine.attention(shape.flops * busiest, shape.kv_len)
-    # A causal mask cuts the keys of a run of queries into a full block and a diagonal one, merged.
+    # A causal mask cuts the keys of a run of queries into a full block and a diagonal one, merged. Zigzag keys come in
+    # two runs, too.
     runs = 2 if layout == "zigzag" else 1
     calls = (3 if shape.causal else 1) * runs * machine.call
-    again = machine.seconds("all_gather", kv, n) + machine.copy(2 * n * kv)
-    grads = machine.seconds("all_gather", kv * shape.widening, n) + machine.copy(2 * n * kv * shape.widening)
+    again = runs * machine.seconds("all_gather", kv / runs, n) + machine.copy(2 * n * kv)
+    wide = kv * shape.widening
+    grads = runs * machine.seconds("all_gather", wide / runs, n) + machine.copy(2 * n * wide)
     forward, backward = compute + again + calls, BACKWARD_FLOPS * compute + again + grads + calls
     if shape.causal:
         forward += machine.copy(shape.merge_bytes)
@@ -55,7 +57,7 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     memory: float = n * kv
     if shape.training:  # with the gradients of all keys; then these alone, and packed
         memory = max(memory * (1 + shape.widening), 2 * n * kv * shape.widening) + shape.gradient_bytes
-    yield Candidate("gather", 1, n, layout, forward, backward, memory, (1, 2), folds_keys=False)
+    yield Candidate("gather", 1, n, layout, forward, backward, memory, (runs, 2 * runs), folds_keys=False)
 
 
 def _sends(call: Call, n: int) -> tuple[Size, Size]:
