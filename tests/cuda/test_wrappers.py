@@ -186,36 +186,45 @@ rank
 kernel
 product
 kernel
-1 = all_gather_into_tensor bfloat16[262144, 1, 4, 256]
+1 = all_gather_into_tensor bfloat16[131072, 1, 4, 256]
 product
 wait 1
-kernel x 2
-attend step 0
 kernel
+2 = all_gather_into_tensor bfloat16[131072, 1, 4, 256]
+attend step 0 of 1
+wait 2
+attend step 0 of 2
+kernel x 2
 product
 kernel x 3
-2 = all_reduce float32[]
-wait 2
+3 = all_reduce float32[]
+wait 3
 kernel
 -- backward
 kernel
 product
 pack
-1 = all_gather_into_tensor bfloat16[262144, 1, 4, 256]
+1 = all_gather_into_tensor bfloat16[131072, 1, 4, 256]
 product
 wait 1
-kernel x 2
-attend_backward step 0
+2 = all_gather_into_tensor bfloat16[131072, 1, 4, 256]
+attend_backward step 0 of 1
 kernel
-2 = reduce_scatter_tensor float32[131072, 1, 4, 256]
+3 = reduce_scatter_tensor float32[65536, 1, 4, 256]
 wait 2
+attend_backward step 0 of 2
+add_into
+kernel
+4 = reduce_scatter_tensor float32[65536, 1, 4, 256]
+wait 4
+wait 3
 kernel
 product
 kernel
 product
 kernel
-3 = all_reduce bfloat16[3145728]
-wait 3""",
+5 = all_reduce bfloat16[3145728]
+wait 5""",
     )
 
 

@@ -134,7 +134,8 @@ SCORES: dict[str, tuple[Callable[..., Tensor], str]] = {
     "soft-cap": (lambda s, b, h, q, k: 5.0 * torch.tanh(s / 5.0), "5*tanh(s/5)"),
     "ALiBi": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), "head0*(k - q) + s"),
     "both": (lambda s, b, h, q, k: 5 * torch.tanh((s - SLOPES[h] * (q - k)) / 5), "-5*tanh(head0*(-k + q)/5 - s/5)"),
-    "distance": (lambda s, b, h, q, k: s - 0.1 * (q - k).abs(), "s - Abs(k - q)/10"),
+    # On one device torch rounds 0.1 * an int to float32.
+    "distance": (lambda s, b, h, q, k: s - 0.125 * (q - k).abs(), "s - Abs(k - q)/8"),
 }
 
 

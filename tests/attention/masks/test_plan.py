@@ -18,7 +18,7 @@ from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
 from sp_compile.lowering.masks.pieces import pieces_of
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import conjuncts, evaluate
-from sp_compile.lowering.masks.spans import Segment, intervals, valid_rows, whole
+from sp_compile.lowering.masks.spans import Segment, halves, intervals, valid_rows, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 
@@ -129,6 +129,10 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         cut = spans[0][1::3] + spans[0][5:] if alike and spans else [folds, start, length]
         spans.append([n, cut[0], 1, shift * i, cut[1], cut[2]])
         lengths.append(cut[0] * -(-(cut[2] + cut[1]) // (n * cut[0])))
+    if draw(st.booleans()):  # keys of all ranks, one half of each
+        ranks = draw(st.integers(1, 5))
+        lengths[1] = ranks * draw(st.integers(1, 150))
+        spans[1] = draw(st.sampled_from(halves(lengths[1], ranks)))
     q_rows, k_rows = (rows_of(span, local, rank) for span, local in zip(spans, lengths))
     q_len, k_len = spans[0][5], spans[1][5]
     rows, cols = draw(looked_up(q_len, k_len))
@@ -176,6 +180,17 @@ def test_zigzag_is_balanced(n: int) -> None:
             plans.append(plan("k <= q", *(rows_of(span, 64, rank) for span in spans)).blocks)
         assert len({work(blocks) for blocks in plans}) == 1
         assert shift == 0 or all(len(blocks) == 1 and blocks[0].kind is Kind.FULL for blocks in plans)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_halves_of_zigzag_keys_are_few_blocks(n: int) -> None:
+    """Of each half of the keys: what either chunk of queries sees in full, and a triangle."""
+    for rank in range(n):
+        queries = rows_of([n, 2, 1, 0, 0, 64 * n], 64, rank)
+        plans = [plan("k <= q", queries, rows_of(span, 32 * n, 0)).blocks for span in halves(32 * n, n)]
+        assert all(block.kind is not Kind.MASKED for blocks in plans for block in blocks)
+        assert [len(blocks) <= most for blocks, most in zip(plans, (3, 2))] == [True, True]
+        assert work(plans[0] + plans[1]) == 32 * 32 * (2 * n - 1) + 32 * 32
 
 
 def test_causal_is_never_masked() -> None:
