@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from sp_compile._compat import storage_of
 from sp_compile.graph.call import tangents_of
@@ -117,7 +117,11 @@ class GraphStep:
             return GraphStep(first, None, inputs, first.end)
         tangents = tangents_of(backward)
         values = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
-        saved = [n for n in values if not (is_on_host(n) or given & {storage_of(x) for x in tensors_of(n)})]
+        outputs = forward.output_node().args[0]
+        results = [n for n in outputs[: len(outputs) - len(values)] if isinstance(n, Node)]
+        # What the caller has, too, stays when the backward has read it.
+        others = given | {storage_of(x) for n in results for x in tensors_of(n)}
+        saved = [n for n in values if not (is_on_host(n) or others & {storage_of(x) for x in tensors_of(n)})]
         copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
         second = walk(backward, fused, [*saved, *tangents])
         kept, given_to, theirs = (sum({storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}.values())
