@@ -29,12 +29,12 @@ from sp_compile.graph.sizes import same, size, sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.factors import flat
+from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order
 from sp_compile.sharding.rule import lookup
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
-COLUMNS = (aten.unsqueeze.default, aten.view.default, aten.reshape.default)
 LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)  # of the numbers of groups
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
@@ -65,37 +65,35 @@ class SortedRows(Spelling):
             args = (call.operands[0], bool(call.get("stable") or False), call["descending"])
             made = self.emit(sp.sort_rows.default, args, values, node)
             keys, order = (self.emit(operator.getitem, (made, i), values[i], node) for i in (0, 1))
-        for old, times in region.taken.items():
+        made = {*region.taken, *region.products, *region.counts, *region.back}
+        for old in sorted(made, reverse=True):  # what is made of others reads what these are now
             with self.graph.inserting_before(old):
-                x = old.args[0]
-                if not same(times, 1):
-                    x = self.repeat_each(x, 0, times, old)
-                new = self.emit(sp.to_sorted.default, (x, order), old.meta["val"], old)
-            old.replace_all_uses_with(new)
-        for old, rows in region.back.items():
-            with self.graph.inserting_before(old):
-                new = self.emit(sp.from_sorted.default, (rows, order), rows.meta["val"], old)
-                if old in region.added:
-                    into, tokens = old.args[0], _length(old)
-                    shape = (tokens, region.added[old], *sizes(rows.meta["val"].shape)[1:])
-                    new = self.compute(aten.sum.dim_IntList, (self.reshaped(new, shape, old), [1]), old)
-                    new = self.compute(aten.add.Tensor, (into, new), old)
-            old.replace_all_uses_with(new)
-        for old, name in region.products.items():
-            with self.graph.inserting_before(old):
-                x, w = old.args[:2]
-                new = self.emit(sp.grouped_mm.default, (x, w, keys, name), old.meta["val"], old)
-            old.replace_all_uses_with(new)
-        for old in region.counts:
-            with self.graph.inserting_before(old):
-                x = self.cast(call.operands[0], old.args[0].meta["val"].dtype, old)
-                new = self.emit(aten.histc.default, (x, *old.args[1:]), old.meta["val"], old, old.kwargs)
+                new = self._spelling(old, region, keys, order)
             old.replace_all_uses_with(new)
         if region.keys is not None:
             region.keys.replace_all_uses_with(keys)
-        made = (*region.back, *region.products, *region.taken, *region.counts, *region.inverse, *region.spread)
-        self.drop(*made, region.keys, region.order, node)
+        self.drop(*made, *region.inverse, *region.spread, region.keys, region.order, node)
         return True
+
+    def _spelling(self, old: Node, region: _Uses, keys: Node, order: Node) -> Node:
+        """What a use of the sorted rows is called now."""
+        value = old.meta["val"]
+        if old in region.taken:
+            times = region.taken[old]
+            x = old.args[0] if same(times, 1) else self.repeat_each(old.args[0], 0, times, old)
+            return self.emit(sp.to_sorted.default, (x, order), value, old)
+        if old in region.products:
+            return self.emit(sp.grouped_mm.default, (*old.args[:2], keys, region.products[old]), value, old)
+        if old in region.counts:
+            x = self.cast(region.ids, old.args[0].meta["val"].dtype, old)
+            return self.emit(aten.histc.default, (x, *old.args[1:]), value, old, old.kwargs)
+        rows = region.back[old]
+        back = self.emit(sp.from_sorted.default, (rows, order), rows.meta["val"], old)
+        if old not in region.added:
+            return back
+        shape = (_length(old), region.added[old], *sizes(rows.meta["val"].shape)[1:])
+        together = self.compute(aten.sum.dim_IntList, (self.reshaped(back, shape, old), [1]), old)
+        return self.compute(aten.add.Tensor, (old.args[0], together), old)
 
 
 @dataclass
@@ -165,15 +163,17 @@ class _Uses:
         times = self.tokens.get(at)
         if times is None or self.knows(into) or rows not in self.rows or Call(node).get("alpha", 1) != 1:
             return False
+        if not same(_length(into) * times, _length(self.order)):
+            return False
         self.back[node], self.added[node] = rows, times
-        return same(_length(into) * times, _length(self.order))
+        return True
 
     def _spreads(self, node: Node) -> bool:
         """(R,) -> (R, 1) -> (R, columns)."""
         source, shape = node.args[0], sizes(node.meta["val"].shape) if is_tensor(node) else ()
         if node.target is aten.expand.default:
             at = self.spread.get(source)
-        elif node.target in COLUMNS and len(shape) == 2 and same(shape[1], 1):
+        elif len(shape) == 2 and same(shape[1], 1) and keeps_order(node):
             at = source if source in self.tokens else None
         else:
             return False
@@ -187,21 +187,21 @@ class _Uses:
         if node.target in LIKE and node.args[0] is self.order:
             self.shapes.add(node)
             return True
-        if node.target in (aten.argsort.default, aten.argsort.stable) and node.args[0] is self.order:
+        if node.target in SORTS[2:] and node.args[0] is self.order and not Call(node)["descending"]:
             self.inverse.add(node)
-            return not Call(node)["descending"]
+            return True
         if node.target not in PUTS or Call(node)["accumulate"] or node.args[1] != [self.order]:
             return False
         into, _, values = node.args[:3]
         if not same(_length(into), _length(self.order)) or (self.knows(into) and into not in self.shapes | self.rows):
             return False
-        if values in self.rows:
-            self.back[node] = values
-            return same(_length(values), _length(self.order)) and into.meta["val"].dtype == values.meta["val"].dtype
-        if not _counts_up(values):
+        if _counts_up(values):
+            self.inverse.add(node)
+            return True
+        if values not in self.rows or not same(_length(values), _length(self.order)):
             return False
-        self.inverse.add(node)
-        return True
+        self.back[node] = values
+        return into.meta["val"].dtype == values.meta["val"].dtype
 
     def _divided(self, node: Node) -> bool:
         by = node.args[1] if node.target is aten.floor_divide.default else None
@@ -214,9 +214,7 @@ class _Uses:
         """How many rows there are of each key, whoever asks."""
         if node.target is not aten.histc.default:
             return False
-        x = node.args[0]
-        while x.target is aten.to.dtype and x.args[1] in EXACT:
-            x = x.args[0]
+        x = _before_casts(node.args[0])
         if x is self.keys:
             self.counts.add(node)
         return x in (self.keys, self.ids)
@@ -225,9 +223,7 @@ class _Uses:
         """Is it where each of so many groups of keys ends?"""
         if node.target is not aten.cumsum.default:
             return False
-        counts = node.args[0]
-        while counts.target is aten.to.dtype:
-            counts = counts.args[0]
+        counts = _before_casts(node.args[0])
         if not self._counted(counts):
             return False
         call = Call(counts)
@@ -279,6 +275,16 @@ def _region(node: Node, call: Call) -> _Uses:
         if used and not region.takes(reader):
             region.left = region.left or reader
     return region
+
+
+def _before_casts(node: Node) -> Node:
+    """The numbers before they were copied and cast to what holds them, too."""
+    while is_copy(node) or (is_cast(node) and node.meta["val"].dtype in EXACT):
+        source = Call(node).operands[0]
+        if source.meta["val"].device != node.meta["val"].device:
+            break
+        node = source
+    return node
 
 
 def _length(node: Node) -> Any:

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call
+from sp_compile.graph.closure import closure
 from sp_compile.graph.mutation import is_pure
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
@@ -95,13 +96,7 @@ def move_before(first: Node, vectors: Sequence[Node]) -> None:
 
 def _behind(vector: Node, first: Node) -> set[Node]:
     """What a vector is computed from that does not come before the node, the vector too."""
-    found, waiting = set[Node](), [vector]
-    while waiting:
-        node = waiting.pop()
-        if node not in found and not node < first:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
+    return closure([] if vector < first else [vector], lambda n: [x for x in n.all_input_nodes if not x < first])
 
 
 def may_precede(vector: Node, first: Node) -> bool:

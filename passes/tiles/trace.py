@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, make_fx, symbolic_mode
-from sp_compile.graph.autocast import autocast_at
 from sp_compile.graph.call import Call
+from sp_compile.graph.modes import autocast_at
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.lowering.tiles.ops import tile_length

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import enter_autocast, set_grad_enabled
-from sp_compile.graph.autocast import autocast_regions
+from sp_compile._compat import enter_autocast
 from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.modes import autocast_regions, without_grad
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
@@ -73,10 +73,10 @@ def is_dropout(node: Node) -> bool:
 
 def view_of(local: GraphModule, planned: Plan, n: int, tiles: int) -> TokenView:
     """The view, from the plan that the local graph of n ranks was made from."""
-    states, without_grad = _states(local.graph), _without_grad(local.graph)
+    states, off = _states(local.graph), without_grad(local.graph)
     refused: set[Node] = set()
     while True:
-        view = _TokenCopy(local, planned, n, states, refused).view(tiles, without_grad)
+        view = _TokenCopy(local, planned, n, states, refused).view(tiles, off)
         demanding = {view.source[d.node] for d in view.plan.demands if d.node.op != "output"}
         if not demanding:
             return view
@@ -89,17 +89,6 @@ def _states(graph: Graph) -> dict[Node, Any]:
     for node in graph.nodes:
         cast = tuple(map(tuple, autocast_regions(node))) if scopes and node.op == "call_function" else ()
         out[node] = cast, node.meta.get("ac_graph_id")
-    return out
-
-
-def _without_grad(graph: Graph) -> set[Node]:
-    out: set[Node] = set()
-    grad = True
-    for node in graph.nodes:
-        if node.target is set_grad_enabled:
-            grad = bool(node.args[0])
-        if not grad:
-            out.add(node)
     return out
 
 

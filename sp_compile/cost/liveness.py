@@ -33,6 +33,7 @@ from sp_compile._compat import (
 )
 from sp_compile.errors import at
 from sp_compile.graph.call import overloads
+from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import hint
 from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
 from sp_compile.lowering.dtypes import accumulation_dtype
@@ -416,16 +417,11 @@ class _Places:
     def _is_read_whole(self, node: Node) -> bool:
         """Does anything read it, or a view of it, that is not fused?"""
         keys = {storage_of(x) for x in tensors_of(node)}
-        seen, waiting = {node}, [node]
-        while waiting:
-            for user in waiting.pop().users:
-                if user.op == "output":
-                    return True
-                if user in seen:
-                    continue
-                seen.add(user)
-                if user.target is operator.getitem or keys & {storage_of(x) for x in tensors_of(user)}:
-                    waiting.append(user)
-                elif not self._is_fused(user):
-                    return True
-        return False
+
+        def is_view(n: Node) -> bool:
+            shares = n.target is operator.getitem or bool(keys & {storage_of(x) for x in tensors_of(n)})
+            return n.op != "output" and shares
+
+        views = reached([node], lambda n: [user for user in n.users if is_view(user)])
+        readers = (user for n in views for user in n.users if not is_view(user))
+        return any(not self._is_fused(user) for user in readers)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from torch.fx import Node
 
 
+def reached(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """The seeds, and every node that `through` leads to from one of them in any number of steps; the nearest first."""
+    found = list(dict.fromkeys(seeds))
+    known = set(found)
+    for node in found:
+        yield node
+        fresh = [n for n in dict.fromkeys(through(node)) if n not in known]
+        known.update(fresh)
+        found += fresh
+
+
 def closure(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """The seeds, and every node that `through` leads to from one of them, in any number of steps."""
-    seen = set(seeds)
-    waiting = list(seen)
-    while waiting:
-        fresh = set(through(waiting.pop())) - seen
-        seen |= fresh
-        waiting.extend(fresh)
-    return seen
+    """All that is `reached`."""
+    return set(reached(seeds, through))

@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from sp_compile._compat import FakeTensor
 from sp_compile.graph.call import Call, is_tensor, overloads
-from sp_compile.graph.closure import closure
+from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure, is_written
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, all_same, from_front, product, same, size, sizes
@@ -75,8 +75,8 @@ def _stops_gradient(node: Node) -> bool:
 
 def carries_gradient(node: Node) -> bool:
     """Is it made of floats that may need a gradient?"""
-    inputs = closure([node], lambda n: n.all_input_nodes if _floats(n) and n.target not in ENDS else ())
-    leaves = [n for n in inputs if n.op in ("placeholder", "get_attr") and is_tensor(n) and _floats(n)]
+    made_of = reached([node], lambda n: n.all_input_nodes if _floats(n) and n.target not in ENDS else ())
+    leaves = (n for n in made_of if n.op in ("placeholder", "get_attr") and is_tensor(n) and _floats(n))
     return any(record(leaf).requires_grad is not False for leaf in leaves)
 
 
@@ -261,8 +261,8 @@ def same_call(a: Node, b: Node) -> bool:
 
 def dies_with(value: Node, node: Node) -> bool:
     """Does all that reads the value, at any distance, lead to the node and nowhere else?"""
-    reached = closure([value], lambda n: n.users if n < node else ())
-    return all(n is node or (n.users and n < node) for n in reached)
+    readers = reached([value], lambda n: n.users if n < node else ())
+    return all(n is node or (n.users and n < node) for n in readers)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
-from sp_compile.graph.autocast import autocast_at, same_autocast
 from sp_compile.graph.call import Call
+from sp_compile.graph.modes import autocast_at, same_autocast
 from sp_compile.graph.sizes import Size, product, same, sizes
 from sp_compile.lowering.dtypes import HALF
 from sp_compile.passes.base import Spelling, register

@@ -26,8 +26,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload, pytree
-from sp_compile.graph.autocast import autocast_at, same_autocast
 from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.modes import autocast_at, same_autocast
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import Size, all_same, product, quotient, same, sizes

@@ -8,9 +8,9 @@ And for the report what stands between a product and a softmax that is neither s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, origin, scalar, source_of, steps_to
 from sp_compile.sharding.products import Product, product_of, transposed
@@ -141,16 +142,11 @@ def between_products(softmax: Node) -> bool:
 
 
 def _reaches(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool:
-    todo, seen = list(following(start)), set[Node]()
-    while todo and len(seen) < STEPS:
-        node = todo.pop(0)
-        if node in seen or not is_tensor(node) or node.op != "call_function":
-            continue
-        if product_of(node) is not None:
-            return True
-        seen.add(node)
-        todo += following(node)
-    return False
+    def onwards(node: Node) -> Iterable[Node]:
+        return [n for n in following(node) if is_tensor(n) and n.op == "call_function"]
+
+    near = islice(reached([start], onwards), 1, STEPS + 1)
+    return any(product_of(node) is not None for node in near)
 
 
 def why_no_scores(x: Node) -> str:

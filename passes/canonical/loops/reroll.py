@@ -22,8 +22,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
-from sp_compile.graph.autocast import autocast_at
 from sp_compile.graph.call import Call
+from sp_compile.graph.modes import autocast_at
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.sizes import sizes
 from sp_compile.passes.base import Spelling, register

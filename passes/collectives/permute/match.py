@@ -12,12 +12,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch.fx import Graph, Node
 
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.closure import closure
+from sp_compile.graph.closure import closure, reached
 from sp_compile.graph.sizes import same, sizes
 
 from .arrangement import WAIT, Arrangement, FactorIds, IndexMap, Mover, is_move, is_view, op_of, operands
@@ -93,16 +94,9 @@ def match(exchange: AllToAll) -> Match | None:
 
 def _upstream(node: Node) -> list[Node]:
     """What the node moves, from the nearest to the farthest."""
-    found: dict[Node, None] = {}
-    waiting = [node]
-    while waiting and len(found) < MOST:
-        nearest = waiting.pop(0)
-        # What a wait waits for is not there yet.
-        for source in operands(nearest) if is_move(nearest) and nearest.target is not WAIT else ():
-            if source not in found:
-                found[source] = None
-                waiting.append(source)
-    return [x for x in found if is_tensor(x)]
+    # What a wait waits for is not there yet.
+    moved = reached([node], lambda n: operands(n) if is_move(n) and n.target is not WAIT else ())
+    return [x for x in islice(moved, 1, MOST + 1) if is_tensor(x)]
 
 
 def downstream(node: Node) -> list[Node]:

@@ -1,4 +1,4 @@
-"""The autocast regions of a graph, which are calls that enter and leave them: an op's dtype is that of its place."""
+"""The modes that a node runs in, which calls of the graph enter and leave: without gradients, and autocast."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from sp_compile._compat import enter_autocast, exit_autocast
+from sp_compile._compat import enter_autocast, exit_autocast, set_grad_enabled
+
+
+def without_grad(graph: Graph) -> set[Node]:
+    """All nodes in regions without gradients, where a graph begins with them."""
+    off, grad = set[Node](), True
+    for node in graph.nodes:
+        if node.target is set_grad_enabled:
+            grad = bool(node.args[0])
+        if not grad:
+            off.add(node)
+    return off
 
 
 def autocast_regions(node: Node) -> list[Any]:
