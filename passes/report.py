@@ -13,7 +13,7 @@ from tabulate import tabulate
 from sp_compile.cost.decision import Decision, merged
 from sp_compile.cost.exchanges import Exchange
 from sp_compile.cost.memory import Memory
-from sp_compile.cost.step import StepMemory
+from sp_compile.cost.step import WIDTH, StepMemory, short, written
 from sp_compile.cost.tiles import Tiled
 from sp_compile.graph.sizes import Size
 from sp_compile.passes.job import Lap, laps_by_pass
@@ -91,12 +91,12 @@ class Report:
         if self.sharded_outputs:
             yield f"Results that stay in shards: {', '.join(self.sharded_outputs)}"
         if self.notes:
-            rows = _grouped((note.done, _short(note.where), note.why) for note in self.notes)
-            yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTHS)
+            rows = _grouped((note.done, short(note.where), note.why) for note in self.notes)
+            yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTH)
         if self.layers:
-            rows = [(_short(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers]
+            rows = [(short(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers]
             headers = ("linear + all_reduce at", "mode", "rows of", "cut along", "ops on rows", "why")
-            yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
+            yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTH)
         if limits := [str(one) for one in self.memory if not math.isinf(one.device)]:
             yield "Memory of a rank, predicted\n" + "\n".join(f"  {one}" for one in limits)
         if self.step is not None:
@@ -104,18 +104,18 @@ class Report:
         if self.attention:
             yield "Attention, predicted\n" + "\n\n".join(map(str, merged(self.attention)))
         if self.exchanges:
-            sent = [(e.op, e.shape, _bytes(e.forward), _bytes(e.backward), _short(e.where)) for e in self.exchanges]
+            sent = [(e.op, e.shape, _bytes(e.forward), _bytes(e.backward), short(e.where)) for e in self.exchanges]
             totals = [_bytes(sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
             headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
             rows = [*_grouped(sent), ("", "total", "", *totals, "")]
-            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
+            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTH)
         if self.show_passes:
             rows = [
                 (lap.name, _words(lap.requires), _words(lap.provides), lap.changes, lap.nodes, f"{lap.seconds:.3f}")
                 for lap in laps_by_pass(self.passes)
             ]
             headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
-            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTHS)
+            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTH)
         if self.errors:
             yield tabulate(self.errors, headers=("against one device", "largest relative error"), floatfmt=".2e")
 
@@ -128,16 +128,9 @@ class Report:
         return f"{whole}; {groups}" if found else f"{groups}; no other ranks split the sequence"
 
 
-WIDTHS = 56  # characters of a column
-
-
 def _grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
     """Equal rows once, with their number in front: layers repeat."""
     return [(times, *row) for row, times in Counter(rows).items()]
-
-
-def _short(where: str) -> str:
-    return where if len(where) <= WIDTHS else where[: WIDTHS - 3] + "..."
 
 
 def _words(words: Iterable[str]) -> str:
@@ -145,9 +138,4 @@ def _words(words: Iterable[str]) -> str:
 
 
 def _bytes(value: Size) -> str:
-    if not isinstance(value, int):
-        return str(value)
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if value >= scale:
-            return f"{value / scale:.1f} {unit}"
-    return f"{value} B"
+    return written(value) if isinstance(value, int) else str(value)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from sp_compile._compat import pytree, size_hint
-from sp_compile.graph.sizes import same
+from sp_compile._compat import pytree
+from sp_compile.graph.sizes import bytes_now, same
 from sp_compile.sharding.placement import DEALT, Shard
 
 LARGE = 1 << 20  # bytes of a result that outputs="auto" leaves in shards: a millisecond of a slow link, or less
@@ -39,16 +39,10 @@ def why_whole(have: Shard, value: torch.Tensor, words: Sequence[str]) -> str:
         return GATHER
     if "local" in words:
         return ""
-    if "lazy" not in words and _bytes(value) < LARGE:
+    if "lazy" not in words and bytes_now(value) < LARGE:
         return SMALL
     frame = have.frame
     if frame.folds == DEALT:
         return BALANCED
     plain = same(frame.start, 0) and same(frame.length, frame.size) and same(have.outer, 1) and same(have.inner, 1)
     return "" if plain else FACTOR
-
-
-def _bytes(value: torch.Tensor) -> int:
-    """In the call that is compiled; asking adds no guard."""
-    numel = value.numel()
-    return (size_hint(numel) if isinstance(numel, torch.SymInt) else numel) * value.element_size()

@@ -33,7 +33,7 @@ from .args import LocalArgs
 def attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Two products for each pair, of D and of E. Shapes: those of ``sp::attend``."""
     args, _ = LocalArgs.of(rest)
-    dim, value_dim = _numbers([q.shape[-1], v.shape[-1]])
+    dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _pairs(q, k, args) * (dim + value_dim)
 
 
@@ -43,15 +43,15 @@ def attend_backward_flops(
 ) -> int:
     """Five products for each pair: scores again, dq and dk of D, dv and the gradients of the weights of E."""
     args, _ = LocalArgs.of(rest)
-    dim, value_dim = _numbers([q.shape[-1], v.shape[-1]])
+    dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _pairs(q, k, args) * (3 * dim + 2 * value_dim)
 
 
 def _pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
     """Queries and keys that attend, of all batch entries and query heads."""
-    batch, heads, queries, keys = _numbers([*q.shape[:3], k.shape[2]])
-    spans = tuple(_numbers(args.q_span)), tuple(_numbers(args.k_span))
-    sizes = tuple(_numbers(args.sizes))
+    batch, heads, queries, keys = map(size_hint, [*q.shape[:3], k.shape[2]])
+    spans = tuple(map(size_hint, args.q_span)), tuple(map(size_hint, args.k_span))
+    sizes = tuple(map(size_hint, args.sizes))
     if not batch * heads:
         return 0
     if isinstance(q, FakeTensor) or q.is_meta:
@@ -70,8 +70,3 @@ def _mean_pairs(
     known, places = of_positions(predicate), max(q_span[0], k_span[0])
     rows = [(rows_of(q_span, queries, place), rows_of(k_span, keys, place)) for place in range(places)]
     return sum(pairs_of(plan(known, q_rows, k_rows, sizes)) for q_rows, k_rows in rows) // places
-
-
-def _numbers(sizes: Sequence[Any]) -> list[int]:
-    """Symbols as the numbers that they have in the call that is being compiled."""
-    return [size_hint(size) if isinstance(size, torch.SymInt) else int(size) for size in sizes]

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Node, map_arg
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from sp_compile._compat import pytree, size_hint
+from sp_compile._compat import OpOverload, size_hint
 
 from . import ops  # noqa: F401  (registers the operators)
 from .program import PROGRAMS, TilePart
@@ -40,9 +40,9 @@ def _flops(rows: list[Tensor], program: str, part: str) -> int:
     found = PROGRAMS[program]
     _, body = max(found.bodies.items())
     one: TilePart = getattr(body, part)
-    length = _number(one.inputs[0].shape[found.rows[0]])
+    length = size_hint(one.inputs[0].shape[found.rows[0]])
     sums = [value.factors for value in found.gradients] if part == "gradients" else []
-    return (_flops_of(one) + _added_up(one, sums)) * _number(rows[0].shape[found.rows[0]]) // length
+    return (_flops_of(one) + _added_up(one, sums)) * size_hint(rows[0].shape[found.rows[0]]) // length
 
 
 def _added_up(part: TilePart, factors: list[bool]) -> int:
@@ -54,23 +54,19 @@ def _added_up(part: TilePart, factors: list[bool]) -> int:
         a = next(behind)
         if is_product:
             (m, k), n = a.meta["val"].shape, next(behind).meta["val"].shape[1]
-            total += 2 * _number(m) * _number(k) * _number(n)
+            total += 2 * size_hint(m) * size_hint(k) * size_hint(n)
     return total
 
 
 @cache
 def _flops_of(part: TilePart) -> int:
     """Of the matrix products of a tile's graph."""
-    total = 0
-    for node in part.graph.graph.nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        if node.op == "call_function" and packet in flop_registry:
-            args, kwargs = pytree.tree_map(
-                lambda x: x.meta["val"] if isinstance(x, Node) else x, (node.args, node.kwargs)
-            )
-            total += _number(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
-    return total
+    return sum(map(flops_of, part.graph.graph.nodes))
 
 
-def _number(size: Any) -> int:
-    return size_hint(size) if isinstance(size, torch.SymInt) else int(size)
+def flops_of(node: Node) -> int:
+    """Of a matrix product or an attention, as torch counts them; 0 of all else."""
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in flop_registry:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    return size_hint(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))

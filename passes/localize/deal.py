@@ -23,10 +23,11 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile._compat import size_hint
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark, record
-from sp_compile.graph.sizes import Size, hint, product, same, size, sizes
+from sp_compile.graph.sizes import Size, product, same, size, sizes
 from sp_compile.lowering.masks.deal import dealt
 from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
@@ -207,7 +208,7 @@ def _dealt(node: Node) -> Frames:
 
 def _now(value: Any) -> int:
     """A size, or the node of one, in the call that is compiled."""
-    return hint(value.meta["val"] if isinstance(value, Node) else value)
+    return size_hint(value.meta["val"] if isinstance(value, Node) else value)
 
 
 def _of_length(vector: Node, length: Size) -> bool:

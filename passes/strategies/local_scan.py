@@ -13,8 +13,8 @@ import math
 
 from torch.fx import GraphModule, Node
 
+from sp_compile._compat import size_hint
 from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import hint
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import Problem, is_of_torch
 from sp_compile.passes.base import Pass
@@ -45,7 +45,7 @@ class SlowScans(Pass):
 def is_slow(node: Node) -> bool:
     """Would the lowering table run the scan by anything but torch?"""
     call, result = Call(node), Call(node).results()[0]
-    op, dim, extents = TORCH[node.target], call.dim(), [hint(s) for s in result.shape]
+    op, dim, extents = TORCH[node.target], call.dim(), [size_hint(s) for s in result.shape]
     if math.prod(extents) < LARGE or not extents or not has_scan(call):
         return False
     wide = accumulate_dtype(op, result.dtype, result.device)

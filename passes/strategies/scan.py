@@ -29,11 +29,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
+from sp_compile._compat import size_hint
 from sp_compile.cost.scan import choose_exchange, message_bytes
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import hint, same, sizes
+from sp_compile.graph.sizes import same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, scan, to_sp_scan
 from sp_compile.passes.job import Job
@@ -150,7 +151,7 @@ class Scan(Rewrite):
         shard = scanned_rows(self.plan, node)
         fresh = to_sp_scan(self, node)
         call, ranks, folds = Call(fresh), self.job.ranks, shard.frame.folds
-        nbytes, _ = message_bytes(call, folds, hint)
+        nbytes, _ = message_bytes(call, folds, size_hint)
         cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(fresh), folds)
         where = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
         fresh.args, fresh.kwargs = call.rebuild(call.operands, frame=self.sizes.list(shard.frame_arg()), **where)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from torch.fx import Node
+
 from sp_compile.cost.memory import Memory
 from sp_compile.graph.call import is_tensor
-from sp_compile.passes.strategies.local_scan import hint
+from sp_compile.graph.sizes import bytes_now
 
 from .regions import THIN, Region, width
 from .view import TokenView
@@ -31,10 +33,9 @@ def inside(region: Region) -> int:
     return sum(map(bytes_of, region.seeds))
 
 
-def bytes_of(node: object, least: int = 0) -> int:
+def bytes_of(node: Node, least: int = 0) -> int:
     """Of a node's value, elements of `least` bytes or more."""
-    value = node.meta.get("val")  # type: ignore[attr-defined]
-    return hint(value.numel()) * max(value.element_size(), least) if is_tensor(node) else 0  # type: ignore[arg-type]
+    return bytes_now(node.meta["val"], least) if is_tensor(node) else 0
 
 
 def makes_a_number(view: TokenView, region: Region) -> bool:

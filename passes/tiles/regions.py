@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from sp_compile._compat import size_hint
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.closure import closure
 from sp_compile.graph.sizes import product, sizes, typical
-from sp_compile.passes.strategies.local_scan import hint
 from sp_compile.sharding.rule import lookup
 
 from .view import TokenView
@@ -56,7 +56,7 @@ def rows_of(view: TokenView, region: Region) -> int:
     """Its rows; now, where their number is a symbol."""
     have, value = view.rows(region.seeds[0]), region.seeds[0].meta["val"]
     assert have is not None
-    return hint(value.shape[have.dim]) // (typical(have.outer) * typical(have.inner))
+    return size_hint(value.shape[have.dim]) // (typical(have.outer) * typical(have.inner))
 
 
 def seeds_of(view: TokenView) -> list[Node]:

@@ -68,9 +68,9 @@ def symbolic_mode(hint: int) -> tuple[FakeTensorMode, torch.SymInt]:
     return FakeTensorMode(shape_env=env), env.create_symintnode(symbol, hint=hint, source=source)
 
 
-def size_hint(size: torch.SymInt) -> int:
-    """The value of a symbolic size in the call that is being compiled; adds no guard."""
-    return int(size.node.hint)
+def size_hint(size: int | torch.SymInt) -> int:
+    """What a size is in the call that is being compiled: to weigh costs, never to prove anything. Adds no guard."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def wrapper_subclass(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:

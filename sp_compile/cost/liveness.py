@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils.flop_counter import flop_registry
 
 from sp_compile._compat import (
     FakeTensorMode,
@@ -29,14 +28,16 @@ from sp_compile._compat import (
     make_fx,
     pytree,
     schema_of,
+    size_hint,
     storage_of,
 )
 from sp_compile.errors import at
 from sp_compile.graph.call import overloads
 from sp_compile.graph.closure import reached
-from sp_compile.graph.sizes import hint
+from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
 from sp_compile.lowering.dtypes import accumulation_dtype
+from sp_compile.lowering.tiles.flops import flops_of
 from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
 
 Key = int
@@ -139,7 +140,7 @@ class Walk:
 
 def nbytes_of(value: torch.Tensor) -> int:
     """Bytes of the memory that a tensor lies in."""
-    return hint(value.untyped_storage().nbytes())
+    return size_hint(value.untyped_storage().nbytes())
 
 
 def is_on_host(node: Node) -> bool:
@@ -178,14 +179,6 @@ def is_product(node: Node) -> bool:
     return node.target in PRODUCTS or "atten" in _name(node.target)
 
 
-def flops_of(node: Node) -> int:
-    """Of a matrix product or an attention, as torch counts them; 0 of all else."""
-    if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in flop_registry:
-        return 0
-    args, kwargs = pytree.tree_map(lambda x: x.meta["val"] if isinstance(x, Node) else x, (node.args, node.kwargs))
-    return hint(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))
-
-
 @dataclass(frozen=True)
 class _TileLoop:
     """A loop over tiles. sums: bytes of what all tiles add to; wide: of these, of what is returned in another dtype.
@@ -209,7 +202,9 @@ class _TileLoop:
         wide = {value: accumulation_dtype(value.dtype) for value in sums}
         other = [value for value in sums if wide[value] != value.dtype]
         count = {value: math.prod(value.shape) for value in sums}
-        gaps = [x for x, dim in zip((n.meta["val"] for n in rows), program.rows) if hint(x.shape[:dim].numel()) > 1]
+        gaps = [
+            x for x, dim in zip((n.meta["val"] for n in rows), program.rows) if size_hint(x.shape[:dim].numel()) > 1
+        ]
         _, body = max(program.bodies.items())
         return _TileLoop(
             tiles,
@@ -217,7 +212,7 @@ class _TileLoop:
             sum(count[value] * wide[value].itemsize for value in sums),
             sum(count[value] * wide[value].itemsize for value in other),
             sum(count[value] * value.dtype.itemsize for value in other),
-            sum(hint(x.numel()) * x.element_size() for x in gaps) // tiles,
+            sum(map(bytes_now, gaps)) // tiles,
         )
 
     def tile(self, fused: bool) -> Walk:
@@ -237,7 +232,7 @@ def _tile(part: TilePart, fused: bool) -> Walk:
     with FakeTensorMode(allow_non_fake_inputs=True):  # it may hold constants
         inputs = [
             torch.empty_strided(
-                *([hint(size) for size in of] for of in (x.shape, x.stride())), dtype=x.dtype, device=x.device
+                *([size_hint(size) for size in of] for of in (x.shape, x.stride())), dtype=x.dtype, device=x.device
             )
             for x in part.inputs
         ]
@@ -253,7 +248,7 @@ def _inside(node: Node, fused: bool) -> int:
     if node.target not in FLASH_OF_CPU or operands[0].device.type != "cpu":
         return own
     first = FLASH_OF_CPU[node.target] - 1  # a backward is given the gradient in front
-    rows, keys = (hint(x.shape[-2]) for x in operands[first : first + 2])
+    rows, keys = (size_hint(x.shape[-2]) for x in operands[first : first + 2])
     block = next(size for least, size in SPLITS if rows >= least) * min(keys, KEYS_OF_SPLIT)
     return own + FLASH_OF_CPU[node.target] * torch.get_num_threads() * block * max(4, operands[0].element_size())
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from .liveness import flops_of
+from sp_compile.lowering.tiles.flops import flops_of
+
 from .machine import Machine
 
 

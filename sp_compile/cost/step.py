@@ -35,6 +35,8 @@ ADAMW = 2.0
 OF_OTHERS = "results, their gradients, and what other graphs keep"
 LINES = 6
 """Of a report, for what is alive at a peak."""
+WIDTH = 56
+"""Characters of a column of a table."""
 
 
 @dataclass(frozen=True)
@@ -259,11 +261,11 @@ class StepMemory:
         rows: list[tuple[str, ...]] = []
         for phase, point in self.peaks().items():
             total = written(self.state + point.nbytes)
-            rows.append((phase, total, written(point.nbytes), point.moment.name, _short(point.moment.where)))
+            rows.append((phase, total, written(point.nbytes), point.moment.name, short(point.moment.where)))
         lines.append(tabulate(rows, headers=("peak of", "in all", "values", "at node", "line"), disable_numparse=True))
         if self.graphs:
             top = max(self.peaks().values(), key=lambda point: point.nbytes)
-            rows = [(written(nbytes), what, times, _short(where)) for what, where, nbytes, times in self.summary(top)]
+            rows = [(written(nbytes), what, times, short(where)) for what, where, nbytes, times in self.summary(top)]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         lines.append(f"peak of a rank {written(self.peak)}; with FSDP over {n} ranks {written(self.fsdp(n))}")
         return "\n".join(lines)
@@ -286,8 +288,9 @@ def _last_product(moments: Sequence[Moment]) -> int | None:
     return next((i for i in reversed(range(len(moments))) if moments[i].product), None)
 
 
-def _short(where: str) -> str:
-    return where if len(where) <= 60 else where[:57] + "..."
+def short(where: str) -> str:
+    """As much as a column of a table has."""
+    return where if len(where) <= WIDTH else where[: WIDTH - 3] + "..."
 
 
 def written(nbytes: float) -> str:

@@ -39,9 +39,9 @@ def sizes(values: Iterable[Any]) -> tuple[Size, ...]:
     return tuple(size(v) for v in values)
 
 
-def hint(extent: Any) -> int:
-    """What a size is in the call that is being compiled: to weigh costs, never to prove anything."""
-    return size_hint(extent) if isinstance(extent, torch.SymInt) else int(extent)
+def bytes_now(value: torch.Tensor, least: int = 0) -> int:
+    """Bytes of a value in the call that is being compiled, elements of `least` bytes or more; asking adds no guard."""
+    return size_hint(value.numel()) * max(value.element_size(), least)
 
 
 def product(values: Iterable[Size]) -> Size:

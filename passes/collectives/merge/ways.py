@@ -159,7 +159,7 @@ def value_of(node: Node) -> torch.Tensor:
 def _elements(value: torch.Tensor) -> float:
     """How many numbers, in the call that is being compiled; nan where that is not known."""
     try:
-        return math.prod(size if isinstance(size, int) else size_hint(size) for size in value.shape)
+        return math.prod(map(size_hint, value.shape))
     except TypeError:
         return math.nan
 

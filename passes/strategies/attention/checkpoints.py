@@ -12,11 +12,11 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import has_policy, keep
+from sp_compile._compat import has_policy, keep, size_hint
 from sp_compile.cost.memory import GIB
+from sp_compile.graph.sizes import bytes_now
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Note
-from sp_compile.passes.strategies.local_scan import hint
 from sp_compile.sharding.attention import attending_nodes
 
 
@@ -44,4 +44,4 @@ class KeepAttention(Pass):
 def _bytes(nodes: Iterable[Node]) -> int:
     """Of their results (B, H, s, E), and of a log-sum-exp in float32 or wider for every row."""
     values = [node.meta["val"] for node in nodes]
-    return sum(hint(x.numel()) * x.element_size() + hint(x.numel()) // hint(x.shape[-1]) * 4 for x in values)
+    return sum(bytes_now(x) + size_hint(x.numel()) // size_hint(x.shape[-1]) * 4 for x in values)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
+from sp_compile._compat import size_hint
 from sp_compile.config import STRATEGIES
 from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates, choose
 from sp_compile.cost.decision import Decision
@@ -22,7 +23,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import divides, hint
+from sp_compile.graph.sizes import divides
 from sp_compile.lowering.masks.predicate import over, symbols
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note, Settings
@@ -191,7 +192,7 @@ def _even(have: object, n: int) -> bool:
 
 def _shape(node: Node, n: int, training: bool) -> Shape:
     call = Call(node)
-    q, k, v = ([hint(s) for s in operand.meta["val"].shape] for operand in call.operands[:3])
+    q, k, v = ([size_hint(s) for s in operand.meta["val"].shape] for operand in call.operands[:3])
     predicate = predicate_of(call)
     causal, window = (False, None) if predicate is None else _bounds(predicate, q[-2], k[-2])
     return Shape(

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.cost.memory import Memory
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import hint
+from sp_compile.graph.sizes import bytes_now
 from sp_compile.sharding.attention import ATTENTION
 from sp_compile.sharding.matchers import source_of
 from sp_compile.sharding.placement import Plan, Shard
@@ -76,5 +76,5 @@ def _share(node: Node, plan: Plan, n: int, least: int = 0) -> int:
     value = node.meta["val"]
     if not is_tensor(node):
         return 0
-    whole = hint(value.numel()) * max(value.element_size(), least)
+    whole = bytes_now(value, least)
     return -(-whole // n) if isinstance(plan.of(node), Shard) else whole
