@@ -13,7 +13,6 @@ from sp_compile.config import Ranks, SPConfig
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.memory import Memory
-from sp_compile.cost.tiles import Tiled
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
@@ -112,6 +111,21 @@ class Lap:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class RegionInTiles:
+    """What a region that runs in tiles holds. node: its first product; where: the user's line. rows: of a rank.
+
+    inside: bytes of what its products make of all rows; tile: of those of a tile.
+    """
+
+    node: str
+    where: str
+    tiles: int
+    rows: int
+    inside: int
+    tile: int
+
+
 def laps_by_pass(laps: Iterable[Lap]) -> list[Lap]:
     """One lap for each pass, with what all its runs took and changed, in the order of the first ones."""
     found: dict[str, Lap] = {}
@@ -138,7 +152,7 @@ class Job(Settings):
     constraints: list[str] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
-    tiled: list[Tiled] = field(default_factory=list)
+    tiled: list[RegionInTiles] = field(default_factory=list)
     _analysed: tuple[Axes, Plan] | None = None
 
     @classmethod

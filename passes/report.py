@@ -14,9 +14,8 @@ from sp_compile.cost.decision import Decision, merged
 from sp_compile.cost.exchanges import Exchange
 from sp_compile.cost.memory import Memory
 from sp_compile.cost.step import WIDTH, StepMemory, short, written
-from sp_compile.cost.tiles import Tiled
 from sp_compile.graph.sizes import Size
-from sp_compile.passes.job import Lap, laps_by_pass
+from sp_compile.passes.job import Lap, RegionInTiles, laps_by_pass
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Report:
     exchanges: list[Exchange] = field(default_factory=list)
     attention: list[Decision] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
-    tiled: list[Tiled] = field(default_factory=list)
+    tiled: list[RegionInTiles] = field(default_factory=list)
     inputs: dict[str, list[int]] = field(default_factory=dict)
     sharded_outputs: list[str] = field(default_factory=list)
     constraints: list[str] = field(default_factory=list)

@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile._compat import storage_of
 from sp_compile.cost.liveness import nbytes_of, tensors_of
 from sp_compile.cost.machine import Machine
-from sp_compile.cost.offload import Offloaded, copied, seconds_of
+from sp_compile.cost.offload import OnHost, copied, seconds_of
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.edit import Editor
@@ -48,7 +48,7 @@ class Offload(Editor):
     asked: str | float
     machine: Machine
     fused: bool
-    found: Offloaded = field(default_factory=Offloaded, repr=False)
+    found: OnHost = field(default_factory=OnHost, repr=False)
 
     def __call__(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
         """Change the halves of a joint graph. results: how many of the forward's are its caller's."""
@@ -64,7 +64,7 @@ class Offload(Editor):
                 half.graph.lint()
                 half.recompile()
         seconds = copied(total, self.machine)
-        self.found = Offloaded(len(chosen), total, kept.nbytes - total, seconds, waits)
+        self.found = OnHost(len(chosen), total, kept.nbytes - total, seconds, waits)
 
     def _wanted(self, kept: _Kept, forward: Graph, backward: Graph) -> float:
         """Bytes to take off the device."""

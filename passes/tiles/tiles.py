@@ -16,7 +16,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import SYMBOLIC_GRAPHS, pytree
-from sp_compile.cost.tiles import Tiled
 from sp_compile.errors import at
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
@@ -26,7 +25,7 @@ from sp_compile.lowering.library import COMPOSITES
 from sp_compile.lowering.tiles.ops import tile_length
 from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job, Note, RegionInTiles
 from sp_compile.sharding.rule import lookup
 
 from .amount import PIECE, amounts, bytes_of, inside, makes_a_number
@@ -84,16 +83,16 @@ class Tiles(Pass):
             return False
         late = _late(view, region)
         self._emit(view, region, program, tiles, late)
-        length = tile_length(total, tiles)
+        length, whole = tile_length(total, tiles), inside(region)
         way = "its gradients are made in the same loop" if program.at_once else "the backward computes it again"
         back = f"; {way}" if program.gradients else ""
         again = "; the results that others read are made once more for them" if region.also else ""
         self.note(
             node,
-            f"{tiles} tiles of {length} of {total} rows: an inside of {_words(inside(region))} becomes "
-            f"{_words(inside(region) * length // total)}{back}{again}",
+            f"{tiles} tiles of {length} of {total} rows: an inside of {_words(whole)} becomes "
+            f"{_words(whole * length // total)}{back}{again}",
         )
-        job.tiled.append(Tiled(node.name, at(node), tiles, total, inside(region), inside(region) * length // total))
+        job.tiled.append(RegionInTiles(node.name, at(node), tiles, total, whole, whole * length // total))
         return True
 
     def _emit(self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]) -> None:

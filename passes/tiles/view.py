@@ -28,8 +28,8 @@ from sp_compile.sharding.placement import REPLICATE, Frame, Partial, Placement, 
 from sp_compile.sharding.rule import lookup, transfer_of
 
 sp, aten = torch.ops.sp, torch.ops.aten
-FILLED = (sp.mask.default, sp.window.default)
-CUTS = (sp.shard.default, *FILLED)
+MASKS = (sp.mask.default, sp.window.default)
+CUTS = (sp.shard.default, *MASKS)
 
 
 @dataclass
@@ -159,7 +159,7 @@ class _TokenCopy:
         return (is_pure(node) or is_dropout(node)) and node.target.namespace != "sp"
 
     def _fills(self, node: Node) -> bool:
-        return node.target in FILLED and node.meta["val"].is_floating_point() and node not in self.refused
+        return node.target in MASKS and node.meta["val"].is_floating_point() and node not in self.refused
 
     def _filled(self, graph: Graph, node: Node) -> Node:
         """A mask as one op on rows: which of them it fills is an input of rows.

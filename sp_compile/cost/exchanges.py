@@ -51,6 +51,11 @@ class Exchange:
     backward: Size
 
 
+def collectives_of(exchange: Exchange) -> tuple[str, str]:
+    """Forward and backward, as the cost model calls them; "" for none. What is no such op shifts rows."""
+    return FORWARD_AND_BACKWARD.get(getattr(sp, exchange.op).default, ("shift", "shift"))
+
+
 def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
     """Every collective of a validated local graph, in order."""
     calls = [Call(c) for c in local.graph.nodes if c.op == "call_function" and namespace_of(c.target) == "sp"]

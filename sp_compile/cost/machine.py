@@ -109,7 +109,7 @@ class Machine:
         return compute + transfer - self.overlap * min(compute, transfer)
 
 
-_KINDS = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop"}
+_KINDS = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", "broadcast": "hop"}
 
 
 def _expected(name: str, value: Any) -> str:

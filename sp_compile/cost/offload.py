@@ -12,7 +12,7 @@ from .machine import Machine
 
 
 @dataclass(frozen=True)
-class Offloaded:
+class OnHost:
     """Of one graph. values: how many; nbytes: of these; kept: bytes that the device keeps for the backward.
 
     seconds: of the copies, each way; waits: of those that no other work hides, both ways together.

@@ -28,7 +28,7 @@ from sp_compile.graph.sizes import product, same, sizes
 
 from .liveness import Alive, Moment, Walk, is_on_host, nbytes_of, tensors_of, walk
 from .memory import GIB
-from .offload import Offloaded
+from .offload import OnHost
 
 PHASES = ("forward", "loss", "backward")
 ADAMW = 2.0
@@ -107,7 +107,7 @@ class GraphStep:
     saved: int = 0
     tangents: int = 0
     copied: int = 0
-    offloaded: Offloaded | None = None
+    offloaded: OnHost | None = None
     hosted: GraphStep | None = None
 
     @staticmethod
@@ -173,10 +173,10 @@ class StepMemory:
         return sum(graph.saved for graph in self.graphs)
 
     @property
-    def offloaded(self) -> Offloaded | None:
+    def offloaded(self) -> OnHost | None:
         """What waits in the host's memory; None where that was not asked for."""
         found = [graph.offloaded for graph in self.graphs if graph.offloaded is not None]
-        return Offloaded(*map(sum, zip(*map(astuple, found)))) if found else None
+        return OnHost(*map(sum, zip(*map(astuple, found)))) if found else None
 
     @property
     def hosted(self) -> StepMemory:

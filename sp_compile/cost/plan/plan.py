@@ -25,6 +25,7 @@ from torch import nn
 from sp_compile.config import OFFLOAD, STRATEGIES, SPConfig
 from sp_compile.cost.attention import Candidate, candidates
 from sp_compile.cost.decision import Decision
+from sp_compile.cost.exchanges import collectives_of
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import copied
 from sp_compile.cost.step import PHASES, ModelBytes, StepMemory, state_per_weight, written
@@ -45,9 +46,6 @@ SHARES = tuple(i / 20 for i in range(1, 21))
 MOST_ROWS = 8
 """Of a table, for each number of ranks."""
 STATES = ("sharded", "on every rank")
-KINDS = {"all_to_all": "all_to_all", "all_gather": "all_gather", "all_reduce": "all_reduce", "unshard": "all_gather"}
-KINDS |= {"reduce_grad": "all_reduce", "broadcast": "hop"}
-"""The collective whose line an op's bytes go by; others are shifts between neighbours."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ def plan(
         looked = [_look(model, inputs, depth, variant, kind.again, per_weight, given) for variant in _variants(depth)]
         if kind.tiles not in ("auto", "never") and not looked[0][0].tiled:
             continue
-        whole = _Scaled(looked, depth, found.weights, per_weight)
+        whole = _AllLayers(looked, depth, found.weights, per_weight)
         step = _step(looked[0][-1])
         largest[way] = step.summary(max(step.points(), key=lambda point: point.nbytes), most=1)[0][1]
         found.rows += [row for n in wanted for row in _rows(whole, n, machine, kind)]
@@ -239,7 +237,7 @@ def _look(
         return explain_each(model, list(inputs), SAMPLES, per_weight, dict(given))
 
 
-class _Scaled:
+class _AllLayers:
     """What all layers take on any number of ranks, from reports of a few layers on two numbers."""
 
     def __init__(self, looked: list[list[Report]], depth: Depth | None, weights: ModelBytes, per_weight: float) -> None:
@@ -288,10 +286,10 @@ def _parts(report: Report) -> dict[str, float]:
     for exchange in report.exchanges:
         if exchange.op in STRATEGIES or exchange.op.endswith("_attention") or exchange.op == "reduce_grad":
             continue
-        kind = KINDS.get(exchange.op, "hop")
-        for sent in (typical(exchange.forward), typical(exchange.backward)):
-            found[f"sent {kind}"] = found.get(f"sent {kind}", 0.0) + sent
-            found[f"calls {kind}"] = found.get(f"calls {kind}", 0.0) + (sent > 0)
+        for kind, sent in zip(collectives_of(exchange), map(typical, (exchange.forward, exchange.backward))):
+            if sent:
+                found[f"sent {kind}"] = found.get(f"sent {kind}", 0.0) + sent
+                found[f"calls {kind}"] = found.get(f"calls {kind}", 0.0) + 1
     return found
 
 
@@ -317,7 +315,7 @@ class _PlanLook:
     shares: tuple[float, ...]
 
 
-def _rows(whole: _Scaled, n: int, machine: Machine, of: _PlanLook) -> list[Variant]:
+def _rows(whole: _AllLayers, n: int, machine: Machine, of: _PlanLook) -> list[Variant]:
     ways = {way: found for way, found in _ways(whole, n, machine).items() if of.asked in ("auto", way[0])}
     weights, learned = whole.weights, whole.weights.learned
     optimizer = whole.per_weight * learned
@@ -357,7 +355,7 @@ def _rows(whole: _Scaled, n: int, machine: Machine, of: _PlanLook) -> list[Varia
     return out
 
 
-def _ways(whole: _Scaled, n: int, machine: Machine) -> dict[tuple[str, str], list[tuple[Candidate, float]]]:
+def _ways(whole: _AllLayers, n: int, machine: Machine) -> dict[tuple[str, str], list[tuple[Candidate, float]]]:
     """(strategy, layout) -> its candidate for each attention and their number; those that can all be so."""
     shapes = whole.attention()
     if not shapes:
@@ -384,7 +382,7 @@ def _same_or_contiguous(best: Mapping[tuple[str, str], Candidate], key: tuple[st
     return best.get(key) or best.get((key[0], "contiguous"))
 
 
-def _exchanged(whole: _Scaled, n: int, machine: Machine) -> float:
+def _exchanged(whole: _AllLayers, n: int, machine: Machine) -> float:
     """Seconds of the exchanges besides attention's and gradients'."""
     if n == 1:
         return 0.0
