@@ -7,11 +7,11 @@ import torch
 from measuring.scan_direct import Direct
 from torch import Tensor
 
-from sp_compile.lowering.scan.kernels.tree import KERNELS as TREE
 from sp_compile.lowering.scan.kernels.triton import scan as row
 from sp_compile.lowering.scan.kernels.triton.ways import WAYS, using_way
+from sp_compile.lowering.scan.table import LOWERINGS
 
-ROW, EXACT = Direct(row), Direct(TREE)
+ROW, EXACT = Direct(row), Direct(LOWERINGS["blocked"])
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
 Shape = tuple[int, int, int]
 CHECKED: list[Shape] = [(1, 2**20 + 13, 1), (1, 100003, 3), (7, 999, 33), (4096, 17, 1)]

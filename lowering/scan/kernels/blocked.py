@@ -44,7 +44,7 @@ def inclusive(combine: Combine, states: Any, dim: int, lift: Map = as_is, lower:
 
 
 def total(combine: Combine, states: Any, dim: int, lift: Map = as_is) -> Any:
-    """The combination of all states, as `tree.total`, of lift(rows of states)."""
+    """The combination of all states, of lift(rows of states): a tree like these with one row in ``dim``."""
     n = length(states, dim)
     if n > BLOCK:
         done = n // BLOCK * BLOCK

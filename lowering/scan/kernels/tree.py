@@ -21,9 +21,8 @@ from __future__ import annotations
 from typing import Any
 
 from sp_compile.lowering.scan.monoids import Combine
-from sp_compile.lowering.scan.table import register
 
-from .generic import Kernels, Map, interleaved, joined, length, rows
+from .generic import interleaved, joined, length, rows
 
 
 def inclusive(combine: Combine, states: Any, dim: int) -> Any:
@@ -38,11 +37,6 @@ def inclusive(combine: Combine, states: Any, dim: int) -> Any:
     while levels:
         prefixes = down_sweep(combine, levels.pop(), prefixes, dim)
     return prefixes
-
-
-def total(combine: Combine, states: Any, dim: int) -> Any:
-    """The combination of all states: a tree like states with one row in ``dim``, or none if there are none."""
-    return up_sweep(combine, states, dim)[-1]
 
 
 def up_sweep(combine: Combine, states: Any, dim: int) -> list[Any]:
@@ -64,16 +58,3 @@ def down_sweep(combine: Combine, states: Any, parents: Any, dim: int) -> Any:
         before = rows(parents, dim, (n - 1) // 2)
         lefts = joined(lefts, combine(before, rows(states, dim, 2, None, 2)), dim)
     return interleaved(lefts, rows(parents, dim, n // 2), dim)
-
-
-def _scan(combine: Combine, states: Any, dim: int, lift: Map, lower: Map) -> tuple[Any, Any]:
-    prefixes = inclusive(combine, lift(states), dim)
-    return lower(prefixes), rows(prefixes, dim, -1, None)
-
-
-def _total(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
-    return total(combine, lift(states), dim)
-
-
-KERNELS = Kernels(_scan, _total)
-register("tree", KERNELS, rank=lambda problem: 50)

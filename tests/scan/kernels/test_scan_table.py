@@ -66,9 +66,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_can_be_forced() -> None:
-    for row in ("blocked", "tree"):
-        with using(row):
-            assert choose(problem()) == row
+    with using("blocked"):
+        assert choose(problem()) == "blocked"
     assert choose(problem()) == "aten"
 
 
@@ -91,7 +90,7 @@ with toy_way.registered():
 
 @pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("length", [1, 7])
-def test_every_way_gives_what_the_tree_gives(way: str, length: int, toy: None) -> None:
+def test_every_way_gives_what_blocks_give(way: str, length: int, toy: None) -> None:
     x, a, starts = torch.randn(2, length, 3), torch.rand(2, length, 3), torch.rand(length) < 0.3
     narrow, wide = (torch.float32, torch.float64)
     for kind, op, operands in (
@@ -103,7 +102,7 @@ def test_every_way_gives_what_the_tree_gives(way: str, length: int, toy: None) -
         rows = {"outer": 2, "length": length, "inner": 3, "segmented": kind in ("scan", "extremes")}
         if not LOWERINGS[way].fits(problem(kind=kind, total=True, op="max" if kind == "extremes" else "sum", **rows)):
             continue
-        with using("tree"):
+        with using("blocked"):
             expected = op(*operands)
         with using(way):
             torch.testing.assert_close(op(*operands), expected)

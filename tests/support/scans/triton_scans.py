@@ -193,7 +193,7 @@ def check_public() -> None:
         loss = sum((y * w).sum() for y, w in zip(out, weights))
         return [*out, *torch.autograd.grad(loss, (x, a))]
 
-    with table.using("tree"):
+    with table.using("blocked"):
         expected = results()
     with table.using("triton"):
         found = results()
