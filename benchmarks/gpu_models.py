@@ -18,7 +18,6 @@ import argparse
 import copy
 import faulthandler
 import itertools
-import os
 import re
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+from measuring.gloo_ranks import joined
 from measuring.staged import stage
 from measuring.tables import markdown
 from models import DecoderLM
@@ -243,19 +243,14 @@ def waits(device: torch.device) -> Iterator[Counter[str]]:
 
 
 def rank_of_many(rank: int, given: argparse.Namespace, folder: str, results: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", given.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=given.ranks, timeout=timedelta(seconds=240))
-    if not given.gloo:
-        stage(dist.group.WORLD)
-    work = peaks if given.memory else every_case
-    sizes = SMALL if given.small else Sizes()
-    sizes = replace(sizes, tokens=given.tokens or sizes.tokens)
-    work(given, sizes, device, lambda seen: results.put((rank, seen)))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, given.ranks, folder):
+        if not given.gloo:
+            stage(dist.group.WORLD)
+        work = peaks if given.memory else every_case
+        sizes = SMALL if given.small else Sizes()
+        sizes = replace(sizes, tokens=given.tokens or sizes.tokens)
+        work(given, sizes, device, lambda seen: results.put((rank, seen)))
 
 
 def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, tell: Callable[[Seen], None]) -> None:

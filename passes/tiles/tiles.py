@@ -103,7 +103,7 @@ class Tiles(Pass):
             seed = self._seed(last) if any(is_dropout(n) for n in region.nodes) else None
             args = (rows, whole, tiles, program.name, seed)
             one = self.compute(sp.tiled.default, args, last)
-            made = [self._together(view, x, one, i, last) for i, x in enumerate(region.results)]
+            made = [self._together(view, x, one, i) for i, x in enumerate(region.results)]
         for node in reversed(late):
             made[-1].append(node)
         for x, fresh in zip(region.results, made):
@@ -122,7 +122,7 @@ class Tiles(Pass):
         node = self._flags(view, x, like) if x in view.flags else view.source[x]
         return self.reshaped(node, apart(sizes(x.meta["val"].shape), have, have.frame.size), like)
 
-    def _together(self, view: TokenView, x: Node, one: Node, index: int, like: Node) -> Node:
+    def _together(self, view: TokenView, x: Node, one: Node, index: int) -> Node:
         """The result as others read it."""
         values = one.meta["val"]
         made = self.emit(operator.getitem, (one, index), values[index], view.source[x])

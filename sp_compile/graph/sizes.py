@@ -168,25 +168,24 @@ class Sizes:
             if expr not in self.sources:
                 raise SpError(f"the size {expr} is not the size of any input, so a rank cannot compute its share of it")
             node, dim = self.sources[expr]
-            return self._emit(torch.ops.aten.sym_size.int, (node, dim), expr)
+            return self._emit(torch.ops.aten.sym_size.int, (node, dim))
         if isinstance(expr, FloorDiv) or type(expr).__name__ in ("Mod", "PythonMod"):
             op = operator.floordiv if isinstance(expr, FloorDiv) else operator.mod
-            return self._emit(op, tuple(self(size(a)) for a in expr.args), expr)
+            return self._emit(op, tuple(self(size(a)) for a in expr.args))
         if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 0:
-            return self._fold(operator.mul, [expr.base] * int(expr.exp), expr)
+            return self._fold(operator.mul, [expr.base] * int(expr.exp))
         if isinstance(expr, sympy.Add | sympy.Mul):
-            return self._fold(operator.add if isinstance(expr, sympy.Add) else operator.mul, expr.args, expr)
+            return self._fold(operator.add if isinstance(expr, sympy.Add) else operator.mul, expr.args)
         raise SpError(f"the size {expr} is of a form that cannot be computed in the graph")
 
-    def _fold(self, op: Any, terms: Any, expr: sympy.Expr) -> Node:
-        total, so_far = self(size(terms[0])), terms[0]
+    def _fold(self, op: Any, terms: Any) -> Node:
+        total = self(size(terms[0]))
         for term in terms[1:]:
-            so_far = so_far + term if op is operator.add else so_far * term
-            total = self._emit(op, (total, self(size(term))), so_far)
-        assert isinstance(total, Node), expr
+            total = self._emit(op, (total, self(size(term))))
+        assert isinstance(total, Node), terms
         return total
 
-    def _emit(self, target: Any, args: tuple[Any, ...], expr: sympy.Expr) -> Node:
+    def _emit(self, target: Any, args: tuple[Any, ...]) -> Node:
         values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
         where = self.graph.inserting_after(self.last) if self.last is not None else self.graph.inserting_before(None)
         with where:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sp_compile.graph.call import Call
@@ -53,9 +53,9 @@ def along(
     return Factors((dims,), results, {dims[d]: kind for d in at if dims}, lazy=lazy)
 
 
-def whole_dims(argument: str) -> Callable[[Call], Factors]:
-    """The result has the operand's shape; the dims that the argument names are needed whole."""
-    return lambda call: along(call, dims_of(call[argument], call.ndim()))
+def whole_dims(call: Call) -> Factors:
+    """The result has the operand's shape; the dims that the argument `dim` names are needed whole."""
+    return along(call, dims_of(call["dim"], call.ndim()))
 
 
 def resized_dims(argument: str = "", ndim: int = 0) -> RuleFunction:

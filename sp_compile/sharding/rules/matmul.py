@@ -115,8 +115,7 @@ rule_of(*overloads("mean mean.dim"))(_reduce("mean"))
 rule_of(*overloads("count_nonzero count_nonzero.dim_IntList nansum sum sum.dim_IntList"))(_reduce("sum"))
 rule_of(*_WHOLE)(_reduce("whole"))
 
-rule_of(aten.argsort.default, aten.argsort.stable)(whole_dims("dim"))
-rule_of(aten.sort.default, aten.sort.stable)(whole_dims("dim"))
+rule_of(aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)(whole_dims)
 rule_of(aten.topk.default)(resized_dims("dim"))
 
 

@@ -86,7 +86,7 @@ rule_of(aten.glu.default)(resized_dims("dim"))
 @rule_of(aten._log_softmax.default, aten._softmax.default, aten.log_softmax.int, aten.softmax.int)
 def _softmax(call: Call) -> Factors:
     """Needed whole, because every result is divided by the sum along it."""
-    return replace(whole_dims("dim")(call), normalises=True)
+    return replace(whole_dims(call), normalises=True)
 
 
 @rule_of(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
