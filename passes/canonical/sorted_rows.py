@@ -29,7 +29,7 @@ from sp_compile.graph.sizes import same, size, sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.factors import flat
-from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order
+from sp_compile.sharding.matchers import is_cast, keeps_order, origin, rearranges, source_of
 from sp_compile.sharding.rule import lookup
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -103,7 +103,8 @@ class _Uses:
     rows: values along whose first dim the rows lie in the keys' order. taken: reads of unsorted rows, how often each.
     tokens: order // k, the k; the order itself, 1. spread: the order or tokens, once for each column. back: what puts
     rows back, and the rows; added: which of them adds up so many for each token. counts: how many rows have each key,
-    which is no matter of order. inverse: where each row of the order was. products: grouped products and their names.
+    which is no matter of order. inverse: where each row of the order was; shapes: what it is written into. views: of
+    rows, which other views may undo. products: grouped products and their names.
     """
 
     ids: Node
@@ -119,23 +120,24 @@ class _Uses:
     counts: set[Node] = field(default_factory=set)
     inverse: set[Node] = field(default_factory=set)
     shapes: set[Node] = field(default_factory=set)
+    views: set[Node] = field(default_factory=set)
     products: dict[Node, str] = field(default_factory=dict)
     left: Node | None = None
 
     def knows(self, node: Any) -> bool:
         """Is it in the keys' order, or made of that order?"""
-        sets = (self.rows, self.tokens, self.spread, self.inverse, self.shapes)
+        sets = (self.rows, self.tokens, self.spread, self.inverse, self.shapes, self.views)
         return isinstance(node, Node) and any(node in one for one in sets)
 
     def takes(self, node: Node) -> bool:
         """Is this reader of the region's values one of the ways to use them? Then it is noted."""
         if node.op != "call_function":
             return False
-        if node.target is operator.getitem and node.args[0] in self.rows:
+        if (node.target is operator.getitem and node.args[0] in self.rows) or origin(node) in self.rows:
             self.rows.add(node)
             return True
         ways = (self._read, self._put, self._add, self._divided, self._spreads, self._counted, self._product)
-        return any(way(node) for way in (*ways, self._row_wise))
+        return any(way(node) for way in (*ways, self._row_wise, self._seen))
 
     def _read(self, node: Node) -> bool:
         if node.target is aten.index.Tensor and len(node.args[1]) == 1:
@@ -259,6 +261,12 @@ class _Uses:
         self.rows.add(node)
         return True
 
+    def _seen(self, node: Node) -> bool:
+        """A view of the rows, which another one may undo."""
+        if rearranges(node):
+            self.views.add(node)
+        return node in self.views
+
 
 def _region(node: Node, call: Call) -> _Uses:
     """All that is made of the sort, as far as it is known what it is."""
@@ -278,13 +286,12 @@ def _region(node: Node, call: Call) -> _Uses:
 
 
 def _before_casts(node: Node) -> Node:
-    """The numbers before they were copied and cast to what holds them, too."""
-    while is_copy(node) or (is_cast(node) and node.meta["val"].dtype in EXACT):
-        source = Call(node).operands[0]
-        if source.meta["val"].device != node.meta["val"].device:
-            break
-        node = source
-    return node
+    """The numbers before they were cast to what holds them, too, on the same device."""
+    node = origin(node)
+    source, value = source_of(node) if is_cast(node) else None, node.meta["val"]
+    if source is None or value.dtype not in EXACT or source.meta["val"].device != value.device:
+        return node
+    return _before_casts(source)
 
 
 def _length(node: Node) -> Any:

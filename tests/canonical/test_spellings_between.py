@@ -133,6 +133,17 @@ def cut_convolution(x: Tensor, b: Between) -> Tensor:
     return b(F.conv1d(b(x.mT), torch.ones(3, 1, 3), padding=2, groups=3))[..., :-2]
 
 
+def sorted_rows(x: Tensor, b: Between) -> Tensor:
+    def of_lines(line: Tensor) -> Tensor:
+        return b(line.unsqueeze(1)).squeeze(1)
+
+    rows, out = b(x.flatten(0, 1)), torch.zeros(8, 3)
+    keys, order = torch.sort(of_lines((rows[:, 0] > 0).long()))
+    counts = of_lines(torch.histc(of_lines(keys.float()), bins=2, min=0, max=1))
+    out[order] = b(b(rows[order]) + of_lines(keys)[:, None])
+    return out + counts[0]
+
+
 def shift(x: Tensor, b: Between) -> Tensor:
     return torch.cat([b(torch.zeros(2, 2, 3)), b(b(x)[:, :-2])], 1)
 
@@ -159,9 +170,18 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "padded convolution": (padded_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
     "cut convolution": (cut_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
     "shift": (shift, "sp.shift(*, 1, 2, -2, 0)"),
+    "sorted rows": (sorted_rows, "sp.sort_rows(*, False, False)"),
     "repeats": (repeated, ""),  # an expand, of which there may be others
 }
-CANONICAL = {sp.scan.default, sp.linear_scan.default, aten.cumsum.default, SDPA, sp.conv1d.default, sp.shift.default}
+CANONICAL = {
+    sp.scan.default,
+    sp.linear_scan.default,
+    aten.cumsum.default,
+    SDPA,
+    sp.conv1d.default,
+    sp.shift.default,
+    sp.sort_rows.default,
+}
 NOT_CANONICAL = {aten.repeat_interleave.self_int}
 
 
