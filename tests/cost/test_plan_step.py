@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.cost.plan.layers import Depth, checkpointed
-from sp_compile.cost.plan.plan import _look, _Scaled, bytes_of_text
+from sp_compile.cost.plan.plan import _AllLayers, _look, bytes_of_text
 from sp_compile.cost.step import ModelBytes
 from sp_compile.errors import SpError
 
@@ -60,9 +60,9 @@ def test_layers_add_up() -> None:
     model, given = decoder(), {"attention": "ring", "cost": {}}
     depth = Depth.of(model)
     assert depth is not None
-    few = _Scaled([_look(model, (tokens(64),), depth, one, False, 2.0, given) for one in depth.variants], depth,
+    few = _AllLayers([_look(model, (tokens(64),), depth, one, False, 2.0, given) for one in depth.variants], depth,
                   ModelBytes.of(model), 2.0)  # fmt: skip
-    whole = _Scaled([_look(model, (tokens(64),), None, (), False, 2.0, given)], None, ModelBytes.of(model), 2.0)
+    whole = _AllLayers([_look(model, (tokens(64),), None, (), False, 2.0, given)], None, ModelBytes.of(model), 2.0)
     assert few("flops", 2) == whole("flops", 2) > 0
     assert few("kept", 4) == whole("kept", 4) > 0
     assert few("peak loss", 4) == pytest.approx(whole("peak loss", 4), rel=0.1)

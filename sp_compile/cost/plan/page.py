@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from sp_compile.cost.step import written
@@ -159,20 +160,13 @@ def _area(memory: Mapping[str, Any]) -> str:
     y = [HEIGHT * (1 - (state + point["values_bytes"]) / top) for point in curve]
     floor = HEIGHT * (1 - state / top)
     parts = []
-    for phase, colour in COLOURS.items():
-        runs: list[list[int]] = []
-        for i, point in enumerate(curve):
-            if point["phase"] == phase:
-                if runs and runs[-1][-1] == i - 1:
-                    runs[-1].append(i)
-                else:
-                    runs.append([i])
-        for run in runs:
-            last = min(run[-1] + 1, len(curve) - 1)
-            path = " ".join(f"L{x[i]:.1f} {y[i]:.1f}" for i in run)
-            shape = f"M{x[run[0]]:.1f} {floor:.1f} {path} L{x[last]:.1f} {y[run[-1]]:.1f} L{x[last]:.1f} {floor:.1f} Z"
-            parts.append(f'<path d="{shape}" fill="{colour}"><title>{phase}</title></path>')
-            parts.append(f'<text x="{x[run[0]] + 3:.0f}" y="{HEIGHT + 14}">{phase}</text>')
+    for phase, points in groupby(range(len(curve)), key=lambda i: curve[i]["phase"]):
+        run = list(points)
+        last = min(run[-1] + 1, len(curve) - 1)
+        path = " ".join(f"L{x[i]:.1f} {y[i]:.1f}" for i in run)
+        shape = f"M{x[run[0]]:.1f} {floor:.1f} {path} L{x[last]:.1f} {y[run[-1]]:.1f} L{x[last]:.1f} {floor:.1f} Z"
+        parts.append(f'<path d="{shape}" fill="{COLOURS[phase]}"><title>{phase}</title></path>')
+        parts.append(f'<text x="{x[run[0]] + 3:.0f}" y="{HEIGHT + 14}">{phase}</text>')
     rest = HEIGHT - floor
     parts.append(
         f'<rect x="0" y="{floor:.1f}" width="{WIDTH}" height="{rest:.1f}" fill="#ccc"><title>state</title></rect>'

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -115,39 +115,29 @@ class StepPlan:
 
     def __str__(self) -> str:
         rows = [
-            (
-                r.ranks,
-                r.attention,
-                r.layout,
-                "each layer" if r.checkpoint else "as written",
-                r.tiles,
-                f"{r.offload:.0%}" if r.offload else "never",
-                r.state,
-                written(r.memory),
-                r.phase,
-                f"{r.seconds:.3g}",
-                f"{r.tokens_per_second:.3g}",
-                "best" if r == self.of(r.ranks) else "fits" if r.fits else "",
-            )
+            [*(show(r) for show in COLUMNS.values()), "best" if r == self.of(r.ranks) else "fits" if r.fits else ""]
             for n in dict.fromkeys(r.ranks for r in self.rows)
             for r in [r for r in self.rows if r.ranks == n][:MOST_ROWS]
         ]
-        headers = (
-            "ranks",
-            "attention",
-            "layout",
-            "checkpoints",
-            "tiles",
-            "offload",
-            "state",
-            "memory",
-            "peak of",
-            "s/step",
-            "tokens/s",
-            "",
-        )
+        table = tabulate(rows, headers=[*COLUMNS, ""], disable_numparse=True)
         head = f"{written(self.memory)} a rank; parameters {written(self.weights.parameters)}"
-        return "\n".join([head, tabulate(rows, headers=headers, disable_numparse=True), *self.changes.values()])
+        return "\n".join([head, table, *self.changes.values()])
+
+
+COLUMNS: dict[str, Callable[[Variant], Any]] = {
+    "ranks": lambda r: r.ranks,
+    "attention": lambda r: r.attention,
+    "layout": lambda r: r.layout,
+    "checkpoints": lambda r: "each layer" if r.checkpoint else "as written",
+    "tiles": lambda r: r.tiles,
+    "offload": lambda r: f"{r.offload:.0%}" if r.offload else "never",
+    "state": lambda r: r.state,
+    "memory": lambda r: written(r.memory),
+    "peak of": lambda r: r.phase,
+    "s/step": lambda r: f"{r.seconds:.3g}",
+    "tokens/s": lambda r: f"{r.tokens_per_second:.3g}",
+}
+"""Of a plan's table."""
 
 
 def plan(
