@@ -127,7 +127,7 @@ class CheckedProgram:
         takes = self._takes(args)
         if traced:
             return self.run(*takes)
-        with self._told(call):
+        with self._announcing_failure(call):
             out = self.run(*takes)
         if self.backward and torch.is_grad_enabled():
             self._watch(out, call)
@@ -251,7 +251,7 @@ class CheckedProgram:
         return explained(everyone, lines, shared, arguments, held) or (parts and parts + sharded_data())
 
     @contextmanager
-    def _told(self, what: Message) -> Iterator[None]:
+    def _announcing_failure(self, what: Message) -> Iterator[None]:
         """Say why this rank stops, and of an exchange that waits in vain what is known of the others."""
         wire, begun = wire_of(self.ranks), time.monotonic()
         try:
@@ -270,7 +270,7 @@ class CheckedProgram:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         rows = {(id(x.grad_fn), x.output_nr) for i, x in enumerate(leaves) if i in self.sharded}
-        for node in compiled_backwards(leaves, lambda: self._told(mine)):
+        for node in compiled_backwards(leaves, lambda: self._announcing_failure(mine)):
             mine_alone = frozenset(number for owner, number in rows if owner == id(node))
             node.register_prehook(partial(self._begin, mine, mine_alone))
 

@@ -50,7 +50,9 @@ class Program:
         Empty if they do not differ. Two exchanges: of digests a line, then of one line a rank. A line that reads alike
         on all ranks, and only takes other lines' results, comes behind one that does not.
         """
-        hashes: list[list[list[int]]] = _told(ranks, [[hashed(line.name), hashed(line.text)] for line in self.lines])
+        hashes: list[list[list[int]]] = _from_all(
+            ranks, [[hashed(line.name), hashed(line.text)] for line in self.lines]
+        )
         shortest, longest = min(map(len, hashes)), max(map(len, hashes))
         places = [(which, i) for which in (0, 1) for i in range(shortest)]
         differ = (i for which, i in places if len({one[i][which] for one in hashes}) > 1)
@@ -58,13 +60,13 @@ class Program:
         if first == longest:
             return []
         if first == len(self.lines):
-            return _told(ranks, "nothing more")
+            return _from_all(ranks, "nothing more")
         _, name, trace = self.lines[first]
         short = name if len(name) <= WIDTH else name[: WIDTH - 3] + "..."
-        return _told(ranks, f"{short} at {source_line(trace)}")
+        return _from_all(ranks, f"{short} at {source_line(trace)}")
 
 
-def _told(ranks: Ranks, mine: Any) -> list[Any]:
+def _from_all(ranks: Ranks, mine: Any) -> list[Any]:
     """What every rank tells of its program."""
     return answers(ranks, "compares", "programs", mine)
 
