@@ -29,7 +29,7 @@ def decoder(layers: int = 5) -> nn.Module:
 def planned(memory: str = "1GB") -> sp_compile.StepPlan:
     with torch.device("meta"):
         model, ids = decoder(), torch.zeros(2, 64, dtype=torch.int64)
-    return sp_compile.plan(model, (ids,), memory=memory, ranks=[1, 2, 8])
+    return sp_compile.plan(model, ids, memory=memory, ranks=[1, 2, 8])
 
 
 @pytest.mark.slow

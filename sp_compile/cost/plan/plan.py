@@ -142,7 +142,7 @@ COLUMNS: dict[str, Callable[[Variant], Any]] = {
 
 def plan(
     model: nn.Module,
-    inputs: Sequence[Any] = (),
+    inputs: Sequence[Any] | torch.Tensor = (),
     *,
     memory: str | float = "80GB",
     ranks: Sequence[int] = (8, 16, 64),
@@ -153,11 +153,12 @@ def plan(
 ) -> StepPlan:
     """What fits on so many ranks of so much memory, and how fast it is. Nothing runs: the model may be on "meta".
 
-    inputs, kwargs: of the model, whole. memory: of a device, in bytes or as "80GB", "75GiB". ranks: numbers of ranks
+    inputs, kwargs: of the model, whole; a single tensor may stand alone. memory: of a device, in bytes or as "80GB", "75GiB". ranks: numbers of ranks
     that share the sequence and, by FSDP, parameters, gradients and the optimizer's state. optimizer: as for `explain`.
     cost: constants of the cost model, of an H100 but for those given (a CPU where the model is on one). config: other
     fields of SPConfig. Raises SpError as `explain` does, and for a memory or ranks that are none.
     """
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     device, wanted = bytes_of_text(memory), sorted({*ranks})
     if not wanted or not all(isinstance(n, int) and n > 0 for n in wanted):
         raise SpError(f"ranks={ranks!r}: expected numbers of ranks, 1 or more")
