@@ -153,10 +153,11 @@ def plan(
 ) -> StepPlan:
     """What fits on so many ranks of so much memory, and how fast it is. Nothing runs: the model may be on "meta".
 
-    inputs, kwargs: of the model, whole; a single tensor may stand alone. memory: of a device, in bytes or as "80GB", "75GiB". ranks: numbers of ranks
-    that share the sequence and, by FSDP, parameters, gradients and the optimizer's state. optimizer: as for `explain`.
-    cost: constants of the cost model, of an H100 but for those given (a CPU where the model is on one). config: other
-    fields of SPConfig. Raises SpError as `explain` does, and for a memory or ranks that are none.
+    inputs, kwargs: of the model, whole; a single tensor may stand alone. memory: of a device, in bytes or as "80GB",
+    "75GiB". ranks: numbers of ranks that share the sequence and, by FSDP, parameters, gradients and the optimizer's
+    state. optimizer: as for `explain`. cost: constants of the cost model, of an H100 but for those given (a CPU where
+    the model is on one). config: other fields of SPConfig. Raises SpError as `explain` does, and for a memory or ranks
+    that are none.
     """
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     device, wanted = bytes_of_text(memory), sorted({*ranks})
