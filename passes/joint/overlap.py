@@ -4,10 +4,11 @@
     after    dx = mm(g, w); t = exchange(dx); dw = mm(x, g); y = wait(t); u = all_reduce(dw); attention_backward(y)
              ... s = wait(u)
 
-A product that an exchange does not read goes behind its start, from no further than the wait before: so what lives
-longer is of one gap between two. So does a sum that nothing but results reads, of gradients: somebody waits for the
-exchange, and both share a communicator. Every wait is where its value is read. Exchanges are in one order on all
-ranks, since all have the same graph. torch's DDP hides its buckets likewise (Li et al. 2020, arXiv:2006.15704).
+The last product in front of an exchange that this does not read goes behind its start. One takes longer than an
+exchange of its rows where either takes long, and what others read would live longer: the inside of an MLP, say. A sum
+that nothing but results reads, of gradients, goes there too: somebody waits for the exchange, and both share a
+communicator. Every wait is where its value is read. Exchanges are in one order on all ranks, since all have the same
+graph. torch's DDP hides its buckets likewise (Li et al. 2020, arXiv:2006.15704).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def _early_exchanges(graph: Graph) -> None:
-    """Behind the start of each exchange the products, sums and other starts in front of it that it does not need.
+    """Behind the start of each exchange a product, the sums and other starts in front of it that it does not need.
 
     As far back as the wait before: what is in front of that hides an exchange already. What writes or draws stays.
     """
@@ -72,13 +73,15 @@ def _early_exchanges(graph: Graph) -> None:
 
 
 def _late(gap: list[Node], exchange: Node) -> dict[Node, None]:
-    inside, late = set(gap), dict[Node, None]()
+    """The last product that the exchange does not need, all sums, and what reads these; in order."""
+    inside = set(gap)
     needed = closure([exchange], lambda n: (x for x in n.all_input_nodes if x in inside))
+    products = [n for n in gap if n not in needed and flops_of(n)]
+    late = dict.fromkeys([*products[-1:], *(n for n in gap if n not in needed and _is_start(n) and _is_sum(n))])
     for node in gap:
-        heavy = flops_of(node) or (_is_start(node) and _is_sum(node))
-        if node not in needed and (heavy or not late.keys().isdisjoint(node.all_input_nodes)):
+        if node not in needed and not late.keys().isdisjoint(node.all_input_nodes):
             late[node] = None
-    return late
+    return {node: None for node in gap if node in late}
 
 
 def _draws_nothing(node: Node) -> bool:
