@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
+import numpy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode
@@ -27,12 +29,15 @@ def storage_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def versions(xs: Sequence[torch.Tensor]) -> list[int]:
+def versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
     """How often each was changed in place; 0 of inference tensors, whose changes nobody counts."""
     try:
-        return [x._version for x in xs]
+        return numpy.fromiter(map(_version, xs), numpy.int64, len(xs))
     except RuntimeError:
-        return [0 if x.is_inference() else x._version for x in xs]
+        return numpy.array([0 if x.is_inference() else x._version for x in xs], numpy.int64)
+
+
+_version = attrgetter("_version")
 
 
 def follows(mode: FakeTensorMode | None, fact: Any) -> bool:

@@ -31,6 +31,11 @@ def are_traced(args: Sequence[Any]) -> bool:
     )
 
 
+def have_shards(args: Sequence[Any]) -> bool:
+    """Is one of them a value in shards?"""
+    return _has(Sharded, args)
+
+
 def _has(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
     """Is one of them of these kinds? Of hundreds of arguments there are few types."""
     return any(issubclass(kind, kinds) for kind in set(map(type, args)))
@@ -41,7 +46,7 @@ def taken(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
 
     layouts: by number, how the program takes arguments. Raises SpError where ranks do not all read the same.
     """
-    if not _has(Sharded, args):
+    if not have_shards(args):
         return args
     return [_taken(a, layouts.get(i)) if isinstance(a, Sharded) else a for i, a in enumerate(args)]
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,11 +25,11 @@ from torch.utils.data import IterableDataset, Sampler
 from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
-from sp_compile.lowering.collectives.checksums import checksum, later, part, sent, summary
+from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
 from sp_compile.lowering.collectives.sharded import Layout, Sharded
 
 from .agree import agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
-from .between import are_traced, taken
+from .between import are_traced, have_shards, taken
 from .fingerprint import InputName, Program
 from .inputs import local_of
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
@@ -46,6 +48,7 @@ PROGRAM = "program"
 GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
 PART = "part of "  # of fields that tell of some of an input's values
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(eq=False)
@@ -85,7 +88,7 @@ class CheckedProgram:
     wanted: Sequence[str] = ()
     called: set[int] = field(default_factory=set)  # by which models
     moves: Moves = field(default_factory=Moves)
-    parameters: Sequence[int] | None = None  # which inputs are parameters, once it was called
+    parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
 
     @cached_property
     def standing(self) -> HashedFields:
@@ -94,22 +97,38 @@ class CheckedProgram:
         return HashedFields({**self.options, PROGRAM: str(self.program.digest), GRADIENTS: wanted})
 
     @cached_property
-    def _held(self) -> list[int]:
-        """The inputs that stay from call to call and have to be equal, by number."""
+    def _stays(self) -> list[bool]:
+        """Which inputs stay from call to call and have to be equal."""
         held = self.equal - self.arguments - self.always
-        return [i for i, name in enumerate(self.names) if name in held]
+        return [name in held for name in self.names]
 
-    def _parameters(self, args: Sequence[Any]) -> Sequence[int]:
-        """The inputs that are parameters, by number: of one program the same on every call."""
+    @cached_property
+    def _held(self) -> list[int]:
+        """These, by number."""
+        return [i for i, stays in enumerate(self._stays) if stays]
+
+    def _parameters(self, args: Sequence[Any]) -> Sequence[bool]:
+        """Which inputs are parameters: of one program the same on every call."""
         if self.parameters is None:
-            self.parameters = [i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)]
+            self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
         return self.parameters
 
     @cached_property
-    def _spoken_of(self) -> list[int]:
-        """The inputs of which every call says something, by number."""
-        others = {i for i in self.parameters or () if self.names[i] not in self.always}
-        return [i for i, name in enumerate(self.names) if name and i not in others]
+    def _names_shown(self) -> list[tuple[int, str, str]]:
+        """Number and name of each input that has one, and what a person calls it."""
+        return [(i, name, _shown(name)) for i, name in enumerate(self.names) if name]
+
+    @cached_property
+    def _spoken_of(self) -> list[tuple[int, str, str]]:
+        """The inputs of which every call says something."""
+        silent = [given and name not in self.always for name, given in zip(self.names, self.parameters or ())]
+        return [one for one in self._names_shown if not silent[one[0]]]
+
+    @cached_property
+    def _telling(self) -> list[bool]:
+        """The inputs by which stand-ins and values in shards are known: all but parameters, and one of these."""
+        parameters = self.parameters or ()
+        return [not one or not any(parameters[:i]) for i, one in enumerate(parameters)]
 
     @cached_property
     def _trained(self) -> list[bool]:
@@ -119,12 +138,13 @@ class CheckedProgram:
         return found if any(found) else []
 
     def __call__(self, *args: Any) -> Any:
-        traced = are_traced(args)  # then nothing runs
+        some = args if self.parameters is None else [*compress(args, self._telling)]
+        traced = are_traced(some)  # then nothing runs
         call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
         if self.error is not None:
             raise self.error
         assert self.run is not None
-        takes = self._takes(args)
+        takes = self._takes(args) if have_shards(some) else args
         if traced:
             return self.run(*takes)
         with self._announcing_failure(call):
@@ -141,7 +161,7 @@ class CheckedProgram:
         wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
         if wire is not None:
             wire.own()  # before the call counts
-            which = wire.model([args[i] for i in parameters])
+            which = wire.model([*compress(args, parameters)])
             wire.calls[self.subject, which] += 1
             number = wire.calls[self.subject, which]
         first = which not in self.called
@@ -152,7 +172,7 @@ class CheckedProgram:
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
         fields.update(self._fields(args, first or again, wire, mine))
         if wire is not None and self.error is None:
-            fields.update(self._fields_of_weights([args[i] for i in self._held], which, number))
+            fields.update(self._fields_of_weights([*compress(args, self._stays)], which, number))
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem and everyone is not None and wire is not None and suspected(everyone, wire.apart):
@@ -169,7 +189,7 @@ class CheckedProgram:
     def _fields_of_weights(self, weights: Sequence[torch.Tensor], which: int, number: int) -> dict[str, str]:
         """What this rank says of what stays from call to call, without a look at all of it."""
         out = self.moves.fields(weights, which, number) if self.check_every else {}
-        trained = [x.requires_grad for x in weights] if self._trained else []
+        trained = [*map(REQUIRES_GRAD, weights)] if self._trained else []
         if trained != self._trained:  # which torch 2.11 compiles nothing anew for
             names = [self.names[i] for i in self._held]
             others = [name for name in self.wanted if name not in set(names)]
@@ -186,12 +206,10 @@ class CheckedProgram:
         looked_at = frozenset() if everything else self.arguments
         out = {"mode": mode()}
         away: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
-        for i in range(len(self.names)) if everything else self._spoken_of:
-            name, given = self.names[i], args[i]
-            if not name:
-                continue
+        for i, name, shown in self._names_shown if everything else self._spoken_of:
+            given = args[i]
             asked = self.error is None and (name in compared or name in looked_at) and isinstance(given, torch.Tensor)
-            a, shown = local_of(given) if asked else given, _shown(name)
+            a = local_of(given) if asked else given
             where = f" in shards {given.layout}" if isinstance(given, Sharded) else ""
             out[INPUT + shown] = _size(given) + where
             some = asked and name not in compared and not is_small(a)
@@ -286,7 +304,7 @@ class CheckedProgram:
                 call = f"{EARLIER}of the {name} when it {mine}"
                 wire.later.append(([call], sent(summary(grad)[None])))
             elif isinstance(grad, torch.Tensor) and not isinstance(grad, (FakeTensor, DTensor)):
-                fields[name] = sent(summary(grad)[None]).read()[0]
+                fields[name] = _about(grad)
             else:
                 fields[name] = "none" if grad is None else ""
         agree(self.ranks, replace(mine, fields=fields), OTHER_GRADIENTS, SAME_LOSS)
@@ -300,6 +318,13 @@ def is_small(a: Any) -> bool:
 def is_away(a: Any) -> bool:
     """Does it lie on a device that works while Python goes on?"""
     return isinstance(a, torch.Tensor) and a.device.type != "cpu"
+
+
+def _about(grad: torch.Tensor) -> str:
+    """What is said of a gradient on the CPU; of a loss, as of most, without a tensor more."""
+    if grad.numel() == 1 and not grad.is_complex():
+        return f"{ABOUT}{abs(value := grad.item())!r} {value!r}"
+    return sent(summary(grad)[None]).read()[0]
 
 
 def _only(message: Message, wanted: Callable[[str], bool]) -> Message:

@@ -11,9 +11,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import sub
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy
 import torch
 
 from sp_compile._compat import versions
@@ -38,7 +38,7 @@ class Moves:
     counted: by model, how often each was changed in place up to the last call.
     """
 
-    counted: dict[int, list[int]] = field(default_factory=dict)
+    counted: dict[int, numpy.ndarray[Any, Any]] = field(default_factory=dict)
 
     def fields(self, weights: Sequence[torch.Tensor], model: int, number: int) -> dict[str, str]:
         """What to say of them on the call of this number."""
@@ -48,7 +48,7 @@ class Moves:
     def _moved(self, weights: Sequence[torch.Tensor], model: int) -> str:
         now, before = versions(weights), self.counted.get(model)
         self.counted[model] = now
-        return FIRST if before is None else str(hash(tuple(map(sub, now, before))))
+        return FIRST if before is None else hashlib.sha256(now - before).hexdigest()[:16]
 
 
 def suspected(everyone: Sequence[Message], apart: Counter[tuple[str, int]]) -> bool:

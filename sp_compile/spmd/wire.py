@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
 READING = 10.0  # seconds of a wait in which all should have come that read one value
 PATIENCE = 2.0  # seconds of a wait before a rank that has stopped is looked for
 CONNECTING = timedelta(seconds=60)  # of ranks that are all there
+FEW = 8  # integers of an exchange whose memory is kept for the next one
 POLL = 0.005  # seconds between looks for ranks that have not connected
 ANSWERS = 2.0  # seconds within which the store answers: it may lie in a rank that has stopped
 STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
@@ -62,6 +63,26 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class Gathering(NamedTuple):
+    """What an all-gather takes: this rank's integers, (n,), and all ranks', (ranks, n); as arrays and as tensors."""
+
+    mine: Any
+    out: Any
+    mine_given: list[torch.Tensor]
+    out_given: list[list[torch.Tensor]]
+    options: Any
+
+    @classmethod
+    def of(cls, form: tuple[int, torch.dtype], ranks: int) -> Gathering:
+        with torch.inference_mode(False):  # or nobody could write to it later
+            mine, out = torch.empty(form[0], dtype=form[1]), torch.empty(ranks, form[0], dtype=form[1])
+        options = _patient(dist.distributed_c10d.AllgatherOptions())
+        return cls(mine.numpy(), out.numpy(), [mine], [[*out.unbind()]], options)
+
+    def start(self, gloo: Any) -> Any:
+        return gloo.allgather(self.out_given, self.mine_given, self.options)
+
+
 @dataclass(eq=False)
 class Wire:
     """One group's words. name, ranks: as torch knows the group. seen: what each rank said last. broken: why the group
@@ -72,7 +93,8 @@ class Wire:
     later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
     of its parameters each model that was called and is alive, two of one class too; known: how many there were.
     beats: of the last wait when it began, and how many signs of life were seen, the last of them when. warned: the
-    wait of a read that was spoken of, by when it began. gloo: None until all ranks have met.
+    wait of a read that was spoken of, by when it began. gloo: None until all ranks have met. memory: of exchanges of a
+    few integers, by how many, as long as none of these is on its way.
     """
 
     name: str
@@ -91,17 +113,22 @@ class Wire:
     beats: tuple[float, int, float] = (0.0, 0, 0.0)
     warned: float = 0.0
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
+    memory: dict[tuple[int, torch.dtype], Gathering] = field(default_factory=dict)
 
-    def gather(self, mine: torch.Tensor, saying: Message) -> list[torch.Tensor]:
-        """Every rank's tensor of one size. saying: what this rank is about to do, for the error of a wait.
+    def gather(self, mine: Sequence[int], dtype: torch.dtype, saying: Message) -> list[list[int]]:
+        """Every rank's integers, as many from each. saying: what this rank is about to do, for the error of a wait.
 
         Raises SpError: a rank did not come within the group's timeout or is gone, and at once where that has happened
         before.
         """
-        out = [torch.empty_like(mine) for _ in self.seen]
-        options = _patient(dist.distributed_c10d.AllgatherOptions())
-        self._exchange(lambda gloo: gloo.allgather([out], [mine], options), (out, mine), saying)
-        return out
+        form = len(mine), dtype
+        memory = self.memory.pop(form, None) or Gathering.of(form, len(self.seen))  # one of two threads makes its own
+        memory.mine[:] = mine
+        self._exchange(memory.start, (memory,), saying)
+        found: list[list[int]] = memory.out.tolist()
+        if len(mine) <= FEW:
+            self.memory[form] = memory
+        return found
 
     def broadcast(self, values: torch.Tensor, root: int, saying: Message) -> None:
         """Fill every rank's `values` (contiguous bytes on the CPU, as many on each) with those of the group's `root`.
@@ -356,8 +383,11 @@ _made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary(
 def wire_of(ranks: Ranks) -> Wire | None:
     """The wire of a group of processes; None without processes."""
     group = ranks.process_group
-    if group is None or not ranks.exchanges or not isinstance(current(), FunctionalCommunicator):
+    if group is None or not isinstance(current(), FunctionalCommunicator):
         return None
+    found = _wires.get(group)  # as on every call
+    if found is not None or not ranks.exchanges:
+        return found
     with _making:
         if group not in _wires:
             made = _made.setdefault(dist.group.WORLD, Counter())
@@ -374,12 +404,12 @@ def gather(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: Messag
     Raises what `Wire.gather` does.
     """
     with real_tensors():
-        sent = torch.tensor(mine, dtype=dtype)
         wire = wire_of(ranks)
         if wire is not None:
-            return [one.tolist() for one in wire.gather(sent, saying)]
+            return wire.gather(mine, dtype, saying)
         if isinstance(current(), FunctionalCommunicator):
             return [list(mine)] * ranks.n
+        sent = torch.tensor(mine, dtype=dtype)
         return current().all_gather(sent, ranks.n, ranks.group).view(ranks.n, len(mine)).tolist()
 
 

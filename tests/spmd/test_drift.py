@@ -330,7 +330,7 @@ def test_bytes_of_what_does_not_lie_in_memory_as_it_is() -> None:
 def test_inference_tensors_are_not_counted() -> None:
     with torch.inference_mode():
         made = torch.ones(3)
-    assert versions([made, torch.ones(3).add_(1)]) == [0, 1]
+    assert versions([made, torch.ones(3).add_(1)]).tolist() == [0, 1]
 
 
 def test_ranks_compare_together_where_one_has_compiled_anew(threads: Threads) -> None:
