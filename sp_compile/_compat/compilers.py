@@ -333,24 +333,24 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def compiled_backwards(outputs: Iterable[Any], around: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
     """The autograd nodes of AOTAutograd that made these results, once each; what they run, they run inside `around()`.
 
-    A backward that is compiled when it first runs is not there yet: it runs as it is.
+    That is more than the compiled backward, which torch 2.13 keeps where nobody reaches it: also the look at what
+    autograd has saved.
     """
     nodes = {id(x.grad_fn): x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None}
     found = [node for node in nodes.values() if type(node).__name__ == "CompiledFunctionBackward"]
     for node in found:
         forward: Any = getattr(type(node), "_forward_cls", None)
-        run = getattr(forward, "compiled_bw", None)
-        if run is not None:
-            forward.compiled_bw = _Around(run.run if isinstance(run, _Around) else run, around)
+        if forward is not None:
+            run = forward.backward
+            forward.backward = staticmethod(_Around(run.run if isinstance(run, _Around) else run, around))
     return found
 
 
 class _Around:
-    """A compiled function, run inside a context."""
+    """A function, run inside a context."""
 
     def __init__(self, run: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]) -> None:
         self.run, self.around = run, around
-        self._boxed_call = getattr(run, "_boxed_call", False)
 
     def __call__(self, *args: Any) -> Any:
         with self.around():

@@ -55,8 +55,10 @@ ANSWERS = 2.0  # seconds within which the store answers: it may lie in a rank th
 STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
 LIKELY = (
-    "Likely causes: a rank that has skipped a batch or a backward, runs this part of the model eagerly (the recompile "
-    "limit, torch.compiler.disable, another backend), or has caught an exception of this step and gone on"
+    "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, or a shorter loop), "
+    "runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another backend, a mode as "
+    "FlopCounterMode is, after which torch compiles this code no more), or has caught an exception of this step and "
+    "gone on"
 )
 
 T = TypeVar("T")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile import SpError
+from sp_compile._compat import compiled_backwards
 from sp_compile.spmd import wire
 from sp_compile.spmd.agree import astray
 from sp_compile.spmd.message import CALLS, Message
@@ -225,6 +227,35 @@ def test_models_are_numbered_alike_again_once_ranks_have_strayed() -> None:
     numbers = [[one.model([x]) for x in (w, first)] for one, w in zip(wires, (weight, other))]
     assert numbers[0] == numbers[1]
     assert set(numbers[0]).isdisjoint({1, 2, 3})  # what is known of a number is of one model
+
+
+def test_a_backward_runs_where_its_waits_are_told() -> None:
+    """All of it: what autograd refuses, as a weight that has changed, is told to those who wait, too."""
+    entered = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            entered.append(type(error))
+            raise
+        entered.append(None)
+
+    weight = torch.ones(3, requires_grad=True)
+    run = torch.compile(lambda x: (x * weight).sin(), backend="aot_eager")
+    for _ in range(2):
+        out = run(torch.ones(3, requires_grad=True))
+        assert compiled_backwards([out], around) == [out.grad_fn]
+        out.sum().backward()
+    assert entered == [None, None]
+    out = run(torch.ones(3, requires_grad=True))
+    compiled_backwards([out], around)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert entered[2:] == [RuntimeError]
 
 
 def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

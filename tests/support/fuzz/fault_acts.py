@@ -40,6 +40,14 @@ def backward_twice(loop: Loop, step: int) -> None:
     loss.backward()
 
 
+def writes_before_backward(loop: Loop, step: int) -> None:
+    """Which autograd refuses."""
+    loss = loop.run(*loop.batch(step))
+    with torch.no_grad():
+        loop.net.head.weight.mul_(1)
+    loss.backward()
+
+
 def other_scale(loop: Loop, step: int) -> None:
     (2 * loop.run(*loop.batch(step))).backward()
 
@@ -82,6 +90,18 @@ def changed(name: str) -> Acts:
         loop.train(step)
 
     return act
+
+
+def other_number(loop: Loop, step: int) -> None:
+    """Python's own, which the model holds."""
+    loop.net.slope = 2.0
+    loop.train(step)
+
+
+def other_numbers(loop: Loop, step: int) -> None:
+    """Every rank has a new one."""
+    loop.net.slope = loop.alone.slope = 3.0 if loop.is_odd else 2.0
+    loop.train(step)
 
 
 def exchanged(loop: Loop, step: int) -> None:

@@ -42,6 +42,8 @@ from support.fuzz.fault_acts import (
     other_dtype,
     other_input,
     other_length,
+    other_number,
+    other_numbers,
     other_scale,
     recompiles_too_often,
     renumbered,
@@ -53,12 +55,14 @@ from support.fuzz.fault_acts import (
     slow,
     two_models,
     under,
+    writes_before_backward,
 )
 from support.fuzz.loop import DIM, TIMEOUT, Loop
 from support.parallel.parallel_models import Linear, Norm, Split, drawn
 from support.parity import VOCAB, build
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
 
 from sp_compile.cost import measure
 
@@ -162,12 +166,12 @@ class Parallel(nn.Module):
         super().__init__()
         self.embed = tp.part(drawn(VOCAB, DIM), None)
         self.norm, self.up, self.down = Norm(tp, DIM, "rms"), Linear(tp, DIM, 12, 0), Linear(tp, 12, DIM, 1)
-        self.tp, self.head = tp, tp.part(drawn(VOCAB, DIM), None)
+        self.tp, self.head, self.slope = tp, tp.part(drawn(VOCAB, DIM), None), 1.0
 
     def forward(self, ids: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
         x = nn.functional.embedding(ids, self.embed) + noise
         x = self.norm(x + self.down(self.up(self.tp.f(x)).tanh()))
-        x = self.norm(x + self.down(self.up(self.tp.f(x)).tanh()))
+        x = self.norm(x + self.down(self.up(self.tp.f(x)).mul(self.slope).tanh()))
         return nn.functional.cross_entropy(nn.functional.linear(x, self.head).flatten(0, 1), labels.flatten())
 
 
@@ -196,6 +200,7 @@ FAULTS: dict[str, Fault] = {
     "a weight that differs, tensor-parallel": Fault(f"{VALUES}.*weight", changed("norm.weight"), late=True, **PARALLEL),
     "no_grad, tensor-parallel": Fault("mode", under(torch.no_grad), **PARALLEL),
     "another scale of the loss, tensor-parallel": Fault("different gradients|other gradients", other_scale, **PARALLEL),
+    "a number that differs, tensor-parallel": Fault("different|compiles the program anew", other_number, **PARALLEL),
     "other options, tensor-parallel": Fault(
         "option activation_memory_budget", begins=option(activation_memory_budget=0.5), **PARALLEL
     ),
@@ -215,6 +220,10 @@ FAULTS: dict[str, Fault] = {
     "another dtype": Fault("different|compiles the program anew", other_dtype),
     "an input that requires grad": Fault("different|compiles the program anew", input_requires_grad),
     "a weight that differs": Fault(f"{VALUES}.*weight", changed("head.weight")),
+    "a number that differs": Fault("different|compiles the program anew", other_number),
+    "numbers that differ": Fault("different", everyone=other_numbers, late=True),
+    "a weight that changes before backward": Fault(STOPPED, writes_before_backward, own=(RuntimeError,), late=True),
+    "a flop counter": Fault(STOPPED, under(partial(FlopCounterMode, display=False)), deaf=True),
     "a buffer that differs": Fault(f"{VALUES}.*scale", changed("scale")),
     "no_grad": Fault("mode", under(torch.no_grad)),
     "inference_mode": Fault("mode", under(torch.inference_mode)),

@@ -59,16 +59,17 @@ class Event:
 
 
 class Subject(nn.Module):
-    """Tokens, labels and floats, weights and a buffer: all that ranks may have differently; quick to compile."""
+    """Tokens, labels and floats, weights, a buffer, a number: all that ranks may have differently; quick to compile."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.inner, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB)
         self.register_buffer("scale", torch.ones(DIM))
+        self.slope = 1.0
 
     def forward(self, ids: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
         """(batch, seq) int64 twice, (batch, seq, dim) -> 0-d loss."""
-        x = self.inner(self.embed(ids) * self.scale + noise).cumsum(1).tanh()
+        x = self.inner(self.embed(ids) * self.scale + noise).cumsum(1).mul(self.slope).tanh()
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
