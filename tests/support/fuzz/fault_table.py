@@ -223,7 +223,7 @@ FAULTS: dict[str, Fault] = {
     "a number that differs": Fault("different|compiles the program anew", other_number),
     "numbers that differ": Fault("different", everyone=other_numbers, late=True),
     "a weight that changes before backward": Fault(STOPPED, writes_before_backward, own=(RuntimeError,), late=True),
-    "a flop counter": Fault(STOPPED, under(partial(FlopCounterMode, display=False)), deaf=True),
+    "a flop counter": Fault(f"{ASTRAY}|{STOPPED}", under(partial(FlopCounterMode, display=False)), deaf=True),
     "a buffer that differs": Fault(f"{VALUES}.*scale", changed("scale")),
     "no_grad": Fault("mode", under(torch.no_grad)),
     "inference_mode": Fault("mode", under(torch.inference_mode)),
