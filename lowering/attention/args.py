@@ -132,10 +132,12 @@ class LocalArgs(AttentionArgs):
 class ShardArgs(AttentionArgs):
     """Of shards of n ranks. The mask is whole on every rank and its cotangent partial; a seed of None is drawn.
 
+    sinks: (H,), a logit of each query head that no key has, whole on every rank and its cotangent partial.
     q_frame, k_frame: where the shards lie; a k_frame [] for keys that are whole. scale: 1 / sqrt(D) if None.
     balance: move contiguous shards to the zigzag layout and back, inside the operator.
     """
 
+    sinks: Tensor | None
     q_frame: FrameArg
     k_frame: FrameArg
     n: int
@@ -152,6 +154,10 @@ class ShardArgs(AttentionArgs):
         rows = span(self.q_frame, self.n, stride)
         scores = seed, self.dropout_p, scale, self.score, [self._own_heads(x, 0, stride) for x in self.heads]
         return LocalArgs(self._mask(stride), *lookups, *scores, rows, [], stride, self.group)
+
+    def own_sinks(self, stride: int) -> Tensor | None:
+        """Those of the heads that this rank has among its `stride` neighbours."""
+        return None if self.sinks is None else self._own_heads(self.sinks, 0, stride)
 
     def _own_heads(self, x: Tensor, dim: int, stride: int) -> Tensor:
         """The share of the heads that this rank has among its `stride` neighbours."""

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from .args import LocalArgs
 from .gathered import GatheredKeys
+from .merge import sinks_grad, with_sinks
 from .ring import RingKeys
 
 Keys = GatheredKeys | RingKeys
@@ -20,19 +21,34 @@ is wanted.
 """
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys) -> Tensor:
-    """Attention of q (B, H, s, D) over all keys in q's dtype; keeps shards, it and its lse. No second derivatives."""
-    return _AttentionFunction.apply(args, keys, q, k, v, *args.tensors())[0]
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of q (B, H, s, D) over all keys in q's dtype; keeps shards, it and its lse. No second derivatives.
+
+    sinks: (H,), a logit of each head that takes its share of the weights and gives nothing. Given the result and the
+    lse with them, the gradients of q, k and v are those without.
+    """
+    return _AttentionFunction.apply(args, keys, q, k, v, sinks, *args.tensors())[0]
 
 
 class _AttentionFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, args: LocalArgs, keys: Keys, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
+        ctx: Any,
+        args: LocalArgs,
+        keys: Keys,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = keys.forward(q, k, v, args.holding(list(tensors)))
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *tensors)
         ctx.args, ctx.keys = args.holding([None] * len(tensors)), keys
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -40,9 +56,11 @@ class _AttentionFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        wants_mask, args = ctx.needs_input_grad[5], ctx.args.holding(tensors)
+        q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
+        wants_sinks, wants_mask, *_ = ctx.needs_input_grad[5:]
+        args = ctx.args.holding(tensors)
+        dsinks = sinks_grad(grad, out, lse, sinks) if wants_sinks else None
         dq, dk, dv, dmask = ctx.keys.backward((grad, out, lse), q, k, v, args, wants_mask)
         rest = [None] * (len(tensors) - 1)
         grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask if wants_mask else None
-        return None, None, *grads, *rest
+        return None, None, *grads[:3], dsinks, grads[3], *rest

@@ -17,7 +17,7 @@ from .gathered import GatheredKeys
 @composite(
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, "
     "float dropout_p, float? scale, bool enable_gqa, Tensor[]? pieces=None, "
-    "str score='', Tensor[]? heads=None) -> Tensor"
+    "str score='', Tensor[]? heads=None, Tensor? attn_mask=None, Tensor? sinks=None) -> Tensor"
 )
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``masks/predicate.py``.
@@ -25,24 +25,27 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     Shapes: q (..., Sq, D), k (..., Sk, D), v (..., Sk, E) -> (..., Sq, E) in q's dtype. The dims in front, batches
     and then heads, broadcast; with ``enable_gqa`` k and v may have fewer heads. ``rows`` (B | 1, Sq) and ``cols``
     (B | 1, Sk) have all batch dims as one; ``pieces`` are their tables (``sp::pieces``), if they are made already.
-    ``score`` and ``heads``: what becomes of scaled scores (``masks/score.py``), and vectors (H,) that it reads. A
-    query that attends to nothing gives 0. Bytes: none. Backward: all of q, k and v. SpError for text that is no
-    predicate.
+    ``score`` and ``heads``: what becomes of scaled scores (``masks/score.py``), and vectors (H,) that it reads.
+    ``attn_mask``: data besides, bool or floats that are added, which broadcasts to (..., Sq, Sk). ``sinks`` (H,): a
+    logit of each head that no key has, which takes its share of the weights. A query that attends to nothing gives 0.
+    Bytes: none. Backward: all of q, k, v, a mask of floats and sinks. SpError for text that is no predicate.
     """
     rows, cols, sizes, predicate, dropout_p, scale, enable_gqa, *given = rest
-    rest_of_them: list[Any] = [None, "", None]
-    pieces, score, heads = given + rest_of_them[len(given) :]
+    rest_of_them: list[Any] = [None, "", None, None, None]
+    pieces, score, heads, mask, sinks = given + rest_of_them[len(given) :]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     seed = None
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
     lookups = rows, cols, pieces or [], sizes, predicate
-    args = LocalArgs(None, *lookups, seed, dropout_p, scale, score, heads or [], whole(q.shape[-2]), [], 1, "")
+    args = LocalArgs(mask, *lookups, seed, dropout_p, scale, score, heads or [], whole(q.shape[-2]), [], 1, "")
     args = replace(args, pieces=args.tables())
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-    out = attention(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""))
+    if mask is not None:
+        args = replace(args, mask=_mask(mask, batch, headless))
+    out = attention(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""), sinks)
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
 
@@ -59,6 +62,15 @@ def autocast(*xs: Tensor) -> list[Tensor]:
         return list(xs)
     dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs]
+
+
+def _mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
+    """(B | 1, H | 1, Sq | 1, Sk | 1), of what broadcasts to (*batch, H, Sq, Sk), or to (*batch, Sq, Sk)."""
+    mask = mask[(None,) * max(2 - mask.ndim, 0)]
+    mask = mask.unsqueeze(-3) if headless or mask.ndim == 2 else mask
+    if mask.shape[:-3].numel() == 1:
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*batch, *mask.shape[-3:]).reshape(batch.numel(), *mask.shape[-3:])
 
 
 def _four_dims(q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:

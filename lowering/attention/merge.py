@@ -10,6 +10,8 @@ from torch import Tensor
 from sp_compile.lowering.library import opaque
 from sp_compile.lowering.triton import usable
 
+from .case import finite_lse
+
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """The softmax averages ``out`` (..., S, E) with log-sum-exps ``lse`` (..., S) of two disjoint sets of keys.
@@ -30,6 +32,21 @@ def merge_pointwise(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     """``merge`` as pointwise operations."""
     kept, share, lse = _shares(lse_a, lse_b)
     return out_a.to(lse.dtype) * kept + out_b.to(lse.dtype) * share, lse
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """``out`` (B, H, S, E) and its ``lse`` (B, H, S), with one key more, of the logits ``sinks`` (H,) and the value 0.
+
+    Computed and returned in lse's dtype.
+    """
+    kept, _, both = _shares(lse, sinks.to(lse.dtype)[:, None])
+    return out.to(lse.dtype) * kept, both
+
+
+def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient (H,) of ``sinks``, of the cotangent of ``out``, which is with them, as is ``lse``."""
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - finite_lse(lse))
+    return -(weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,8 @@ Every rank passes its shard of q, k and v and gets its shard of the result; grad
     dropout_p, seed     weights are dropped by a hash of seed, batch, head, query and key: one seed, the same weights on
                 any number of ranks. Without one it is drawn from this rank's generator: torch.manual_seed decides
     scale       1 / sqrt(D) if None
+    sinks       (H,), floating-point, the same on every rank: a logit of each query head that no key has, which takes
+                its share of the weights and gives nothing; its gradient is this rank's share
     check       compare the call over the ranks first (24 bytes a rank, on the CPU), so that calls which do not fit
                 raise on every rank instead of hanging. Not done inside torch.compile
 
@@ -61,6 +63,7 @@ class Options:
     dropout_p: float = 0.0
     seed: Tensor | int | None = None
     scale: float | None = None
+    sinks: Tensor | None = None
     check: bool = True
 
     def lookups(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], str]:
@@ -114,7 +117,7 @@ class AttentionCall(RankCall):
         given, ranks = self.options, self.ranks
         seed = given.seed if given.seed is None else torch.as_tensor(given.seed, device=self.q.device)
         weights = given.attn_mask, *given.lookups(), seed, given.dropout_p, given.scale
-        shards = ShardArgs(*weights, "", [], *self.frames(), ranks.n, ranks.group, balance=False)
+        shards = ShardArgs(*weights, "", [], given.sinks, *self.frames(), ranks.n, ranks.group, balance=False)
         if torch.compiler.is_compiling():
             _prepare(ranks.group, self.width or 1, self.steps())
         return self.way.run(self, (self.q, self.k, self.v, *shards.flat()))
@@ -142,6 +145,7 @@ class AttentionCall(RankCall):
         yield from self._wrong_heads()
         yield from self._wrong_masks()
         yield from self._wrong_dropout()
+        yield from self._wrong_sinks()
 
     def _wrong_operands(self) -> Iterator[str]:
         q, k, v, shapes = self.q, self.k, self.v, self._shapes()
@@ -209,11 +213,19 @@ class AttentionCall(RankCall):
         if isinstance(seed, Tensor) and (seed.dtype != torch.int64 or seed.ndim):
             yield f"seed is an int or an int64 tensor of shape (), got {seed.dtype} {list(seed.shape)}"
 
+    def _wrong_sinks(self) -> Iterator[str]:
+        x, heads = self.options.sinks, self.q.shape[1]
+        if x is not None and (x.shape != (heads,) or not x.is_floating_point() or x.device != self.q.device):
+            yield (
+                f"sinks are floating-point numbers, one for each of the {heads} query heads, on q's device "
+                f"({self.q.device}), got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+
     def _shapes(self) -> str:
         return f"q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)}"
 
     def description(self) -> str:
-        grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask)]
+        grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask, self.options.sinks)]
         given = {name: getattr(self.options, name) for name in NAMES if name != "seed"}
         options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in given.items()]
         how = f"{self.way.name} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"

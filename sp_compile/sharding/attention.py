@@ -44,11 +44,11 @@ def attending_nodes(gm: GraphModule) -> list[Node]:
 
 
 def predicate_of(call: Call) -> str | None:
-    """The predicate of an attention's mask; None if data describes it."""
+    """The predicate of an attention's mask; None if data describes it, and nothing beside that."""
+    if call.get("attn_mask") is not None:
+        return call.get("predicate") or None
     if "predicate" in call.args:
         return str(call["predicate"])
-    if call["attn_mask"] is not None:
-        return None
     return "k <= q" if call["is_causal"] else ""
 
 
@@ -56,6 +56,12 @@ def reads_position(call: Call) -> bool:
     """Does the mask read the index of the query, directly or through a vector that is looked up by it?"""
     names = symbols(predicate_of(call) or "")
     return any(name == "q" or name.startswith("row") for name in names)
+
+
+def keeps_no_weight(call: Call) -> bool:
+    """Does a fill leave nothing of a weight even where all keys have one, as learned sinks are no fills?"""
+    sinks = call.get("sinks")
+    return sinks is not None and sinks not in filling_nodes(sinks.graph.owning_module)
 
 
 FILL = 1e4  # from here on a float32 loses some of log(count)

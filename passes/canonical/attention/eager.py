@@ -5,11 +5,13 @@
     p = dropout(softmax(s.float(), -1).to(bf16))
     o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
 
+    p = softmax(cat([s, sinks], -1), -1)[.., :-1] ->  sp.masked_attention(q, k, v, ..., attn_mask=mask, sinks=sinks)
+
 A scale on q or k stays there, with scale=1; a tensor that scales the scores scales q instead. Dropout draws other
 numbers than the eager spelling. Bytes moved: none.
-Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
+What stands between scores and softmax: `sinks.py`. Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
 (float64 models with a float32 softmax), fills with a finite number unless every query provably attends to some key
-(a row of nothing but fills attends to all keys alike), parts in different autocast regions, and operands that
+(a row of nothing but fills attends to all keys alike, but where learned sinks take it), parts in different autocast regions, and operands that
 broadcast.
 """
 
@@ -22,7 +24,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.modes import autocast_at, same_autocast
 from sp_compile.graph.sizes import Size, product, same, sizes
 from sp_compile.lowering.dtypes import HALF
@@ -34,8 +36,9 @@ from sp_compile.sharding.products import Factor, Product, product_of, transposed
 
 from .masks import always_attends, recognise
 from .scores import Scores, between_products, keeps_matrices, scores_of, why_no_scores
+from .sinks import Reading, of_heads, read_by
 
-aten = torch.ops.aten
+aten, sp = torch.ops.aten, torch.ops.sp
 SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.default)
 
 
@@ -72,61 +75,85 @@ class EagerAttention(Spelling):
             return f"a softmax along dim {call.dim()} of {call.ndim()}"
         if len(softmax.users) != 1:
             return "something else reads the probabilities"
-        scores, weights = scores_of(call.operands[0], softmax), _weights(softmax)
+        reading = read_by(call.operands[0], softmax)
+        scores, weights = scores_of(reading.scores, *reading.readers), _weights(softmax, reading)
         if scores is None:
-            return why_no_scores(call.operands[0])
+            return why_no_scores(reading.scores)
         if weights.product is None or weights.last is None:
             return "something else than values is multiplied with the probabilities, or reads them"
-        chain = [*scores.chain, softmax, *weights.chain]
+        chain = [*scores.chain, *reading.chain, softmax, *weights.chain]
         operands = _operands(scores.product, weights.product, chain)
         if operands is None:
             return "softmax in less precision than the values, or operands that broadcast"
+        if reading.sinks is not None and of_heads(reading.sinks, scores) is None:
+            return "its sinks are not a number of each head"
         if not _keep_dtype(scores, operands[0]):
             return "the scores are scaled in another dtype"
         if operands[0].node.meta["val"].dtype not in HALF and not same_autocast([*chain, weights.last]):
             return "its parts are in different autocast regions"
         with self.graph.inserting_before(weights.last), autocast_at(weights.last):
-            out = self._attention(scores, weights, operands, weights.last)
+            out = self._attention(scores, weights, operands, reading, weights.last)
         if out is None:
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may hold fills"
         weights.last.replace_all_uses_with(out)
         self.erase([*chain, weights.last])
         return None
 
-    def _attention(self, scores: Scores, weights: Weights, operands: list[Factor], last: Node) -> Node | None:
+    def _attention(
+        self, scores: Scores, weights: Weights, operands: list[Factor], reading: Reading, last: Node
+    ) -> Node | None:
         assert weights.product is not None
         front, order = operands[2].shape[:-2], weights.product.order
-        lead = front if scores.masked is None else scores.masked[:-2]
+        sinks, lead = reading.sinks, front if scores.masked is None else scores.masked[:-2]
+        if sinks is not None:
+            lead = sizes(sinks.meta["val"].shape)[:-2]
         shape = (*lead, operands[0].shape[-2], operands[1].shape[-2])
-        mask, fits = self._mask(scores, shape, operands[0].node.meta["val"].dtype, last)
+        settled = sinks is not None and sinks not in self._filling
+        mask, fits = self._mask(scores, shape, operands[0].node.meta["val"].dtype, settled, last)
         if not fits:
             self.drop(mask)
             return None
         q, k, v = (self.reshaped(f.made(self, last), (*lead, *f.shape[-2:]), last) for f in operands)
         for factor, dividing in scores.factors:
             q = self.compute(aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor), last)
-        args = (q, k, v, mask, weights.dropout)
-        out = self.compute(aten.scaled_dot_product_attention.default, args, last, {"scale": scores.scale})
+        if sinks is None:
+            args = (q, k, v, mask, weights.dropout)
+            out = self.compute(aten.scaled_dot_product_attention.default, args, last, {"scale": scores.scale})
+        else:
+            args = (q, k, v, [], [], [], "", weights.dropout, scores.scale, False)
+            given = {"attn_mask": mask, "sinks": self._vector(sinks, scores, last)}
+            out = self.compute(sp.masked_attention.default, args, last, given)
         out = self.reshaped(out, (*front, *sizes(out.meta["val"].shape)[-2:]), last)
         back = [order.index(d) for d in range(len(order))]
         return out if back == sorted(back) else self.compute(aten.permute.default, (out, back), last)
 
+    def _vector(self, sinks: Node, scores: Scores, like: Node) -> Node:
+        """(H,)."""
+        found, heads = of_heads(sinks, scores), sizes(sinks.meta["val"].shape)[1]
+        assert found is not None
+        held = product(sizes(found.meta["val"].shape))
+        found = self.reshaped(found, (held,), like)
+        return found if same(held, heads) else self.compute(aten.expand.default, (found, [self.sizes(heads)]), like)
+
     def _mask(
-        self, scores: Scores, shape: tuple[Size, ...], dtype: torch.dtype, like: Node
+        self, scores: Scores, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool, like: Node
     ) -> tuple[Node | None, bool]:
-        """(the mask of biases and fills, whether it says the same as they do)"""
+        """(the mask of biases and fills, whether it says the same as they do)
+
+        settled: what a fill leaves of a weight is nothing even where all keys have one, as sinks are no fills.
+        """
         bias, allowed, fits = None, None, True
         for node, negative in scores.biases:
             if node.meta["val"].dtype != dtype:  # a bias of zeros and fills needs no dtype
-                fits = fits and recognise(node, shape) is not None
+                fits = fits and recognise(node, shape, settled) is not None
                 allowed = self._both(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
             term = self.compute(aten.neg.default, (node,), like) if negative else node
-            fits = fits and (node not in self._filling or recognise(term, shape) is not None)
+            fits = fits and (settled or node not in self._filling or recognise(term, shape) is not None)
             bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
         for condition, filled, _ in scores.fills:
             allowed = self._both(allowed, self._allows(condition, filled, like), like)
-        if allowed is not None and any(math.isfinite(number) for *_, number in scores.fills):
+        if not settled and allowed is not None and any(math.isfinite(number) for *_, number in scores.fills):
             known = recognise(allowed, shape)
             fits = fits and known is not None and always_attends(known)
         mask = bias if allowed is None else allowed
@@ -145,18 +172,20 @@ class EagerAttention(Spelling):
         return self.compute(aten.logical_not.default, (condition,), like) if filled else condition
 
 
-def _weights(softmax: Node) -> Weights:
-    found, node = Weights(), softmax
+def _weights(softmax: Node, reading: Reading) -> Weights:
+    found, node, sinks = Weights(), softmax, reading.sinks
     while len(node.users) == 1:
         (user,) = node.users
         if user.op != "call_function" or not isinstance(user.target, OpOverload):
             break
         product = product_of(user)
         if product is not None:
-            found.product, found.last = _times_values(product, node), user
+            found.product, found.last = _times_values(product, node) if sinks is None else None, user
             break
         steps = steps_from(node)
-        if user.target is aten.dropout.default and not found.dropout:
+        if sinks is not None and reading.drops_sinks(user):
+            sinks, steps = None, [user]
+        elif user.target is aten.dropout.default and not found.dropout:
             found.dropout = user.args[1] if user.args[2] else 0.0
         elif not steps and not is_cast(user) and not keeps_matrices(user):
             break
@@ -177,7 +206,7 @@ def _times_values(product: Product, weights: Node) -> Product | None:
 def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Factor] | None:
     """q, k (..., n, d) and v (..., n, e) of one dtype, if nothing in between is less precise than SDPA would be."""
     dtype = values.right.node.meta["val"].dtype
-    between = {n.meta["val"].dtype for n in chain}
+    between = {n.meta["val"].dtype for n in chain if is_tensor(n)}
     if not between <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
         return None
     query, key = (_uncast(f.settled(), dtype) for f in (scores.left, scores.right))

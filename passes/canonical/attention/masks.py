@@ -6,7 +6,8 @@
 
 Part of canonicalize. Vectors come as (B or 1, Q) and (B or 1, K). Bytes moved: none. Leaves alone (masks stay data):
 biases, masks that differ between heads, masks whose data belongs to a query and a key at once, and finite fills like
-finfo.min unless every query provably attends to some key, because a row of nothing but fills attends to all alike.
+finfo.min unless every query provably attends to some key, because a row of nothing but fills attends to all alike, or
+unless sinks take such a row.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.passes import base
 from sp_compile.passes.job import Job
+from sp_compile.sharding.attention import attention_nodes, keeps_no_weight
 
 from . import element_ops  # noqa: F401  (registers how ops get their elements)
 from .elements import Element, NotSymbolic, Positions
@@ -45,16 +47,16 @@ class Mask:
     extent: dict[sympy.Symbol, Size]
 
 
-def recognise(node: Node, shape: tuple[Size, ...]) -> Mask | None:
+def recognise(node: Node, shape: tuple[Size, ...], settled: bool = False) -> Mask | None:
     """The mask that broadcasts to scores of `shape`, (B, H, Q, K) or (B, Q, K); None where it is not understood."""
     try:
-        return understood(node, shape)
+        return understood(node, shape, settled)
     except NotSymbolic:
         return None
 
 
-def understood(node: Node, shape: tuple[Size, ...]) -> Mask:
-    """As `recognise`. Raises NotSymbolic, which says why the mask stays data."""
+def understood(node: Node, shape: tuple[Size, ...], settled: bool = False) -> Mask:
+    """As `recognise`. Raises NotSymbolic, which says why the mask stays data. settled: see `keeps_no_weight`."""
     own = sizes(node.meta["val"].shape)
     if len(shape) not in (3, 4) or len(own) > len(shape):
         raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(own)}")
@@ -71,7 +73,7 @@ def understood(node: Node, shape: tuple[Size, ...]) -> Mask:
     without_leaves = allowed.xreplace({leaf: sympy.Integer(0) for leaf in allowed.atoms(AppliedUndef)})
     if without_leaves.free_symbols & {BATCH, HEAD}:
         raise NotSymbolic("it differs between heads or batches")
-    if finite and not always_attends(mask):
+    if finite and not settled and not always_attends(mask):
         raise NotSymbolic("its fills are finite, and no query provably attends to some key")
     return mask
 
@@ -131,13 +133,12 @@ class Masks(base.Spelling):
 
     def edit(self, graph: Graph) -> Self:
         self.vectors: dict[tuple[Any, ...], Node] = {}
-        self.masks: dict[tuple[Node, tuple[Size, ...]], Mask | str] = {}  # layers share theirs, or why there is none
+        self.masks: dict[tuple[Node, tuple[Size, ...], bool], Mask | str] = {}  # layers share theirs, or why there is none
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        target = aten.scaled_dot_product_attention.default
-        found = self.graph.find_nodes(op="call_function", target=target)
-        return sum([self._rewrite(n) for n in found if Call(n)["attn_mask"] is not None])
+        found = [n for n in attention_nodes(gm) if Call(n)["attn_mask"] is not None]
+        return sum([self._rewrite(n) for n in found if not Call(n).get("predicate")])
 
     def _rewrite(self, node: Node) -> bool:
         """Do without the mask's data, where that can be; of a mask that is computed here the report says why not."""
@@ -154,31 +155,33 @@ class Masks(base.Spelling):
     def _without(self, data: Node, node: Node, call: Call) -> None:
         """Raises NotSymbolic or SpError if the mask stays."""
         shapes = [call.shape(i) for i in range(3)]
-        if call["is_causal"] or not plain(shapes, call["enable_gqa"]):
+        if call.get("is_causal") or not plain(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have other batches or heads, or it comes with is_causal")
-        self.say(node, self._understood(data, (*shapes[0][:-1], shapes[1][-2])))
+        self.say(node, self._understood(data, (*shapes[0][:-1], shapes[1][-2]), keeps_no_weight(call)))
 
     def say(self, node: Node, mask: Mask, score: str = "", heads: Sequence[Node] = ()) -> None:
         """Let an attention do with this in place of its mask. Raises NotSymbolic or SpError if no predicate says it.
 
         score, heads: what becomes of its scores, and what that reads (`lowering/masks/score.py`).
         """
-        call = Call(node)
+        call, scores = Call(node), {"score": score, "heads": list(heads)} if score else {}
+        if call.get("sinks") is not None:
+            scores["sinks"] = call["sinks"]
         # torch's own causal kernel returns NaN for a scale that is not positive.
         kernel = mask.allowed == CAUSAL and (call["scale"] is None or call["scale"] > 0)
-        if (mask.allowed == sympy.true or kernel) and not score:
+        if (mask.allowed == sympy.true or kernel) and not scores:
             causal = {"is_causal": True} if kernel else {}
             node.args, node.kwargs = call.rebuild(call.operands[:3] + [None], **causal)
             self.drop(call["attn_mask"])
         else:
-            self._predicate(node, call, mask, {"score": score, "heads": list(heads)} if score else {})
+            self._predicate(node, call, mask, scores)
 
-    def _understood(self, node: Node, shape: tuple[Size, ...]) -> Mask:
+    def _understood(self, node: Node, shape: tuple[Size, ...], settled: bool) -> Mask:
         """As `understood`, once for all layers."""
-        key = (node, shape)
+        key = (node, shape, settled)
         if key not in self.masks:
             try:
-                self.masks[key] = understood(node, shape)
+                self.masks[key] = understood(node, shape, settled)
             except NotSymbolic as why:
                 self.masks[key] = str(why)  # the exception itself would keep every frame
         mask = self.masks[key]

@@ -50,9 +50,9 @@ class Scores:
     masked: tuple[Size, ...] | None = None  # the scores' shape where they were masked
 
 
-def scores_of(x: Any, user: Node) -> Scores | None:
-    """The scores that end in x, if nothing but `user` reads x or what it is made of; None for anything else."""
-    if not is_tensor(x) or set(x.users) != {user} or x.op != "call_function":
+def scores_of(x: Any, *users: Node) -> Scores | None:
+    """The scores that end in x, if nothing but `users` reads x or what it is made of; None for anything else."""
+    if not is_tensor(x) or set(x.users) != set(users) or x.op != "call_function":
         return None
     call = Call(x) if isinstance(x.target, OpOverload) else None
     product = product_of(x)

@@ -22,7 +22,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, all_same, divides, product, same, sizes
 from sp_compile.passes.rewrite import Rewrite
-from sp_compile.sharding.attention import filling_nodes, predicate_of
+from sp_compile.sharding.attention import filling_nodes, keeps_no_weight, predicate_of
 from sp_compile.sharding.placement import Demand, Plan, Shard
 from sp_compile.sharding.rule import RuleFunction, forget, rule_of
 from sp_compile.sharding.rules.attention import sharded_attention
@@ -156,13 +156,13 @@ class ShardedAttention(AttentionPass):
         return self.reshaped(x, (product(batch), *tail), node)
 
     def _scores(self, call: Call, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
-        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads."""
+        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, sinks."""
         predicate, mask = predicate_of(call), call.get("attn_mask")
         lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]
         if mask is not None:
             mask = self._mask(mask, batch, node)
         score, heads = call.get("score") or "", call.get("heads") or []
-        return mask, *lookups, predicate or "", None, call["dropout_p"], call["scale"], score, heads
+        return mask, *lookups, predicate or "", None, call["dropout_p"], call["scale"], score, heads, call.get("sinks")
 
     def _mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
         """The mask in four dims; dims of size 1 keep broadcasting unless several batch dims become one."""
@@ -188,7 +188,7 @@ def heads_broadcast(call: Call) -> bool:
 def may_hold_fills(call: Call) -> bool:
     """Is there a mask of floats that may be large and finite?"""
     mask = call.get("attn_mask")
-    if mask is None or not mask.meta["val"].is_floating_point():
+    if mask is None or not mask.meta["val"].is_floating_point() or keeps_no_weight(call):
         return False
     return mask in filling_nodes(mask.graph.owning_module)
 

@@ -20,13 +20,15 @@ def _attention(call: Call) -> Factors:
     Any number of leading dims, which may broadcast; with enable_gqa a rank's query heads meet its own key heads, as
     long as the ranks divide both. What the predicate of sp::masked_attention looks up are vectors, "b row0, b col0",
     which every rank reads whole. Their batch is that of q without a head dim, or its leading dims as one. What its
-    score reads by the query's head is "h".
+    score reads by the query's head is "h", and so are sinks.
     """
     leading, extent = _leading(call)
     batch = leading[:1] if len(leading) <= 2 else ("batch",)
-    others = range(len(call.operands) - 3 - len(call.get("heads") or ()))
-    masks: list[Dims] = [(*batch, f"vector{i}") if "predicate" in call.args else (*leading, "q", "k") for i in others]
-    masks += [("h",)] * (len(call.operands) - 3 - len(masks))
+    vectors = [x for name in ("rows", "cols", "pieces") for x in call.get(name) or ()]
+    masks: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
+    masks += [("h",) for _ in call.get("heads") or ()]
+    masks += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
+    masks += [("h",)] if call.get("sinks") is not None else []
     dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *masks)
     operands = tuple(aligned(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims))
     whole = {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
@@ -52,8 +54,8 @@ def sharded_attention(call: Call) -> Factors:
     if len(call["k_frame"]):
         keys = Shard(SEQUENCE, frame_of(call, "k_frame")[0])
     others = call.operands[3:]
-    mask = [Replicate(partial_grad=True)] if call["mask"] is not None else []
-    placed = (queries, keys, keys, *mask, *[REPLICATE] * (len(others) - len(mask)))
+    learned = [x for x in (call["mask"], call["sinks"]) if x is not None]
+    placed = (queries, keys, keys, *(Replicate(partial_grad=any(x is y for y in learned)) for x in others))
     named: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))
     rest = tuple(tuple(f"{i}.{d}" for d in range(call.ndim(i))) for i in range(3, len(call.operands)))
     lost = {f: "whole" for dims in (("g", "k", "d"), *rest) for f in dims}

@@ -1,0 +1,119 @@
+"""What attention's softmax reads beside scores: sinks, and their difference to the greatest. Part of `eager.py`.
+
+    every = cat([scores, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1)    a logit of each head that no key has
+    every = every - every.max(-1, keepdim=True).values                      changes no probability, and no gradient
+    weights = softmax(every, -1)[..., :-1]
+
+Leaves alone: sinks that differ from query to query or between batch entries.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import OpOverload
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.sizes import all_same, product, same, sizes
+from sp_compile.sharding.matchers import element_of, is_cast, is_copy, join_of, slice_of, source_of
+
+from .proofs import HEAD, INDICES
+from .scores import Scores
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Reading:
+    """scores: what a softmax without all this would read; readers: who reads them; chain: the nodes in between.
+
+    sinks: (..., 1) beside the scores. first: they stand in front of them.
+    """
+
+    scores: Any
+    readers: tuple[Node, ...]
+    chain: tuple[Node, ...] = ()
+    sinks: Node | None = None
+    first: bool = False
+
+    def behind(self, *chain: Node) -> Reading:
+        return replace(self, chain=(*self.chain, *chain))
+
+    def drops_sinks(self, node: Node) -> bool:
+        """Does it take the weights of the keys, and leave that of the sinks?"""
+        piece = slice_of(node) if self.sinks is not None else None
+        if piece is None or piece.dim != piece.source.meta["val"].ndim - 1:
+            return False
+        every = sizes(piece.source.meta["val"].shape)[-1]
+        return same(piece.start, int(self.first)) and same(piece.length, every - 1)
+
+
+def read_by(x: Any, *readers: Node) -> Reading:
+    """What stands between the scores and these readers of x, which are all that it has; often nothing."""
+    plain = Reading(x, readers)
+    if not is_tensor(x) or set(x.users) != set(readers) or not isinstance(x.target, OpOverload):
+        return plain
+    if is_cast(x) or is_copy(x):
+        inner = read_by(source_of(x), x)
+        return inner.behind(x) if inner.chain else plain
+    if x.target is aten.sub.Tensor and (greatest := _greatest(x)):
+        return read_by(Call(x).operands[0], greatest[0], x).behind(*greatest, x)
+    joined = Call(x).operands
+    if x.target in (aten.cat.default, aten.concat.default) and len(joined) == 2 and _along_last(x):
+        widths = [sizes(part.meta["val"].shape)[-1] for part in joined]
+        for first in (False, True):
+            scores, sinks = joined[::-1] if first else joined
+            if same(widths[1 - first], 1) and not same(widths[first], 1):
+                return replace(read_by(scores, x), sinks=sinks, first=first).behind(x)
+    return plain
+
+
+def _along_last(x: Node) -> bool:
+    return join_of(x) == (x.meta["val"].ndim - 1, False)
+
+
+def _greatest(difference: Node) -> list[Node]:
+    """What computes the greatest of the row that it is subtracted from, and nothing else; [] if it is not."""
+    call = Call(difference)
+    if len(call.operands) != 2 or call["alpha"] != 1:
+        return []
+    row, node = call.operands
+    found: list[Node] = []
+    while isinstance(node, Node) and node is not row:
+        found.insert(0, node)
+        if len(node.users) != 1 or node.target not in (operator.getitem, aten.detach.default, *_GREATEST):
+            return []
+        if node.target is operator.getitem and node.args[1] != 0:
+            return []
+        if node.target in _GREATEST and not _of_rows(Call(node)):
+            return []
+        node = node.args[0]
+    return found if found and found[0].target in _GREATEST else []
+
+
+_GREATEST = (aten.max.dim, aten.amax.default)
+
+
+def _of_rows(call: Call) -> bool:
+    dims = call["dim"] if isinstance(call["dim"], (list, tuple)) else [call["dim"]]
+    return bool(call["keepdim"]) and [d % call.ndim() for d in dims] == [call.ndim() - 1]
+
+
+def of_heads(sinks: Node, scores: Scores) -> Node | None:
+    """A value that has nothing but a number for each of the scores' heads, or one for all; scores: (B, H, Q, K)."""
+    lead = sizes(sinks.meta["val"].shape)[:-2]
+    if len(lead) != 2 or (scores.masked is not None and not all_same(scores.masked[:-2], lead)):
+        return None
+    at: tuple[Node, tuple[Any, ...]] | None = (sinks, tuple(INDICES))
+    while at is not None:
+        node, coords = at
+        shape = sizes(node.meta["val"].shape)
+        held = [c for c, extent in zip(coords, shape) if not same(extent, 1)]
+        if held in ([], [HEAD]) and (not held or same(product(shape), lead[1])):
+            return node
+        at = element_of(node, coords)
+    return None
