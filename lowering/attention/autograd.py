@@ -21,9 +21,7 @@ is wanted.
 """
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys, sinks: Tensor | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys, sinks: Tensor | None = None) -> Tensor:
     """Attention of q (B, H, s, D) over all keys in q's dtype; keeps shards, it and its lse. No second derivatives.
 
     sinks: (H,), a logit of each head that takes its share of the weights and gives nothing. Given the result and the

@@ -52,7 +52,7 @@ def test_a_bias_that_may_hold_anything_stays() -> None:
 def said(gm: torch.fx.GraphModule) -> tuple[str, float]:
     (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
     if node.target is torch.ops.sp.masked_attention.default:
-        return str(node.args[6]), node.args[8]
+        return "data" if node.kwargs.get("attn_mask") is not None else str(node.args[6]), node.args[8]
     mask = "k <= q" if True in node.args[5:6] else "" if node.args[3] is None else "data"
     return mask, node.kwargs["scale"]
 

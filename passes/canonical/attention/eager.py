@@ -206,7 +206,7 @@ def _times_values(product: Product, weights: Node) -> Product | None:
 def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Factor] | None:
     """q, k (..., n, d) and v (..., n, e) of one dtype, if nothing in between is less precise than SDPA would be."""
     dtype = values.right.node.meta["val"].dtype
-    between = {n.meta["val"].dtype for n in chain if is_tensor(n)}
+    between = {n.meta["val"].dtype for n in chain if is_tensor(n) and n.meta["val"].is_floating_point()}
     if not between <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
         return None
     query, key = (_uncast(f.settled(), dtype) for f in (scores.left, scores.right))

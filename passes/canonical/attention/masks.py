@@ -133,7 +133,9 @@ class Masks(base.Spelling):
 
     def edit(self, graph: Graph) -> Self:
         self.vectors: dict[tuple[Any, ...], Node] = {}
-        self.masks: dict[tuple[Node, tuple[Size, ...], bool], Mask | str] = {}  # layers share theirs, or why there is none
+        self.masks: dict[
+            tuple[Node, tuple[Size, ...], bool], Mask | str
+        ] = {}  # layers share theirs, or why there is none
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: Job) -> int:

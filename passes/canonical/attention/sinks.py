@@ -83,16 +83,15 @@ def _greatest(difference: Node) -> list[Node]:
         return []
     row, node = call.operands
     found: list[Node] = []
-    while isinstance(node, Node) and node is not row:
+    while node.target in (operator.getitem, aten.detach.default):
+        if len(node.users) != 1 or node.args[1:] not in ((), (0,)):
+            return []
         found.insert(0, node)
-        if len(node.users) != 1 or node.target not in (operator.getitem, aten.detach.default, *_GREATEST):
-            return []
-        if node.target is operator.getitem and node.args[1] != 0:
-            return []
-        if node.target in _GREATEST and not _of_rows(Call(node)):
-            return []
         node = node.args[0]
-    return found if found and found[0].target in _GREATEST else []
+    if node.target not in _GREATEST or node.args[0] is not row or not _of_rows(Call(node)):
+        return []
+    unread = [user for user in node.users if user not in found and not user.users]  # where the greatest stands
+    return [node, *unread, *found] if len(node.users) == 1 + len(unread) else []
 
 
 _GREATEST = (aten.max.dim, aten.amax.default)

@@ -45,6 +45,25 @@ def repeated(x: Tensor) -> Tensor:
     return x[:, :2, None].expand(B, 2, 2, S, D).reshape(B, H, S, D)
 
 
+def sinks(v: Tensor) -> Tensor:
+    """(B, H, S, 1): a number of each head."""
+    return v[0, :, 0, 0].reshape(1, -1, 1, 1).expand(B, -1, S, -1)
+
+
+def shifted(x: Tensor) -> Tensor:
+    return x - x.max(-1, keepdim=True).values
+
+
+def as_gpt_oss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ repeated(k).mT * 0.5 + additive(LOWEST)
+    weights = shifted(torch.cat([scores, sinks(v)], -1)).softmax(-1)[..., :-1]
+    return F.dropout(weights, 0.1, False).to(v.dtype) @ repeated(v)
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    return torch.cat([q @ k.mT, sinks.expand(B, H, S, 1)], -1).softmax(-1)[..., :-1] @ v
+
+
 def einsum(scores: str, out: str) -> Attend:
     return lambda q, k, v: torch.einsum(out, torch.einsum(scores, q, k).softmax(-1), v)
 
@@ -100,6 +119,30 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
         ("data", 1.0),
     ),
     "repeated heads": (lambda q, k, v: (q @ repeated(k).mT).softmax(-1) @ repeated(v), ("", 1.0)),
+    "greatest score subtracted": (lambda q, k, v: shifted(q @ k.mT * 0.3).softmax(-1) @ v, ("", 0.3)),
+    "greatest score subtracted without a gradient": (
+        lambda q, k, v: (lambda s: s - s.amax(-1, keepdim=True).detach())(q @ k.mT).softmax(-1) @ v,
+        ("", 1.0),
+    ),
+    "sinks": (lambda q, k, v: with_sinks(q, k, v, sinks(v)), ("", 1.0)),
+    "sinks as GPT-OSS has them": (as_gpt_oss, ("k <= q", 0.5)),
+    "one sink for all heads": (lambda q, k, v: with_sinks(q, k, v, v[:1, :1, :1, :1] * 2), ("", 1.0)),
+    "sinks in front": (lambda q, k, v: torch.cat([sinks(v), q @ k.mT], -1).softmax(-1)[..., 1:] @ v, ("", 1.0)),
+    "sinks and a bias": (
+        lambda q, k, v: torch.cat([q @ k.mT + v.mean(-1)[:, :, None], sinks(v)], -1).softmax(-1)[..., :-1] @ v,
+        ("data", 1.0),
+    ),
+    "sinks and finite fills of whole rows": (
+        lambda q, k, v: torch.cat([(q @ k.mT).masked_fill(before(), -1e9), sinks(v)], -1).softmax(-1)[..., :-1] @ v,
+        ("q < k", 1.0),
+    ),
+    "sinks and finite fills of data": (
+        lambda q, k, v: (
+            torch.cat([q @ k.mT + (v[:, :1, None, :, 0] > 0.2).to(q.dtype) * -1e9, sinks(v)], -1).softmax(-1)[..., :-1]
+            @ v
+        ),
+        ("Eq(col0, 0)", 1.0),
+    ),
     "other width of values": (lambda q, k, v: (q @ k.mT).softmax(-1) @ torch.cat([v, v], -1), ("", 1.0)),
 }
 
@@ -117,7 +160,14 @@ STAYS: dict[str, Attend] = {
     "finite fill of whole rows": lambda q, k, v: (q @ k.mT).masked_fill(before(), -1e9).softmax(-1) @ v,
     "finite fill of data": lambda q, k, v: (q @ k.mT).masked_fill(v[:, :1, None, :, 0] > 0.2, -1e9).softmax(-1) @ v,
     "bias, then scale": lambda q, k, v: ((q @ k.mT + additive(-1.0)) * 0.3).softmax(-1) @ v,
-    "sink": lambda q, k, v: torch.cat([q @ k.mT, q[..., :1]], -1).softmax(-1)[..., :-1] @ v,
+    "sinks of each query": lambda q, k, v: with_sinks(q, k, v, q[..., :1]),
+    "sinks of each batch entry": lambda q, k, v: with_sinks(q, k, v, v[:, :, :1, :1]),
+    "sinks that stay": lambda q, k, v: (
+        torch.cat([q @ k.mT, sinks(v)], -1).softmax(-1) @ torch.cat([v, v[:, :, :1]], -2)
+    ),
+    "a key is dropped, and no sink": lambda q, k, v: torch.cat([q @ k.mT, sinks(v)], -1).softmax(-1)[..., 1:] @ v,
+    "greatest score of another row": lambda q, k, v: (lambda s: s - s.amax(-2, keepdim=True))(q @ k.mT).softmax(-1) @ v,
+    "least score subtracted": lambda q, k, v: (lambda s: s - s.amin(-1, keepdim=True))(q @ k.mT).softmax(-1) @ v,
     "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
     "zeroed behind the softmax": lambda q, k, v: (q @ k.mT).softmax(-1).masked_fill(~before(), 0.0) @ v,
     "one value head": lambda q, k, v: (q @ k.mT).softmax(-1) @ v[:, :1],
