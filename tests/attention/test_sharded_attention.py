@@ -46,13 +46,16 @@ def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, allowed: Tensor) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, allowed: Tensor) -> Tensor:
     """Attention spelt out on whole sequences, float64."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores + mask
-    return scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v
+    scores = scores.masked_fill(~allowed, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v
 
 
 def allowed(lookups: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int], str], s: int, t: int) -> Tensor:
@@ -98,13 +101,24 @@ def toy() -> Iterator[None]:
         yield
 
 
-def check(op: str, mask: str, n: int, s: int, t: int, kv_heads: int, folds: list[int], balance: bool = False) -> None:
+def check(
+    op: str,
+    mask: str,
+    n: int,
+    s: int,
+    t: int,
+    kv_heads: int,
+    folds: list[int],
+    balance: bool = False,
+    with_sinks: bool = False,
+) -> None:
     """Value and every gradient of the op on n simulated ranks, against `dense`."""
     given, rows, cols, sizes, predicate = MASKS[mask](s, t)
     q, k, v = (_random(BATCH, h, x, DIM, seed=i) for i, (h, x) in enumerate([(4, s), (kv_heads, t), (kv_heads, t)]))
     grad = _random(BATCH, 4, s, DIM, seed=3)
-    leaves = [x.requires_grad_() for x in (q, k, v, *([given] if given is not None else []))]
-    whole = dense(q, k, v, given, allowed((rows, cols, sizes, predicate), s, t))
+    sinks = _random(4, seed=4) if with_sinks else None
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks, given) if x is not None]
+    whole = dense(q, k, v, sinks, given, allowed((rows, cols, sizes, predicate), s, t))
     expected = torch.autograd.grad(whole, leaves, grad)
     frames = [1, s, 0, s, *folds], [1, t, 0, t, *folds]
     run, own = OPS[op]
@@ -113,8 +127,10 @@ def check(op: str, mask: str, n: int, s: int, t: int, kv_heads: int, folds: list
     def live(rank: int) -> list[Tensor]:
         mine = [x.detach().clone().requires_grad_() for x in leaves]
         shards = [cut(x, f, n) for x, f in zip(mine, (frames[0], frames[1], frames[1]))]
-        bias = sp.reduce_grad(mine[3:], "reduce", n, GROUP)[0] if given is not None else None
-        scores = (bias, rows, cols, [], sizes, predicate, None, 0.0, None, "", [])
+        shared = sp.reduce_grad(mine[3:], "reduce", n, GROUP) if mine[3:] else []
+        logits = shared.pop(0) if with_sinks else None
+        bias = shared.pop(0) if given is not None else None
+        scores = (bias, rows, cols, [], sizes, predicate, None, 0.0, None, "", [], logits)
         out = run(*shards, *scores, *frames, n, GROUP, balance, *last)
         out = sp.unshard(out, 2, frames[0], n, GROUP)
         return [out.detach(), *torch.autograd.grad(out, mine, grad)]
@@ -152,3 +168,17 @@ def test_cross_attention(op: str, s: int, t: int, mask: str) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_balanced_inside(op: str, n: int) -> None:
     check(op, "causal", n, 16, 16, 2, [], balance=True)
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("n", "s"), [(2, 13), (4, 19), (4, 3)])
+@pytest.mark.parametrize("folds", [[], [2]], ids=["contiguous", "zigzag"])
+def test_sinks(op: str, mask: str, n: int, s: int, folds: list[int]) -> None:
+    check(op, mask, n, s, s, 2, folds, with_sinks=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sinks_balanced_inside(op: str) -> None:
+    check(op, "causal", 4, 16, 16, 1, [], balance=True, with_sinks=True)

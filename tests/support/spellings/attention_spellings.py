@@ -79,10 +79,14 @@ def einsum_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), expanded(q, v))
 
 
-def with_sink(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = q @ expanded(q, k).mT
-    sink = m.sink[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
-    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ expanded(q, v)
+def with_sinks(m: Model, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """As GPT-OSS is spelled in transformers."""
+    scores = q @ expanded(q, k).transpose(2, 3) * q.shape[-1] ** -0.5
+    scores = scores if mask is None else scores + mask
+    sinks = m.sink.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    every = torch.cat([scores, sinks], -1)
+    every = every - every.max(dim=-1, keepdim=True).values
+    return every.softmax(-1)[..., :-1] @ expanded(q, v)
 
 
 def three_dims(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -141,6 +145,10 @@ EXCHANGED: dict[str, Attend] = {
     "learned bias of all heads": lambda m, q, k, v: sdpa(q, k, v, learned(m, q)[:, :1]),
     "learned bias and padding": lambda m, q, k, v: sdpa(q, k, v, learned(m, q) + additive(m.padding, q)[:, None, None]),
     "relative bias": lambda m, q, k, v: sdpa(q, k, v, relative(m, q)),
+    "sinks": with_sinks,
+    "sinks, window": lambda m, q, k, v: with_sinks(m, q, k, v, additive(before(q, 3), q)),
+    "sinks, padding": lambda m, q, k, v: with_sinks(m, q, k, v, additive(m.padding[:, None, None] & before(q), q)),
+    "sinks, learned bias": lambda m, q, k, v: with_sinks(m, q, k, v, learned(m, q) + additive(before(q), q)),
     "repeat_kv": lambda m, q, k, v: sdpa(q, expanded(q, k), expanded(q, v), is_causal=True),
     "repeat_interleave": lambda m, q, k, v: sdpa(
         q, *(t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v)), is_causal=True
@@ -160,7 +168,6 @@ OTHERS: dict[str, Attend] = {
     "by hand, causal": lambda m, q, k, v: by_hand(q, k, v, before(q)),
     "by hand, padding": lambda m, q, k, v: by_hand(q, k, v, before(q) & m.padding[:, None, None]),
     "einsum": lambda m, q, k, v: einsum_by_hand(q, k, v),
-    "sink": with_sink,
     "linear": lambda m, q, k, v: q.softmax(-1) @ (expanded(q, k).softmax(-2).mT @ expanded(q, v)),
     "bias of the states": lambda m, q, k, v: sdpa(
         q, k, v, q.mean((1, 3))[:, None, :, None] * k.mean((1, 3))[:, None, None]
