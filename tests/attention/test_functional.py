@@ -38,6 +38,8 @@ CASES = {
     "other v": Case({"is_causal": True}, v_dim=6),
     "padding": Case({"is_causal": True, "window": 6}, s=13),
     "padding to a multiple": Case({"is_causal": True}, s=13, multiple=4),
+    "sinks": Case({"is_causal": True, "sinks": randn(4, seed=9)}, kv_heads=2),
+    "sinks and an additive mask": Case({"attn_mask": randn(1, 4, 13, 13, seed=6), "sinks": randn(4, seed=9)}, s=13),
     "cross": Case(s=16, t=24),
     "cross, padding": Case({"is_causal": True}, s=19, t=10),
 }

@@ -145,6 +145,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "attn_mask is whole on every rank, it broadcasts to": {"attn_mask": torch.ones(1, 1, 4, 8)},
     "attn_mask is bool": {"attn_mask": torch.ones(WHOLE, dtype=torch.int64)},
     "0 <= dropout_p < 1": {"dropout_p": 1.0},
+    "sinks are floating-point numbers, one for each of the 4 query heads": {"sinks": torch.zeros(2)},
+    "got torch.int64 [4] on cpu": {"sinks": torch.zeros(4, dtype=torch.int64)},
     "seed is an int or": {"dropout_p": 0.1, "seed": torch.tensor([1])},
 }
 

@@ -60,6 +60,11 @@ class Case:
         mask = self.options.get("attn_mask")
         return mask.detach().clone().requires_grad_(mask.is_floating_point()) if mask is not None else None
 
+    def sinks(self) -> Tensor | None:
+        """sinks as a fresh leaf."""
+        sinks = self.options.get("sinks")
+        return sinks.detach().clone().requires_grad_() if sinks is not None else None
+
     def lengths(self, n: int) -> dict[str, int]:
         """length and kv_length, if n ranks must pad."""
         chunks = self.multiple * n * (2 if self.layout == "zigzag" else 1)
@@ -80,15 +85,19 @@ class Case:
 
 
 def dense(case: Case) -> list[Tensor]:
-    """Result and gradients of q, k, v (and the mask) on one device, in float64."""
+    """Result and gradients of q, k, v (and of the mask and of sinks) on one device, in float64."""
     *leaves, grad = (x.double().requires_grad_() for x in case.operands())
     q, k, v = leaves
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * case.options.get("scale", 1 / math.sqrt(DIM))
-    mask = case.mask()
+    mask, sinks = case.mask(), case.sinks()
     if mask is not None and mask.requires_grad:
         scores, leaves = scores + mask, [*leaves, mask]
-    out = scores.masked_fill(~case.allowed(), -math.inf).softmax(-1) @ v
+    scores = scores.masked_fill(~case.allowed(), -math.inf)
+    if sinks is not None:
+        leaves = [*leaves, sinks]
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    out = scores.softmax(-1)[..., : k.shape[2]] @ v
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.detach())]
 
 
@@ -114,18 +123,21 @@ def joined(case: Case, shards: list[Tensor], length: int) -> Tensor:
 
 
 def attend(op: str, case: Case, mesh: Any, rank: int, n: int, transposed: bool = False) -> list[Tensor]:
-    """This rank's result and gradients of q, k, v (and its share of the mask's)."""
+    """This rank's result and gradients of q, k, v (and its share of the mask's, and of the sinks')."""
     *operands, grad = (cut(case, x, rank, n) for x in case.operands())
     padding = positions(case, case.s, rank, n)[:, None] >= case.s
     grad = grad.masked_fill(padding, 0)  # what is returned there is for no loss to use
     if transposed:
         operands = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands]
-    leaves, mask = [x.requires_grad_() for x in operands], case.mask()
+    leaves, mask, sinks = [x.requires_grad_() for x in operands], case.mask(), case.sinks()
     fn, extra = OPS[op]
     options = {**case.options, **extra, **case.lengths(n), "layout": case.layout}
     if mask is not None:
         options["attn_mask"] = mask
         leaves += [mask] if mask.requires_grad else []
+    if sinks is not None:
+        options["sinks"] = sinks
+        leaves += [sinks]
     out = fn(*leaves[:3], mesh=mesh, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
