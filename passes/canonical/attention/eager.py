@@ -8,11 +8,11 @@
     p = softmax(cat([s, sinks], -1), -1)[.., :-1] ->  sp.masked_attention(q, k, v, ..., attn_mask=mask, sinks=sinks)
 
 A scale on q or k stays there, with scale=1; a tensor that scales the scores scales q instead. Dropout draws other
-numbers than the eager spelling. Bytes moved: none.
-What stands between scores and softmax: `sinks.py`. Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
+numbers than the eager spelling. Sinks, and what else the softmax may read: `sinks.py`. Bytes moved: none.
+Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
 (float64 models with a float32 softmax), fills with a finite number unless every query provably attends to some key
-(a row of nothing but fills attends to all keys alike, but where learned sinks take it), parts in different autocast regions, and operands that
-broadcast.
+(a row of nothing but fills attends to all keys alike) or learned sinks take such a row, parts in different autocast
+regions, and operands that broadcast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.modes import autocast_at, same_autocast
-from sp_compile.graph.sizes import Size, product, same, sizes
+from sp_compile.graph.sizes import Size, all_same, product, same, sizes
 from sp_compile.lowering.dtypes import HALF
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
@@ -36,7 +36,7 @@ from sp_compile.sharding.products import Factor, Product, product_of, transposed
 
 from .masks import always_attends, recognise
 from .scores import Scores, between_products, keeps_matrices, scores_of, why_no_scores
-from .sinks import Reading, of_heads, read_by
+from .sinks import Reading, one_each, read_by
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.default)
@@ -85,7 +85,7 @@ class EagerAttention(Spelling):
         operands = _operands(scores.product, weights.product, chain)
         if operands is None:
             return "softmax in less precision than the values, or operands that broadcast"
-        if reading.sinks is not None and of_heads(reading.sinks, scores) is None:
+        if not _sinks_fit(reading, scores):
             return "its sinks are not a number of each head"
         if not _keep_dtype(scores, operands[0]):
             return "the scores are scaled in another dtype"
@@ -121,19 +121,12 @@ class EagerAttention(Spelling):
             out = self.compute(aten.scaled_dot_product_attention.default, args, last, {"scale": scores.scale})
         else:
             args = (q, k, v, [], [], [], "", weights.dropout, scores.scale, False)
-            given = {"attn_mask": mask, "sinks": self._vector(sinks, scores, last)}
+            every = one_each(self, reading.of_heads(), lead[1], last)
+            given = {"attn_mask": mask, "sinks": every}
             out = self.compute(sp.masked_attention.default, args, last, given)
         out = self.reshaped(out, (*front, *sizes(out.meta["val"].shape)[-2:]), last)
         back = [order.index(d) for d in range(len(order))]
         return out if back == sorted(back) else self.compute(aten.permute.default, (out, back), last)
-
-    def _vector(self, sinks: Node, scores: Scores, like: Node) -> Node:
-        """(H,)."""
-        found, heads = of_heads(sinks, scores), sizes(sinks.meta["val"].shape)[1]
-        assert found is not None
-        held = product(sizes(found.meta["val"].shape))
-        found = self.reshaped(found, (held,), like)
-        return found if same(held, heads) else self.compute(aten.expand.default, (found, [self.sizes(heads)]), like)
 
     def _mask(
         self, scores: Scores, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool, like: Node
@@ -215,6 +208,14 @@ def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Facto
         return None
     batches = (product(f.shape[:-2]) for f in (key, value))  # grouped otherwise, perhaps, but in the same order
     return [query, key, value] if same(*batches) else None
+
+
+def _sinks_fit(reading: Reading, scores: Scores) -> bool:
+    """Are there none, or one for each head of the scores?"""
+    if reading.sinks is None:
+        return True
+    lead = sizes(reading.sinks.meta["val"].shape)[:-2]
+    return reading.of_heads() is not None and (scores.masked is None or all_same(scores.masked[:-2], lead))
 
 
 def _keep_dtype(scores: Scores, query: Factor) -> bool:

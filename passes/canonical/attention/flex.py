@@ -8,12 +8,14 @@ The mask_mod is written over all indices at once, as vmap would run it, and read
 What a BlockMask tabulates follows from its mask_mod, so tables that nothing else asks for are never made.
 kernel_options choose kernels of torch's, and say nothing here. Bytes moved: none. Leaves alone, as torch's op, which
 runs on whole q, k and v: masks that are no predicate (`masks.py`), score_mods that no text says (`score_mods.py`),
-log-sum-exps that are read, and block tables without a mask_mod.
+log-sum-exps that are read for more than sinks (`renormalised.py`), and block tables without a mask_mod.
 """
 
 from __future__ import annotations
 
+import math
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +31,9 @@ from sp_compile.sharding.matchers import constant_of
 
 from .elements import NotSymbolic
 from .masks import Mask, Masks, plain, understood
+from .renormalised import Renormalised, renormalised
 from .score_mods import text_of
+from .sinks import one_each
 
 aten = torch.ops.aten
 EVERYTHING = 1 << 30
@@ -69,7 +73,7 @@ class FlexAttention(Masks):
         q, k, v, _, block_mask, *_ = node.args
         values = [x.meta["val"] for x in (q, k, v)]
         shapes = [sizes(x.shape) for x in values]
-        if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
+        if set(_results(node)) != {0} and _sunk(node) is None:
             return "its log-sum-exp or its greatest scores are read"
         if len({x.dtype for x in values}) > 1 or not plain(shapes, grouped=True):
             return "q, k and v have other dtypes or batches"
@@ -80,14 +84,20 @@ class FlexAttention(Masks):
     def _attention(self, node: Node, mask: Mask, score: str, heads: list[Node]) -> None:
         """Raises NotSymbolic or SpError, and leaves the graph as it was."""
         q, k, v, *_ = node.args
-        (out,) = node.users
-        options = {"scale": node.args[5], "enable_gqa": not same(*(sizes(x.meta["val"].shape)[1] for x in (q, k)))}
+        sunk, results = _sunk(node), _results(node)
+        out = results[0] if sunk is None else sunk.result
+        queries, keys = (sizes(x.meta["val"].shape)[1] for x in (q, k))
+        options = {"scale": node.args[5], "enable_gqa": not same(queries, keys)}
         with self.graph.inserting_before(node):
-            every = [self.sizes(sizes(q.meta["val"].shape)[1])]
+            every = [self.sizes(queries)]
             heads = [x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in heads]
-            fresh = self.emit(
-                aten.scaled_dot_product_attention.default, (q, k, v, None), out.meta["val"], node, options
-            )
+            if sunk is None:
+                target, args = aten.scaled_dot_product_attention.default, (q, k, v, None)
+            else:
+                target, args = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
+        with self.graph.inserting_before(node if sunk is None else out):
+            given = options if sunk is None else {"sinks": one_each(self, sunk.sinks, queries, node)}
+            fresh = self.emit(target, args, out.meta["val"], node, given)
         out.replace_all_uses_with(fresh)
         try:
             self.say(fresh, mask, score, heads)
@@ -95,7 +105,7 @@ class FlexAttention(Masks):
             fresh.replace_all_uses_with(out)
             self.drop(fresh, *heads)
             raise
-        self.erase([node, out])
+        self.erase([node, *results.values(), *([] if sunk is None else sunk.chain[1:])])
 
     def _mask(self, node: Node) -> Mask:
         """What the mask_mod says of all indices. Raises NotSymbolic or SpError."""
@@ -134,6 +144,21 @@ class FlexAttention(Masks):
         if spread.graph.find_nodes(op="get_attr"):
             raise NotSymbolic("its mask_mod makes a tensor")
         return self.inline(spread, operands, like)
+
+
+def _results(node: Node) -> dict[int, Node]:
+    """What is read of the result, the log-sum-exp and the greatest scores."""
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}
+
+
+def _sunk(node: Node) -> Renormalised | None:
+    """The attention with sinks, if that is what its log-sum-exp, which torch's op has in base 2, is read for."""
+    results = _results(node)
+    (natural,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)
+    if natural is None or natural.target is not aten.mul.Tensor or natural.args != (results[1], math.log(2)):
+        return None
+    found = renormalised(results[0], natural)
+    return None if found is None else replace(found, chain=(results[1], *found.chain))
 
 
 def _body(ref: Node) -> GraphModule:

@@ -10,6 +10,7 @@ Leaves alone: sinks that differ from query to query or between batch entries.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch.fx import Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.sizes import all_same, product, same, sizes
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import Size, product, same, sizes
 from sp_compile.sharding.matchers import element_of, is_cast, is_copy, join_of, slice_of, source_of
 
 from .proofs import HEAD, INDICES
-from .scores import Scores
 
 aten = torch.ops.aten
 
@@ -39,6 +40,12 @@ class Reading:
     chain: tuple[Node, ...] = ()
     sinks: Node | None = None
     first: bool = False
+
+    def of_heads(self) -> Node | None:
+        """The sinks as `of_heads` has them, of scores (B, H, Q, K)."""
+        assert self.sinks is not None
+        shape = sizes(self.sinks.meta["val"].shape)
+        return of_heads(self.sinks, INDICES, shape[1]) if len(shape) == len(INDICES) else None
 
     def behind(self, *chain: Node) -> Reading:
         return replace(self, chain=(*self.chain, *chain))
@@ -102,17 +109,21 @@ def _of_rows(call: Call) -> bool:
     return bool(call["keepdim"]) and [d % call.ndim() for d in dims] == [call.ndim() - 1]
 
 
-def of_heads(sinks: Node, scores: Scores) -> Node | None:
-    """A value that has nothing but a number for each of the scores' heads, or one for all; scores: (B, H, Q, K)."""
-    lead = sizes(sinks.meta["val"].shape)[:-2]
-    if len(lead) != 2 or (scores.masked is not None and not all_same(scores.masked[:-2], lead)):
-        return None
-    at: tuple[Node, tuple[Any, ...]] | None = (sinks, tuple(INDICES))
+def of_heads(sinks: Node, coords: Sequence[Any], heads: Size) -> Node | None:
+    """What row (b, h, q) reads at these coords, as a value that has nothing but a number for each head, or one."""
+    at: tuple[Node, Sequence[Any]] | None = (sinks, coords)
     while at is not None:
         node, coords = at
         shape = sizes(node.meta["val"].shape)
-        held = [c for c, extent in zip(coords, shape) if not same(extent, 1)]
-        if held in ([], [HEAD]) and (not held or same(product(shape), lead[1])):
+        held = [c for c, extent in zip(coords, shape, strict=True) if not same(extent, 1)]
+        if held in ([], [HEAD]) and (not held or same(product(shape), heads)):
             return node
         at = element_of(node, coords)
     return None
+
+
+def one_each(editor: Editor, found: Node, heads: Size, like: Node) -> Node:
+    """(H,), of what `of_heads` has found."""
+    held = product(sizes(found.meta["val"].shape))
+    found = editor.reshaped(found, (held,), like)
+    return found if same(held, heads) else editor.compute(aten.expand.default, (found, [editor.sizes(heads)]), like)

@@ -6,7 +6,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
 from sp_compile.lowering.attention.args import SEQUENCE
 from sp_compile.sharding.attention import ATTENTION, reads_position
-from sp_compile.sharding.placement import REPLICATE, Placement, Replicate, Shard
+from sp_compile.sharding.placement import Placement, Replicate, Shard
 from sp_compile.sharding.rule import Dims, Factors, rule_of
 
 from ._build import aligned

@@ -9,9 +9,8 @@ import pytest
 import torch
 from support.models import check, seeded, tokens
 from support.spellings.attention_spellings import EXCHANGED, Model, additive, before, documents, with_sinks
-from torch import Tensor, nn
+from torch import Tensor
 
-import sp_compile
 from sp_compile.passes.report import Report
 
 SIZES = [(1, 7), (2, 17), (3, 13), (4, 16), (4, 18), (4, 3)]
@@ -68,9 +67,8 @@ def run(mask: str, n: int, length: int, make: Any = Layers, **how: Any) -> Repor
 @pytest.mark.parametrize(("n", "length"), SIZES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_equals_one_device(mask: str, n: int, length: int, attention: str) -> None:
-    if attention == "hybrid" and n != 4 or attention == "ulysses" and n == 3:
-        attention = "auto"  # the ranks do not divide 4 heads so
-    report = run(mask, n, length, attention=attention)
+    unfit = n != 4 if attention == "hybrid" else n == 3 if attention == "ulysses" else False
+    report = run(mask, n, length, attention="auto" if unfit else attention)
     assert not report.fallbacks, report
     assert report.count("all_gather") == 0
     assert report.count("unshard") == 1, "the logits only"

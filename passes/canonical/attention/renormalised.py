@@ -1,0 +1,82 @@
+"""Sinks that are spelled behind an attention, of its result and its log-sum-exp. Part of `eager.py` and `flex.py`.
+
+    out * sigmoid(lse - sinks.view(1, H, 1)).unsqueeze(-1)                         torchtitan, IBM's Granite
+    lse = lse.unsqueeze(-1)
+    out * exp(lse - logsumexp(cat([lse, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1), -1, keepdim=True))
+                                                                                    transformers, with flex_attention
+
+Leaves alone: log-sum-exps that anything else reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.closure import closure
+from sp_compile.graph.sizes import all_same, sizes
+from sp_compile.sharding.matchers import dies_with, is_cast, is_copy, keeps_order, source_of
+
+from .proofs import BATCH, HEAD, QUERY
+from .sinks import of_heads
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Renormalised:
+    """result: the attention with sinks; sinks: what has a number for each head; chain: from the lse to the result."""
+
+    result: Node
+    sinks: Node
+    chain: tuple[Node, ...]
+
+
+def renormalised(out: Node, lse: Node) -> Renormalised | None:
+    """What sinks make of an attention's out (B, H, Q, E), where its lse (B, H, Q) has no other use."""
+    (result,) = out.users if len(out.users) == 1 else (None,)
+    if result is None or result.target is not aten.mul.Tensor or not dies_with(lse, result):
+        return None
+    share = next((x for x in Call(result).operands if x is not out), None)
+    rows = sizes(out.meta["val"].shape)[:-1]
+    if share is None or not all_same(sizes(share.meta["val"].shape), (*rows, 1)):
+        return None
+    found = _sinks_of(_core(share), lse)
+    sinks = of_heads(*found, rows[1]) if found is not None and len(rows) == 3 else None
+    chain = sorted(closure([lse], lambda n: n.users if n < result else ()))
+    return Renormalised(result, sinks, tuple(chain)) if sinks is not None else None
+
+
+def _core(x: Node) -> Node:
+    """Without casts, copies and changes of the shape."""
+    while is_cast(x) or is_copy(x) or keeps_order(x):
+        x = source_of(x)
+    return x
+
+
+def _sinks_of(share: Node, lse: Node) -> tuple[Node, tuple[Any, ...]] | None:
+    """The sinks, and which of their elements the row (b, h, q) reads."""
+    difference = share.args[0] if share.target in (aten.sigmoid.default, aten.exp.default) else None
+    if difference is None or difference.target is not aten.sub.Tensor or Call(difference)["alpha"] != 1:
+        return None
+    ours, other = Call(difference)["self"], Call(difference)["other"]
+    if _core(ours) is not lse or not is_tensor(other):
+        return None
+    at: tuple[Any, ...] = (BATCH, HEAD, QUERY, 0)[: ours.meta["val"].ndim]
+    if share.target is aten.exp.default:
+        if other.target is not aten.logsumexp.default or not Call(other)["keepdim"]:
+            return None
+        joined = Call(other).operands[0]
+        both = Call(joined).operands if joined.target in (aten.cat.default, aten.concat.default) else []
+        last = joined.meta["val"].ndim - 1
+        if len(both) != 2 or [d % (last + 1) for d in Call(other)["dim"]] != [last] or Call(joined).dim() != last:
+            return None
+        other = next((x for x in both if _core(x) is not lse), None)
+        if other is None or last != len(at) - 1:
+            return None
+    at = at[len(at) - other.meta["val"].ndim :]
+    return other, at
