@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,8 +36,9 @@ from sp_compile.sharding.matchers import is_cast, origin, source_of, steps_from
 from sp_compile.sharding.products import Factor, Product, product_of, transposed
 
 from .masks import always_attends, recognise
+from .renormalised import renormalised
 from .scores import Scores, between_products, keeps_matrices, scores_of, why_no_scores
-from .sinks import Reading, one_each, read_by
+from .sinks import Reading, Sinks, read_by
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.default)
@@ -75,40 +77,45 @@ class EagerAttention(Spelling):
             return f"a softmax along dim {call.dim()} of {call.ndim()}"
         if len(softmax.users) != 1:
             return "something else reads the probabilities"
-        reading = read_by(call.operands[0], softmax)
+        lse = _lse(call.operands[0], softmax)
+        reading = read_by(call.operands[0], *([lse] if lse is not None else []), softmax)
         scores, weights = scores_of(reading.scores, *reading.readers), _weights(softmax, reading)
         if scores is None:
             return why_no_scores(reading.scores)
         if weights.product is None or weights.last is None:
             return "something else than values is multiplied with the probabilities, or reads them"
+        sinks, last = reading.of_heads(), weights.last
         chain = [*scores.chain, *reading.chain, softmax, *weights.chain]
+        if lse is not None:
+            sunk = renormalised(last, lse) if not reading.chain else None
+            if sunk is None:
+                return f"something else reads the scores ({lse.name})"
+            chain, sinks, last = sorted({*chain, last, *sunk.chain} - {sunk.result}), sunk.sinks, sunk.result
         operands = _operands(scores.product, weights.product, chain)
         if operands is None:
             return "softmax in less precision than the values, or operands that broadcast"
-        if not _sinks_fit(reading, scores):
+        if not _one_of_each_head(sinks, reading, scores):
             return "its sinks are not a number of each head"
         if not _keep_dtype(scores, operands[0]):
             return "the scores are scaled in another dtype"
-        if operands[0].node.meta["val"].dtype not in HALF and not same_autocast([*chain, weights.last]):
+        if operands[0].node.meta["val"].dtype not in HALF and not same_autocast([*chain, last]):
             return "its parts are in different autocast regions"
-        with self.graph.inserting_before(weights.last), autocast_at(weights.last):
-            out = self._attention(scores, weights, operands, reading, weights.last)
+        with self.graph.inserting_before(last), autocast_at(last):
+            out = self._attention(scores, weights, operands, sinks, last)
         if out is None:
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may hold fills"
-        weights.last.replace_all_uses_with(out)
-        self.erase([*chain, weights.last])
+        last.replace_all_uses_with(out)
+        self.erase([*chain, last])
         return None
 
     def _attention(
-        self, scores: Scores, weights: Weights, operands: list[Factor], reading: Reading, last: Node
+        self, scores: Scores, weights: Weights, operands: list[Factor], sinks: Sinks | None, last: Node
     ) -> Node | None:
         assert weights.product is not None
         front, order = operands[2].shape[:-2], weights.product.order
-        sinks, lead = reading.sinks, front if scores.masked is None else scores.masked[:-2]
-        if sinks is not None:
-            lead = sizes(sinks.meta["val"].shape)[:-2]
+        lead = scores.masked[:-2] if scores.masked is not None else front if sinks is None else sinks.lead
         shape = (*lead, operands[0].shape[-2], operands[1].shape[-2])
-        settled = sinks is not None and sinks not in self._filling
+        settled = sinks is not None and sinks.held not in self._filling
         mask, fits = self._mask(scores, shape, operands[0].node.meta["val"].dtype, settled, last)
         if not fits:
             self.drop(mask)
@@ -120,10 +127,9 @@ class EagerAttention(Spelling):
             args = (q, k, v, mask, weights.dropout)
             out = self.compute(aten.scaled_dot_product_attention.default, args, last, {"scale": scores.scale})
         else:
-            args = (q, k, v, [], [], [], "", weights.dropout, scores.scale, False)
-            every = one_each(self, reading.of_heads(), lead[1], last)
-            given = {"attn_mask": mask, "sinks": every}
-            out = self.compute(sp.masked_attention.default, args, last, given)
+            options = ([], [], [], "", weights.dropout, scores.scale, False)
+            given = {"attn_mask": mask, "sinks": sinks.vector(self, last)}
+            out = self.compute(sp.masked_attention.default, (q, k, v, *options), last, given)
         out = self.reshaped(out, (*front, *sizes(out.meta["val"].shape)[-2:]), last)
         back = [order.index(d) for d in range(len(order))]
         return out if back == sorted(back) else self.compute(aten.permute.default, (out, back), last)
@@ -210,12 +216,20 @@ def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Facto
     return [query, key, value] if same(*batches) else None
 
 
-def _sinks_fit(reading: Reading, scores: Scores) -> bool:
-    """Are there none, or one for each head of the scores?"""
-    if reading.sinks is None:
-        return True
-    lead = sizes(reading.sinks.meta["val"].shape)[:-2]
-    return reading.of_heads() is not None and (scores.masked is None or all_same(scores.masked[:-2], lead))
+def _one_of_each_head(sinks: Sinks | None, reading: Reading, scores: Scores) -> bool:
+    """Are the sinks, if there are any, those of the scores' heads?"""
+    if sinks is None:
+        return reading.sinks is None
+    return scores.masked is None or all_same(scores.masked[:-2], sinks.lead)
+
+
+def _lse(scores: Any, softmax: Node) -> Node | None:
+    """The log-sum-exp of what a softmax reads, if nothing but these two reads it."""
+    found = [n for n in scores.users if n is not softmax] if is_tensor(scores) else []
+    if len(found) != 1 or found[0].target is not aten.logsumexp.default:
+        return None
+    ndim = scores.meta["val"].ndim
+    return found[0] if [d % ndim for d in Call(found[0])["dim"]] == [ndim - 1] else None
 
 
 def _keep_dtype(scores: Scores, query: Factor) -> bool:

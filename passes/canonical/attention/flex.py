@@ -33,7 +33,6 @@ from .elements import NotSymbolic
 from .masks import Mask, Masks, plain, understood
 from .renormalised import Renormalised, renormalised
 from .score_mods import text_of
-from .sinks import one_each
 
 aten = torch.ops.aten
 EVERYTHING = 1 << 30
@@ -96,7 +95,7 @@ class FlexAttention(Masks):
             else:
                 target, args = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
         with self.graph.inserting_before(node if sunk is None else out):
-            given = options if sunk is None else {"sinks": one_each(self, sunk.sinks, queries, node)}
+            given = options if sunk is None else {"sinks": sunk.sinks.vector(self, node)}
             fresh = self.emit(target, args, out.meta["val"], node, given)
         out.replace_all_uses_with(fresh)
         try:

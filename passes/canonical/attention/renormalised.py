@@ -22,17 +22,17 @@ from sp_compile.graph.sizes import all_same, sizes
 from sp_compile.sharding.matchers import dies_with, is_cast, is_copy, keeps_order, source_of
 
 from .proofs import BATCH, HEAD, QUERY
-from .sinks import of_heads
+from .sinks import Sinks, of_heads
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Renormalised:
-    """result: the attention with sinks; sinks: what has a number for each head; chain: from the lse to the result."""
+    """result: the attention with sinks; chain: from the lse to the result."""
 
     result: Node
-    sinks: Node
+    sinks: Sinks
     chain: tuple[Node, ...]
 
 
@@ -46,7 +46,7 @@ def renormalised(out: Node, lse: Node) -> Renormalised | None:
     if share is None or not all_same(sizes(share.meta["val"].shape), (*rows, 1)):
         return None
     found = _sinks_of(_core(share), lse)
-    sinks = of_heads(*found, rows[1]) if found is not None and len(rows) == 3 else None
+    sinks = of_heads(*found, rows[:2]) if found is not None and len(rows) == 3 else None
     chain = sorted(closure([lse], lambda n: n.users if n < result else ()))
     return Renormalised(result, sinks, tuple(chain)) if sinks is not None else None
 

@@ -41,11 +41,10 @@ class Reading:
     sinks: Node | None = None
     first: bool = False
 
-    def of_heads(self) -> Node | None:
-        """The sinks as `of_heads` has them, of scores (B, H, Q, K)."""
-        assert self.sinks is not None
-        shape = sizes(self.sinks.meta["val"].shape)
-        return of_heads(self.sinks, INDICES, shape[1]) if len(shape) == len(INDICES) else None
+    def of_heads(self) -> Sinks | None:
+        """The sinks of scores (B, H, Q, K)."""
+        lead = sizes(self.sinks.meta["val"].shape)[:-2] if self.sinks is not None else ()
+        return of_heads(self.sinks, INDICES, lead) if len(lead) == 2 else None
 
     def behind(self, *chain: Node) -> Reading:
         return replace(self, chain=(*self.chain, *chain))
@@ -109,21 +108,30 @@ def _of_rows(call: Call) -> bool:
     return bool(call["keepdim"]) and [d % call.ndim() for d in dims] == [call.ndim() - 1]
 
 
-def of_heads(sinks: Node, coords: Sequence[Any], heads: Size) -> Node | None:
-    """What row (b, h, q) reads at these coords, as a value that has nothing but a number for each head, or one."""
+@dataclass(frozen=True)
+class Sinks:
+    """held: a value that has nothing but a number for each head, or one for all; lead: (B, H) of the scores."""
+
+    held: Node
+    lead: tuple[Size, ...]
+
+    def vector(self, editor: Editor, like: Node) -> Node:
+        """(H,)."""
+        count, heads = product(sizes(self.held.meta["val"].shape)), self.lead[1]
+        found = editor.reshaped(self.held, (count,), like)
+        if same(count, heads):
+            return found
+        return editor.compute(aten.expand.default, (found, [editor.sizes(heads)]), like)
+
+
+def of_heads(sinks: Node, coords: Sequence[Any], lead: tuple[Size, ...]) -> Sinks | None:
+    """What row (b, h, q) of the scores reads at these coords."""
     at: tuple[Node, Sequence[Any]] | None = (sinks, coords)
     while at is not None:
         node, coords = at
         shape = sizes(node.meta["val"].shape)
         held = [c for c, extent in zip(coords, shape, strict=True) if not same(extent, 1)]
-        if held in ([], [HEAD]) and (not held or same(product(shape), heads)):
-            return node
+        if held in ([], [HEAD]) and (not held or same(product(shape), lead[1])):
+            return Sinks(node, lead)
         at = element_of(node, coords)
     return None
-
-
-def one_each(editor: Editor, found: Node, heads: Size, like: Node) -> Node:
-    """(H,), of what `of_heads` has found."""
-    held = product(sizes(found.meta["val"].shape))
-    found = editor.reshaped(found, (held,), like)
-    return found if same(held, heads) else editor.compute(aten.expand.default, (found, [editor.sizes(heads)]), like)

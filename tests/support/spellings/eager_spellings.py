@@ -60,6 +60,13 @@ def as_gpt_oss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.dropout(weights, 0.1, False).to(v.dtype) @ repeated(v)
 
 
+def behind_the_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As IBM's Granite has sinks."""
+    scores = q @ repeated(k).mT * 0.5 + additive(LOWEST)
+    share = (scores.logsumexp(-1) - v[0, :, 0, 0].view(1, -1, 1)).sigmoid()
+    return (scores.softmax(-1) @ repeated(v)) * share.unsqueeze(-1)
+
+
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat([q @ k.mT, sinks.expand(B, H, S, 1)], -1).softmax(-1)[..., :-1] @ v
 
@@ -126,6 +133,7 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
     ),
     "sinks": (lambda q, k, v: with_sinks(q, k, v, sinks(v)), ("", 1.0)),
     "sinks as GPT-OSS has them": (as_gpt_oss, ("k <= q", 0.5)),
+    "sinks behind": (behind_the_attention, ("k <= q", 0.5)),
     "one sink for all heads": (lambda q, k, v: with_sinks(q, k, v, v[:1, :1, :1, :1] * 2), ("", 1.0)),
     "sinks in front": (lambda q, k, v: torch.cat([sinks(v), q @ k.mT], -1).softmax(-1)[..., 1:] @ v, ("", 1.0)),
     "sinks and a bias": (
@@ -166,6 +174,12 @@ STAYS: dict[str, Attend] = {
         torch.cat([q @ k.mT, sinks(v)], -1).softmax(-1) @ torch.cat([v, v[:, :, :1]], -2)
     ),
     "a key is dropped, and no sink": lambda q, k, v: torch.cat([q @ k.mT, sinks(v)], -1).softmax(-1)[..., 1:] @ v,
+    "log-sum-exp read elsewhere": lambda q, k, v: (
+        lambda s: (s.softmax(-1) @ v) * (s.logsumexp(-1) - v[0, :, :1, 0]).sigmoid()[..., None] + s.logsumexp(-1).sum()
+    )(q @ k.mT),
+    "another function of the log-sum-exp": lambda q, k, v: (
+        lambda s: (s.softmax(-1) @ v) * (v[0, :, :1, 0] - s.logsumexp(-1)).sigmoid()[..., None]
+    )(q @ k.mT),
     "greatest score of another row": lambda q, k, v: (lambda s: s - s.amax(-2, keepdim=True))(q @ k.mT).softmax(-1) @ v,
     "least score subtracted": lambda q, k, v: (lambda s: s - s.amin(-1, keepdim=True))(q @ k.mT).softmax(-1) @ v,
     "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
