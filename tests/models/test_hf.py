@@ -40,6 +40,22 @@ def bert() -> torch.nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
+def gpt_oss(**other: Any) -> torch.nn.Module:
+    """Sinks, a window in every other layer, and experts."""
+    config = transformers.GptOssConfig(
+        **{"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{
+            **SMALL,
+            "sliding_window": 4,
+            "attn_implementation": "eager",
+            "experts_implementation": "grouped_mm",
+            **other,
+        },
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
 def one_step(make: Any, seq: int, padded: bool) -> Outcome:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -64,7 +80,7 @@ def test_training_step(ranks: Ranks, model: Any, n: int, padded: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "padded"), [(2, False), (3, True), (4, True)])
-@pytest.mark.parametrize("model", [llama, gpt2, bert])
+@pytest.mark.parametrize("model", [llama, gpt2, bert, gpt_oss])
 def test_training_step_of_other_sizes(ranks: Ranks, model: Any, n: int, padded: bool) -> None:
     check(ranks.run(n, one_step, model, 13, padded), TOLERANCE)
 
@@ -82,6 +98,23 @@ def trained(model: torch.nn.Module, whole: bool) -> torch.nn.Module:
             return found if whole else found.loss
 
     return Trained()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("sp", "attention"), [(1, "auto"), (2, "ring"), (3, "gather"), (4, "hybrid"), (4, "ulysses")])
+def test_gpt_oss_gathers_nothing(sp: int, attention: str, padded: bool) -> None:
+    """Loss and every gradient of one device, on simulated ranks; its experts sort the tokens that a rank has."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    model = gpt_oss().double()
+    ids = torch.randint(0, VOCAB, (2, 13))
+    mask = torch.ones_like(ids)
+    mask[1, -4:] = 0
+    given = {"attention_mask": mask} if padded else {}
+    report = sp_compile.verify(model, ids, labels=ids, use_cache=False, **given, sp=sp, attention=attention)
+    assert not report.fallbacks, report
+    assert report.worst < TOLERANCE
 
 
 @pytest.mark.sampled(every=2)

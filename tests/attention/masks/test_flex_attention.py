@@ -151,6 +151,41 @@ def test_a_score_mod_is_a_text(name: str) -> None:
     assert not notes
 
 
+def as_torchtitan(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    return out * torch.sigmoid(lse - sinks.view(1, -1, 1)).unsqueeze(-1).to(out.dtype)
+
+
+def as_transformers(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    every, lse = sinks.view(1, -1, 1, 1).expand(*out.shape[:3], 1), lse.to(out.dtype).unsqueeze(-1)
+    return out * torch.exp(lse - torch.logsumexp(torch.cat([lse, every], -1), -1, keepdim=True))
+
+
+class Sunk(Model):
+    """With a logit of each head beside its keys."""
+
+    def __init__(self, mask: str, renormalise: Callable[[Tensor, Tensor, Tensor], Tensor], **options: Any) -> None:
+        super().__init__(mask, **options)
+        self.attend, self.sinks = _sunk, nn.Parameter(torch.randn(4))
+        self.renormalise = renormalise
+
+
+def _sunk(model: Sunk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    aux = torch_flex.AuxRequest(lse=True)
+    out, found = flex_attention(q, k, v, block_mask=model.given, enable_gqa=True, return_aux=aux, **model.options)
+    return model.renormalise(out, found.lse, model.sinks)
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("renormalise", [as_torchtitan, as_transformers])
+@pytest.mark.parametrize(
+    ("mask", "options"), [("causal", {}), ("documents", {}), ("window", {"score_mod": "soft-cap"})]
+)
+def test_sinks(mask: str, options: dict[str, Any], renormalise: Any, ranks: int) -> None:
+    report = check(seeded(lambda: Sunk(mask, renormalise, **options)), *inputs(), sp=ranks)
+    assert not report.fallbacks
+
+
 class TestFlexGraph(expecttest.TestCase):
     def test_documents(self) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
