@@ -18,6 +18,7 @@ regions, and operands that broadcast.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,16 +124,20 @@ class EagerAttention(Spelling):
         q, k, v = (self.reshaped(f.made(self, last), (*lead, *f.shape[-2:]), last) for f in operands)
         for factor, dividing in scores.factors:
             q = self.compute(aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor), last)
-        if sinks is None:
-            args = (q, k, v, mask, weights.dropout)
-            out = self.compute(aten.scaled_dot_product_attention.default, args, last, {"scale": scores.scale})
-        else:
-            options = ([], [], [], "", weights.dropout, scores.scale, False)
-            given = {"attn_mask": mask, "sinks": sinks.vector(self, last)}
-            out = self.compute(sp.masked_attention.default, (q, k, v, *options), last, given)
+        out = self._op((q, k, v), mask, sinks, weights.dropout, scores.scale, last)
         out = self.reshaped(out, (*front, *sizes(out.meta["val"].shape)[-2:]), last)
         back = [order.index(d) for d in range(len(order))]
         return out if back == sorted(back) else self.compute(aten.permute.default, (out, back), last)
+
+    def _op(
+        self, qkv: Sequence[Node], mask: Node | None, sinks: Sinks | None, dropout: float, scale: float, like: Node
+    ) -> Node:
+        if sinks is None:
+            args: tuple[Any, ...] = (*qkv, mask, dropout)
+            return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scale})
+        args = (*qkv, [], [], [], "", dropout, scale, False)
+        given = {"attn_mask": mask, "sinks": sinks.vector(self, like)}
+        return self.compute(sp.masked_attention.default, args, like, given)
 
     def _mask(
         self, scores: Scores, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool, like: Node
