@@ -40,20 +40,12 @@ def bert() -> torch.nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-def gpt_oss(**other: Any) -> torch.nn.Module:
+def gpt_oss(experts: str = "batched_mm") -> torch.nn.Module:
     """Sinks, a window in every other layer, and experts."""
-    config = transformers.GptOssConfig(
-        **{"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-        **{
-            **SMALL,
-            "sliding_window": 4,
-            "attn_implementation": "eager",
-            "experts_implementation": "grouped_mm",
-            **other,
-        },
-    )
-    return transformers.GptOssForCausalLM(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "head_dim": 8, "num_local_experts": 4, "sliding_window": 4}
+    counts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    how = {**SMALL, "attn_implementation": "eager", "experts_implementation": experts}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **counts, **how))
 
 
 def one_step(make: Any, seq: int, padded: bool) -> Outcome:
@@ -107,7 +99,7 @@ def test_gpt_oss_gathers_nothing(sp: int, attention: str, padded: bool) -> None:
     """Loss and every gradient of one device, on simulated ranks; its experts sort the tokens that a rank has."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model = gpt_oss().double()
+    model = gpt_oss("grouped_mm").double()
     ids = torch.randint(0, VOCAB, (2, 13))
     mask = torch.ones_like(ids)
     mask[1, -4:] = 0
