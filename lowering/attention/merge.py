@@ -37,10 +37,11 @@ def merge_pointwise(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """``out`` (B, H, S, E) and its ``lse`` (B, H, S), with one key more, of the logits ``sinks`` (H,) and the value 0.
 
-    Computed and returned in lse's dtype.
+    Computed and returned in lse's dtype. What is kept is computed from the new lse, so that whoever keeps both results
+    for a backward in another graph does so: a partitioner computes again what no result needs.
     """
-    kept, _, both = _shares(lse, sinks.to(lse.dtype)[:, None])
-    return out.to(lse.dtype) * kept, both
+    both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out.to(lse.dtype) * torch.exp(lse - finite_lse(both)).unsqueeze(-1), both
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -44,9 +44,17 @@ def _read(node: Node) -> Iterator[Node]:
     for i, argument in enumerate(schema.arguments if names else ()):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
         if argument.name in names and isinstance(value, Node):
-            while (source := source_of(value)) is not None:
+            while (source := _source(value)) is not None:
                 value = source
             yield value.args[0] if value.target is operator.getitem else value  # type: ignore[misc]
+
+
+def _source(node: Node) -> Node | None:
+    """What the node holds the elements of: with all else that reads them, it is what stays. Not if that is wider."""
+    source = node.args[0] if node.target is aten.detach.default else source_of(node)
+    if not isinstance(source, Node):
+        return None
+    return source if source.meta["val"].element_size() <= node.meta["val"].element_size() else None
 
 
 def ask_policies(gm: GraphModule) -> AbstractContextManager[Any]:

@@ -72,3 +72,15 @@ def test_equals_one_device(mask: str, n: int, length: int, attention: str) -> No
     assert not report.fallbacks, report
     assert report.count("all_gather") == 0
     assert report.count("unshard") == 1, "the logits only"
+
+
+@pytest.mark.parametrize("attention", ["ring", "gather", "hybrid"])
+def test_zigzag(attention: str) -> None:
+    assert not run("causal, then a window", 4, 18, attention=attention, layout="zigzag").fallbacks
+
+
+@pytest.mark.parametrize("attention", ["ring", "gather", "hybrid"])
+def test_balanced(attention: str) -> None:
+    report = run("documents", 4, 18, attention=attention, layout="balanced")
+    assert not report.fallbacks
+    assert [note for note in report.notes if note.done == "balanced"]
