@@ -11,7 +11,21 @@ import torch.nn.functional as F
 from support.capturing import compile_function
 from support.golden import show
 from support.models import floats
-from support.spellings.eager_spellings import LOWEST, SPELLINGS, STAYS, Attend, B, D, H, S, additive, before, repeated
+from support.spellings.eager_spellings import (
+    LOWEST,
+    SPELLINGS,
+    STAYS,
+    Attend,
+    B,
+    D,
+    H,
+    S,
+    additive,
+    before,
+    repeated,
+    sinks,
+    with_sinks,
+)
 from torch import Tensor, nn
 
 import sp_compile
@@ -47,6 +61,20 @@ def test_a_bias_that_may_hold_anything_stays() -> None:
     """Floats from outside that nobody trains: a row of finfo.min would have another gradient as fused attention."""
     gm = canonical(SPELLINGS["bias"][0], differentiable=False)
     assert not [n for n in gm.graph.nodes if n.target in ATTENTION]
+
+
+def test_sinks_that_nobody_trains_may_be_fills() -> None:
+    """A row of nothing but finite fills would be shared with them."""
+    assert not [
+        n
+        for n in canonical(SPELLINGS["sinks and finite fills of data"][0], differentiable=False).graph.nodes
+        if n.target in ATTENTION
+    ]
+
+
+def test_sinks_leave_no_pairs() -> None:
+    values = [n.meta.get("val") for n in canonical(SPELLINGS["sinks as GPT-OSS has them"][0]).graph.nodes]
+    assert not [x for x in values if isinstance(x, Tensor) and x.shape[-2:] in ((S, S), (S, S + 1))]
 
 
 def said(gm: torch.fx.GraphModule) -> tuple[str, float]:
@@ -86,6 +114,10 @@ HALVES: dict[str, Attend] = {
     "softmax in float32": lambda q, k, v: F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
     "scores in float32": lambda q, k, v: F.softmax((q @ k.mT).float(), -1).to(q.dtype) @ v,
     "product in float32": lambda q, k, v: F.softmax(q.float() @ k.float().mT, -1).type_as(q) @ v,
+    "sinks": lambda q, k, v: with_sinks(q, k, v, sinks(v)),
+    "sinks in float32": lambda q, k, v: (
+        torch.cat([q @ k.mT, sinks(v).float()], -1).softmax(-1)[..., :-1].to(q.dtype) @ v
+    ),
     "mask in float32": lambda q, k, v: F.softmax((q @ k.mT).float() + additive(-math.inf).float(), -1).to(q.dtype) @ v,
 }
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.capturing import lowered
+from support.golden import show
 from support.models import check, seeded, tokens
-from support.spellings.attention_spellings import EXCHANGED, Model, additive, before, documents, with_sinks
+from support.spellings.attention_spellings import EXCHANGED, Model, additive, before, documents, learned, with_sinks
 from torch import Tensor
+from torch.fx import GraphModule
 
+from sp_compile.lowering.simulate import run_ranks
 from sp_compile.passes.report import Report
 
 SIZES = [(1, 7), (2, 17), (3, 13), (4, 16), (4, 18), (4, 3)]
@@ -84,3 +89,57 @@ def test_balanced(attention: str) -> None:
     report = run("documents", 4, 18, attention=attention, layout="balanced")
     assert not report.fallbacks
     assert [note for note in report.notes if note.done == "balanced"]
+
+
+def both(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A predicate, data and sinks in one call."""
+    options = [], [], [], "k <= q", 0.0, None, True
+    return torch.ops.sp.masked_attention(q, k, v, *options, attn_mask=learned(m, q), sinks=m.sink)
+
+
+@pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
+def test_a_predicate_beside_data(attention: str) -> None:
+    model, x = seeded(lambda: Layers(both)), torch.randn(3, 2, 4, 9, 6, dtype=torch.float64)
+    infinite = torch.zeros(9, 9).masked_fill(~before(x[0]), -math.inf)
+    by_hand = with_sinks(model, *x, learned(model, x[0]) + infinite)
+    torch.testing.assert_close(both(model, *x), by_hand, rtol=1e-12, atol=1e-12)
+    padding = torch.ones(2, 13, dtype=torch.bool)
+    report = check(model, tokens(13), padding, padding.long(), sp=2, attention=attention)
+    assert not report.fallbacks
+
+
+def test_one_graph_for_all_lengths() -> None:
+    torch._dynamo.reset()
+    model, graphs = seeded(lambda: Layers(causal)), []
+
+    def backend(gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
+        graphs.append(lowered(gm, given, 4, cost={}, attention="ring"))
+        assert "sp.ring_attention" in show(graphs[-1])
+        return lambda *args: run_ranks(4, lambda rank: graphs[-1](*args))[0]
+
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for length in (13, 18):
+            padding = torch.ones(2, length, dtype=torch.bool)
+            given = tokens(length), padding, padding.long()
+            torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-9, atol=1e-9)
+    assert len(graphs) == 1
+
+
+def test_heads_without_a_sink_and_rows_without_a_key() -> None:
+    """Sinks of -inf are none; a row without keys is 0, with gradients of 0 for its head's sink."""
+    x = [t.requires_grad_() for t in torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)]
+    sinks = torch.tensor([-math.inf, 0.5], dtype=torch.float64, requires_grad=True)
+    out = torch.ops.sp.masked_attention(*x, [], [], [], "(k < q)", 0.0, 1.0, False, sinks=sinks)
+    alone = torch.ops.sp.masked_attention(*x, [], [], [], "(k < q)", 0.0, 1.0, False)
+    torch.testing.assert_close(out[:, 0], alone[:, 0], rtol=0, atol=1e-15)
+    assert not out[:, :, 0].any()
+    dx, dsinks = torch.autograd.grad(out[:, :, 0].sum(), (x[0], sinks), retain_graph=True)
+    assert not dx.any()
+    assert dsinks.tolist() == [0.0, 0.0]
+    for grad in torch.autograd.grad(out.sum(), (*x, sinks)):
+        assert grad.isfinite().all()
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, s: torch.ops.sp.masked_attention(q, k, v, [], [], [], "(k <= q)", 0.0, 1.0, False, sinks=s),
+        (*x, torch.randn(2, dtype=torch.float64, requires_grad=True)),
+    )
