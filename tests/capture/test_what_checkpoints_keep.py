@@ -10,10 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+from support import parity
 from support import ranks as worker
 from support.capturing import compile_halves
 from support.parity import Checkpointed, Outcome, against_eager, build, check, text
 from support.ranks import Ranks
+from torch import Tensor
 from torch._functorch import partitioners
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -72,6 +74,27 @@ def test_what_is_computed_again(how: str, attends: bool, multiplies: bool) -> No
     assert forward[sp.attend.default] == alone[sp.attend.default] == 4
     assert again[sp.attend.default] == (4 if attends else 0)
     assert (again[aten.addmm.default] > 0) == multiplies
+
+
+class Sunk(parity.Block):
+    """With a logit of each head beside its keys."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sinks = torch.nn.Parameter(torch.randn(self.heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        sinks = self.sinks.view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+        y = torch.cat([q @ k.mT, sinks], -1).softmax(-1)[..., :-1] @ v
+        return x + self.mlp(self.norm2(x + self.out(y.transpose(1, 2).flatten(2))))
+
+
+@pytest.mark.parametrize("how", ["without a policy", "attention stays"])
+def test_results_with_sinks_stay(how: str) -> None:
+    with mock.patch.object(parity, "Block", Sunk):
+        forward, again = cut(how, "ring")
+    assert (forward[sp.attend.default], again[sp.attend.default]) == (4, 0)
 
 
 def test_attention_that_leaves_no_room_is_computed_again() -> None:
