@@ -60,7 +60,7 @@ def _core(x: Node) -> Node:
 
 def _sinks_of(share: Node, lse: Node) -> tuple[Node, tuple[Any, ...]] | None:
     """The sinks, and which of their elements the row (b, h, q) reads."""
-    difference = share.args[0] if share.target in (aten.sigmoid.default, aten.exp.default) else None
+    difference = _core(share.args[0]) if share.target in (aten.sigmoid.default, aten.exp.default) else None
     if difference is None or difference.target is not aten.sub.Tensor or Call(difference)["alpha"] != 1:
         return None
     ours, other = Call(difference)["self"], Call(difference)["other"]

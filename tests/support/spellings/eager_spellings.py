@@ -63,7 +63,7 @@ def as_gpt_oss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def behind_the_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As IBM's Granite has sinks."""
     scores = q @ repeated(k).mT * 0.5 + additive(LOWEST)
-    share = (scores.logsumexp(-1) - v[0, :, 0, 0].view(1, -1, 1)).sigmoid()
+    share = (scores.logsumexp(-1) - v[0, :, 0, 0].view(1, -1, 1)).to(v.dtype).sigmoid()
     return (scores.softmax(-1) @ repeated(v)) * share.unsqueeze(-1)
 
 
