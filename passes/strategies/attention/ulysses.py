@@ -92,8 +92,8 @@ class Ulysses(AttentionPass):
         n, why = self.job.ranks.n, None
         if not all(divides(chunks * n, h) for h in heads):
             why = f"{' and '.join(map(str, dict.fromkeys(heads)))} heads on {n} ranks are not so many groups"
-        elif call.get("heads") or of_heads or call["dropout_p"]:
-            why = "its heads have masks, scores or random draws of their own"
+        elif call.get("heads") or call.get("sinks") is not None or of_heads or call["dropout_p"]:
+            why = "its heads have masks, scores, sinks or random draws of their own"
         if chunks == 1 or why is None:
             return int(chunks)
         self.note(node, f"ulysses_chunks={chunks}: {why}", done="not chunked")
