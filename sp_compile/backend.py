@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture
+from sp_compile.capture.eager import told_of_eager
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.cost.machine import Machine
@@ -112,6 +113,9 @@ def sp(
     joint = lowered.joint.given if lowered.joint is not None else JointJob()
     of_groups = joint.common, joint.backward
     return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, *of_groups, lowered.edges)
+
+
+_compat.on_eager(sp, told_of_eager)
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:

@@ -7,12 +7,15 @@ import gc
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch._dynamo import eval_frame, external_utils
+from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
@@ -80,7 +83,8 @@ def _called_by_user_code() -> bool:
     while frame is not None and frame.f_code.co_filename != entries:
         frame = frame.f_back
     while frame is not None and frame.f_code.co_filename != wrappers:
-        if not Path(frame.f_code.co_filename).is_relative_to(dynamo.parent):
+        ours = frame.f_code.co_filename == __file__  # see `on_eager`
+        if not ours and not Path(frame.f_code.co_filename).is_relative_to(dynamo.parent):
             return True
         frame = frame.f_back
     return False
@@ -102,6 +106,52 @@ def trace_again_with_symbols(dims: Iterable[tuple[torch.Tensor, int]]) -> None:
 def refuse_eager_fallback() -> None:
     """Past its recompile limit Dynamo runs the model uncompiled, which is another program where inputs are shards."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def on_eager(backend: Callable[..., Any], tell: Callable[[Any, CodeType, str], None]) -> None:
+    """Call `tell` when Dynamo leaves to Python what this backend was to compile, once for each piece of code.
+
+    tell: given the module, or the name of a function; its code; and Dynamo's reason. Only of what was given to
+    torch.compile itself: what a graph break leaves out is not told. Dynamo has no hook for that, so what it calls when
+    it first meets a piece of code is wrapped.
+    """
+    convert = CatchErrorsWrapper.__call__
+
+    @functools.wraps(convert)
+    def wrapped(self: Any, frame: Any, *args: Any) -> Any:
+        before = dict(counters["unimplemented"])
+        result = convert(self, frame, *args)
+        given = getattr(self._torchdynamo_orig_backend, "_torchdynamo_orig_backend", None)
+        if result.guarded_code is None and getattr(given, "compiler_fn", given) is backend:
+            what = _entered(frame.f_code, sys._getframe(1))
+            if what is not None:
+                said = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
+                tell(what, frame.f_code, _in_brief(said[-1]) if said else getattr(result, "skip_reason", None) or "")
+        return result
+
+    CatchErrorsWrapper.__call__ = wrapped
+
+
+def _entered(code: CodeType, caller: FrameType | None) -> Any:
+    """What was given to torch.compile, if this is its code and no code of a user is around it; None otherwise.
+
+    caller: the innermost frame around the one that runs the code.
+    """
+    module = None
+    while caller is not None and caller.f_code.co_filename == torch.nn.modules.module.__file__:
+        module, caller = caller.f_locals.get("self"), caller.f_back
+    if caller is None or (caller.f_code.co_filename, caller.f_code.co_name) != (eval_frame.__file__, "compile_wrapper"):
+        return None
+    if module is None:
+        torchs = code.co_filename == torch.nn.modules.module.__file__ or code.co_filename == external_utils.__file__
+        return None if torchs else code.co_qualname
+    return module if getattr(module.forward, "__code__", None) is code else None
+
+
+def _in_brief(words: str) -> str:
+    """The headings of what Dynamo says of code that it cannot trace."""
+    parts = words.split("*** While handling this graph break, another graph break occurred: ***")
+    return ", and then: ".join(part.strip().partition("\n")[0] for part in parts)
 
 
 def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwargs: Any) -> None:

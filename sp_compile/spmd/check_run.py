@@ -266,7 +266,10 @@ class CheckedProgram:
             [_only(one, lambda name: name.startswith(PART)) for one in everyone], OTHER_VALUES, SAME_CALL
         )
         held = {_shown(self.names[i]) for i in self._held} if everyone[0].number > 1 else set()
-        return explained(everyone, lines, shared, arguments, held) or (parts and parts + sharded_data())
+        found = explained(everyone, lines, shared, arguments, held)
+        if DRIFTED in found and self.options.get("option param_grads") == "'partial'":
+            found += LEFT_PARTIAL
+        return found or (parts and parts + sharded_data())
 
     @contextmanager
     def _announcing_failure(self, what: Message) -> Iterator[None]:
@@ -340,6 +343,11 @@ DRIFTED = (
     "\nThey were equal at an earlier call. Every rank has to train alike: look for a step of the optimizer, a "
     "schedule, a scaler, zero_grad, clipping or a change of weights that only some ranks make (under `if rank == 0`), "
     "or make otherwise (torch.autograd.grad in place of backward)"
+)
+
+LEFT_PARTIAL = (
+    "\nparam_grads='partial' leaves gradients to a DDP or FSDP that averages them over these ranks, too. If theirs are "
+    "other ranks, such as the mesh's axis of replicas, leave param_grads at 'reduce'"
 )
 
 

@@ -25,9 +25,12 @@ NEEDS = {
     "lightning": ("lightning",),
     "torchrun": (),
     "fsdp": (),
+    "blocks": (),
 }
 
 OF_LIGHTNING = ("fabric", "lightning")  # which is told how many processes torchrun starts
+WITHOUT_CASTS = ("torch.bfloat16", "torch.float32")  # so that there is one right answer
+BF16 = 5e-3  # of a loss of 4, after ten steps in which two programs round in other places
 
 
 def code_of(name: str) -> str:
@@ -84,9 +87,24 @@ def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
     for package in NEEDS[name]:
         pytest.importorskip(package)
     changes = ("devices=2", "devices=1") if name in OF_LIGHTNING else ()
-    alone = run(name, tmp_path, 1, *changes)
+    casts = WITHOUT_CASTS if name == "blocks" else ()
+    alone = run(name, tmp_path, 1, *changes, *casts)
     (tmp_path / "checkpoint").exists() and (tmp_path / "checkpoint").rename(tmp_path / "of one")
-    compare(run(name, tmp_path, 2), alone)
+    compare(run(name, tmp_path, 2, *casts), alone)
+
+
+@pytest.mark.slow
+def test_blocks_in_bf16(tmp_path: Path) -> None:
+    """As it stands."""
+    found, alone = (torch.tensor(run("blocks", tmp_path, n)["losses"]) for n in (2, 1))
+    assert torch.allclose(found, alone, rtol=0, atol=BF16), (found - alone).abs().max()
+
+
+@pytest.mark.slow
+def test_blocks_with_replicas(tmp_path: Path) -> None:
+    """Each prints the loss of its own batch."""
+    found, alone = (run("blocks", tmp_path, n, *WITHOUT_CASTS) for n in (4, 1))
+    compare({**found, "losses": alone["losses"]}, alone)
 
 
 @pytest.mark.slow

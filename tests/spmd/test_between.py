@@ -17,9 +17,7 @@ from support.parity import VOCAB, Block, Outcome, build, check, difference, erro
 from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
@@ -30,16 +28,15 @@ Seen = list[tuple[str, str]]
 class Chain(nn.Module):
     """Blocks that are compiled by themselves between an embedding and a loss that are not."""
 
-    def __init__(self, layers: int = 3, dim: int = 16, checkpoints: bool = False) -> None:
+    def __init__(self, layers: int = 3, dim: int = 16) -> None:
         super().__init__()
-        self.checkpoints = checkpoints
         self.embed, self.head = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB, bias=False)
         self.blocks = nn.ModuleList(Block(dim, 4) for _ in range(layers))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+            x = block(x)
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
@@ -308,49 +305,3 @@ def test_tokens_in_shards(ranks: Ranks, n: int) -> None:
     check([step for _, step in results])
     for lie, _ in results:
         assert lie == ["ShardedFalse"] * 3
-
-
-def under_fsdp(sizes: tuple[int, int], first: str, mixed: bool, checkpoints: bool) -> tuple[float, Seen, int]:
-    """FSDP2 around every block, data-parallel beside the sequence, against one device; two steps."""
-    mesh, graphs, seen = worker.mesh2d(*sizes), list[int](), Seen()
-    model = build(Chain, checkpoints=checkpoints)
-    model = model.float() if mixed else model
-    alone = copy.deepcopy(model)
-
-    def compiler(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graphs.append(1)
-        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
-
-    options = {"compiler": compiler, "cost": {}, "mesh": mesh, "outputs": "lazy"}
-    casts = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    policy = {"mp_policy": casts} if mixed else {}
-    for block in model.blocks:
-        if first == "compile":
-            block.compile(backend="sp", options=options)
-        fully_shard(block, mesh=mesh["dp"], **policy)
-        if first == "shard":
-            block.compile(backend="sp", options=options)
-        block.register_forward_hook(lambda _, x, y: seen.append((type(x[0]).__name__, type(y).__name__)))
-    fully_shard(model, mesh=mesh["dp"])
-    errors = []
-    for step in range(2):
-        batches = [text(9, seed=10 * step + row) for row in range(sizes[0])]
-        for one in (model, alone):
-            one.zero_grad()
-        model(*batches[mesh.get_local_rank("dp")]).backward()
-        (sum(alone(*batch) for batch in batches) / len(batches)).backward()
-        found = [p.grad.full_tensor() for p in model.parameters()]
-        errors += [difference(a, b, floor=1e-6) for a, b in zip(found, gradients(alone), strict=True)]
-    return max(errors), seen[:3], len(graphs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
-@pytest.mark.parametrize("first", ["compile", "shard"])
-@pytest.mark.parametrize(("mixed", "checkpoints"), [(False, False), (True, False), (False, True)])
-def test_fsdp_block_by_block(ranks: Ranks, sizes: tuple[int, int], first: str, mixed: bool, checkpoints: bool) -> None:
-    """Its hooks, casts and gathered weights pass rows on; two graphs for all blocks."""
-    for error, seen, graphs in ranks.run(4, under_fsdp, sizes, first, mixed, checkpoints):
-        assert error < (3e-2 if mixed else 1e-9)
-        assert seen == [("Tensor", "Sharded"), ("Sharded", "Sharded"), ("Sharded", "Sharded")]
-        assert graphs == 2

@@ -1,0 +1,114 @@
+"""What was compiled with backend="sp" and runs eagerly all the same: said once, with the reason and what to do."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_compile.capture import eager
+
+
+class Block(nn.Module):
+    """One graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu()
+
+
+class Broken(Block):
+    """Two graphs: a break is no reason to say this."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        torch._dynamo.graph_break()
+        return x.relu()
+
+
+class Looped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class Disabled(Block):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def looped(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x + 1
+        torch._dynamo.graph_break()
+    return x
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    torch._dynamo.reset()
+    monkeypatch.setattr(eager, "_told", set())
+    caplog.set_level(logging.WARNING, "sp_compile.capture.eager")
+    return caplog
+
+
+def words(told: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in told.records if record.name == "sp_compile.capture.eager"]
+
+
+def compiled(module: Any, **how: Any) -> Any:
+    options = {"compiler": "eager", "seq_dims": {"x": 1}}
+    if not isinstance(module, nn.Module):
+        return torch.compile(module, backend="sp", options=options, **how)
+    module.compile(backend="sp", options=options, **how)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "reason", "advice"),
+    [
+        (nn.Linear(4, 4), "Linear", "it is torch's own", "in the forward of a module of yours"),
+        (Looped(), "Looped", "graph break in loop", "TORCH_LOGS=graph_breaks"),
+        (Disabled(), "Disabled", "torch.compiler.disable", "Take that away"),
+        (looped, "looped", "graph break in loop", "fullgraph=True"),
+    ],
+    ids=lambda one: "" if isinstance(one, str) else type(one).__name__,
+)
+def test_it_is_said_once(told: pytest.LogCaptureFixture, given: Any, name: str, reason: str, advice: str) -> None:
+    run = compiled(given)
+    for _ in range(2):
+        run(torch.ones(2, 3, 4))
+    (one,) = words(told)
+    assert one.startswith(f"{name} runs eagerly")
+    assert reason in one
+    assert advice in one
+    assert ("test_eager.py:" in one) == (name != "Linear")
+
+
+def test_past_the_recompile_limit(told: pytest.LogCaptureFixture) -> None:
+    run = compiled(Block(), dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        run(torch.ones(2, 3, 4))
+        assert not words(told)
+        run(torch.ones(2, 5, 4))
+    (one,) = words(told)
+    assert "Block runs eagerly" in one
+    assert "recompile limit exceeded. TORCH_LOGS=recompiles" in one
+
+
+@pytest.mark.parametrize("module", [Block(), Broken()], ids=lambda one: type(one).__name__)
+def test_what_is_compiled_is_not_spoken_of(told: pytest.LogCaptureFixture, module: nn.Module) -> None:
+    module.register_forward_pre_hook(torch.compiler.disable(lambda module, args: None))
+    compiled(module)(torch.ones(2, 3, 4))
+    plain = torch.compile(looped, backend="eager")
+    plain(torch.ones(2))
+    assert not words(told)

@@ -1,0 +1,278 @@
+"""Blocks compiled by themselves, with FSDP2 around each, on real ranks: ten steps are one device's, equal blocks are one program, and the backward keeps what a graph of the whole model keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from support import ranks as worker
+from support.parity import VOCAB, Block, build, error_text, text
+from support.ranks import Ranks
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from sp_compile.lowering.collectives.sharded import Sharded
+
+Seen = list[tuple[str, str]]
+STEPS = 10
+ROWS = [("Tensor", "Sharded"), ("Sharded", "Sharded"), ("Sharded", "Sharded")]
+CASTS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+class Front(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
+
+
+class Tail(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a loss, each a module of its own."""
+
+    def __init__(self, layers: int = 3, dim: int = 16, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.front, self.tail = Front(dim), Tail(dim)
+        self.blocks = nn.ModuleList(Block(dim, 4) for _ in range(layers))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.front(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.tail(x, labels)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the blocks are compiled and sharded, on `sizes` ranks of replicas and of a sequence.
+
+    over: FSDP's ranks, the "replicas" or "all". grads: the option param_grads. gathers: again in the backward.
+    """
+
+    sizes: tuple[int, int]
+    first: str = "compile"
+    over: str = "replicas"
+    grads: str = "reduce"
+    mixed: bool = False
+    gathers: bool = True
+    checkpoints: bool = False
+
+    def __str__(self) -> str:
+        words = ["x".join(map(str, self.sizes)), self.first, self.over, self.grads]
+        others = {"mixed": self.mixed, "kept": not self.gathers, "checkpoints": self.checkpoints}
+        return "-".join([*words, *(word for word, said in others.items() if said)])
+
+    def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        fully_shard(module, mesh=mesh, reshard_after_forward=self.gathers, **({"mp_policy": CASTS} if self.mixed else {}))
+
+    def wrap(self, model: Stack, compiler: Callable[..., Any]) -> None:
+        sequence = worker.mesh2d(*self.sizes)
+        mesh = sequence["dp"] if self.over == "replicas" else worker.mesh2d(4, 1)["dp"]
+        options = {"compiler": compiler, "cost": {}, "mesh": sequence, "outputs": "lazy", "param_grads": self.grads}
+        for block in model.blocks:
+            if self.first == "compile":
+                block.compile(backend="sp", options=options)
+            self.shard(block, mesh)
+            if self.first == "shard":
+                block.compile(backend="sp", options=options)
+        for part in (model.tail, model):
+            self.shard(part, mesh)
+
+    def alone(self, model: Stack) -> Stack:
+        """One device's: with casts that of FSDP2 over a single rank, which is what says where they are."""
+        single = copy.deepcopy(model)
+        if self.mixed:
+            mesh = worker.mesh2d(4, 1)["sp"]
+            for part in (*single.blocks, single.tail, single):
+                self.shard(part, mesh)
+        return single
+
+
+class Counting:
+    """A compiler that counts graphs, and the programs that they become."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        def compiled(which: str) -> Callable[..., Any]:
+            def run(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+                self.found[which] += 1
+                return make_boxed_func(gm.forward)
+
+            return run
+
+        self.found["graphs"] += 1
+        halves = {"fw_compiler": compiled("forward"), "bw_compiler": compiled("backward")}
+        return aot_autograd(**halves, partition_fn=min_cut_rematerialization_partition)(gm, inputs)
+
+
+def optimizer(model: nn.Module, mixed: bool) -> torch.optim.Optimizer:
+    """AdamW where rounding does not matter: a gradient of next to nothing moves a weight as far as any other."""
+    if mixed:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def whole(p: Tensor) -> Tensor:
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
+def trained(way: Way) -> tuple[float, float, Seen, Counter[str]]:
+    """Ten steps against one device: errors of losses, and of weights relative to how far they went; what was seen."""
+    model = build(Stack, checkpoints=way.checkpoints)
+    model = model.float() if way.mixed else model
+    begun, compiler, seen = [p.detach().clone() for p in model.parameters()], Counting(), Seen()
+    alone = way.alone(model)
+    way.wrap(model, compiler)
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, x, y: seen.append((type(x[0]).__name__, type(y).__name__)))
+    steps = [optimizer(one, way.mixed) for one in (model, alone)]
+    mine, losses = worker.mesh2d(*way.sizes).get_local_rank("dp"), []
+    for step in range(STEPS):
+        batches = [text(9, seed=10 * step + row) for row in range(way.sizes[0])]
+        loss, right = model(*batches[mine]), [alone(*batch) for batch in batches]
+        loss.backward()
+        (sum(right) / len(right)).backward()
+        losses.append(abs(loss.item() / right[mine].item() - 1))
+        for one in steps:
+            one.step()
+            one.zero_grad()
+    ends = zip(begun, map(whole, model.parameters()), map(whole, alone.parameters()), strict=True)
+    moved = [((found - right).norm() / (right - start).norm()).item() for start, found, right in ends]
+    return max(losses), max(moved), seen[: 3 * STEPS], compiler.found
+
+
+WAYS = [
+    Way((1, 4), over="all", grads="partial"),  # FSDP's ranks are those of the sequence
+    Way((1, 4), first="shard", over="all"),
+    Way((1, 4), over="replicas", checkpoints=True),
+    Way((2, 2), first="shard", gathers=False),
+    Way((2, 2), checkpoints=True),
+    Way((2, 2), over="all", grads="partial", gathers=False),
+    Way((2, 2), mixed=True),
+    Way((2, 2), first="shard", over="all", grads="partial", mixed=True, checkpoints=True),
+    Way((1, 4), over="all", grads="partial", mixed=True, gathers=False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_ten_steps_of_fsdp_block_by_block(ranks: Ranks, way: Way) -> None:
+    """Its hooks, casts and gathered weights pass rows on; one graph for the first block, and one for all others."""
+    for losses, weights, seen, found in ranks.run(4, trained, way):
+        assert losses < (1e-2 if way.mixed else 1e-9)
+        assert weights < (5e-2 if way.mixed else 1e-8)
+        assert seen == ROWS * STEPS
+        assert found["graphs"] == 2
+
+
+def given_to_nobody() -> str:
+    """Gradients are left to FSDP, whose ranks are not those of the sequence."""
+    way = Way((2, 2), grads="partial")
+    model = build(Stack)
+    way.wrap(model, Counting())
+    step = optimizer(model, mixed=False)
+
+    def train() -> None:
+        for seed in range(3):
+            model(*text(9, seed=seed)).backward()
+            step.step()
+            step.zero_grad()
+
+    return error_text(train)
+
+
+@pytest.mark.slow
+def test_gradients_that_nobody_sums(ranks: Ranks) -> None:
+    for message in ranks.run(4, given_to_nobody):
+        assert "param_grads" in message
+
+
+def compile_parts(model: Stack, options: dict[str, Any]) -> None:
+    model.front.compile(backend="sp", options={**options, "seq_dims": {"ids": 1}})
+    for part in (*model.blocks, model.tail):
+        part.compile(backend="sp", options=options)
+
+
+def counts(layers: int) -> Counter[str]:
+    model, compiler = build(Stack, layers=layers), Counting()
+    compile_parts(model, {"compiler": compiler, "cost": {}, "mesh": worker.mesh(), "outputs": "lazy"})
+    for seed in range(2):
+        model(*text(9, seed=seed)).backward()
+    return compiler.found
+
+
+def test_equal_blocks_are_one_program(ranks: Ranks) -> None:
+    """With the embedding and the loss compiled too, the first block is as the others: three graphs, of any layers."""
+    for few, many in zip(ranks.run(2, counts, 2), ranks.run(2, counts, 8), strict=True):
+        assert few == many == {"graphs": 3, "forward": 3, "backward": 3}
+
+
+@contextmanager
+def keeping(model: nn.Module) -> Iterator[list[int]]:
+    """What autograd keeps for the backward, weights aside: [its bytes], each memory counted once."""
+    held: dict[int, torch.UntypedStorage] = {}
+    found: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        near = x.local if isinstance(x, Sharded) else x
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters() if not isinstance(p, DTensor)}
+        storage = near.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield found
+    found.append(sum(storage.nbytes() for storage in held.values()))
+
+
+def kept(sizes: tuple[int, int], sharded: bool) -> tuple[int, int, int]:
+    """Bytes kept by blocks, by one graph of the same model, and by one device."""
+    model, args = build(Stack, layers=4, dim=32), text(256)
+    alone, one = copy.deepcopy(model), copy.deepcopy(model)
+    mesh = worker.mesh2d(*sizes)
+    options = {"compiler": Counting(), "cost": {}, "mesh": mesh, "outputs": "lazy"}
+    compile_parts(model, options)
+    for part in (model.front, *model.blocks, model.tail) if sharded else ():
+        fully_shard(part, mesh=mesh["dp"])
+    out = []
+    for built, run in ((model, model), (one, torch.compile(one, backend="sp", options=options)), (alone, alone)):
+        with keeping(built) as found:
+            loss = run(*args)
+        loss.backward()
+        out += found
+    return tuple(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
+def test_blocks_keep_what_one_graph_keeps(ranks: Ranks, sizes: tuple[int, int], sharded: bool) -> None:
+    for blocks, one, alone in ranks.run(4, kept, sizes, sharded):
+        assert blocks <= 1.05 * one, (blocks, one, alone)
+        assert blocks < alone / sizes[1]
