@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from torch._guards import TracingContext
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_metadata_torch_function_mode,
     _temp_remove_pre_dispatch_torch_function_mode,
@@ -79,6 +80,19 @@ def _is_plain() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
     )
+
+
+def node_at_work(thread: int) -> Node | None:
+    """The node that a thread is at which traces or lowers a graph: torch interprets it, node by node.
+
+    Of one interpreter inside of another the outer one's; None if there is none. The thread is not stopped.
+    """
+    frame, found = sys._current_frames().get(thread), None
+    while frame is not None:
+        if frame.f_code is Interpreter.run.__code__:
+            found = frame.f_locals.get("node")
+        frame = frame.f_back
+    return found
 
 
 def reset_functorch() -> None:

@@ -16,15 +16,15 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 
 EAGER = (
-    "%s runs eagerly, whole on every rank, though it was compiled with backend='sp': torch.compile left its code (%s:%d) "
-    "to Python: %s. %s"
+    "%s runs eagerly, whole on every rank, though it was compiled with backend='sp': torch.compile left its code "
+    "(%s:%d) to Python: %s. %s"
 )
 OF_TORCH = "Call it in the forward of a module of yours and compile that one, or take torch.compile(module)"
 DISABLED = "it is under torch.compiler.disable"
 OF_DISABLED = "Take that away, or do not compile it"
 OF_LIMIT = (
-    "TORCH_LOGS=recompiles says what differs from call to call: pass equal shapes and types, compile with dynamic=True, "
-    "or raise torch._dynamo.config.recompile_limit"
+    "TORCH_LOGS=recompiles says what differs from call to call: pass equal shapes and types, compile with "
+    "dynamic=True, or raise torch._dynamo.config.recompile_limit"
 )
 OF_BREAK = (
     "TORCH_LOGS=graph_breaks says where: take what it names out of loops, try and with, or out of the block; "

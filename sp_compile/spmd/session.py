@@ -181,7 +181,8 @@ class Session:
                     wire.beat()
 
         thread = threading.Thread(target=beat, daemon=True)
-        shown = threading.Thread(target=show, args=(lambda: f"compiling {subject_of(gm)}", done), daemon=True)
+        title = (lambda: f"compiling {subject_of(gm)}"), done, threading.get_ident()
+        shown = threading.Thread(target=show, args=title, daemon=True)
         thread.start()
         shown.start()
         try:

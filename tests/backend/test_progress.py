@@ -168,3 +168,45 @@ def test_work_inside_of_work_is_a_step_of_it(seen: list[str]) -> None:
         assert len(progress._lines) == 1
     now("nothing is going on")
     assert seen == ["outer: capture", "outer: a step"]
+
+
+class Layered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = torch.nn.Linear(4, 4), torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).cumsum(1)
+        for layer in self.layers:
+            x = layer(x).sin()
+        return x.sum()
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_layers_are_counted(half: str) -> None:
+    """Where torch goes through a graph node by node, here as it lowers one; backwards in the backward."""
+    clock, console, seen = Clock(), terminal(), list[str]()
+    line = ProgressLine("compiling f", console, clock)
+    clock.time = 4.0
+
+    class Look(torch.fx.Interpreter):
+        def run_node(self, node: torch.fx.Node) -> object:
+            line.look()
+            seen.append(shown(console).splitlines()[-1].rpartition("capture")[2])
+            return super().run_node(node)
+
+    def compiler(gm: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        if _compat.compiled_half() == half:
+            mode = torch._guards.detect_fake_mode(inputs)
+            with mode, torch.no_grad():
+                Look(gm).run(*inputs)
+        return gm
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=lambda gm, inputs: make_boxed_func(compiler(gm, inputs)))
+    options = {"compiler": backend, "seq_dims": {"x": 1}}
+    torch.compile(Layered(), backend="sp", options=options)(torch.randn(1, 6, 4)).backward()
+    told = list(dict.fromkeys(re.findall(r"layer \d of \d", "".join(seen))))
+    assert told == [f"layer {number} of 3" for number in (1, 2, 3)]

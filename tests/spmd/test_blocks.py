@@ -86,7 +86,8 @@ class Way:
         return "-".join([*words, *(word for word, said in others.items() if said)])
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        fully_shard(module, mesh=mesh, reshard_after_forward=self.gathers, **({"mp_policy": CASTS} if self.mixed else {}))
+        policy = {"mp_policy": CASTS} if self.mixed else {}
+        fully_shard(module, mesh=mesh, reshard_after_forward=self.gathers, **policy)
 
     def wrap(self, model: Stack, compiler: Callable[..., Any]) -> None:
         sequence = worker.mesh2d(*self.sizes)
