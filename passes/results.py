@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from sp_compile._compat import pytree
 from sp_compile.graph.sizes import bytes_now, same
@@ -46,3 +47,30 @@ def why_whole(have: Shard, value: torch.Tensor, words: Sequence[str]) -> str:
         return BALANCED
     plain = same(frame.start, 0) and same(frame.length, frame.size) and same(have.outer, 1) and same(have.inner, 1)
     return "" if plain else FACTOR
+
+
+def gradients_by_ticket(gm: GraphModule, numbers: Iterable[int]) -> dict[int, int]:
+    """Results of a rank's program, and what it returns behind all of them: a ticket for the gradient of each.
+
+    Of those with these numbers with which the program itself goes on, as with logits of which it makes a loss.
+    """
+    graph, output = gm.graph, gm.graph.output_node()
+    leaves, found = list(output.args[0]), dict[int, int]()
+    for i in numbers:
+        node = leaves[i]
+        if node.op != "call_function" or not any(user is not output for user in node.users):
+            continue
+        with graph.inserting_after(node):
+            both = graph.call_function(torch.ops.sp.tap.default, (node,))
+        with graph.inserting_after(both):
+            value, ticket = (graph.call_function(operator.getitem, (both, k)) for k in (0, 1))
+        node.replace_all_uses_with(value, lambda user, both=both: user not in (both, output))
+        with graph.inserting_before(output):
+            leaves[i] = graph.call_function(torch.ops.aten.detach.default, (node,))
+        found[i] = len(leaves)
+        leaves.append(ticket)
+    if found:
+        output.args = (type(output.args[0])(leaves),)
+        graph.lint()
+        gm.recompile()
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,7 @@ from sp_compile.passes.joint.joint import JointJob, JointPasses
 from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
+from sp_compile.passes.results import gradients_by_ticket
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
@@ -99,6 +100,7 @@ def sp(
         with session.compiling(gm):
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around it
                 lowered = lower(gm, example_inputs, given, session)
+                leave_gradients(lowered)
             run = compile_local(lowered, mode)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
@@ -228,6 +230,17 @@ def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[
         layout = Layout(have.dim, ranks.n, ranks.group, order, have.frame.folds)
         found[i] = Result(name, where, layout, have.frame.size)
     return found
+
+
+def leave_gradients(lowered: RankProgram) -> None:
+    """Let results in shards have gradients only where somebody reads them, see `lowering/collectives/tickets.py`."""
+    edges = lowered.edges
+    if lowered.joint is not None or not torch.is_grad_enabled():
+        return
+    smooth = [i for i in edges.results if lowered.graph.meta[RESULTS][i].value.dtype.is_floating_point]
+    tickets = gradients_by_ticket(lowered.graph, smooth)
+    results = {i: replace(result, ticket=tickets.get(i)) for i, result in edges.results.items()}
+    lowered.edges = replace(edges, results=results, rows=edges.rows.union(tickets.values()))
 
 
 def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:

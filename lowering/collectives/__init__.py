@@ -1,3 +1,11 @@
 """Exchanges between ranks, each with the right backward."""
 
-from . import all_to_all, all_to_all_permute, collectives, pack, reorder, tensor_parallel  # noqa: F401  (registers the operators)
+from . import (  # noqa: F401  (registers the operators)
+    all_to_all,
+    all_to_all_permute,
+    collectives,
+    pack,
+    reorder,
+    tensor_parallel,
+    tickets,
+)

@@ -31,6 +31,8 @@ from sp_compile._compat import (
 )
 from sp_compile.lowering.frames import rows_held
 
+from .tickets import leave
+
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
@@ -367,21 +369,25 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """This rank's rows -> value; back come rows of its gradient, zeros in padding."""
+    """This rank's rows -> value; back come rows of its gradient, zeros in padding.
+
+    source: the rows, or a ticket for their gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, held: Held, shape: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, source: Tensor, held: Held, shape: Sequence[int], by_ticket: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.layout = held.layout
+        ctx.layout, ctx.by_ticket = held.layout, by_ticket
         return Sharded(held, shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         if grad is None:
-            return None, None, None
+            return None, None, None, None
         layout: Layout = ctx.layout
         frame = layout.frame(grad.shape[layout.dim])
-        return sp.mask.default(_rows_of(grad, layout), layout.dim, frame, 0, layout.n, layout.group), None, None
+        rows = sp.mask.default(_rows_of(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
+        return leave(rows) if ctx.by_ticket else rows, None, None, None
 
 
 def _rows_of(x: Tensor, layout: Layout) -> Tensor:
@@ -396,10 +402,16 @@ def entering(x: Sharded, layout: Layout) -> Tensor:
     return _Enter.apply(x, layout)
 
 
-def leaving(local: Tensor, layout: Layout, length: int, origin: Origin | None = None) -> Tensor:
-    """What a rank's rows are rows of, S = length of them in all ranks; differentiable, and padding has no gradient."""
+def leaving(
+    local: Tensor, layout: Layout, length: int, origin: Origin | None = None, ticket: Tensor | None = None
+) -> Tensor:
+    """What a rank's rows are rows of, S = length of them in all ranks; differentiable, and padding has no gradient.
+
+    ticket: under which the gradient is left, see `tickets`; None: it goes to `local`.
+    """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
-    return _Leave.apply(local, Held(layout, length, local.detach(), origin or Origin()), shape)
+    held, by_ticket = Held(layout, length, local.detach(), origin or Origin()), ticket is not None
+    return _Leave.apply(ticket if by_ticket else local, held, shape, by_ticket)
 
 
 def known_whole(x: Tensor, layout: Layout) -> Tensor:

@@ -57,12 +57,16 @@ def _taken(a: Sharded, layout: Layout | None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Result:
-    """One result that stays in shards. name: in the user's code. where: the line that makes it."""
+    """One result that stays in shards. name: in the user's code. where: the line that makes it.
+
+    ticket: the number of the result that is a ticket for its gradient, see `lowering/collectives/tickets.py`.
+    """
 
     name: str
     where: str
     layout: Layout
     length: Size
+    ticket: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Edges:
 
 @dataclass(eq=False)
 class Returning:
-    """Calls `run` and returns values that know their shard.
+    """Calls `run` and returns values that know their shard, without their tickets.
 
     results: by number. lengths: how to find a symbolic length among the arguments. subject: what a person calls it.
     """
@@ -100,10 +104,12 @@ class Returning:
         for i, result in self.results.items():
             local = values[i]
             if id(local) not in made:
-                length = self._value(result.length, args)
-                made[id(local)] = leaving(local, result.layout, length, self._origin(result))
+                length, ticket = self._value(result.length, args), result.ticket
+                source = None if ticket is None else out[ticket]
+                made[id(local)] = leaving(local, result.layout, length, self._origin(result), source)
             values[i] = made[id(local)]
-        return type(out)(values)
+        tickets = sum(result.ticket is not None for result in self.results.values())
+        return type(out)(values[: len(values) - tickets])
 
     def _origin(self, result: Result) -> Origin:
         words = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"

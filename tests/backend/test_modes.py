@@ -16,10 +16,10 @@ from sp_compile.lowering.library import COMPOSITES
 
 REPLAYED = """
 add_into from_bytes local_extremes local_linear_scan local_linear_total local_scan merge_into pack pack_by_owner rank
-to_bytes
+ticket to_bytes
 """.split()
 NEVER_REPLAYED = """
-attend attend_backward deal offload offloaded pieces reload reloaded shared tiles_at_once tiles_backward tiles_forward
+add_left attend attend_backward deal offload offloaded pieces reload reloaded shared tiles_at_once tiles_backward tiles_forward
 """.split()
 
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from support import ranks as worker
 from support.parity import VOCAB, Block, Outcome, build, check, difference, error_text, gradients, outcome, sp, text
 from support.ranks import Ranks
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -129,6 +131,44 @@ def test_logits_are_read_afterwards(ranks: Ranks) -> None:
     for _, read, before in results:
         assert read < 1e-9
         assert before
+
+
+def unread_logits(read: bool) -> tuple[list[Outcome], list[list[int]]]:
+    """Three steps of a loss beside logits, and the shapes of the gradients that the backward takes.
+
+    read: logits have a part in the second step's loss.
+    """
+    shapes: list[list[int]] = []
+
+    def backward(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
+        shapes.extend(list(x.shape) for x in found)
+        return make_boxed_func(gm.forward)
+
+    halves = aot_autograd(fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward), bw_compiler=backward)
+    model = build(Two)
+    alone, run, outcomes = copy.deepcopy(model), sp(model, mesh=worker.mesh(), outputs="lazy", compiler=halves), []
+    for step in range(3):
+        ids, labels = text(9, seed=step)
+        for one in (model, alone):
+            one.zero_grad()
+        found, right = (one(ids, labels) for one in (run, alone))
+        reads = read and step == 1
+        totals = [loss + logits.pow(2).mean() if reads else loss for loss, logits in (found, right)]
+        for total in totals:
+            total.backward()
+        outcomes.append(outcome(totals[0], gradients(model), totals[1], gradients(alone)))
+    return outcomes, shapes
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_logits_that_nobody_reads_have_no_gradient(ranks: Ranks, read: bool) -> None:
+    """The backward takes a number in its place; once they are read it is right all the same, and afterwards too."""
+    results = ranks.run(2, unread_logits, read)
+    for outcomes in zip(*(steps for steps, _ in results)):
+        check(outcomes)
+    for _, shapes in results:
+        assert shapes == [[], [1]]
 
 
 def one_local() -> Outcome:
