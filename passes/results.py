@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import pytree
-from sp_compile.graph.sizes import bytes_now, same
+from sp_compile.graph.sizes import bytes_now
 from sp_compile.sharding.placement import DEALT, Shard
 
 LARGE = 1 << 20  # bytes of a result that outputs="auto" leaves in shards: a millisecond of a slow link, or less
@@ -17,7 +17,6 @@ LARGE = 1 << 20  # bytes of a result that outputs="auto" leaves in shards: a mil
 GATHER = "a result of the model (outputs='gather')"
 SMALL = f"a result of the model, smaller than {LARGE >> 20} MiB"
 BALANCED = "a result of the model, whose rows are dealt to ranks (layout='balanced')"
-FACTOR = "a result of the model whose sequence is only a factor of a dim, or a window of one"
 
 
 def asked_of(output: Node, outputs: str | Sequence[str]) -> dict[Node, list[str]]:
@@ -42,11 +41,7 @@ def why_whole(have: Shard, value: torch.Tensor, words: Sequence[str]) -> str:
         return ""
     if "lazy" not in words and bytes_now(value) < LARGE:
         return SMALL
-    frame = have.frame
-    if frame.folds == DEALT:
-        return BALANCED
-    plain = same(frame.start, 0) and same(frame.length, frame.size) and same(have.outer, 1) and same(have.inner, 1)
-    return "" if plain else FACTOR
+    return BALANCED if have.frame.folds == DEALT else ""
 
 
 def gradients_by_ticket(gm: GraphModule, numbers: Iterable[int]) -> dict[int, int]:

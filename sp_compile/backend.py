@@ -19,7 +19,7 @@ from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.cost.machine import Machine
 from sp_compile.graph.random import decorrelated, draws
-from sp_compile.graph.sizes import sizes
+from sp_compile.graph.sizes import same, sizes
 from sp_compile.graph.strides import order_of_strides
 from sp_compile.lowering.collectives.sharded import Layout, Sharded
 from sp_compile.lowering.library import sources_digest
@@ -214,7 +214,7 @@ def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any]) -> Itera
     for i, (name, x) in enumerate(zip(view.arguments, example_inputs, strict=True)):
         if isinstance(x, Sharded):
             stays = f"an earlier graph left it {x.layout}"
-            other = f"{stays}, and this one runs on other ranks or writes to it"
+            other = f"{stays}, and this one runs on other ranks or writes to it" if x.layout.is_plain else stays
             done, why = ("in shards", stays) if i in view.layouts else ("whole", other)
             yield Note(done, name, f"input {name}", why)
 
@@ -226,9 +226,12 @@ def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[
         if ranks.n == 1 or asked == "local" or of_result is None or not isinstance(of_result.placement, Shard):
             continue
         have, value, where = of_result
-        order = tuple(order_of_strides(sizes(value.stride())))
-        layout = Layout(have.dim, ranks.n, ranks.group, order, have.frame.folds)
-        found[i] = Result(name, where, layout, have.frame.size)
+        order, frame = tuple(order_of_strides(sizes(value.stride()))), have.frame
+        layout = Layout(have.dim, ranks.n, ranks.group, order, frame.folds)
+        after = frame.size - frame.start - frame.length
+        parts = {"outer": have.outer, "inner": have.inner, "before": frame.start, "after": after}
+        own = {part: value for part, value in parts.items() if not same(value, getattr(layout, part))}
+        found[i] = Result(name, where, layout, sizes(value.shape)[have.dim], own)
     return found
 
 

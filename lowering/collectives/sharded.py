@@ -11,7 +11,7 @@ on its way back is such a value too, or whole (then every rank has the same) and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Layout:
     """Dim `dim` lies over the `n` ranks of a group: ceil(S / n) rows each, of which the last ranks' may be padding.
 
     folds: 1, a run of rows; 2, zigzag. order: the dims of the whole in memory, from the largest stride to the smallest.
+    outer, inner: the dim is `outer * S * inner`, of tokens that were flattened with a batch. before, after: rows that
+    ranks hold around the S of the value, which is a window: 0, 1 of `logits[:, :-1]`.
     """
 
     dim: int
@@ -48,17 +50,29 @@ class Layout:
     group: str
     order: tuple[int, ...]
     folds: int = 1
+    outer: int = 1
+    inner: int = 1
+    before: int = 0
+    after: int = 0
 
     def __str__(self) -> str:
-        return f"along dim {self.dim} over {self.n} ranks{' in zigzag order' if self.folds == 2 else ''}"
+        part = "a part of " if not self.is_plain else ""
+        return f"along {part}dim {self.dim} over {self.n} ranks{' in zigzag order' if self.folds == 2 else ''}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Is the sequence all of the dim, and the dim all of the sequence?"""
+        return (self.outer, self.inner, self.before, self.after) == (1, 1, 0, 0)
 
     def frame(self, length: int) -> list[int]:
-        """The frame of a whole of `length` rows, as sp:: ops take it."""
-        return [1, length, 0, length, *([self.folds] if self.folds != 1 else [])]
+        """The frame of a whole whose dim is `length` long, as sp:: ops take it."""
+        rows = length // (self.outer * self.inner)
+        size = self.before + rows + self.after
+        return [self.outer, size, self.before, rows, *([self.folds] if self.folds != 1 else [])]
 
     def same_rows(self, other: Layout) -> bool:
         """Does each rank hold the same rows in both?"""
-        return (self.dim, self.n, self.group, self.folds) == (other.dim, other.n, other.group, other.folds)
+        return self == replace(other, order=self.order)
 
     def strides(self, shape: Sequence[int]) -> list[int]:
         """Those of a whole of this shape, without gaps."""
@@ -186,11 +200,12 @@ class Sharded(Tensor):
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
         """The same value as a DTensor on a mesh of one axis, Shard(dim); differentiable, without an exchange.
 
-        Ranks hold ceil(S / n) rows, the last ones less. One in zigzag order is read first, on every rank.
+        Ranks hold ceil(S / n) rows, the last ones less. One that lies otherwise (in zigzag order, along a part of a
+        dim) is read first, on every rank.
         mesh: of the ranks that hold it; made of their group if None.
         """
         layout = self.layout
-        if layout.folds != 1 and not self.is_whole:
+        if not (layout.folds == 1 and layout.is_plain) and not self.is_whole:
             self.held.read()
         if mesh is None:
             mesh = DeviceMesh.from_group(process_group(layout.group), self.device.type, mesh_dim_names=("sp",))
@@ -425,7 +440,7 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout) -> Tensor:
         length = x.shape[layout.dim]
-        rows = rows_held(layout.frame(length), layout.n)
+        rows = layout.outer * rows_held(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]
         return Sharded(Held(layout, length, layout.dense(x.new_empty(shape)), whole=layout.dense(x)), x.shape)
 

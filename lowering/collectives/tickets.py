@@ -2,9 +2,9 @@
 
     y, ticket = tap(x);  return detach(y), ticket        and the program goes on with y
 
-AOTAutograd compiles one backward, in which every result has a gradient: zeros, as large as the result, if nobody read it,
-as of the logits that are returned beside a loss. Here the result itself has none. Beside it comes a ticket of one number,
-whose gradient says which gradient has been left for the backward; 0: none.
+AOTAutograd compiles one backward, in which every result has a gradient: zeros, as large as the result, if nobody read
+it, as of the logits that are returned beside a loss. Here the result itself has none. Beside it comes a ticket of one
+number, whose gradient says which gradient has been left for the backward; 0: none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _numbers = itertools.count(1)
 sp = torch.ops.sp
 
 
+@torch.compiler.disable
 def leave(grad: Tensor) -> Tensor:
     """Leave a gradient for the backward; the gradient of the ticket."""
     number = next(_numbers)
@@ -40,9 +41,9 @@ def ticket(x: Tensor) -> Tensor:
 @opaque("add_left(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)
 def add_left(grad: Tensor, number: Tensor) -> None:
     """Add the gradient that was left under this number to another one, in place; nothing if it is 0."""
-    found = _left.pop(int(number.item()), None)
-    if found is not None:
-        grad.add_(found)
+    key = int(number.item())
+    if key:
+        grad.add_(_left.pop(key))  # which is there: no gradient is lost without an error
 
 
 class _Tap(torch.autograd.Function):
@@ -68,8 +69,8 @@ class _Tap(torch.autograd.Function):
 def tap(x: Tensor) -> tuple[Tensor, Tensor]:
     """The value, and a ticket for a gradient that comes from elsewhere.
 
-    Shapes: any -> same, a view, and (1,). Bytes: none. Backward: the gradient of the value, to which what was left under
-    the number that is the ticket's gradient is added in place. Source: view_as.
+    Shapes: any -> same, a view, and (1,). Bytes: none. Backward: the gradient of the value, to which is added what was
+    left under the number that is the ticket's gradient, in place. Source: view_as.
     """
     value, own = _Tap.apply(x)
     return value, own

@@ -163,14 +163,16 @@ def _in_shards(
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
     """Where inputs lie that an earlier graph left in shards on these ranks; the graph is told how many rows each has.
 
-    One that the graph writes to is taken whole.
+    One that the graph writes to is taken whole, and so is one that lies along a part of a dim.
     """
     mode, _ = fake_inputs(())
     written = {n.args[0] for n in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     placements: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
     for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        if not isinstance(x, Sharded) or node in written or (x.layout.n, x.layout.group) != (ranks.n, ranks.group):
+        if not isinstance(x, Sharded) or node in written or not x.layout.is_plain:
+            continue
+        if (x.layout.n, x.layout.group) != (ranks.n, ranks.group):
             continue
         layout, whole = x.layout, node.meta["val"]
         with mode, torch.no_grad():

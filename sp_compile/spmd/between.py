@@ -6,7 +6,7 @@ Reading one takes every rank, so ranks tell each other of it first: a rank that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -59,13 +59,16 @@ def _taken(a: Sharded, layout: Layout | None) -> torch.Tensor:
 class Result:
     """One result that stays in shards. name: in the user's code. where: the line that makes it.
 
-    ticket: the number of the result that is a ticket for its gradient, see `lowering/collectives/tickets.py`.
+    layout: how it lies, but for `parts`: Layout's outer, inner, before and after, which a call may have to tell.
+    length: of the dim. ticket: the number of the result that is a ticket for its gradient, see
+    `lowering/collectives/tickets.py`.
     """
 
     name: str
     where: str
     layout: Layout
     length: Size
+    parts: Mapping[str, Size] = field(default_factory=dict)
     ticket: int | None = None
 
 
@@ -99,15 +102,16 @@ class Returning:
     def __call__(self, *args: Any) -> Any:
         out = self.run(*args)
         self.calls += 1
-        made: dict[int, torch.Tensor] = {}  # of one value that is returned twice, one
+        made: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
         values = list(out)
         for i, result in self.results.items():
-            local = values[i]
-            if id(local) not in made:
-                length, ticket = self._value(result.length, args), result.ticket
-                source = None if ticket is None else out[ticket]
-                made[id(local)] = leaving(local, result.layout, length, self._origin(result), source)
-            values[i] = made[id(local)]
+            local, length = values[i], self._value(result.length, args)
+            layout = replace(result.layout, **{part: self._value(one, args) for part, one in result.parts.items()})
+            key = id(local), layout, length  # a window of a value is made of the same rows
+            if key not in made:
+                source = None if result.ticket is None else out[result.ticket]
+                made[key] = leaving(local, layout, length, self._origin(result), source)
+            values[i] = made[key]
         tickets = sum(result.ticket is not None for result in self.results.values())
         return type(out)(values[: len(values) - tickets])
 
@@ -124,10 +128,14 @@ class Returning:
 
 
 def in_shards(results: Sequence[Any], edges: Edges) -> Sequence[Any]:
-    """Whole results that say where they would lie, as the next graph takes them: a look at a model without ranks."""
+    """Whole results that say where they would lie, as the next graph takes them: a look at a model without ranks.
+
+    One that lies along a part of a dim the next graph takes whole.
+    """
     values = list(results)
     for i, result in edges.results.items():
-        values[i] = known_whole(values[i], result.layout)
+        if not result.parts:
+            values[i] = known_whole(values[i], result.layout)
     return values
 
 

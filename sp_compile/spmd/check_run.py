@@ -290,7 +290,9 @@ class CheckedProgram:
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
-        rows = {(id(x.grad_fn), x.output_nr) for i, x in enumerate(leaves) if i in self.sharded}
+        alone = [x for i, x in enumerate(leaves) if i in self.sharded]
+        alone += [x._base for x in alone if x._base is not None]  # what AOTAutograd returns of two views of one value
+        rows = {(id(x.grad_fn), x.output_nr) for x in alone}
         for node in compiled_backwards(leaves, lambda: self._announcing_failure(mine)):
             mine_alone = frozenset(number for owner, number in rows if owner == id(node))
             node.register_prehook(partial(self._begin, mine, mine_alone))

@@ -76,6 +76,39 @@ def test_values_and_gradients_are_those_of_one_device(layout: Layout, way: str) 
         torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
 
 
+PARTS = {
+    "tokens of a batch": ((2 * LENGTH, 3), {"dim": 0, "outer": 2}),
+    "heads of tokens": ((2, LENGTH * 3), {"dim": 1, "inner": 3}),
+    "heads of tokens of a batch": ((2 * LENGTH * 3,), {"dim": 0, "outer": 2, "inner": 3}),
+    "a window": ((2, LENGTH, 3), {"dim": 1, "before": 1, "after": 2}),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("folds", [1, 2])
+def test_the_sequence_is_a_part_of_a_dim(part: str, folds: int) -> None:
+    """Of a dim with a batch or heads in it, or a window: read, passed on and added up; and its gradient."""
+    shape, where = PARTS[part]
+    layout = Layout(n=3, group=GROUP, order=tuple(range(len(shape))), folds=folds, **where)
+
+    def loss_of(x: Tensor, start: Callable[..., Tensor], then: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        y = start(x, layout)
+        loss = (then(y, layout) + y).pow(2).sum() + y.detach().clone().mean()
+        return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+    def rank(layout: Layout) -> tuple[Tensor, Tensor]:
+        x = X.reshape(shape).clone().requires_grad_()
+        y = made(x, layout)
+        assert isinstance(y, Sharded)
+        assert y.shape == x.shape
+        return loss_of(x, made, lambda y, layout: leaving(entering(y, layout).cos(), layout, y.shape[layout.dim]))
+
+    one = X.reshape(shape).clone().requires_grad_()
+    right = loss_of(one, lambda x, _: (x * 2).sin(), lambda y, _: y.cos())
+    for found in on_ranks(layout, rank):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
 MOVES: dict[str, Callable[[Tensor], object]] = {
     "detach": lambda y: y.detach(),
     "alias": lambda y: torch.ops.aten.alias(y),

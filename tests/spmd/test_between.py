@@ -171,6 +171,52 @@ def test_logits_that_nobody_reads_have_no_gradient(ranks: Ranks, read: bool) -> 
         assert shapes == [[], [1]]
 
 
+class Parts(Two):
+    """Results whose sequence is a part of a dim, or a window of one."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.block(self.embed(ids))
+        logits = self.head(x)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        heads = x.unflatten(-1, (4, -1)).flatten(1, 2)
+        flat = logits.flatten(0, 1)
+        return {"loss": loss, "flat": flat, "shifted": logits[:, :-1], "all": logits, "heads": heads, "x": x[:, 2:-1]}
+
+
+def parts_of_dims(dynamic: bool) -> tuple[list[Outcome], list[str], float]:
+    """Steps of other batches and lengths; what is lazy; and how far what is read is off."""
+    model = build(Parts)
+    alone, run, outcomes, off = copy.deepcopy(model), sp(model, dynamic, mesh=worker.mesh(), outputs="lazy"), [], 0.0
+    after = sp(lambda h: h.sin(), mesh=worker.mesh(), seq_dims={"h": 0})  # takes it whole
+    for length, batch in ((9, 2), (14, 3)):
+        ids, labels = text(length, batch)
+        for one in (model, alone):
+            one.zero_grad()
+        found, right = run(ids, labels), alone(ids, labels)
+        lazy = [name for name, x in found.items() if isinstance(x, Sharded) and x.shape == right[name].shape]
+        totals = []
+        for one, then in ((found, after), (right, torch.sin)):
+            sums = [one[name].pow(2).mean() * (i + 1) for i, name in enumerate(("flat", "shifted", "heads", "x"))]
+            totals.append(one["loss"] + sum(sums) + then(one["heads"]).mean())
+        for total in totals:
+            total.backward()
+        outcomes.append(outcome(totals[0], gradients(model), totals[1], gradients(alone)))
+        off = max([off, *(difference(found[name].detach().full(), right[name].detach()) for name in lazy)])
+    return outcomes, lazy, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_results_along_a_part_of_a_dim(ranks: Ranks, n: int, dynamic: bool) -> None:
+    results = ranks.run(n, parts_of_dims, dynamic)
+    for outcomes in zip(*(steps for steps, _, _ in results)):
+        check(outcomes)
+    for _, lazy, off in results:
+        assert lazy == ["flat", "shifted", "all", "heads", "x"]
+        assert off < 1e-9
+
+
 def one_local() -> Outcome:
     """A loss of each rank's rows, of one result by name; the other is whole, and its gradient is compared."""
     run, ids, labels, model = compiled({"logits": "local"}, 10)
