@@ -106,7 +106,8 @@ class Returning:
         values = list(out)
         for i, result in self.results.items():
             local, length = values[i], self._value(result.length, args)
-            layout = replace(result.layout, **{part: self._value(one, args) for part, one in result.parts.items()})
+            parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()}
+            layout = replace(result.layout, **parts)
             key = id(local), layout, length  # a window of a value is made of the same rows
             if key not in made:
                 source = None if result.ticket is None else out[result.ticket]

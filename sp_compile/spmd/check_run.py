@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset, Sampler
 
-from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree
+from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
@@ -291,8 +291,8 @@ class CheckedProgram:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         alone = [x for i, x in enumerate(leaves) if i in self.sharded]
-        alone += [x._base for x in alone if x._base is not None]  # what AOTAutograd returns of two views of one value
-        rows = {(id(x.grad_fn), x.output_nr) for x in alone}
+        bases = [base for x in alone if (base := base_of(x)) is not None]  # of two views of one value AOTAutograd's own
+        rows = {(id(x.grad_fn), x.output_nr) for x in [*alone, *bases]}
         for node in compiled_backwards(leaves, lambda: self._announcing_failure(mine)):
             mine_alone = frozenset(number for owner, number in rows if owner == id(node))
             node.register_prehook(partial(self._begin, mine, mine_alone))
