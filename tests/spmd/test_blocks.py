@@ -46,7 +46,8 @@ class Tail(nn.Module):
         self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, VOCAB, bias=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        logits = self.head(self.norm(x))[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels[:, 1:].flatten())
 
 
 class Stack(nn.Module):
@@ -185,8 +186,8 @@ WAYS = [
 def test_ten_steps_of_fsdp_block_by_block(ranks: Ranks, way: Way) -> None:
     """Its hooks, casts and gathered weights pass rows on; one graph for the first block, and one for all others."""
     for losses, weights, seen, found in ranks.run(4, trained, way):
-        assert losses < (1e-2 if way.mixed else 1e-9)
-        assert weights < (5e-2 if way.mixed else 1e-8)
+        assert losses < (1e-3 if way.mixed else 1e-9)
+        assert weights < (3e-2 if way.mixed else 1e-9)
         assert seen == ROWS * STEPS
         assert found["graphs"] == 2
 
