@@ -187,7 +187,7 @@ def test_ten_steps_of_fsdp_block_by_block(ranks: Ranks, way: Way) -> None:
     """Its hooks, casts and gathered weights pass rows on; one graph for the first block, and one for all others."""
     for losses, weights, seen, found in ranks.run(4, trained, way):
         assert losses < (1e-3 if way.mixed else 1e-9)
-        assert weights < (3e-2 if way.mixed else 1e-9)
+        assert weights < (3e-2 if way.mixed else 1e-8)
         assert seen == ROWS * STEPS
         assert found["graphs"] == 2
 
