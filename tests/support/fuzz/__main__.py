@@ -1,12 +1,12 @@
-"""`python -m support.fuzz`: so many minutes of all sources, or one case again."""
+"""`python -m support.fuzz`: so many minutes of all sources, from where the ledger ends, or one case again."""
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from pathlib import Path
 
+from support.fuzz import ledger
 from support.fuzz.runner import SOURCES, Fuzzing, run, shown
 
 
@@ -15,7 +15,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
-    parser.add_argument("--seed", type=int, help="of all cases; drawn where none is given")
+    parser.add_argument("--from", type=int, dest="first", help="the first case; by default the first that did not run")
+    parser.add_argument("--cases", type=int, help="of each source, at most")
+    parser.add_argument("--ledger", type=Path, default=ledger.PATH, help="where the outcomes are added up")
     parser.add_argument("--folder", type=Path, default=Path(".fuzz"), help="where programs of bad outcomes are written")
     parser.add_argument("--case", help="run this one again, as it is named in an outcome")
     given = parser.parse_args()
@@ -23,9 +25,12 @@ def main() -> int:
         result = run(given.case)
         sys.stdout.write(f"{result}\n{result.program}")
         return int(result.outcome.is_bad)
-    seed = random.randrange(10**6) if given.seed is None else given.seed
-    sys.stdout.write(f"seed {seed}: {' and '.join(given.sources)}, {given.minutes:g} minutes\n")
-    counts = Fuzzing(given.sources, seed, given.folder).run(60 * given.minutes, given.workers)
+    begin = {s: ledger.end_of(s, given.ledger) if given.first is None else given.first for s in given.sources}
+    counts = Fuzzing(begin, given.folder, given.cases).run(60 * given.minutes, given.workers)
+    for source, count in counts.items():
+        if count.total():
+            row = ledger.Row.now(source, begin[source], begin[source] + count.total(), count)
+            ledger.add(row, given.ledger)
     return int(not shown(counts))
 
 

@@ -1,12 +1,16 @@
 """A model on simulated ranks against the unmodified model on one device: results, gradients, and what it writes.
 
 The whole way of a user's call runs, Dynamo and the unpacking of its results included, but for the compiler behind the
-graph of one rank, and for the exchange in front of it, which simulated ranks do not have.
+graph of one rank, and for the exchange in front of it, which simulated ranks do not have. One trace by Dynamo serves all
+numbers of ranks. A `direct` case has none at first: its calls are captured as they are made, and only where that does
+not come out right is Dynamo asked. What is not right for all numbers of ranks together is run for each alone.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -15,15 +19,20 @@ from typing import Any
 import torch
 from support.fuzz.outcomes import Outcome, Result
 from torch import Tensor
-from torch.fx import GraphModule
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from sp_compile import SpError
 from sp_compile.backend import lower
+from sp_compile.capture.capture import capture
 from sp_compile.config import Ranks
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.report import Report
+from sp_compile.spmd.fingerprint import fingerprint
 from sp_compile.spmd.session import Session
 
 TOLERANCES = {torch.float32: 1e-3, torch.complex64: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
@@ -32,17 +41,24 @@ NUDGES = 3  # how often one device is asked what a change of its inputs in the l
 LAST_BITS = 1e-14
 SLACK = 100.0  # times what that change does
 ROUNDING = 1e-6  # of the largest gradient: less is a gradient that is zero but for rounding
+RIGHT = (Outcome.EXACT, Outcome.GATHERED, Outcome.COVERED)
+BY_WEIGHT = list(Outcome)
+_SEEN: set[str] = set()  # the graphs of direct cases that have come out right
 
 
 @dataclass(frozen=True)
 class Case:
-    """model(*inputs) on so many ranks. options: the fields of SPConfig. dynamic: sizes are symbols."""
+    """model(*inputs) on each of these numbers of ranks. options: the fields of SPConfig. dynamic: sizes are symbols.
+
+    direct: without Dynamo at first, and not at all where a case with the same graph has come out right.
+    """
 
     model: Callable[..., Any]
     inputs: Sequence[Tensor]
-    ranks: int
+    ranks: Sequence[int]
     options: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool = False
+    direct: bool = False
 
     def without_gradients(self) -> Case:
         return replace(self, inputs=[x.detach() for x in self.inputs])
@@ -55,21 +71,53 @@ class Run:
     values: dict[str, Any]
     floors: dict[str, float]
 
+    @property
+    def results(self) -> list[Any]:
+        return [x for name, x in self.values.items() if name.startswith("result")]
+
+
+class _Covered(Exception):
+    """A case with the same graph has come out right."""
+
 
 def outcome(case: Case) -> Result:
-    """What comes of the case: see `Outcome`."""
+    """What comes of the case, the worst over its numbers of ranks: see `Outcome`."""
     try:
         expected = _run(case.model, case.inputs)
     except Exception as error:
         return Result(Outcome.SKIPPED, f"on one device: {_first_line(error)}")
+    return _outcome(case, expected)
+
+
+def _outcome(case: Case, expected: Run) -> Result:
+    if case.dynamic and len(case.ranks) > 1:  # what one number of ranks asks of a symbol would be known to the next
+        return _each(case, expected)
+    result = _compared(case, expected)
+    if result.outcome in RIGHT:
+        return result
+    if case.direct and result.outcome is not Outcome.WRONG:
+        return _outcome(replace(case, direct=False), expected)
+    return _each(case, expected) if len(case.ranks) > 1 else result
+
+
+def _each(case: Case, expected: Run) -> Result:
+    """Each number of ranks alone."""
+    results = [_outcome(replace(case, ranks=(n,)), expected) for n in case.ranks]
+    return max(results, key=lambda result: BY_WEIGHT.index(result.outcome))
+
+
+def _compared(case: Case, expected: Run) -> Result:
+    """All numbers of ranks in one trace."""
     ranks = _SimulatedRanks(case)
     try:
-        found = ranks.run()
+        found = ranks.run_direct(len(expected.results)) if case.direct else ranks.run()
+    except _Covered:
+        return Result(Outcome.COVERED)
     except Exception as error:
         refused = ranks.refused or _cause(error, SpError)
         if refused is not None:
             return Result(Outcome.REFUSED, _first_line(refused))
-        if _fails_without_us(case):
+        if not case.direct and _fails_without_us(case):
             return Result(Outcome.SKIPPED, f"torch.compile cannot: {_first_line(error)}")
         return Result(Outcome.RAW, f"{type(error).__name__}: {error}"[:2000])
     wrong = _differences(expected, found)
@@ -82,7 +130,8 @@ def outcome(case: Case) -> Result:
             Outcome.SKIPPED, f"one device is as far off where inputs differ in their last bits: {_listed(wrong)}"
         )
     if wrong:
-        return Result(Outcome.WRONG, _listed(wrong))
+        return Result(Outcome.WRONG, f"{case.ranks} ranks{' without Dynamo' * case.direct}: {_listed(wrong)}")
+    _SEEN.add(ranks.graph)
     return Result(Outcome.GATHERED if ranks.fallbacks else Outcome.EXACT, ranks.fallbacks)
 
 
@@ -96,10 +145,13 @@ def runs(case: Case) -> bool:
 
 
 class _SimulatedRanks:
-    """A backend of torch.compile that lowers each graph for one of the ranks, and what it was asked."""
+    """A backend of torch.compile that lowers each graph for one of the ranks, and what it was asked. graph: a direct
+    case's, as a key."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self.n = 0
+        self.graph = ""
         self.refused: SpError | None = None
         self.reports: list[Report] = []
 
@@ -114,25 +166,54 @@ class _SimulatedRanks:
         with torch._dynamo.config.patch(dynamic):
             compiled = torch.compile(copy.deepcopy(self.case.model), backend=self)
             _run(compiled, self.case.inputs)  # Dynamo compiles here, and the ranks find it compiled
-            return run_ranks(self.case.ranks, lambda _: _run(compiled, self.case.inputs))
+            return self._on_ranks(compiled)
+
+    def run_direct(self, results: int) -> list[Run]:
+        """The same without Dynamo: all calls of the model, which has so many results, are one node. Raises _Covered."""
+        graph = Graph()
+        inputs = [graph.placeholder(f"x{i}") for i in range(len(self.case.inputs))]
+        called = graph.call_function(lambda *xs: tuple(pytree.tree_leaves(self.case.model(*xs))), tuple(inputs))
+        graph.output(tuple(graph.call_function(operator.getitem, (called, i)) for i in range(results)))
+        gm, leaves = GraphModule({}, graph), _leaves(self.case.inputs)
+        with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))):
+            self.graph = _key(capture(gm, leaves), leaves)
+            if self.graph in _SEEN:
+                raise _Covered
+            return self._on_ranks(self(gm, leaves))
+
+    def _on_ranks(self, compiled: Callable[..., Any]) -> list[Run]:
+        found = []
+        for self.n in self.case.ranks:
+            found += run_ranks(self.n, lambda _: _run(compiled, self.case.inputs))
+        return found
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         options = {"compiler": "aot_eager", "cost": {}, **self.case.options}
-        try:
-            session = Session(gm, example_inputs, options, measures=False)
-            session.ranks = Ranks(self.case.ranks, GROUP)
-            lowered = lower(gm, example_inputs, {"outputs": "gather", **options}, session)
-        except SpError as error:
-            self.refused = error
-            raise
-        self.reports.append(lowered.report)
+        graphs = {}
+        for n in self.case.ranks:
+            try:
+                session = Session(gm, example_inputs, options, measures=False)
+                session.ranks = Ranks(n, GROUP)
+                lowered = lower(gm, example_inputs, {"outputs": "gather", **options}, session)
+            except SpError as error:
+                self.refused = error
+                raise
+            self.reports.append(lowered.report)
+            graphs[n] = lowered.graph
 
         def call(*args: Any) -> Any:
             if isinstance(current(), FunctionalCommunicator):
                 return gm.forward(*args)
-            return [_no_view_of_a_function(y) for y in lowered.graph.forward(*args)]
+            return [_no_view_of_a_function(y) for y in graphs[self.n].forward(*args)]
 
         return call
+
+
+def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
+    """Of graphs that are equal, constants included."""
+    constants = {name: (x.tolist() if x.layout == torch.strided else str(x)) for name, x in graph.named_buffers()}
+    text = f"{fingerprint(graph)} {[x.requires_grad for x in inputs]} {constants}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _no_view_of_a_function(y: Any) -> Any:
@@ -142,7 +223,7 @@ def _no_view_of_a_function(y: Any) -> Any:
 
 def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
     """Forward and backward on fresh leaves; the cotangents are fixed, so that runs can be compared."""
-    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    leaves = _leaves(inputs)
     with torch.enable_grad():  # and afterwards, whatever fails where a graph has switched gradients off
         results = pytree.tree_leaves(model(*leaves))
     values: dict[str, Any] = {f"result {i}": y for i, y in enumerate(results)}
@@ -161,6 +242,10 @@ def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
         values |= zip(wanted, grads)
     values |= {f"input {i} afterwards": x for i, x in enumerate(leaves)}
     return Run({name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}, floors)
+
+
+def _leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
 
 
 def _cotangent(y: Tensor) -> Tensor:

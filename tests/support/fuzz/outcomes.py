@@ -11,15 +11,16 @@ from rich.table import Table
 
 
 class Outcome(Enum):
-    """The first three, and what cannot be compared, are what a case may come to."""
+    """By weight; but for the last three they are what a case may come to. COVERED: a case with the same graph is right."""
 
+    COVERED = "same graph"
     EXACT = "exact on shards"
     GATHERED = "gathered and exact"
     REFUSED = "clear error"
+    SKIPPED = "not comparable"
     RAW = "raw error"
     WRONG = "silent difference"
     HANG = "hang or abort"
-    SKIPPED = "not comparable"
 
     @property
     def is_bad(self) -> bool:

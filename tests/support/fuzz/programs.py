@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from support.fuzz.outcomes import Result
 from support.fuzz.random_programs import Program, Sizes, Step, inputs_of, random_program
 
 STEPS = 12
+RANKS = [(2, 3), (2, 3), (2, 3, 4)]
 SHRINKING = 120.0  # seconds
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -45,7 +47,7 @@ class Setting:
     """What a program runs in. sizes: (B, S, D) of x. dim: the sequence's of x. frozen: x or weight, if one is."""
 
     sizes: Sizes
-    ranks: int
+    ranks: tuple[int, ...]
     dim: int
     dynamic: bool
     options: dict[str, Any]
@@ -58,11 +60,9 @@ class Setting:
         )
 
 
-def cases(seed: int) -> Iterator[str]:
+def cases() -> Iterator[str]:
     """Without end."""
-    numbers = Random(seed)
-    while True:
-        yield f"programs:{numbers.randrange(10**9)}"
+    return (f"programs:{seed}" for seed in itertools.count())
 
 
 def made(seed: int) -> tuple[Setting, list[Step]]:
@@ -70,7 +70,7 @@ def made(seed: int) -> tuple[Setting, list[Step]]:
     random = Random(seed)
     program, sizes = random_program(random, random.choice([4, STEPS]))
     dim = random.choice([1, 1, 1, 0, 2])
-    setting = Setting(sizes, random.choice([2, 3, 4]), dim, random.random() < 0.4, random.choice(OPTIONS))
+    setting = Setting(sizes, random.choice(RANKS), dim, random.random() < 0.4, random.choice(OPTIONS))
     if random.random() < 0.2:
         setting = replace(setting, frozen=random.choice(["x", "weight"]))
     return setting, program.steps
@@ -97,7 +97,8 @@ def minimal(setting: Setting, steps: list[Step], result: Result) -> tuple[Settin
         found = smaller.outcome(some)
         return found if found.outcome is result.outcome else None
 
-    for change in ({"dynamic": False}, {"options": {}}, {"frozen": ""}):
+    fewer_ranks = [{"ranks": (n,)} for n in setting.ranks[::-1]]
+    for change in (*fewer_ranks, {"dynamic": False}, {"options": {}}, {"frozen": ""}):
         plain = replace(setting, **change)
         if plain != setting and (found := same(plain, steps)):
             setting, result = plain, found

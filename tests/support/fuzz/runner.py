@@ -6,9 +6,11 @@ import multiprocessing
 import re
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -16,13 +18,14 @@ import torch
 from rich.console import Console
 from support.fuzz import faults, op_db, programs
 from support.fuzz.outcomes import Outcome, Result, table
+from support.ranks import without_timing_guards
 
 
 @dataclass(frozen=True)
 class Source:
-    """cases: their names, from the number of a seed. run: what comes of one. share: of the time."""
+    """cases: their names, always the same. run: what comes of one. share: of the time."""
 
-    cases: Callable[[int], Iterator[str]]
+    cases: Callable[[], Iterator[str]]
     run: Callable[[str], Result]
     share: float
 
@@ -34,7 +37,7 @@ SOURCES = {
 }
 PATIENCE = 300.0  # seconds for one case, and for making it small
 WIDTH = 120  # of a table that goes to a file
-GRACE = 180.0  # seconds that cases under way are given when the time is over
+LIFE = 1000  # cases of a worker: what torch remembers of them adds up
 
 
 def run(name: str) -> Result:
@@ -45,6 +48,8 @@ def run(name: str) -> Result:
 def _work(pipe: Connection) -> None:
     """A worker's life: cases in, results out, until the pipe closes."""
     torch.set_num_threads(1)
+    without_timing_guards()
+    warnings.simplefilter("ignore")
     while True:
         try:
             name = pipe.recv()
@@ -68,9 +73,10 @@ class Worker:
         theirs.close()
         self.name = ""
         self.begun = 0.0
+        self.cases = 0
 
     def start(self, name: str) -> None:
-        self.name, self.begun = name, time.monotonic()
+        self.name, self.begun, self.cases = name, time.monotonic(), self.cases + 1
         self.pipe.send(name)
 
     def result(self) -> Result | None:
@@ -93,23 +99,23 @@ class Worker:
 
 @dataclass
 class Fuzzing:
-    """One run of the fuzzer. names: the sources. folder: where programs of bad outcomes go, and a line
-    for each case."""
+    """One run of the fuzzer. begin: the sources, and the number of the first case of each. folder: where programs of
+    bad outcomes go, and a line for each case. most: cases of each source; None: as many as there is time for."""
 
-    names: list[str]
-    seed: int
+    begin: Mapping[str, int]
     folder: Path
+    most: int | None = None
     console: Console = field(default_factory=Console)
     counts: dict[str, Counter[Outcome]] = field(default_factory=dict)
     spent: Counter[str] = field(default_factory=Counter)
 
     def run(self, seconds: float, workers: int) -> Mapping[str, Counter[Outcome]]:
         """As many cases as that time allows; the outcomes of each source."""
-        self.counts = {name: Counter() for name in self.names}
+        self.counts = {name: Counter() for name in self.begin}
         self.folder.mkdir(parents=True, exist_ok=True)
-        left = {name: SOURCES[name].cases(self.seed) for name in self.names}
+        left = {name: self._cases(name, first) for name, first in self.begin.items()}
         crew, end = [Worker() for _ in range(workers)], time.monotonic() + seconds
-        while time.monotonic() < end + GRACE:
+        while True:
             for i, worker in enumerate(crew):
                 crew[i] = self._collect(worker)
                 if not crew[i].name and time.monotonic() < end and (name := self._next(left)):
@@ -120,6 +126,9 @@ class Fuzzing:
         for worker in crew:
             worker.close()
         return self.counts
+
+    def _cases(self, source: str, first: int) -> Iterator[str]:
+        return islice(SOURCES[source].cases(), first, None if self.most is None else first + self.most)
 
     def _next(self, left: dict[str, Iterator[str]]) -> str:
         """A case of the source that has had the least of its share; "" if none has any."""
@@ -142,10 +151,11 @@ class Fuzzing:
             log.write(f"{time.monotonic() - worker.begun:6.1f} s  {worker.name}: {result}\n")
         if result.outcome.is_bad:
             self._write(worker.name, result)
-        if result.outcome is Outcome.HANG:
+        if result.outcome is not Outcome.HANG:
+            worker.name = ""
+        if worker.name or worker.cases == LIFE:
             worker.close()
             return Worker()
-        worker.name = ""
         return worker
 
     def _write(self, name: str, result: Result) -> None:
