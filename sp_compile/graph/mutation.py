@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -159,9 +159,17 @@ def _copied(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
     return source
 
 
+def _drawn(args: Any, kwargs: Any, emit: Callable[..., Node], op: OpOverload) -> Node:
+    """Without the gradient that the tensor had, which is zero from here on: op itself has no derivative."""
+    return emit(op, emit(aten.detach.default, args[0]), *args[1:], **kwargs)
+
+
 _SPECIAL: dict[OpOverload, NewValue] = {
     aten.copy_.default: _copied,
     aten.zero_.default: lambda args, kwargs, emit: emit(aten.full_like.default, args[0], 0),
     aten.fill_.Scalar: lambda args, kwargs, emit: emit(aten.full_like.default, *args),
     aten.fill_.Tensor: lambda args, kwargs, emit: args[1],
+    aten.normal_.default: partial(_drawn, op=aten.normal_functional.default),
+    aten.bernoulli_.float: partial(_drawn, op=aten.bernoulli.p),
+    aten.bernoulli_.Tensor: partial(_drawn, op=aten.bernoulli.Tensor),
 }

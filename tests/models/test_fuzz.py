@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.fuzz import op_db, oracle, programs
+from support.fuzz import ledger, op_db, oracle, programs
 from support.fuzz.fault_table import FAULTS
 from support.fuzz.faults import judged
 from support.fuzz.loop import AFTER, Event, Scene
@@ -185,3 +185,18 @@ def test_no_tokens(options: dict[str, Any]) -> None:
     steps = [Step("heads", (0,), (1, 2, 2, "causal")), Step("sin", (1,))]
     result = Setting((2, 0, 3), (2,), 1, False, options).outcome(steps)
     assert not result.outcome.is_bad, result
+
+
+def test_the_ledger_goes_on(tmp_path: Path) -> None:
+    """Cases of one source and commit make one row, whatever is between them."""
+    path = tmp_path / "fuzz.md"
+    for source, number, outcome in (
+        ("programs", 7, Outcome.EXACT),
+        ("op_db", 0, Outcome.WRONG),
+        ("programs", 8, Outcome.REFUSED),
+    ):
+        ledger.add(ledger.Row.now(source, number, outcome), path)
+    assert [ledger.end_of(source, path) for source in ("programs", "op_db", "faults")] == [9, 1, 0]
+    rows = [line for line in path.read_text().splitlines() if line.startswith(("| programs", "| op_db"))]
+    assert [line.split(" | ")[1] for line in rows] == ["7-8", "0-0"]
+    assert rows[0].endswith("| 0 | 1 | 0 | 1 | 0 | 0 | 0 | 0 |")

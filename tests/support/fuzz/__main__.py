@@ -26,11 +26,7 @@ def main() -> int:
         sys.stdout.write(f"{result}\n{result.program}")
         return int(result.outcome.is_bad)
     begin = {s: ledger.end_of(s, given.ledger) if given.first is None else given.first for s in given.sources}
-    counts = Fuzzing(begin, given.folder, given.cases).run(60 * given.minutes, given.workers)
-    for source, count in counts.items():
-        if count.total():
-            row = ledger.Row.now(source, begin[source], begin[source] + count.total(), count)
-            ledger.add(row, given.ledger)
+    counts = Fuzzing(begin, given.folder, given.cases, given.ledger).run(60 * given.minutes, given.workers)
     return int(not shown(counts))
 
 

@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -36,8 +37,10 @@ class Row:
     counts: Counter[Outcome] = field(default_factory=Counter)
 
     @classmethod
-    def now(cls, source: str, first: int, end: int, counts: Counter[Outcome]) -> Row:
-        return cls(source, first, end, _commit(), torch.__version__.partition("+")[0], counts)
+    def now(cls, source: str, number: int, outcome: Outcome) -> Row:
+        """What has just come of a case."""
+        version = torch.__version__.partition("+")[0]
+        return cls(source, number, number + 1, _commit(), version, Counter([outcome]))
 
     def __str__(self) -> str:
         counts = [str(self.counts[outcome]) for outcome in Outcome]
@@ -80,6 +83,7 @@ def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+@cache
 def _commit() -> str:
     """The commit, with a + where files differ from it."""
     words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]

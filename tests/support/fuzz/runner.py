@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from support.fuzz import faults, op_db, programs
+from support.fuzz import faults, ledger, op_db, programs
 from support.fuzz.outcomes import Outcome, Result, table
 from support.ranks import without_timing_guards
 
@@ -100,11 +100,13 @@ class Worker:
 @dataclass
 class Fuzzing:
     """One run of the fuzzer. begin: the sources, and the number of the first case of each. folder: where programs of
-    bad outcomes go, and a line for each case. most: cases of each source; None: as many as there is time for."""
+    bad outcomes go, and a line for each case. most: cases of each source; None: as many as there is time for.
+    ledger: where the outcomes are added up, if they are."""
 
     begin: Mapping[str, int]
     folder: Path
     most: int | None = None
+    ledger: Path | None = None
     console: Console = field(default_factory=Console)
     counts: dict[str, Counter[Outcome]] = field(default_factory=dict)
     spent: Counter[str] = field(default_factory=Counter)
@@ -147,6 +149,9 @@ class Fuzzing:
         source = worker.name.partition(":")[0]
         self.spent[source] += time.monotonic() - worker.begun
         self.counts[source][result.outcome] += 1
+        if self.ledger is not None:
+            number = self.begin[source] + self.counts[source].total() - 1
+            ledger.add(ledger.Row.now(source, number, result.outcome), self.ledger)
         with (self.folder / "cases.log").open("a") as log:
             log.write(f"{time.monotonic() - worker.begun:6.1f} s  {worker.name}: {result}\n")
         if result.outcome.is_bad:
