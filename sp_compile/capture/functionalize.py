@@ -34,6 +34,7 @@ from . import view_inverses
 from .aliases import Aliases
 
 aten = torch.ops.aten
+WRONG_OF_COMPLEX = {aten.silu_.default: "x * x.sigmoid()"}
 
 
 def functionalize(gm: GraphModule) -> GraphModule:
@@ -187,6 +188,16 @@ class _Renaming:
             raise SpError(
                 f"{node.name}: {at(node)} changes {root.name} under no_grad or through detach() or .data, while its "
                 f"gradient is wanted; {instead}"
+            )
+
+        if (
+            node.target in WRONG_OF_COMPLEX
+            and target.meta["val"].is_complex()
+            and self.aliases.any_differentiable(node)
+        ):
+            raise SpError(
+                f"{node.name}: {node.target} at {at(node)} works on complex numbers, of which torch computes a wrong "
+                f"gradient in place, and none elsewhere; write {WRONG_OF_COMPLEX[node.target]}"
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:

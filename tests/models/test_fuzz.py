@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.fuzz import ledger, op_db, oracle, programs
 from support.fuzz.fault_table import FAULTS
 from support.fuzz.faults import judged
@@ -19,6 +20,7 @@ from support.fuzz.outcomes import Outcome, Result
 from support.fuzz.programs import Setting, made, minimal, without
 from support.fuzz.random_programs import Program, Step
 from support.fuzz.runner import Fuzzing, run
+from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.backend import lower
@@ -77,6 +79,24 @@ def test_programs_that_were_wrong_once(steps: list[Step], where: tuple[Any, ...]
     sizes, ranks, dim, *dynamic = where
     result = Setting(sizes, (ranks,), dim, bool(dynamic), {}).outcome(steps)
     assert result.outcome in RIGHT, result
+
+
+FOUND_OPS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, Outcome]] = {
+    "normal_ ends a gradient": (lambda x: x.cumsum(1).normal_(1.0, 0.0), torch.float64, Outcome.GATHERED),
+    "bernoulli_ ends a gradient": (lambda x: x.cumsum(1).bernoulli_(1.0), torch.float64, Outcome.EXACT),
+    "silu_ of complex numbers": (lambda x: F.silu(x + 1, inplace=True), torch.complex128, Outcome.REFUSED),
+}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(("model", "dtype", "expected"), FOUND_OPS.values(), ids=FOUND_OPS)
+def test_ops_that_were_wrong_once(
+    model: Callable[[Tensor], Tensor], dtype: torch.dtype, expected: Outcome, direct: bool
+) -> None:
+    x = torch.ones(1, 5, 2, dtype=dtype, requires_grad=True)
+    case = oracle.Case(lambda x: (model(x), x.cumsum(1)), [x], (2, 3), {"seq_dims": {"x": 1}}, direct=direct)
+    result = oracle.outcome(case)
+    assert result.outcome is expected, result
 
 
 def test_a_seed_makes_one_program() -> None:

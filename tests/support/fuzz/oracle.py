@@ -29,6 +29,7 @@ from sp_compile import SpError
 from sp_compile.backend import lower
 from sp_compile.capture.capture import capture
 from sp_compile.config import Ranks
+from sp_compile.graph.random import draws
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.report import Report
@@ -82,13 +83,11 @@ class _Covered(Exception):
 
 def outcome(case: Case) -> Result:
     """What comes of the case, the worst over its numbers of ranks: see `Outcome`."""
-    random = torch.get_rng_state()
     try:
         expected = _run(case.model, case.inputs)
     except Exception as error:
         return Result(Outcome.SKIPPED, f"on one device: {_first_line(error)}")
-    draws = not torch.equal(random, torch.get_rng_state())  # op_db sets seeds, at which Dynamo breaks the graph
-    return _outcome(replace(case, direct=case.direct and not draws), expected)
+    return _outcome(case, expected)
 
 
 def _outcome(case: Case, expected: Run) -> Result:
@@ -178,7 +177,10 @@ class _SimulatedRanks:
         graph.output(tuple(graph.call_function(operator.getitem, (called, i)) for i in range(results)))
         gm, leaves = GraphModule({}, graph), _leaves(self.case.inputs)
         with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))):
-            self.graph = _key(capture(gm, leaves), leaves)
+            captured = capture(gm, leaves)
+            if draws(captured):
+                raise ValueError("sets a seed, perhaps, at which Dynamo would break the graph")
+            self.graph = _key(captured, leaves)
             if self.graph in _SEEN:
                 raise _Covered
             return self._on_ranks(self(gm, leaves))
