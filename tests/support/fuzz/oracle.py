@@ -11,10 +11,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
+from unittest import mock
 
 import torch
 from support.fuzz.outcomes import Outcome, Result
@@ -26,9 +28,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from sp_compile import SpError
+from sp_compile._compat import keep_source
 from sp_compile.backend import lower
+from sp_compile.capture import inputs as inputs_of_backend
 from sp_compile.capture.capture import capture
 from sp_compile.config import Ranks
+from sp_compile.graph.edit import copied
 from sp_compile.graph.random import draws
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 from sp_compile.lowering.simulate import GROUP, run_ranks
@@ -155,6 +160,7 @@ class _SimulatedRanks:
         self.graph = ""
         self.refused: SpError | None = None
         self.reports: list[Report] = []
+        self.captured: dict[GraphModule, GraphModule] = {}
 
     @property
     def fallbacks(self) -> str:
@@ -176,8 +182,8 @@ class _SimulatedRanks:
         called = graph.call_function(lambda *xs: tuple(pytree.tree_leaves(self.case.model(*xs))), tuple(inputs))
         graph.output(tuple(graph.call_function(operator.getitem, (called, i)) for i in range(results)))
         gm, leaves = GraphModule({}, graph), _leaves(self.case.inputs)
-        with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))):
-            captured = capture(gm, leaves)
+        with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))), self.once():
+            captured = inputs_of_backend.capture(gm, leaves)
             if draws(captured):
                 raise ValueError("sets a seed, perhaps, at which Dynamo would break the graph")
             self.graph = _key(captured, leaves)
@@ -193,18 +199,8 @@ class _SimulatedRanks:
         return found
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        options = {"compiler": "aot_eager", "cost": {}, **self.case.options}
-        graphs = {}
-        for n in self.case.ranks:
-            try:
-                session = Session(gm, example_inputs, options, measures=False)
-                session.ranks = Ranks(n, GROUP)
-                lowered = lower(gm, example_inputs, {"outputs": "gather", **options}, session)
-            except SpError as error:
-                self.refused = error
-                raise
-            self.reports.append(lowered.report)
-            graphs[n] = lowered.graph
+        with self.once():
+            graphs = {n: self.lowered(gm, example_inputs, n) for n in self.case.ranks}
 
         def call(*args: Any) -> Any:
             if isinstance(current(), FunctionalCommunicator):
@@ -212,6 +208,37 @@ class _SimulatedRanks:
             return [_no_view_of_a_function(y) for y in graphs[self.n].forward(*args)]
 
         return call
+
+    def lowered(self, gm: GraphModule, example_inputs: Sequence[Any], n: int) -> GraphModule:
+        """For each of n ranks."""
+        options = {"compiler": "aot_eager", "cost": {}, **self.case.options}
+        try:
+            session = Session(gm, example_inputs, options, measures=False)
+            session.ranks = Ranks(n, GROUP)
+            lowered = lower(gm, example_inputs, {"outputs": "gather", **options}, session)
+        except SpError as error:
+            self.refused = error
+            raise
+        self.reports.append(lowered.report)
+        return lowered.graph
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Capture, which knows nothing of ranks, captures a graph once and hands out copies."""
+
+        def known(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
+            if gm not in self.captured:
+                self.captured[gm] = capture(gm, example_inputs)
+            given = self.captured[gm]
+            if any(isinstance(child, GraphModule) for child in given.children()):
+                return capture(gm, example_inputs)
+            made = copied(given)
+            for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (made, given)), strict=True):
+                keep_source(new, old)
+            return made
+
+        with mock.patch.object(inputs_of_backend, "capture", known):
+            yield
 
 
 def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
