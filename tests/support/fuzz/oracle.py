@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -49,6 +49,7 @@ SLACK = 100.0  # times what that change does
 ROUNDING = 1e-6  # of the largest gradient: less is a gradient that is zero but for rounding
 RIGHT = (Outcome.EXACT, Outcome.GATHERED, Outcome.COVERED)
 BY_WEIGHT = list(Outcome)
+E = TypeVar("E", bound=Exception)
 _SEEN: set[str] = set()  # the graphs of direct cases that have come out right
 
 
@@ -86,6 +87,10 @@ class _Covered(Exception):
     """A case with the same graph has come out right."""
 
 
+class _Apart(Exception):
+    """What one number of ranks has asked of a symbol would be known to the next."""
+
+
 def outcome(case: Case) -> Result:
     """What comes of the case, the worst over its numbers of ranks: see `Outcome`."""
     try:
@@ -96,8 +101,6 @@ def outcome(case: Case) -> Result:
 
 
 def _outcome(case: Case, expected: Run) -> Result:
-    if case.dynamic and len(case.ranks) > 1:  # what one number of ranks asks of a symbol would be known to the next
-        return _each(case, expected)
     result = _compared(case, expected)
     if result.outcome in RIGHT:
         return result
@@ -120,6 +123,8 @@ def _compared(case: Case, expected: Run) -> Result:
     except _Covered:
         return Result(Outcome.COVERED)
     except Exception as error:
+        if _cause(error, _Apart) is not None:
+            return Result(Outcome.RAW, "each number of ranks alone")
         refused = ranks.refused or _cause(error, SpError)
         if refused is not None:
             return Result(Outcome.REFUSED, _first_line(refused))
@@ -199,8 +204,13 @@ class _SimulatedRanks:
         return found
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graphs: dict[int, GraphModule] = {}
+        known = _known()
         with self.once():
-            graphs = {n: self.lowered(gm, example_inputs, n) for n in self.case.ranks}
+            for n in self.case.ranks:
+                if known != _known():
+                    raise _Apart
+                graphs[n] = self.lowered(gm, example_inputs, n)
 
         def call(*args: Any) -> Any:
             if isinstance(current(), FunctionalCommunicator):
@@ -239,6 +249,13 @@ class _SimulatedRanks:
 
         with mock.patch.object(inputs_of_backend, "capture", known):
             yield
+
+
+def _known() -> tuple[int, int]:
+    """What the running compilation has found out about symbols, by number."""
+    mode = TracingContext.get().fake_mode
+    symbols = mode.shape_env if mode is not None else None
+    return (len(symbols.guards), len(symbols.replacements)) if symbols is not None else (0, 0)
 
 
 def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
@@ -363,7 +380,7 @@ def _fails_without_us(case: Case, expected: Run | None = None) -> bool:
     return False
 
 
-def _cause(error: BaseException | None, kind: type[SpError]) -> SpError | None:
+def _cause(error: BaseException | None, kind: type[E]) -> E | None:
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or getattr(error, "inner_exception", None)
     return error
