@@ -5,7 +5,7 @@
     out * exp(lse - logsumexp(cat([lse, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1), -1, keepdim=True))
                                                                                     transformers, with flex_attention
 
-Leaves alone: log-sum-exps that anything else reads.
+Leaves alone: log-sum-exps that anything else reads, or that are normalised with more than one sink, or over queries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
-from sp_compile.graph.sizes import all_same, sizes
+from sp_compile.graph.sizes import Size, all_same, same, sizes
 from sp_compile.sharding.matchers import dies_with, is_cast, is_copy, keeps_order, source_of
 
 from .proofs import BATCH, HEAD, QUERY
@@ -45,7 +45,7 @@ def renormalised(out: Node, lse: Node) -> Renormalised | None:
     rows = sizes(out.meta["val"].shape)[:-1]
     if share is None or not all_same(sizes(share.meta["val"].shape), (*rows, 1)):
         return None
-    found = _sinks_of(_core(share), lse)
+    found = _sinks_of(_core(share), lse, rows)
     sinks = of_heads(*found, rows[:2]) if found is not None and len(rows) == 3 else None
     chain = sorted(closure([lse], lambda n: n.users if n < result else ()))
     return Renormalised(result, sinks, tuple(chain)) if sinks is not None else None
@@ -58,13 +58,13 @@ def _core(x: Node) -> Node:
     return x
 
 
-def _sinks_of(share: Node, lse: Node) -> tuple[Node, tuple[Any, ...]] | None:
+def _sinks_of(share: Node, lse: Node, rows: tuple[Size, ...]) -> tuple[Node, tuple[Any, ...]] | None:
     """The sinks, and which of their elements the row (b, h, q) reads."""
     difference = _core(share.args[0]) if share.target in (aten.sigmoid.default, aten.exp.default) else None
     if difference is None or difference.target is not aten.sub.Tensor or Call(difference)["alpha"] != 1:
         return None
     ours, other = Call(difference)["self"], Call(difference)["other"]
-    if _core(ours) is not lse or not is_tensor(other):
+    if _core(ours) is not lse or not is_tensor(other) or not _each_alone(ours, rows):
         return None
     at: tuple[Any, ...] = (BATCH, HEAD, QUERY, 0)[: ours.meta["val"].ndim]
     if share.target is aten.exp.default:
@@ -76,7 +76,13 @@ def _sinks_of(share: Node, lse: Node) -> tuple[Node, tuple[Any, ...]] | None:
         if len(both) != 2 or [d % (last + 1) for d in Call(other)["dim"]] != [last] or Call(joined).dim() != last:
             return None
         other = next((x for x in both if _core(x) is not lse), None)
-        if other is None or last != len(at) - 1:
+        if other is None or last != len(at) - 1 or not all(same(sizes(x.meta["val"].shape)[-1], 1) for x in both):
             return None
     at = at[len(at) - other.meta["val"].ndim :]
     return other, at
+
+
+def _each_alone(ours: Node, rows: tuple[Size, ...]) -> bool:
+    """Does the lse stand at (b, h, q), or (b, h, q, 0)? Regrouped, a number of each head may be one of each query."""
+    shape = sizes(ours.meta["val"].shape)
+    return all_same(shape, rows) or all_same(shape, (*rows, 1))

@@ -67,6 +67,14 @@ def behind_the_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.softmax(-1) @ repeated(v)) * share.unsqueeze(-1)
 
 
+def shared(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """As transformers has sinks behind flex_attention, where they are (B, H, S, 1)."""
+    scores = q @ k.mT
+    lse = scores.logsumexp(-1, keepdim=sinks.ndim == 4)
+    share = torch.exp(lse - torch.cat([lse, sinks], -1).logsumexp(-1, keepdim=True))
+    return (scores.softmax(-1) @ v) * share.view(B, H, S, 1)
+
+
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat([q @ k.mT, sinks.expand(B, H, S, 1)], -1).softmax(-1)[..., :-1] @ v
 
@@ -134,6 +142,7 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
     "sinks": (lambda q, k, v: with_sinks(q, k, v, sinks(v)), ("", 1.0)),
     "sinks as GPT-OSS has them": (as_gpt_oss, ("k <= q", 0.5)),
     "sinks behind": (behind_the_attention, ("k <= q", 0.5)),
+    "sinks as a share of all": (lambda q, k, v: shared(q, k, v, sinks(v)), ("", 1.0)),
     "one sink for all heads": (lambda q, k, v: with_sinks(q, k, v, v[:1, :1, :1, :1] * 2), ("", 1.0)),
     "sinks in front": (lambda q, k, v: torch.cat([sinks(v), q @ k.mT], -1).softmax(-1)[..., 1:] @ v, ("", 1.0)),
     "sinks and a bias": (
@@ -180,6 +189,11 @@ STAYS: dict[str, Attend] = {
     "another function of the log-sum-exp": lambda q, k, v: (
         lambda s: (s.softmax(-1) @ v) * (v[0, :, :1, 0] - s.logsumexp(-1)).sigmoid()[..., None]
     )(q @ k.mT),
+    "shares among queries": lambda q, k, v: shared(q, k, v, v[:1, :, 0, :1].expand(B, H, 1)),
+    "two sinks of a head behind": lambda q, k, v: shared(q, k, v, sinks(v).expand(B, H, S, 2)),
+    "a number of each query behind": lambda q, k, v: (
+        lambda s: (s.softmax(-1) @ v[:1]) * (s.logsumexp(-1).view(H, H) - v[0, 0, :H, 0]).sigmoid().view(1, H, H, 1)
+    )(q[:1, :, :H] @ k[:1].mT),
     "greatest score of another row": lambda q, k, v: (lambda s: s - s.amax(-2, keepdim=True))(q @ k.mT).softmax(-1) @ v,
     "least score subtracted": lambda q, k, v: (lambda s: s - s.amin(-1, keepdim=True))(q @ k.mT).softmax(-1) @ v,
     "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
