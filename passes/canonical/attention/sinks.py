@@ -4,7 +4,8 @@
     every = every - every.max(-1, keepdim=True).values                      changes no probability, and no gradient
     weights = softmax(every, -1)[..., :-1]
 
-Leaves alone: sinks that differ from query to query or between batch entries.
+Leaves alone: sinks that differ from query to query or between batch entries, and those beside scores whose greatest has
+been subtracted already: that moves them, too.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def read_by(x: Any, *readers: Node) -> Reading:
         for first in (False, True):
             scores, sinks = joined[::-1] if first else joined
             if same(widths[1 - first], 1) and not same(widths[first], 1):
-                return replace(read_by(scores, x), sinks=sinks, first=first).behind(x)
+                return Reading(scores, (x,), (x,), sinks, first)
     return plain
 
 

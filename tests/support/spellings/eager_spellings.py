@@ -194,6 +194,9 @@ STAYS: dict[str, Attend] = {
     "a number of each query behind": lambda q, k, v: (
         lambda s: (s.softmax(-1) @ v[:1]) * (s.logsumexp(-1).view(H, H) - v[0, 0, :H, 0]).sigmoid().view(1, H, H, 1)
     )(q[:1, :, :H] @ k[:1].mT),
+    "greatest score subtracted beside sinks": lambda q, k, v: (
+        torch.cat([shifted(q @ k.mT), sinks(v)], -1).softmax(-1)[..., :-1] @ v
+    ),
     "greatest score of another row": lambda q, k, v: (lambda s: s - s.amax(-2, keepdim=True))(q @ k.mT).softmax(-1) @ v,
     "least score subtracted": lambda q, k, v: (lambda s: s - s.amin(-1, keepdim=True))(q @ k.mT).softmax(-1) @ v,
     "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
