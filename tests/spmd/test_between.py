@@ -133,6 +133,34 @@ def test_logits_are_read_afterwards(ranks: Ranks) -> None:
         assert before
 
 
+class Sums(nn.Module):
+    """A backward that keeps nothing with a gradient."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = (x * 2).cumsum(1) * 3
+        return h.sum(), h
+
+
+def twice() -> str:
+    """What comes of a gradient of a gradient of a result in shards."""
+    run = sp(Sums(), mesh=worker.mesh(), outputs="lazy", seq_dims={"x": 1})
+    x = torch.linspace(0, 1, 10, dtype=torch.float64).reshape(1, 10).requires_grad_()
+    _, h = run(x)
+    assert isinstance(h, Sharded)
+
+    (grad,) = torch.autograd.grad(h.pow(2).sum(), x, create_graph=True)
+    try:
+        grad.pow(2).sum().backward()
+    except RuntimeError as error:  # torch's own
+        return str(error)
+    return ""
+
+
+def test_a_gradient_of_a_gradient_is_refused(ranks: Ranks) -> None:
+    for words in ranks.run(2, twice):
+        assert "double backward" in words
+
+
 def unread_logits(read: bool) -> tuple[list[Outcome], list[list[int]]]:
     """Three steps of a loss beside logits, and the shapes of the gradients that the backward takes.
 
