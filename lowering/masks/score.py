@@ -52,7 +52,7 @@ def parse(text: str) -> Any:
     """The sympy expression of ``text``. SpError when it is none; nothing of it is ever executed."""
     try:
         return _read(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+    except (SyntaxError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
         raise SpError(f"not a text about scores: {text[:1000]!r} ({error})") from error
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import isnan
 from typing import Any
 
 import torch
@@ -162,4 +163,4 @@ def is_close(a: str, b: str) -> bool:
     if a == b or not (a.startswith(ABOUT) and b.startswith(ABOUT)):
         return a == b
     first, second = ([float(x) for x in one.removeprefix(ABOUT).split()] for one in (a, b))
-    return all(abs(x - y) <= CLOSE * first[0] for x, y in zip(first, second))
+    return all(x == y or (isnan(x) and isnan(y)) or abs(x - y) <= CLOSE * first[0] for x, y in zip(first, second))

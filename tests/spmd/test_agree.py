@@ -21,6 +21,7 @@ from sp_compile.spmd import fingerprint as spmd_fingerprint
 from sp_compile.spmd.agree import is_close
 from sp_compile.spmd.fingerprint import fingerprint, program_of
 from sp_compile.spmd.message import hashed
+from sp_compile.spmd.settings import settings
 
 
 class Attention(nn.Module):
@@ -104,6 +105,31 @@ def test_options_are_not_ignored() -> None:
         sp_compile.verify(Attention(), torch.randn(1, 8, 8), sp=0)
     with pytest.raises(sp_compile.SpError, match="outputs"):
         sp_compile.verify(Attention(), torch.randn(1, 8, 8), outputs="local")
+
+
+def bucket(graph: Any) -> None:
+    """A pass of somebody's own."""
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        ("functorch", "recompute_views", True),
+        ("functorch", "_sync_decision_cross_ranks", True),
+        ("inductor", "reorder_for_compute_comm_overlap", True),
+        ("inductor", "bucket_all_reduces_fx", "all"),
+        ("inductor", "aten_distributed_optimizations.enable_overlap_scheduling", True),
+        ("inductor", "post_grad_custom_post_pass", bucket),
+    ],
+)
+def test_settings_of_torch_are_told(config: str, name: str, value: Any) -> None:
+    """By values and names, which are the same in another process."""
+    module = getattr(torch, f"_{config}").config
+    before = settings({})
+    with module.patch({name: value}):
+        now = settings({})
+    differ = {key: shown for key, shown in now.items() if before[key] != shown}
+    assert differ == {f"torch._{config}.config.{name}": "bucket" if value is bucket else repr(value)}
 
 
 def test_config_object_and_input_index() -> None:
@@ -225,6 +251,16 @@ def test_gradients_of_other_targets_are_told_apart(dtype: torch.dtype, differ: i
     assert is_close(said(labels), said(labels))
     assert not is_close(said(labels), said(others))
     assert not is_close(said(labels), said(labels, -1))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_gradients_that_overflow_alike_are_the_same(value: float) -> None:
+    """A scaler finds them, on every rank; ranks round the rest of them apart."""
+    numbers = "about {0!r} {0!r} {1}".format
+    assert is_close(numbers(value, 1.0), numbers(value, 1.0 + 1e-15)) == (value == float("inf"))
+    assert is_close(numbers(value, value), numbers(value, float(str(value))))
+    assert not is_close(numbers(1.0, value), numbers(1.0, 2.0))
+    assert not is_close(numbers(1.0, 1.0), numbers(value, 1.0))
 
 
 def test_what_a_summary_takes() -> None:

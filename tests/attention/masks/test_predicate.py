@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from sp_compile.errors import SpError
 from sp_compile.lowering.masks.predicate import Linear, check_known, conjuncts, evaluate, linear, over, parse, symbols
+from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.simulate import GROUP
 
 PREDICATES = [
     "",
@@ -148,6 +151,7 @@ BAD = [
     "k <= z",
     "k <= q; 1",
     "~" * 5000 + "(k < q)",
+    "~" * 200_000 + "(k < q)",
     "(" * 500 + "k",
     "1.5 < k",
     "Ne(q < k, True)",
@@ -189,3 +193,29 @@ def test_random_texts_are_conditions_or_refused() -> None:
         except SpError:
             continue
     assert 20 < found < 280
+
+
+class Attends(torch.nn.Module):
+    """(batch, heads, 8, dim) three times -> the same; with texts of both languages."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        span = whole(8)
+        texts = "k <= q", None, 0.0, 0.5, "s + k"
+        return torch.ops.sp.attend(q, k, v, None, [], [], [], [], *texts, [], span, span, 1, GROUP)[0]
+
+
+@pytest.mark.parametrize("text", ["k <= q", "s + k"])
+def test_an_exported_program_that_was_edited_runs_nothing(text: str, tmp_path: Path) -> None:
+    made, file = tmp_path / "made", tmp_path / "program.pt2"
+    inputs = tuple(torch.ones(1, 2, 8, 4) for _ in range(3))
+    torch.export.save(torch.export.export(Attends(), inputs), file)
+    with zipfile.ZipFile(file) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    evil = f"open('{made}', 'w') and {text}".encode()
+    assert sum(part.count(text.encode()) for part in parts.values()) == 1
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part.replace(text.encode(), evil))
+    with pytest.raises(SpError, match=r"not a mask predicate|not a text about scores"):
+        torch.export.load(file).module()(*inputs)
+    assert not made.exists()

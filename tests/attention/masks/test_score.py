@@ -24,9 +24,11 @@ def test_derivative(text: str) -> None:
     torch.testing.assert_close(score.slope(text, s, values).expand_as(s), wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "text", ["s +", "s + x", "s.real", "print(s)", "s if q else k", "True", "s < 1", "floor(s)", "sin(s)"]
-)
+NO_TEXTS = ["s +", "s + x", "s.real", "print(s)", "s if q else k", "True", "s < 1", "floor(s)", "sin(s)"]
+DEEP = ["-" * 5000 + "s", "-" * 200_000 + "s", "(" * 500 + "s", "s" + "*s" * 20_000]
+
+
+@pytest.mark.parametrize("text", [*NO_TEXTS, *DEEP], ids=lambda text: text[:30])
 def test_no_text(text: str) -> None:
     with pytest.raises(SpError, match="not a text about scores"):
         score.check(text)

@@ -80,6 +80,36 @@ def input_requires_grad(loop: Loop, step: int) -> None:
     loop.train(step, [ids, labels, noise.requires_grad_()])
 
 
+def other_strides(loop: Loop, step: int) -> None:
+    """The same values, in another order in memory."""
+    ids, labels, noise = loop.batch(step)
+    loop.train(step, [ids, labels, noise.mT.contiguous().mT])
+
+
+def calls_once_more(context: Callable[[], Any]) -> Acts:
+    """As an evaluation on one rank alone is."""
+
+    def act(loop: Loop, step: int) -> None:
+        with context():
+            loop.run(*loop.batch(step))
+        loop.train(step)
+
+    return act
+
+
+def other_rate(loop: Loop, step: int) -> None:
+    """An optimizer's step behind the backward, whose rate is the odd rank's own."""
+    loop.honest = False
+    loop.train(step)
+    torch.optim.SGD(loop.net.parameters(), lr=0.1 if loop.is_odd else 0.2).step()
+
+
+def other_checkpoint(loop: Loop, step: int) -> None:
+    loop.honest = False
+    loop.net.load_state_dict({name: 2 * x for name, x in loop.net.state_dict().items()})
+    loop.train(step)
+
+
 def changed(name: str) -> Acts:
     """A weight or a buffer."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.fuzz.fault_acts import (
     Acts,
     backward_twice,
     barrier,
+    calls_once_more,
     changed,
     compiles_for_long,
     connects_late,
@@ -39,12 +41,15 @@ from support.fuzz.fault_acts import (
     loads,
     memory_budget,
     other_batch_size,
+    other_checkpoint,
     other_dtype,
     other_input,
     other_length,
     other_number,
     other_numbers,
+    other_rate,
     other_scale,
+    other_strides,
     recompiles_too_often,
     renumbered,
     replaced,
@@ -107,6 +112,16 @@ def budget_from_the_start(loop: Loop) -> None:
     functorch_config.activation_memory_budget = 0.5
 
 
+def views_from_the_start(loop: Loop) -> None:
+    functorch_config.recompute_views = True
+
+
+def branches(loop: Loop) -> None:
+    """The model does something else on one rank."""
+    forward = loop.net.forward
+    loop.net.forward = lambda ids, labels, noise: forward(ids, labels, noise.sin())
+
+
 def frozen(loop: Loop) -> None:
     loop.net.head.weight.requires_grad_(False)
 
@@ -141,6 +156,10 @@ def other_backend(loop: Loop) -> None:
 def broken_constants(loop: Loop) -> None:
     path = measure._path(dist.group.WORLD, torch.device("cpu"))
     Path(path).write_text("[" * 100_000)
+
+
+def unwritable(loop: Loop) -> None:
+    os.environ["SP_COMPILE_CACHE_DIR"] = "/proc/none"
 
 
 def homeless(loop: Loop) -> None:
@@ -217,6 +236,7 @@ FAULTS: dict[str, Fault] = {
     "other floats": Fault(f"{VALUES}.*noise", other_input(2)),
     "another length": Fault("different sizes|compiles the program anew", other_length),
     "another batch size": Fault("different sizes|compiles the program anew", other_batch_size),
+    "other strides": Fault("", other_strides),
     "another dtype": Fault("different|compiles the program anew", other_dtype),
     "an input that requires grad": Fault("different|compiles the program anew", input_requires_grad),
     "a weight that differs": Fault(f"{VALUES}.*weight", changed("head.weight")),
@@ -226,6 +246,8 @@ FAULTS: dict[str, Fault] = {
     "a flop counter": Fault(f"{ASTRAY}|{STOPPED}", under(partial(FlopCounterMode, display=False)), deaf=True),
     "a buffer that differs": Fault(f"{VALUES}.*scale", changed("scale")),
     "no_grad": Fault("mode", under(torch.no_grad)),
+    "a call more": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", calls_once_more(nullcontext)),
+    "an evaluation on one rank": Fault("mode", calls_once_more(torch.no_grad)),
     "inference_mode": Fault("mode", under(torch.inference_mode)),
     "autocast": Fault("mode", under(lambda: torch.autocast("cpu", torch.bfloat16))),
     "two models in another order": Fault(f"{VALUES}|{ASTRAY}", everyone=two_models),
@@ -254,6 +276,11 @@ FAULTS: dict[str, Fault] = {
     "ranks renumbered": Fault("", everyone=renumbered),
     "a group that comes late": Fault("", everyone=connects_late, connected=False),
     "another memory budget": Fault("activation_memory_budget", begins=budget_from_the_start),
+    "another setting of functorch": Fault("recompute_views", begins=views_from_the_start),
+    "other param_grads": Fault("option param_grads", begins=option(param_grads="partial")),
+    "another cost": Fault("option cost", begins=option(cost={"all_reduce_latency": 1.0})),
+    "other inputs": Fault("different", begins=option(inputs="local")),
+    "a branch by rank": Fault(f"different programs|{ASTRAY}", begins=branches),
     "another fallback": Fault("option fallback", begins=option(fallback="error")),
     "another attention": Fault("different", begins=option(attention="gather")),
     "another layout": Fault("different", begins=option(layout="zigzag")),
@@ -274,6 +301,7 @@ FAULTS: dict[str, Fault] = {
     "a forked child": Fault("", forks),
     "a deep copy": Fault("", everyone=copies),
     "a checkpoint": Fault("", everyone=loads),
+    "a cache that nobody can write": Fault("", begins=unwritable, options=MEASURED),
     "no HOME": Fault("", begins=homeless, options=MEASURED),
     "broken constants": Fault("", begins=broken_constants, options=MEASURED),
     "MemoryError while compiling": Fault("could not be compiled on rank", begins=fails_to_compile(MemoryError)),
@@ -282,6 +310,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "compiling for long": Fault("", begins=compiles_for_long_at_first),
     "other values of a weight": Fault(f"{VALUES}.*weight", exchanged),
+    "another learning rate": Fault(f"{VALUES}.*weight", everyone=other_rate),
+    "another checkpoint": Fault(f"{VALUES}.*weight", other_checkpoint),
     "another weight": Fault(ASTRAY, replaced, late=True),
     "a weight that is frozen": Fault("different", freezes),
     "another seed": Fault("", seeds),
