@@ -29,7 +29,7 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
+    ast.Pow: lambda base, power: _power(base, power),
     ast.USub: operator.neg,
 }
 _FUNCTIONS: dict[str, tuple[type, Callable[[Any], Tensor]]] = {
@@ -69,6 +69,13 @@ def _read(node: ast.AST) -> Any:
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
             return FUNCTIONS[name](_read(argument))
     raise ValueError(f"a score has no {type(node).__name__}")
+
+
+def _power(base: Any, power: Any) -> Any:
+    """Of numbers a small one: a few characters could ask for one that fills the memory."""
+    if base.is_Rational and power.is_Rational and (abs(power) > 64 or max(abs(base.p), base.q) >= 1 << 64):
+        raise ValueError("a score has no such power")
+    return base**power
 
 
 @lru_cache(maxsize=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -84,6 +85,14 @@ def test_no_value_of_a_device_is_read_on_the_path_of_a_call(ranks: Ranks) -> Non
     (again, many), _ = ranks.run(2, call, 3)
     assert copied == again == 2
     assert many <= 3 * few
+
+
+@pytest.mark.parametrize(("came", "waits"), [(True, 0), (False, 1)])
+def test_what_is_there_is_read_without_a_wait(came: bool, waits: int) -> None:
+    """The device is waited for only where it is more than a call behind."""
+    event = Mock(query=Mock(return_value=came))
+    assert checksums.Later(torch.tensor([3, 5]), event).read() == ["3", "5"]
+    assert event.synchronize.call_count == waits
 
 
 def drifts() -> list[str]:
