@@ -158,10 +158,6 @@ def broken_constants(loop: Loop) -> None:
     Path(path).write_text("[" * 100_000)
 
 
-def unwritable(loop: Loop) -> None:
-    os.environ["SP_COMPILE_CACHE_DIR"] = "/proc/none"
-
-
 def homeless(loop: Loop) -> None:
     for name in ("HOME", "SP_COMPILE_CACHE_DIR"):
         os.environ.pop(name, None)
@@ -301,7 +297,6 @@ FAULTS: dict[str, Fault] = {
     "a forked child": Fault("", forks),
     "a deep copy": Fault("", everyone=copies),
     "a checkpoint": Fault("", everyone=loads),
-    "a cache that nobody can write": Fault("", begins=unwritable, options=MEASURED),
     "no HOME": Fault("", begins=homeless, options=MEASURED),
     "broken constants": Fault("", begins=broken_constants, options=MEASURED),
     "MemoryError while compiling": Fault("could not be compiled on rank", begins=fails_to_compile(MemoryError)),
