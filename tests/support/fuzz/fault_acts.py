@@ -97,19 +97,6 @@ def calls_once_more(context: Callable[[], Any]) -> Acts:
     return act
 
 
-def other_rate(loop: Loop, step: int) -> None:
-    """An optimizer's step behind the backward, whose rate is the odd rank's own."""
-    loop.honest = False
-    loop.train(step)
-    torch.optim.SGD(loop.net.parameters(), lr=0.1 if loop.is_odd else 0.2).step()
-
-
-def other_checkpoint(loop: Loop, step: int) -> None:
-    loop.honest = False
-    loop.net.load_state_dict({name: 2 * x for name, x in loop.net.state_dict().items()})
-    loop.train(step)
-
-
 def changed(name: str) -> Acts:
     """A weight or a buffer."""
 
