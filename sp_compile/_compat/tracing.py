@@ -45,6 +45,16 @@ def active_tracer() -> Any:
     return get_proxy_mode().tracer
 
 
+def name_of(x: torch.Tensor) -> Any:
+    """What stands for a tensor in the graph that is being made; None if nothing does."""
+    return active_tracer().tensor_tracker.get(x)
+
+
+def give_name(x: torch.Tensor, name: Any) -> None:
+    """Have what `name_of` gave stand for the tensor, whatever does now."""
+    active_tracer().tensor_tracker[x] = name
+
+
 @contextmanager
 def suspended_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
     """Run without recording (no dispatch, pre-dispatch or torch-function modes), still on fake tensors."""

@@ -21,7 +21,9 @@ from sp_compile._compat import (
     autograd_function_apply,
     enable_python_dispatcher,
     get_data,
+    give_name,
     make_fx,
+    name_of,
     pytree,
     register_hook_op,
     rename,
@@ -29,6 +31,7 @@ from sp_compile._compat import (
     set_grad_enabled,
     suspended_trace,
     track_tensor_tree,
+    versions,
 )
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import INHERITED
@@ -77,7 +80,7 @@ class _Lower(Interpreter):
         try:
             if n in self.functorch:
                 return self.inline_functorch(self.functorch[n], n)
-            return super().run_node(n)
+            return super().run_node(n) if torch.is_grad_enabled() else self.run_without_grad(n)
         except SpError:
             raise
         except Exception as error:
@@ -87,6 +90,16 @@ class _Lower(Interpreter):
                 "Keep this call out of the compiled region (torch.compiler.disable), or write it with tensor ops "
                 "whose shapes do not depend on data"
             ) from error
+
+    def run_without_grad(self, n: Node) -> Any:
+        """What an op gives back as it was given (`h.to(h.dtype)`) keeps its gradient, which its new name would not."""
+        given = [x for x in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)) if isinstance(x, torch.Tensor)]
+        before, names = versions(given), [name_of(x) for x in given]
+        result = super().run_node(n)
+        for x, name, unwritten in zip(given, names, versions(given) == before):
+            if name is not None and unwritten:
+                give_name(x, name)
+        return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in PYTHON_STATE_CALLS:

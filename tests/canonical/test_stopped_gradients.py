@@ -132,3 +132,26 @@ def nested(x: Tensor) -> Tensor:
 def test_regions_inside_of_others(f: Callable[[Tensor], Tensor]) -> None:
     model = Model(lambda x: x + f(x))
     assert verify(model, torch.randn(2, 6, WIDTH).double(), sp=2, seq_dims={"x": 1}).worst <= TOLERANCE
+
+
+ITSELF: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda h: h.to(h.dtype),
+    "flatten": lambda h: h.flatten(2),
+    "broadcast_tensors": lambda h: torch.broadcast_tensors(h, h)[0],
+    "loss": lambda h: F.mse_loss(h, h, reduction="none"),
+    "real": torch.real,
+}
+
+
+@pytest.mark.parametrize("op", ITSELF.values(), ids=ITSELF)
+def test_what_is_given_back_as_it_was_keeps_its_gradient(op: Callable[[Tensor], Tensor]) -> None:
+    """An op that has nothing to do gives its operand, under no_grad too, and others read the operand afterwards."""
+
+    def f(h: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = op(h)
+            scale = found.abs() + 1
+        return (h * scale + found.sin()).cumsum(1)
+
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert verify(Model(f), x, sp=2).worst < TOLERANCE
