@@ -15,15 +15,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.cost.liveness import WAIT, flops_of
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import closure
 from sp_compile.graph.mutation import is_pure
-
-c10d = torch.ops._c10d_functional
+from sp_compile.spmd.named_groups import is_under_way
 
 
 def overlap(*halves: GraphModule) -> None:
@@ -61,12 +59,12 @@ def _early_exchanges(graph: Graph) -> None:
     """
     gap: list[Node] = []
     for node in list(graph.nodes):
-        if _is_start(node) and not _is_sum(node):
+        if is_under_way(node) and not _is_sum(node):
             late = _late(gap, node)
             for place, moved in pairwise([node, *late]):
                 place.append(moved)
             gap = [*(n for n in gap if n not in late), node, *late]
-        elif node.op == "placeholder" or is_pure(node) or _is_start(node) or _draws_nothing(node):
+        elif node.op == "placeholder" or is_pure(node) or is_under_way(node) or _draws_nothing(node):
             gap.append(node)
         else:
             gap = []
@@ -77,7 +75,7 @@ def _late(gap: list[Node], exchange: Node) -> dict[Node, None]:
     inside = set(gap)
     needed = closure([exchange], lambda n: (x for x in n.all_input_nodes if x in inside))
     products = [n for n in gap if n not in needed and flops_of(n)]
-    late = dict.fromkeys([*products[-1:], *(n for n in gap if n not in needed and _is_start(n) and _is_sum(n))])
+    late = dict.fromkeys([*products[-1:], *(n for n in gap if n not in needed and is_under_way(n) and _is_sum(n))])
     for node in gap:
         if node not in needed and not late.keys().isdisjoint(node.all_input_nodes):
             late[node] = None
@@ -87,10 +85,6 @@ def _late(gap: list[Node], exchange: Node) -> dict[Node, None]:
 def _draws_nothing(node: Node) -> bool:
     """Is this attention without dropout? To torch it is a random op."""
     return bool(flops_of(node)) and Call(node).get("dropout_p") == 0
-
-
-def _is_start(node: Node) -> bool:
-    return getattr(node.target, "namespace", "") == c10d.name and node.target is not WAIT
 
 
 def _is_sum(node: Node) -> bool:

@@ -28,8 +28,8 @@ from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 from sp_compile.sharding.placement import Placement, Plan, Shard
+from sp_compile.spmd.named_groups import is_under_way
 
-c10d = torch.ops._c10d_functional
 PYTHON = ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "torch.nn.attention", "torch.sym")
 """Modules of what else a program may call."""
 
@@ -71,7 +71,7 @@ def _check_waited(node: Node) -> None:
     if getattr(node.target, "namespace", "") != "sp":
         return
     for source in node.all_input_nodes:
-        if getattr(source.target, "namespace", "") == c10d.name and source.target is not c10d.wait_tensor.default:
+        if is_under_way(source):
             raise SpError(f"{node.name} ({node.target}) at {at(node)} reads {source.name} before it is waited for")
 
 

@@ -22,6 +22,7 @@ from sp_compile.sharding.placement import REPLICATE, VARYING, Placement
 
 from .declare import declared
 
+c10d = torch.ops._c10d_functional
 # Namespaces of ops whose strings name groups, which ranks call as they like.
 WORDS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "sp")
 
@@ -106,6 +107,11 @@ def is_collective(node: Node) -> bool:
     """Does the node exchange something with other ranks?"""
     target: Any = node.target if node.op == "call_function" else None
     return namespace_of(target) in WORDS or "functional_collectives" in getattr(target, "__module__", "")
+
+
+def is_under_way(node: Node) -> bool:
+    """Is it an exchange that has begun, and that somebody has to wait for?"""
+    return namespace_of(node.target) == c10d.name and node.target is not c10d.wait_tensor.default
 
 
 def named_groups(node: Node) -> set[str]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from sp_compile.backend import compile_local, lower
 from sp_compile.capture.capture import capture
 from sp_compile.config import Ranks
-from sp_compile.lowering.simulate import GROUP
+from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.spmd.session import Session
 
 
@@ -23,6 +23,17 @@ def lowered(gm: GraphModule, inputs: list[Any], n: int, **options: Any) -> Graph
     session = Session(gm, inputs, options, measures=False)
     session.ranks = Ranks(n, GROUP)
     return lower(gm, inputs, options, session).graph
+
+
+def simulating(n: int, graphs: list[GraphModule], **options: Any) -> Callable[..., Any]:
+    """A backend: each graph of one of n simulated ranks, which is kept, runs on all of them, and gives the first's."""
+
+    def backend(gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
+        local = lowered(gm, given, n, **options)
+        graphs.append(local)
+        return lambda *args: run_ranks(n, lambda rank: local(*args))[0]
+
+    return backend
 
 
 def compile_halves(model: nn.Module, args: Sequence[Any], n: int, **options: Any) -> None:

@@ -13,17 +13,15 @@ from typing import Any
 import expecttest
 import pytest
 import torch
-from support.capturing import Backend, lowered
+from support.capturing import Backend, simulating
 from support.golden import show
 from support.models import Decoder, check, floats, rotated, seeded, tokens
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import sp_compile
 from sp_compile.graph.call import Call
-from sp_compile.lowering.simulate import run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 
@@ -322,17 +320,14 @@ def test_one_graph_for_all_lengths() -> None:
     torch._dynamo.reset()
     model, graphs = seeded(OfAnyLength), []
 
-    def backend(gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
-        graphs.append(lowered(gm, given, 4, cost={}, attention="ring"))
-        assert "ring_attention" in show(graphs[-1])
-        return lambda *args: run_ranks(4, lambda rank: graphs[-1](*args))[0]
-
+    backend = simulating(4, graphs, cost={}, attention="ring")
     compiled = torch.compile(model, backend=backend, dynamic=True)
     with torch.no_grad():
         for length in (13, 34):
             x, documents = floats(1, length, 16), torch.arange(length)[None] // 5
             torch.testing.assert_close(compiled(x, documents), model(x, documents), rtol=1e-9, atol=1e-9)
     assert len(graphs) == 1
+    assert "ring_attention" in show(graphs[0])
 
 
 @pytest.mark.slow

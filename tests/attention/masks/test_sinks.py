@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import lowered
+from support.capturing import simulating
 from support.golden import show
 from support.models import check, seeded, tokens
 from support.spellings.attention_spellings import EXCHANGED, Model, additive, before, documents, learned, with_sinks
 from torch import Tensor
-from torch.fx import GraphModule
 
-from sp_compile.lowering.simulate import run_ranks
 from sp_compile.passes.report import Report
 
 SIZES = [(1, 7), (2, 17), (3, 13), (4, 16), (4, 18), (4, 3)]
@@ -112,11 +110,7 @@ def test_one_graph_for_all_lengths() -> None:
     torch._dynamo.reset()
     model, graphs = seeded(lambda: Layers(causal)), []
 
-    def backend(gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
-        graphs.append(lowered(gm, given, 4, cost={}, attention="ring"))
-        assert "sp.ring_attention" in show(graphs[-1])
-        return lambda *args: run_ranks(4, lambda rank: graphs[-1](*args))[0]
-
+    backend = simulating(4, graphs, cost={}, attention="ring")
     compiled = torch.compile(model, backend=backend, dynamic=True)
     with torch.no_grad():
         for length in (13, 18):
@@ -124,6 +118,7 @@ def test_one_graph_for_all_lengths() -> None:
             given = tokens(length), padding, padding.long()
             torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-9, atol=1e-9)
     assert len(graphs) == 1
+    assert "sp.ring_attention" in show(graphs[0])
 
 
 def test_heads_without_a_sink_and_rows_without_a_key() -> None:
