@@ -32,6 +32,7 @@ from sp_compile.lowering.masks.deal import dealt
 from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note
+from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import DEALT
 
 from .lookups import distinct, may_precede, move_before, vectors_of
@@ -82,7 +83,8 @@ class Deal(Pass):
         fronts, behinds = (self.sizes.list(dict.fromkeys(x)) for x in zip(*sorted(ends, key=str)))
         with self.graph.inserting_before(first):
             device = first.all_input_nodes[0].meta["val"].device
-            stride = min((call.get("ulysses", 1) for call in attends), default=1)  # rows of a hybrid's neighbourhood
+            strategies = ((strategy_of(call.node.target), call) for call in attends)
+            stride = min((strategy.neighbours(call) if strategy else 1 for strategy, call in strategies), default=1)
             args = (self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, stride, device)
             made = self.compute(sp.deal.default, args, first)
             parts = [self.emit(operator.getitem, (made, i), x, first) for i, x in enumerate(made.meta["val"])]

@@ -176,6 +176,9 @@ class Strategy:
         that cannot be is returned with the reason, or not at all.
     sends(call, n): the bytes that one of n ranks sends in a call of the op, forward and backward. Needed with an op.
     declare(call, ranks): makes the routes of the op's exchanges known (`sp_compile.lowering.routes`), if it has any.
+    neighbours(call): how many ranks next to each other exchange heads in a call of the op, so that the rows of all of
+        them are what one of them attends with.
+    always: does it split any attention over any number of ranks, of which each holds its part only?
     """
 
     name: str
@@ -184,6 +187,8 @@ class Strategy:
     candidates: Callable[[Shape, Machine, str], Iterable[Candidate]]
     sends: Callable[[Call, int], tuple[Size, Size]] | None = None
     declare: Callable[[Call, Ranks], None] = lambda call, ranks: None
+    neighbours: Callable[[Call], int] = lambda call: 1
+    always: bool = False
 
     def __post_init__(self) -> None:
         if self.op is not None and self.sends is None:

@@ -99,4 +99,14 @@ def _declare(call: Call, ranks: Ranks) -> None:
     routes.declare(ranks.group, call["ulysses"], ranks.n // call["ulysses"])
 
 
-register(Strategy(name="hybrid", preference=3, rewrite=Hybrid, candidates=_candidates, sends=_sends, declare=_declare))
+register(
+    Strategy(
+        name="hybrid",
+        preference=3,
+        rewrite=Hybrid,
+        candidates=_candidates,
+        sends=_sends,
+        declare=_declare,
+        neighbours=lambda call: call["ulysses"],
+    )
+)

@@ -135,5 +135,6 @@ register(
         candidates=lambda shape, machine, layout: [candidate(shape, machine, layout)],
         sends=_sends,
         declare=lambda call, ranks: routes.declare(ranks.group, 1, call["steps"]),
+        always=True,
     )
 )

@@ -23,7 +23,7 @@ from tabulate import tabulate
 from torch import nn
 
 from sp_compile.config import OFFLOAD, STRATEGIES, SPConfig
-from sp_compile.cost.attention import Candidate, candidates
+from sp_compile.cost.attention import Candidate, attention_strategies, candidates
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.exchanges import collectives_of
 from sp_compile.cost.machine import Machine
@@ -37,8 +37,8 @@ from sp_compile.verify import explain_each
 from .layers import Depth, checkpointed
 
 UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-SAMPLES, SAMPLED = (2, 4), "ring"
-"""Numbers of ranks that are looked at, and how attention is split there: any can be, in few ops on few ranks."""
+SAMPLES = 2, 4
+"""Numbers of ranks that are looked at, with every attention split in the same way."""
 TILES = 16
 """That work on rows is done in, where tiles are tried."""
 SHARES = tuple(i / 20 for i in range(1, 21))
@@ -169,7 +169,8 @@ def plan(
     sent = config.pop("offload", "auto")
     shares = {"auto": SHARES, "never": ()}[sent] if isinstance(sent, str) and sent in OFFLOAD else (sent,)
     SPConfig(offload=sent)
-    given = {**config, "attention": SAMPLED, "cost": {**(cost or {}), "memory": 1e18}, "kwargs": dict(kwargs or {})}
+    sampled = next(strategy.name for strategy in attention_strategies() if strategy.always)
+    given = {**config, "attention": sampled, "cost": {**(cost or {}), "memory": 1e18}, "kwargs": dict(kwargs or {})}
     tokens = _tokens([*inputs, *(kwargs or {}).values()])
     found = StepPlan(device, ModelBytes.of(model))
     depth = Depth.of(model)
