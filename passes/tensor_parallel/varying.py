@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
+from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import product, same, sizes, typical
 from sp_compile.passes.base import Pass
@@ -131,16 +132,10 @@ def wait_of(node: Node) -> Node | None:
 
 def respell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:
     """One call in place of the node, and of all that only the node read; what is known of it is what is of `like`."""
+    editor = Editor().edit(gm.graph)
     with gm.graph.inserting_before(node):
-        new = gm.graph.call_function(target, args)
-    new.meta.update(like.meta)
-    node.replace_all_uses_with(new)
-    waiting = [node]
-    while waiting:
-        old = waiting.pop()
-        if not old.users and old.op == "call_function":
-            waiting.extend(old.all_input_nodes)
-            gm.graph.erase_node(old)
+        new = editor.emit(target, args, like.meta["val"], like)
+    editor.replace(node, new)
     return new
 
 

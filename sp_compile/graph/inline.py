@@ -41,7 +41,6 @@ def _inline(editor: Editor, node: Node, decompositions: Mapping[Any, Callable[..
     with mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(body, decomposition_table=dict(decompositions), tracing_mode="real")(*values)
     traced.graph.eliminate_dead_code()
-    inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with editor.graph.inserting_before(node):
-        results = editor.graph.graph_copy(traced.graph, inputs)
+        results = editor.inline(traced, operands, node)
     editor.replace(node, results)
