@@ -17,6 +17,7 @@ from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.sharding.placement import Placement, Plan, Shard
+from sp_compile.sharding.rule import unchanged
 
 from .propagate import propagate
 
@@ -72,6 +73,7 @@ def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:
     return Settings(Ranks(ranks, "") if isinstance(ranks, int) else ranks, **options)
 
 
+@unchanged()
 def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     """Name the axes, find the sequence, propagate. Raises SpError when `seq_dims` names no input."""
     axes = name_axes(gm)

@@ -26,7 +26,7 @@ from sp_compile.passes.job import Job
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes, name_axes
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
-from sp_compile.sharding.rule import Factors, lookup, transfer_of
+from sp_compile.sharding.rule import Factors, lookup, transfer_of, unchanged
 from sp_compile.spmd.inputs import Facts
 from sp_compile.spmd.named_groups import Grid
 
@@ -75,6 +75,7 @@ class ScatterJob(Job):
         """What runs on shards from here on."""
         return [node for node, layer in self.layers.items() if layer.mode == "scattered"]
 
+    @unchanged()
     def analyse(self, gm: GraphModule) -> tuple[Axes, Plan]:
         """Where every value lies, given where the scattered ones do."""
         axes = name_axes(gm)

@@ -23,7 +23,9 @@ The notation is that of einops and of Shardy's op sharding rules (openxla.org/sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -44,14 +46,31 @@ TransferFunction = Callable[[Call], tuple[Placement, ...]]
 POINTWISE = torch.Tag.pointwise  # registering this key gives the rule of every op that carries the tag
 _REGISTRY: dict[Any, RuleFunction] = {}
 _TRANSFERS: dict[Any, TransferFunction] = {}
+_SEEN: ContextVar[dict[Node, tuple[Call, Factors | None]] | None] = ContextVar("calls and their rules", default=None)
 
 
 def lookup(node: Node) -> tuple[Call, Factors | None] | None:
     """The call and its rule; None when the node is not an ATen-like op; rule None when nothing is known of it."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
+    seen = _SEEN.get()
+    if seen is not None and node in seen:
+        return seen[node]
     call, function = Call(node), _function_of(node.target)
-    return call, function(call) if function is not None else None
+    found = call, function(call) if function is not None else None
+    if seen is not None:
+        seen[node] = found
+    return found
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """While no graph changes, a call and its rule stay what they are: `lookup` makes them once."""
+    token = _SEEN.set({})
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
 
 
 def has_rule(target: Any) -> bool:
