@@ -116,12 +116,16 @@ class ScanIdioms(Spelling):
         self.replace(node, fresh)
 
     def _turn(self, node: Node) -> bool:
-        """A recurrence backwards: flip(sp.linear_scan(flip(a), flip(b))). And nothing at all: flip(flip(x))."""
+        """A recurrence backwards: flip(sp.linear_scan(flip(a), flip(b))). And a copy, no more: flip(flip(x)).
+
+        A result that is written to later, or a value with a hook, must not become another one.
+        """
         if node.target is not aten.flip.default:
             return False
         inner = origin(node.args[0])
         if inner.target is aten.flip.default and inner.args[1] == node.args[1]:
-            self.replace(node, inner.args[0])
+            with self.graph.inserting_before(node):
+                self.replace(node, self.compute(aten.clone.default, (inner.args[0],), node))
             return True
         if inner.target is not sp.linear_scan.default or not dies_with(inner, node):
             return False

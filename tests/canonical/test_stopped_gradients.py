@@ -155,3 +155,23 @@ def test_what_is_given_back_as_it_was_keeps_its_gradient(op: Callable[[Tensor], 
 
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert verify(Model(f), x, sp=2).worst < TOLERANCE
+
+
+class FlippedTwice(nn.Module):
+    """Of the sum of what follows, twice turned around: a value of its own, which may have a hook or be written to."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        sums = x.cumsum(1)
+        y = sums[:, -1:] - sums + x
+        z = y.flip(1).flip(1)
+        if z.requires_grad:
+            z.register_hook(lambda gradient: gradient * 0.5)
+        return y, z
+
+
+def test_two_flips_make_another_value() -> None:
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64, requires_grad=True)
+    for n in (1, 2):
+        assert verify(FlippedTwice(), x, sp=n, seq_dims={"x": 1}).worst < TOLERANCE
+    y, z = torch.compile(FlippedTwice(), backend="sp", options={"compiler": "aot_eager"})(x)
+    assert y.untyped_storage().data_ptr() != z.untyped_storage().data_ptr()
