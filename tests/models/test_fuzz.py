@@ -46,6 +46,23 @@ def test_ops_behind_attention_equal_one_device(name: str) -> None:
 
 
 FOUND = {
+    "a value that is flipped twice has another one's gradient": (
+        [
+            Step("idiom", (0,), (0, "last - cumsum", "", "", "")),
+            Step("flip", (0,), (0,)),
+            Step("flip", (2,), (0,), "hooked"),
+        ],
+        ((2, 4, 5), 2, 2),
+    ),
+    "gradients that are all zero but for rounding": (
+        [
+            Step("mean", (0,), (0, True)),
+            Step("normalized", (1,), (0,)),
+            Step("convolved", (2,), (0,)),
+            Step("normalized", (3,), (0,)),
+        ],
+        ((3, 6, 5), 2, 1),
+    ),
     "a window of one row broadcasts": (
         [Step("sin", (0,)), Step("slice", (1,), (1, 1, None, 1)), Step("mul", (1, 2))],
         ((2, 2, 4), 2, 1),

@@ -287,7 +287,8 @@ def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
             given = list(map(_cotangent, outs))
             grads = torch.autograd.grad(outs, list(wanted.values()), given, materialize_grads=True)
         largest = max((_largest(g) for g in grads), default=0.0)
-        floors = dict.fromkeys(wanted, ROUNDING * largest)
+        # Where all of them are zero but for rounding, that of numbers around one.
+        floors = dict.fromkeys(wanted, max(ROUNDING * largest, LAST_BITS / TOLERANCE))
         values |= zip(wanted, grads)
     values |= {f"input {i} afterwards": x for i, x in enumerate(leaves)}
     return Run({name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}, floors)
