@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -318,7 +319,15 @@ def _differences(expected: Run, found: Sequence[Run]) -> dict[str, float]:
             tolerance = TOLERANCES.get(getattr(a, "dtype", None), TOLERANCE)
             if not error <= tolerance:
                 worst[name] = max(worst.get(name, 0.0), error)
+        worst |= dict.fromkeys(_sharing(one) - _sharing(expected), float("inf"))
     return worst
+
+
+def _sharing(run: Run) -> set[str]:
+    """Results and inputs that lie in the same memory: to write to one is to write to the other."""
+    strided = [(n, x) for n, x in run.values.items() if isinstance(x, Tensor) and x.layout == torch.strided]
+    named = [(name, x.untyped_storage().data_ptr()) for name, x in strided if x.numel() and "gradient" not in name]
+    return {f"memory of {a} and {b}" for (a, x), (b, y) in itertools.combinations(named, 2) if x == y}
 
 
 def _error(expected: Any, found: Any, floor: float) -> float:
