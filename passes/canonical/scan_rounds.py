@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.sizes import sizes
+from sp_compile.graph.sizes import same, sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import order_of, origin
+from sp_compile.sharding.matchers import Piece, order_of, origin, piece_of, slice_of
+from sp_compile.sharding.windows import plain
 
 aten = torch.ops.aten
 COMBINED = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.default: "logsumexp"}
@@ -85,8 +86,10 @@ class ScanRounds(Spelling):
         return self.number[term]
 
     def _value(self, node: Node) -> Tensor | None:
-        if (same := origin(node)) in self.values:
-            return self.values[same]
+        if (known := origin(node)) in self.values:
+            return self.values[known]
+        if (piece := slice_of(node)) is not None and piece.source in self.values:
+            return self._piece(piece)
         inputs = node.all_input_nodes
         if node.op != "call_function" or not inputs or any(i not in self.values for i in inputs):
             return None
@@ -100,6 +103,13 @@ class ScanRounds(Spelling):
         op = COMBINED[node.target]
         pairs = zip(left.flatten().tolist(), right.flatten().tolist())
         return _numbers([self._combined(op, a, b) for a, b in pairs], left.shape)
+
+    def _piece(self, piece: Piece) -> Tensor | None:
+        rows, start, length = self.values[piece.source], plain(piece.start), plain(piece.length)
+        if not isinstance(start, int) or not isinstance(length, int):
+            return None
+        everywhere = rows.shape[piece.dim] == 1  # the same in all positions
+        return rows.narrow(piece.dim, 0, min(length, 1)) if everywhere else rows.narrow(piece.dim, start, length)
 
     def _handed_on(self, node: Node) -> Tensor | None:
         if node.target in (aten.pad.default, aten.constant_pad_nd.default) and Call(node)["value"] not in (None, 0):
@@ -142,8 +152,8 @@ class ScanRounds(Spelling):
             if isinstance(op, tuple):
                 out = self.compute(torch.ops.sp.linear_scan.default, (*operands, None, dim), node)
             else:
-                same = {} if op == "logsumexp" else {"dtype": node.meta["val"].dtype}
-                out = self.compute(SCANS[op], (operands[0], dim), node, same)
+                options = {} if op == "logsumexp" else {"dtype": node.meta["val"].dtype}
+                out = self.compute(SCANS[op], (operands[0], dim), node, options)
             if undo is not None:
                 out = self.compute(undo.target, (out, *undo.args[1:]), node)
         self.replace(node, out)
@@ -157,16 +167,14 @@ def _leaves(node: Node) -> dict[Node, int]:
     """What may be scanned, and along which dim: the sources of two slices that start elsewhere and are combined."""
     if node.op != "call_function" or node.target not in COMBINED or len(node.args) != 2:
         return {}
-    slices = [origin(x) for x in node.args]
-    if any(not is_tensor(x) or x.target is not aten.slice.Tensor for x in slices):
+    one, other = (piece_of(origin(x)) if is_tensor(x) else None for x in node.args)
+    if one is None or other is None or not (one.keeps and other.keeps):
         return {}
-    calls = [Call(x) for x in slices]
-    dims, starts = [c.dim() for c in calls], [c["start"] or 0 for c in calls]
-    sources = [origin(c.operands[0]) for c in calls]
-    whole = all(isinstance(x.meta["val"].shape[d], int) for x, d in zip(sources, dims))
-    if dims[0] != dims[1] or starts[0] == starts[1] or not whole:
+    if one.dim != other.dim or same(one.start, other.start):
         return {}
-    return dict(zip(sources, dims))
+    sources = [origin(piece.source) for piece in (one, other)]
+    whole = all(isinstance(x.meta["val"].shape[one.dim], int) for x in sources)
+    return dict.fromkeys(sources, one.dim) if whole else {}
 
 
 def _combine(op: str, before: Term, after: Term) -> Term | None:

@@ -1,11 +1,13 @@
-"""Ops that read nothing of an operand but its dtype, device or number become ops that say so.
+"""Ops that read nothing of an operand but its dtype, device or number become ops that say so; aliases become the op.
 
     new_zeros(x, size)   ->  zeros(size, dtype, device)        x need not be whole, nor anywhere
     type_as(x, y)        ->  to(x, dtype of y)
     x.double().float()   ->  clone(x)                          where x is float32, or whatever is exact
     squeeze(x)           ->  squeeze(x, the dims of size 1)    a rank with one row must not lose the dim
-    cat([empty, x])      ->  x
+    cat([empty, x])      ->  clone(x)
     assert x's dtype     ->  nothing                           the trace knows it; a rank's shard has the same
+    multiply(x, y)       ->  mul(x, y)                         torch has two names for one op
+    hstack([x, y])       ->  cat([x, y], 1)                    and short ones for options of an op
 
 Part of canonicalize; every entry keeps the value exactly. Leaves alone: what is not in the table.
 
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile._compat import schema_of
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import size, sizes
 from sp_compile.passes.base import Spelling, register
@@ -48,8 +51,6 @@ class Explicit(Spelling):
             spelling = _SPELLINGS[node.target](node) if node.target in _SPELLINGS else None
             if spelling is REMOVED:
                 gm.graph.erase_node(node)
-            elif isinstance(spelling, Node):
-                self.replace(node, spelling)
             elif spelling is not None:
                 before = node.all_input_nodes
                 node.target, node.args, node.kwargs = spelling
@@ -80,22 +81,109 @@ def _squeeze(node: Node) -> CallForm:
     return aten.squeeze.dims, (source, ones), {}
 
 
-def _cat(node: Node) -> Node | None:
+def _cat(node: Node) -> CallForm | None:
     parts = [p for p in Call(node).operands if sizes(p.meta["val"].shape) != (0,)]
-    return parts[0] if len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype else None
+    alone = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
+    return (aten.clone.default, (parts[0],), {}) if alone else None
+
+
+def _join(dim: int) -> Any:
+    """Operands that have the dim already, one behind the other along it; vectors along their only one, by hstack."""
+
+    def spell(node: Node) -> CallForm | None:
+        ndim = node.meta["val"].ndim
+        if any(x.meta["val"].ndim != ndim for x in Call(node).operands):
+            return None
+        return aten.cat.default, (node.args[0], min(dim, ndim - 1)), {}
+
+    return spell
+
+
+def _flip(dim: int) -> Any:
+    return lambda node: (aten.flip.default, (node.args[0], [dim]), {})
+
+
+def _tile(node: Node) -> CallForm:
+    call = Call(node)
+    ones = [1] * (call.ndim() - len(call["dims"]))
+    return aten.repeat.default, (call.operands[0], [*ones, *call["dims"]]), {}
+
+
+def _log_softmax(node: Node) -> CallForm:
+    call = Call(node)
+    return aten.log_softmax.int, (call.operands[0], call["dim"], call["dtype"]), {}
+
+
+_ALIASES = {
+    "absolute": aten.abs,
+    "arctan2": aten.atan2,
+    "clip": aten.clamp,
+    "concat": aten.cat,
+    "concatenate": aten.cat,
+    "divide": aten.div,
+    "greater": aten.gt,
+    "greater_equal": aten.ge,
+    "less": aten.lt,
+    "less_equal": aten.le,
+    "moveaxis": aten.movedim,
+    "multiply": aten.mul,
+    "negative": aten.neg,
+    "not_equal": aten.ne,
+    "special_exp2": aten.exp2,
+    "special_expit": aten.sigmoid,
+    "special_expm1": aten.expm1,
+    "special_log1p": aten.log1p,
+    "special_logsumexp": aten.logsumexp,
+    "special_softmax": aten.softmax,
+    "subtract": aten.sub,
+    "swapaxes": aten.transpose,
+    "swapdims": aten.transpose,
+    "true_divide": aten.div,
+}
+"""Names of one op."""
+
+
+def _taken(op: Any) -> list[tuple[str, bool]]:
+    return [(str(argument.type), argument.kwarg_only) for argument in schema_of(op).arguments]
+
+
+def _as(op: Any) -> Any:
+    return lambda node: (op, node.args, node.kwargs)
+
+
+def _aliases() -> dict[Any, Any]:
+    """Each overload as the one of the other name that takes the same."""
+    found = {}
+    for name, packet in _ALIASES.items():
+        others = [getattr(packet, overload) for overload in packet.overloads()]
+        for overload in getattr(aten, name).overloads():
+            alias = getattr(getattr(aten, name), overload)
+            same = [other for other in others if _taken(other) == _taken(alias)]
+            if same and not schema_of(alias).is_mutable:
+                found[alias] = _as(same[0])
+    return found
 
 
 _SPELLINGS = {
+    **_aliases(),
     aten._assert_tensor_metadata.default: lambda node: REMOVED,
     aten.cat.default: _cat,
+    aten.dstack.default: _join(2),
+    aten.fliplr.default: _flip(1),
+    aten.flipud.default: _flip(0),
+    aten.hstack.default: _join(1),
     aten.new_empty.default: _made_like(aten.empty.memory_format),
     aten.new_full.default: _made_like(aten.full.default, fill=True),
     aten.new_ones.default: _made_like(aten.ones.default),
     aten.new_zeros.default: _made_like(aten.zeros.default),
+    aten.row_stack.default: _join(0),
+    aten.special_log_softmax.default: _log_softmax,
     aten.squeeze.default: _squeeze,
+    aten.tile.default: _tile,
     aten.to.dtype: lambda node: (aten.clone.default, (x,), {}) if (x := uncast(node)) is not None else None,
     aten.to.other: _cast,
     aten.type_as.default: _cast,
+    aten.vstack.default: _join(0),
 }
 
 

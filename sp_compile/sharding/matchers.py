@@ -359,6 +359,8 @@ def constant_of(node: Any) -> Number | None:
         fill = Call(node)["fill_value" if node.target in FILLS else "s"]
         held = fill if isinstance(fill, Number) else constant_of(fill)
         return None if held is None else _in_dtype(held, node.meta["val"].dtype)
+    if node.target is aten.repeat.default:
+        return constant_of(node.args[0])
     if node.target is aten.sqrt.default:
         root = constant_of(node.args[0])
         return math.sqrt(root) if root is not None and root >= 0 else None

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from canonical.toy_spelling import Doubled
 from support.golden import captured
+from support.spellings.toy_spelling import Doubled
 from torch import Tensor, nn
 
 import sp_compile

@@ -42,7 +42,7 @@ from .scores import Scores, between_products, keeps_matrices, scores_of, why_no_
 from .sinks import Reading, Sinks, read_by
 
 aten, sp = torch.ops.aten, torch.ops.sp
-SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.special_softmax.default)
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
 
 
 @dataclass

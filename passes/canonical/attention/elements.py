@@ -11,6 +11,7 @@ exact or not understood: integers, infinities, and nothing whose rounding could 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from torch.fx import Node
 from sp_compile._compat import OpOverload, schema_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.sizes import same, size, sizes
-from sp_compile.sharding.matchers import constant_of, element_of, origin
+from sp_compile.sharding.matchers import Piece, constant_of, element_of, origin, piece_of
 from sp_compile.sharding.rule import entry
 
 from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
@@ -88,6 +89,8 @@ class Positions:
 
     def _computed(self, node: Node, coords: Coords) -> Element | None:
         """What the op makes of its operands; None where nothing is known of it."""
+        if node.target is operator.getitem:
+            return self._of_piece(piece, coords) if (piece := piece_of(node)) is not None else None
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             return None
         handler = HANDLERS.get(str(schema_of(node.target).name).removeprefix("aten::"))
@@ -95,6 +98,14 @@ class Positions:
             return handler(self, Call(node), coords)
         moved = element_of(node, coords)  # by the op's rule, for all that only moves or casts
         return None if moved is None else self.at(*moved)
+
+    def _of_piece(self, piece: Piece, coords: Coords) -> Element:
+        """One result of a split, a chunk or an unbind."""
+        dim, start = piece.dim, piece.start
+        if not isinstance(start, int):
+            raise NotSymbolic(f"begins at {start}")
+        here, rest = (start + coords[dim], coords[dim + 1 :]) if piece.keeps else (sympy.Integer(start), coords[dim:])
+        return self.at(piece.source, (*coords[:dim], here, *rest))
 
     def _leaf(self, node: Node, coords: Coords) -> Element:
         value = node.meta["val"]

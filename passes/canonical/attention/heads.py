@@ -2,6 +2,7 @@
 
     cat([sdpa(q_i, k_i, v_i) for i in heads], -1)     (B, T, E) each
         ->  out = sdpa(stack(q_i, 1), stack(k_i, 1), stack(v_i, 1));  reshape(transpose(out, 1, 2), (B, T, H * E))
+    stack([sdpa(q_i, k_i, v_i) for i in heads], d)    (B, T, E) each:  movedim(out, 1, d)
     sdpa(stack(q_i, 0), stack(k_i, 0), stack(v_i, 0))  (H, B, T, E): transposed(0, 1) around it
 
 Masks that are computed alike stay one; others are stacked, too. Bytes moved: none. Leaves alone: heads of different
@@ -49,7 +50,7 @@ class StackHeads(Spelling):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         nodes = list(self.graph.nodes)
-        joined = [self._join(n) for n in nodes if n.target is aten.cat.default]
+        joined = [self._join(n) for n in nodes if n.target in (aten.cat.default, aten.stack.default)]
         turned = [self._turn(n) for n in self.graph.find_nodes(op="call_function", target=SDPA)]
         return sum(joined) + sum(turned)
 
@@ -58,7 +59,10 @@ class StackHeads(Spelling):
         heads = [origin(x) for x in given]
         if len(heads) < 2 or any(h.target is not SDPA or not dies_with(h, cat) for h in heads):
             return False
-        if len(set(heads)) < len(heads) or heads[0].meta["val"].ndim != 3 or Call(cat)["dim"] not in (2, -1):
+        if len(set(heads)) < len(heads) or heads[0].meta["val"].ndim != 3:
+            return False
+        stacked, dim = cat.target is aten.stack.default, Call(cat)["dim"] % cat.meta["val"].ndim
+        if not stacked and dim != 2:
             return False
         calls = [Call(h) for h in heads]
         if any(not _alike(calls[0], c) for c in calls[1:]):
@@ -73,9 +77,12 @@ class StackHeads(Spelling):
             operands.append(self._mask(masks, cat))
             options = {name: calls[0][name] for name in ("dropout_p", "is_causal", "scale")}
             out = self.compute(SDPA, tuple(operands), cat, options)
-            out = self.compute(aten.transpose.int, (out, 1, 2), cat)
-            batch, length, count, width = sizes(out.meta["val"].shape)
-            out = self.reshaped(out, (batch, length, product((count, width))), cat)
+            if stacked:
+                out = self.compute(aten.movedim.int, (out, 1, dim), cat) if dim != 1 else out
+            else:
+                out = self.compute(aten.transpose.int, (out, 1, 2), cat)
+                batch, length, count, width = sizes(out.meta["val"].shape)
+                out = self.reshaped(out, (batch, length, product((count, width))), cat)
         cat.replace_all_uses_with(out)
         self.erase([*heads, *(step for x, h in zip(given, heads) for step in steps_to(x, h)), cat])
         return True

@@ -71,7 +71,7 @@ def _sinks_of(share: Node, lse: Node, rows: tuple[Size, ...]) -> tuple[Node, tup
         if other.target is not aten.logsumexp.default or not Call(other)["keepdim"]:
             return None
         joined = Call(other).operands[0]
-        both = Call(joined).operands if joined.target in (aten.cat.default, aten.concat.default) else []
+        both = Call(joined).operands if joined.target is aten.cat.default else []
         last = joined.meta["val"].ndim - 1
         if len(both) != 2 or [d % (last + 1) for d in Call(other)["dim"]] != [last] or Call(joined).dim() != last:
             return None

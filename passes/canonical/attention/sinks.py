@@ -70,7 +70,7 @@ def read_by(x: Any, *readers: Node) -> Reading:
     if x.target is aten.sub.Tensor and (greatest := _greatest(x)):
         return read_by(Call(x).operands[0], greatest[0], x).behind(*greatest, x)
     joined = Call(x).operands
-    if x.target in (aten.cat.default, aten.concat.default) and len(joined) == 2 and _along_last(x):
+    if x.target is aten.cat.default and len(joined) == 2 and _along_last(x):
         widths = [sizes(part.meta["val"].shape)[-1] for part in joined]
         for first in (False, True):
             scores, sinks = joined[::-1] if first else joined
