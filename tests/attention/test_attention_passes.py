@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from support.golden import captured, show
 
+from sp_compile import explain
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 from sp_compile.lowering.simulate import GROUP
@@ -149,5 +150,15 @@ def test_ulysses_that_was_asked_for_and_cannot_be():
 
 def test_a_hybrid_of_ranks_that_do_not_factor():
     gm = captured(causal, torch.randn(1, 15, 16))
-    with pytest.raises(SpError, match="no U > 1 with 1 < U < n does not factor 3 ranks"):
+    with pytest.raises(SpError, match="no U with 1 < U < 3 divides both the 3 ranks"):
         Hybrid(Ranks(3, GROUP))(gm)
+
+
+def test_a_hybrid_of_what_has_no_heads():
+    class Plain(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x.sin().flatten(0, 1)
+            return F.scaled_dot_product_attention(h, h, h.sin())
+
+    with pytest.raises(SpError, match="no U with 1 < U < 2 divides both the 2 ranks and the 1 query heads"):
+        explain(Plain(), torch.randn(1, 5, 3), sp=2, attention="hybrid", seq_dims={"x": 1})

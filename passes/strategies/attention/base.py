@@ -95,8 +95,8 @@ class ShardedAttention(AttentionPass):
             return "its queries are not sharded along their sequence"
         if self.moves_keys and not (key is not None and value is not None and key.matches(value)):
             return "its keys and values are not sharded alike along their sequence"
-        if call.get("enable_gqa") and not divides(*_heads(call)):
-            return f"{_heads(call)[0]} key heads do not divide {_heads(call)[1]} query heads"
+        if call.get("enable_gqa") and not divides(*heads_of(call)):
+            return f"{heads_of(call)[0]} key heads do not divide {heads_of(call)[1]} query heads"
         vectors = [*call.get("rows", []), *call.get("cols", [])]
         if call.ndim(0) != 4 and any(sizes(v.meta["val"].shape)[0] != 1 for v in vectors):
             return "its mask differs from batch to batch, and its operands have no head dim"
@@ -173,8 +173,10 @@ class ShardedAttention(AttentionPass):
         return self.reshaped(mask, (1,) * (4 - len(shape)) + shape, node)
 
 
-def _heads(call: Call) -> tuple[Any, Any]:
-    return call.shape(1)[-3], call.shape(0)[-3]
+def heads_of(call: Call) -> tuple[Any, Any]:
+    """How many key heads and query heads; one where there is no such dim."""
+    keys, queries = (call.shape(i)[-3] if call.ndim(i) > 2 else 1 for i in (1, 0))
+    return keys, queries
 
 
 def heads_broadcast(call: Call) -> bool:

@@ -31,7 +31,7 @@ from sp_compile.passes.localize.gradients import differentiable_nodes
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import DEALT, Plan, Shard
 
-from .base import heads_broadcast, may_hold_fills, sequence_shard
+from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
 from .memory import memory_of
 
 BALANCED = "layout='balanced'"
@@ -158,12 +158,12 @@ def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -
 
 
 def _unfit(node: Node, job: Settings, allowed: Iterable[Candidate], legal: set[str]) -> str:
-    call, n = Call(node), job.ranks.n
+    n, (key_heads, heads) = job.ranks.n, heads_of(Call(node))
     why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
     return (
         f"{node.name} ({node.target}) at {at(node)}: attention={job.attention!r} on {n} ranks"
         + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis," if job.ranks.ulysses else "")
-        + f" cannot take its {call.shape(0)[-3]} query heads and {call.shape(1)[-3]} key heads"
+        + f" cannot take its {heads} query heads and {key_heads} key heads"
         + (f" ({why})" if why else f": no U with 1 < U < {n} divides both {n} and the query heads")
         + f"; use attention={', '.join(map(repr, ['auto', *sorted(legal)]))}, or another mesh"
     )

@@ -27,7 +27,7 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides
 from sp_compile.lowering import routes
 
-from .base import ShardedAttention, register
+from .base import ShardedAttention, heads_of, register
 from .ring import candidate, ring_grads, sends
 from .ulysses import exchange_seconds, exchanged_memory
 
@@ -44,11 +44,13 @@ class Hybrid(ShardedAttention):
     def unfit(self, call: Call) -> str | None:
         if self._ulysses(call) is not None:
             return None
-        n, heads = self.job.ranks.n, call.shape(0)[-3]
+        n, (_, heads) = self.job.ranks.n, heads_of(call)
+        given = self.job.ranks.ulysses
+        which = f"{given}, of the mesh's 'ulysses' axis, does not divide" if given else f"no U with 1 < U < {n} divides"
         raise self.error(
             call.node,
-            f"attention='hybrid': {self.job.ranks.ulysses or 'no U > 1 with 1 < U < n'} does not factor {n} ranks so "
-            f"that it divides the {heads} query heads; use another mesh, {self.others()}",
+            f"attention='hybrid': {which} both the {n} ranks and the {heads} query heads; use another mesh, "
+            f"{self.others()}",
         )
 
     def last(self, node: Node) -> tuple[Any, ...]:
@@ -61,7 +63,7 @@ class Hybrid(ShardedAttention):
 
     def _ulysses(self, call: Call) -> int | None:
         choice = record(call.node).choice
-        n, heads = self.job.ranks.n, call.shape(0)[-3]
+        n, (_, heads) = self.job.ranks.n, heads_of(call)
         if choice is not None:
             return choice.ulysses
         wanted = self.job.ranks.ulysses
