@@ -133,10 +133,13 @@ class SPConfig:
         chunks = self.ulysses_chunks
         if chunks != "auto" and (type(chunks) is not int or chunks < 1):
             raise SpError(f"ulysses_chunks={chunks!r}: expected 'auto' or a number of groups of heads")
-        if chunks != "auto" and self.attention not in ("auto", "ulysses"):
-            raise SpError(
-                f"ulysses_chunks={chunks!r}: attention={self.attention!r} does it not; use 'ulysses' or 'auto'"
-            )
+        for strategy in STRATEGIES.values():
+            for name in strategy.options if self.attention not in ("auto", strategy.name) else ():
+                if getattr(self, name) != "auto":
+                    raise SpError(
+                        f"{name}={getattr(self, name)!r}: attention={self.attention!r} does it not; use "
+                        f"{strategy.name!r} or 'auto'"
+                    )
         if self.offload not in OFFLOAD and not _is_share(self.offload):
             raise SpError(
                 f"offload={self.offload!r}: expected 'never', 'auto' or a number from 0 to 1"

@@ -179,6 +179,7 @@ class Strategy:
     neighbours(call): how many ranks next to each other exchange heads in a call of the op, so that the rows of all of
         them are what one of them attends with.
     always: does it split any attention over any number of ranks, of which each holds its part only?
+    options: fields of SPConfig that are for it alone, "auto" where nothing is asked for.
     """
 
     name: str
@@ -189,6 +190,7 @@ class Strategy:
     declare: Callable[[Call, Ranks], None] = lambda call, ranks: None
     neighbours: Callable[[Call], int] = lambda call: 1
     always: bool = False
+    options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.op is not None and self.sends is None:

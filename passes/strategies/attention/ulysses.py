@@ -237,4 +237,4 @@ def exchanged_memory(shape: Shape, ranks: int) -> int:
     return exchanged_bytes(shape, ranks) * (2 if shape.training else 1)
 
 
-register(Strategy(name="ulysses", preference=0, rewrite=Ulysses, candidates=_candidates))
+register(Strategy(name="ulysses", preference=0, rewrite=Ulysses, candidates=_candidates, options=("ulysses_chunks",)))
