@@ -31,7 +31,7 @@ from sp_compile.passes.joint.joint import JointJob, JointPasses
 from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
-from sp_compile.passes.results import gradients_by_ticket
+from sp_compile.passes.results import gradients_by_ticket, made_late, why_whole
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
@@ -223,9 +223,11 @@ def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[
     """Results that know their shard, by number."""
     found: dict[int, Result] = {}
     for i, (name, asked, of_result) in enumerate(zip(view.names, view.outputs, local.meta[RESULTS], strict=True)):
-        if ranks.n == 1 or asked == "local" or of_result is None or not isinstance(of_result.placement, Shard):
+        if asked == "local" or of_result is None or not isinstance(of_result.placement, Shard):
             continue
         have, value, where = of_result
+        if ranks.n == 1 and why_whole(have, value, [asked]):
+            continue
         order, frame = tuple(order_of_strides(sizes(value.stride()))), have.frame
         layout = Layout(have.dim, ranks.n, ranks.group, order, frame.folds)
         after = frame.size - frame.start - frame.length
@@ -236,14 +238,26 @@ def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[
 
 
 def leave_gradients(lowered: RankProgram) -> None:
-    """Let results in shards have gradients only where somebody reads them, see `lowering/collectives/tickets.py`."""
-    edges = lowered.edges
-    if lowered.joint is not None or not torch.is_grad_enabled():
+    """Let results in shards have gradients only where somebody reads them, see `lowering/collectives/tickets.py`.
+
+    And be made only there, where the program does in tiles what makes them, see `lowering/collectives/late.py`.
+    """
+    edges, graph, learns = lowered.edges, lowered.graph, torch.is_grad_enabled()
+    if lowered.joint is not None:
         return
-    smooth = [i for i in edges.results if lowered.graph.meta[RESULTS][i].value.dtype.is_floating_point]
-    tickets = gradients_by_ticket(lowered.graph, smooth)
-    results = {i: replace(result, ticket=tickets.get(i)) for i, result in edges.results.items()}
-    lowered.edges = replace(edges, results=results, rows=edges.rows.union(tickets.values()))
+    own = len(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+    smooth = [i for i in edges.results if graph.meta[RESULTS][i].value.dtype.is_floating_point]
+    late = made_late(graph, smooth, learns)
+    others = [i for i in smooth if i not in late and lowered.ranks.n > 1]
+    tickets = gradients_by_ticket(graph, others if learns else [])
+    shapes = {i: tuple(sizes(graph.meta[RESULTS][i].value.shape)) for i in edges.results}
+    results = {
+        i: replace(result, ticket=tickets.get(i), late=late.get(i), shape=shapes[i])
+        for i, result in edges.results.items()
+        if lowered.ranks.n > 1 or i in late
+    }
+    behind = range(own, len(graph.graph.output_node().args[0]))  # type: ignore[arg-type]
+    lowered.edges = replace(edges, results=results, rows=edges.rows.union(behind), own=own)
 
 
 def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:

@@ -10,7 +10,7 @@ on its way back is such a value too, or whole (then every rank has the same) and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from sp_compile._compat import (
 )
 from sp_compile.lowering.frames import rows_held
 
+from .late import LateRows
 from .tickets import leave
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -112,6 +113,7 @@ class Held:
     """What stands behind a value and all its aliases: this rank's rows, or the whole once somebody has read it.
 
     The rows are gone then: eager code may write to the whole, and a graph that takes the value cuts its own.
+    late: what makes the rows when they are first asked for.
     """
 
     layout: Layout
@@ -119,22 +121,32 @@ class Held:
     local: Tensor | None
     origin: Origin = field(default_factory=Origin)
     whole: Tensor | None = None
+    late: LateRows | None = None
+
+    @property
+    def near(self) -> Tensor:
+        """Of the same dtype, on the same device: what there is of it."""
+        found = self.late.like if self.late is not None else self.local if self.local is not None else self.whole
+        assert found is not None
+        return found
 
     def rows(self) -> Tensor:
-        """This rank's."""
+        """This rank's. Raises SpError: they are made late, of what is no more."""
         with torch.no_grad():
+            if self.late is not None:
+                self.local, self.late = self.late.make(), None
             return self.local if self.local is not None else self.layout.rows(self._known())
 
     def read(self) -> Tensor:
         """The whole; every rank comes here. Raises SpError, on every rank that comes, if one does not."""
         if self.whole is not None:
             return self.whole
-        assert self.local is not None
-        traced = type(self.local) is not Tensor  # a compiler's stand-in: nothing is exchanged, and nothing kept
+        local = self.rows()
+        traced = type(local) is not Tensor  # a compiler's stand-in: nothing is exchanged, and nothing kept
         if not traced:
-            self.origin.meet(f"{self.origin.words} ({self.local.dtype} of {self.length} rows)")
+            self.origin.meet(f"{self.origin.words} ({local.dtype} of {self.length} rows)")
         with torch.inference_mode(False), torch.no_grad():
-            whole = self.layout.whole(self.local, self.length)
+            whole = self.layout.whole(local, self.length)
         if not traced:
             self.whole, self.local = whole, None
         return whole
@@ -148,6 +160,8 @@ class Held:
         origin = Origin(f"{name} of {self.origin.words}", self.origin.meet)
         if self.whole is not None:
             return Held(self.layout, self.length, None, origin, op(self.whole))
+        if self.late is not None:
+            return Held(self.layout, self.length, None, origin, late=self.late.then(op))
         return Held(self.layout, self.length, op(self.rows()), origin)
 
 
@@ -164,9 +178,8 @@ class Sharded(Tensor):
     @staticmethod
     def __new__(cls, held: Held, shape: Sequence[int]) -> Sharded:
         """shape: of the whole."""
-        near = held.local if held.local is not None else held.read()
         strides = held.layout.strides(shape)
-        value: Sharded = wrapper_subclass(cls, shape, strides, near)
+        value: Sharded = wrapper_subclass(cls, shape, strides, held.near)
         value.held = held
         return value
 
@@ -386,23 +399,25 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     """This rank's rows -> value; back come rows of its gradient, zeros in padding.
 
-    source: the rows, or a ticket for their gradient.
+    sources: the rows, or tickets for gradients. gradients: the rows' -> what each source is given.
     """
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, held: Held, shape: Sequence[int], by_ticket: bool) -> Tensor:
+    def forward(
+        ctx: Any, held: Held, shape: Sequence[int], gradients: Callable[[Tensor], Iterable[Tensor]], *sources: Tensor
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.layout, ctx.by_ticket = held.layout, by_ticket
+        ctx.layout, ctx.gradients, ctx.sources = held.layout, gradients, len(sources)
         return Sharded(held, shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None, None, None
+            return None, None, None, *[None] * ctx.sources
         layout: Layout = ctx.layout
         frame = layout.frame(grad.shape[layout.dim])
         rows = sp.mask.default(_rows_of(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
-        return leave(rows) if ctx.by_ticket else rows, None, None, None
+        return None, None, None, *ctx.gradients(rows)
 
 
 def _rows_of(x: Tensor, layout: Layout) -> Tensor:
@@ -425,8 +440,21 @@ def leaving(
     ticket: under which the gradient is left, see `tickets`; None: it goes to `local`.
     """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
-    held, by_ticket = Held(layout, length, local.detach(), origin or Origin()), ticket is not None
-    return _Leave.apply(ticket if by_ticket else local, held, shape, by_ticket)
+    held = Held(layout, length, local.detach(), origin or Origin())
+    if ticket is None:
+        return _Leave.apply(held, shape, lambda rows: [rows], local)
+    return _Leave.apply(held, shape, lambda rows: [leave(rows)], ticket)
+
+
+def leaving_late(
+    late: LateRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tickets: Sequence[Tensor]
+) -> Tensor:
+    """What a rank's rows will be rows of once somebody reads it.
+
+    shape: of the whole. tickets: under which the gradients of what it is made of are left.
+    """
+    held = Held(layout, length, None, origin, late=late)
+    return _Leave.apply(held, shape, lambda rows: map(leave, late.gradients(rows)), *tickets)
 
 
 def known_whole(x: Tensor, layout: Layout) -> Tensor:

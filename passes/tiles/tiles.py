@@ -20,6 +20,7 @@ from sp_compile.errors import at
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.mutation import is_pure
+from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import product, sizes
 from sp_compile.lowering.library import COMPOSITES
 from sp_compile.lowering.tiles.ops import tile_length
@@ -92,6 +93,9 @@ class Tiles(Pass):
             f"{tiles} tiles of {length} of {total} rows: an inside of {_words(whole)} becomes "
             f"{_words(whole * length // total)}{back}{again}",
         )
+        if region.also:
+            for one in region.nodes:
+                mark(view.source[one], again=True)
         job.tiled.append(RegionInTiles(node.name, at(node), tiles, total, whole, whole * length // total))
         return True
 

@@ -28,6 +28,7 @@ class Record:
     whole: propagation begins no sequence here, of what was gathered. aside: the node names no sequence.
     grouped: canonicalize gave the attention its grouped heads, so expand_heads may undo it.
     choice: how an attention will be split (a cost.attention.Candidate).
+    again: does the node do once more what tiles do, for others that read it?
     """
 
     requires_grad: bool | None = None
@@ -42,6 +43,7 @@ class Record:
     aside: bool = False
     grouped: bool = False
     choice: Any = None
+    again: bool = False
 
 
 BLANK = Record()

@@ -18,7 +18,16 @@ from sp_compile._compat import FakeTensor
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
 from sp_compile.graph.sizes import Size, size
-from sp_compile.lowering.collectives.sharded import Layout, Origin, Sharded, entering, known_whole, leaving
+from sp_compile.lowering.collectives.late import LateGraph
+from sp_compile.lowering.collectives.sharded import (
+    Layout,
+    Origin,
+    Sharded,
+    entering,
+    known_whole,
+    leaving,
+    leaving_late,
+)
 
 from .agree import astray, exchanged
 from .message import READS, Message
@@ -27,7 +36,7 @@ from .message import READS, Message
 def are_traced(args: Sequence[Any]) -> bool:
     """Is one of them a stand-in, with which nothing runs?"""
     return _has((Sharded, FakeTensor), args) and any(
-        isinstance(a.held.local if isinstance(a, Sharded) else a, FakeTensor) for a in args
+        isinstance(a.held.near if isinstance(a, Sharded) else a, FakeTensor) for a in args
     )
 
 
@@ -61,7 +70,7 @@ class Result:
 
     layout: how it lies, but for `parts`: Layout's outer, inner, before and after, which a call may have to tell.
     length: of the dim. ticket: the number of the result that is a ticket for its gradient, see
-    `lowering/collectives/tickets.py`.
+    `lowering/collectives/tickets.py`. late: what makes it when somebody reads it; shape: of the whole then.
     """
 
     name: str
@@ -70,11 +79,15 @@ class Result:
     length: Size
     parts: Mapping[str, Size] = field(default_factory=dict)
     ticket: int | None = None
+    late: LateGraph | None = None
+    shape: tuple[Size, ...] = ()
 
 
 @dataclass(frozen=True)
 class Edges:
     """What a program takes and returns in shards, by number. symbols: see `symbols_of`.
+
+    own: how many results are the program's own; tickets and what results are made of lie behind.
 
     rows: the results of which a rank has rows alone, those too that are plain tensors.
     """
@@ -83,20 +96,20 @@ class Edges:
     results: Mapping[int, Result] = field(default_factory=dict)
     rows: frozenset[int] = frozenset()
     symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
+    own: int | None = None
 
 
 @dataclass(eq=False)
 class Returning:
-    """Calls `run` and returns values that know their shard, without their tickets.
+    """Calls `run` and returns values that know their shard, without what lies behind the program's own.
 
-    results: by number. lengths: how to find a symbolic length among the arguments. subject: what a person calls it.
+    edges: whose symbols say how to find a symbolic length among the arguments. subject: what a person calls it.
     """
 
     run: Callable[..., Any]
     ranks: Ranks
     subject: str
-    results: Mapping[int, Result]
-    symbols: Mapping[sympy.Symbol, tuple[int, int | None]]
+    edges: Edges
     calls: int = 0
 
     def __call__(self, *args: Any) -> Any:
@@ -104,17 +117,29 @@ class Returning:
         self.calls += 1
         made: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
         values = list(out)
-        for i, result in self.results.items():
+        for i, result in self.edges.results.items():
             local, length = values[i], self._value(result.length, args)
             parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()}
             layout = replace(result.layout, **parts)
-            key = id(local), layout, length  # a window of a value is made of the same rows
+            key = id(result.late or local), layout, length  # a window of a value is made of the same rows
             if key not in made:
                 source = None if result.ticket is None else out[result.ticket]
-                made[key] = leaving(local, layout, length, self._origin(result), source)
+                made[key] = (
+                    leaving(local, layout, length, self._origin(result), source)
+                    if result.late is None
+                    else self._late(result, result.late, layout, length, args, out)
+                )
             values[i] = made[key]
-        tickets = sum(result.ticket is not None for result in self.results.values())
-        return type(out)(values[: len(values) - tickets])
+        return type(out)(values[: self.edges.own])
+
+    def _late(
+        self, result: Result, late: LateGraph, layout: Layout, length: int, args: Sequence[Any], out: Sequence[Any]
+    ) -> torch.Tensor:
+        """A result that is not made yet."""
+        origin = self._origin(result)
+        shape = [self._value(extent, args) for extent in result.shape]
+        tickets = [out[ticket] for ticket in late.tickets if ticket is not None]
+        return leaving_late(late.of(args, out, origin.words), shape, layout, length, origin, tickets)
 
     def _origin(self, result: Result) -> Origin:
         words = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
@@ -123,7 +148,9 @@ class Returning:
     def _value(self, length: Size, args: Sequence[Any]) -> int:
         if isinstance(length, int):
             return length
-        known = {symbol: _at(args, place) for symbol, place in self.symbols.items() if symbol in length.free_symbols}
+        known = {
+            symbol: _at(args, place) for symbol, place in self.edges.symbols.items() if symbol in length.free_symbols
+        }
         value = length.xreplace(known)
         return int(value) if value.is_Integer else value
 

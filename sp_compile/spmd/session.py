@@ -307,7 +307,7 @@ class Session:
             )
         assert run is not None
         if edges.results:
-            run = Returning(run, self.ranks, subject, edges.results, edges.symbols)
+            run = Returning(run, self.ranks, subject, edges)
         whole = self.given.get("inputs", "global") == "global"  # what did not compile has no config
         return run if self.groups else OfWorld(run, gm.forward, whole)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -81,9 +82,85 @@ def distilled(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tenso
     return F.kl_div(head(h).log_softmax(-1), teacher, reduction="sum") / ids.shape[1]
 
 
+def each(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Not reduced by the loss itself."""
+    return F.cross_entropy(*flat(h, head, ids), reduction="none").square().mean()
+
+
+def of_all(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Weights of classes, smoothing and ignored tokens, a mean over what they weigh."""
+    z, y = flat(h, head, ids.where(ids % 3 > 0, -100))
+    return F.cross_entropy(z, y, weight=torch.linspace(0.5, 1.5, VOCAB, dtype=h.dtype), label_smoothing=0.2)
+
+
+def of_all_summed(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    z, y = flat(h, head, ids.where(ids % 3 > 0, -100))
+    classes = torch.linspace(0.5, 1.5, VOCAB, dtype=h.dtype)
+    return F.cross_entropy(z, y, weight=classes, label_smoothing=0.2, reduction="sum") / ids.numel()
+
+
+def likelihood(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    z, y = flat(h, head, ids)
+    return F.nll_loss(z.log_softmax(-1), y)
+
+
+def with_z_summed(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """As PaLM's, of the tokens that count, from one log-sum-exp."""
+    z, y = flat(h, head, ids)
+    lse = z.logsumexp(-1)
+    picked = z.gather(-1, y[:, None]).squeeze(-1)
+    counts = (y > 3).to(h.dtype)
+    return ((lse - picked + 1e-3 * lse.square()) * counts).sum() / counts.sum()
+
+
+def reference(h: Tensor, ids: Tensor) -> Tensor:
+    """Logits of another model, whose head has weights of its own."""
+    weight = torch.arange(VOCAB * WIDTH, dtype=h.dtype).cos().view(VOCAB, WIDTH)
+    return F.linear(h.detach().roll(1, 2), weight)
+
+
+def divergence(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """From another model, at a temperature, for each token."""
+    ours, theirs = (head(h) / 2).log_softmax(-1), (reference(h, ids) / 2).log_softmax(-1)
+    return 4 * F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean()
+
+
+def of_mixture(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """The Jensen-Shannon divergence: of both models from their mean."""
+    ours, theirs = head(h).log_softmax(-1), reference(h, ids).log_softmax(-1)
+    middle = torch.logaddexp(ours, theirs) - math.log(2)
+    pairs = (F.kl_div(middle, one, reduction="batchmean", log_target=True) for one in (ours, theirs))
+    return sum(pairs) / 2
+
+
+def soft_targets(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Probabilities in the place of classes."""
+    return F.cross_entropy(head(h).flatten(0, 1), reference(h, ids).softmax(-1).flatten(0, 1), label_smoothing=0.1)
+
+
+def preferred(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """DPO: two models, and the first half of the batch preferred to the second."""
+    likely = [
+        z[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1) for z in (head(h), reference(h, ids))
+    ]
+    chosen, rejected = (likely[0] - likely[1]).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Clipped ratios to an older policy, advantages of tokens, a penalty of divergence, and the entropy."""
+    new, old = (z[:, :-1].log_softmax(-1) for z in (head(h), reference(h, ids)))
+    entropy = -(new.exp() * new).sum(-1)
+    taken, before = (x.gather(-1, ids[:, 1:, None]).squeeze(-1) for x in (new, old))
+    ratio, gain = (taken - before).exp(), weights[:, 1:] - 0.5
+    clipped = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+    return -(clipped - 0.04 * ((before - taken).exp() - (before - taken) - 1) + 0.01 * entropy).mean()
+
+
 LOSSES: tuple[Loss, ...] = (
-    *(mean, total, ignored, smoothed, of_classes, transformers),
-    *(capped, scaled, with_z, of_tokens, per_sequence, distilled),
+    *(mean, total, each, ignored, smoothed, of_classes, of_all, of_all_summed, likelihood, transformers),
+    *(capped, scaled, with_z, with_z_summed, of_tokens, per_sequence),
+    *(distilled, divergence, of_mixture, soft_targets, preferred, policy),
 )
 
 

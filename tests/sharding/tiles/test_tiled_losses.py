@@ -17,9 +17,12 @@ from sharding.tiles.losses import (
     Model,
     batch,
     distilled,
+    divergence,
     mean,
+    of_mixture,
     of_tokens,
     per_sequence,
+    preferred,
     with_z,
 )
 from support.parity import Checkpointed, Decoder, text
@@ -32,7 +35,7 @@ from sp_compile.passes.tiles import amount
 from sp_compile.passes.tiles import tiles as tiling
 
 EXACT = 1e-9
-AGAIN = (with_z, per_sequence)
+AGAIN = (with_z, of_mixture, per_sequence, preferred)
 """Losses that do not end in one number of each tile."""
 
 
@@ -40,7 +43,7 @@ def report_of(loss: Loss, n: int, tiles: int, seq: int, **how: bool) -> sp_compi
     return sp_compile.verify(Model(loss, **how).double(), *batch(seq), sp=n, tiles=tiles)
 
 
-@pytest.mark.sampled(every=53)
+@pytest.mark.sampled(every=97)
 @pytest.mark.parametrize("seq", [9, 16, 23])
 @pytest.mark.parametrize("tiles", [2, 3, 8])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -74,7 +77,7 @@ def largest(gm: GraphModule) -> int:
     return max(v.numel() for v in values if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.parametrize("loss", [mean, of_tokens, distilled], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [mean, of_tokens, distilled, divergence], ids=lambda loss: loss.__name__)
 def test_no_more_than_a_tile(loss: Loss) -> None:
     """In the rank's graph, and in the graphs of a tile."""
     seq, rows, tiles = 64, 2, 8

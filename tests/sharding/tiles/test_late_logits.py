@@ -1,0 +1,94 @@
+"""Logits that a model returns beside a loss in tiles: made when somebody reads them, on every rank."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sharding.tiles.losses import Model, batch, mean
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+
+from sp_compile.errors import SpError
+from sp_compile.lowering.collectives.late import LateRows
+from sp_compile.lowering.collectives.sharded import Sharded
+
+SEQ, TILES = 13, 3
+OPTIONS = {"tiles": TILES, "compiler": "aot_eager", "cost": {}, "outputs": "lazy"}
+
+
+class Both(Model):
+    """The loss, and the capped logits that it is made of."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__(mean, tied=tied, bias=not tied)
+
+    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        seen: list[Tensor] = []
+
+        def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+            seen.append(torch.tanh(head(h) / 3) * 3)
+            return F.cross_entropy(seen[0][:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+        self.loss = loss
+        return super().forward(ids, weights), seen[0]
+
+
+def of(loss: Tensor, logits: Tensor) -> Tensor:
+    return loss + logits.square().mean()
+
+
+def on_a_rank(tied: bool) -> bool:
+    """Read, unread, cast before it is read: the rows are made once, if ever."""
+    model = Both(tied).double()
+    alone, made = copy.deepcopy(model), []
+    run = torch.compile(model, backend="sp", options={**OPTIONS, "mesh": mesh() if dist.is_initialized() else None})
+    plain = LateRows.make
+    with mock.patch.object(LateRows, "make", lambda self: made.append(self) or plain(self)):
+        for way in ("unread", "read", "cast"):
+            model.zero_grad(), alone.zero_grad()
+            loss, logits = run(*batch(SEQ))
+            right, whole = alone(*batch(SEQ))
+            assert isinstance(logits, Sharded)
+            assert logits.shape == whole.shape
+            assert not made
+            if way == "unread":
+                loss.backward(), right.backward()
+            elif way == "read":
+                of(loss, logits).backward(), of(right, whole).backward()
+            else:
+                torch.testing.assert_close(logits.detach().float().full(), whole.detach().float())
+                loss.backward(), right.backward()
+            assert len(made) == (way != "unread")
+            made.clear()
+            torch.testing.assert_close(loss, right, rtol=1e-9, atol=0)
+            gradients = [[p.grad for p in one.parameters()] for one in (model, alone)]
+            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+    return _after_a_step(run, model)
+
+
+def _after_a_step(run: nn.Module, model: nn.Module) -> bool:
+    """They would be of other weights: an error on every rank, and none where no gradient is wanted."""
+    loss, logits = run(*batch(SEQ))
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(SpError, match="is made when it is read"):
+        logits.sum()
+    with torch.no_grad():
+        _, logits = run(*batch(SEQ))
+        torch.testing.assert_close(logits.full(), model(*batch(SEQ))[1], rtol=1e-9, atol=1e-12)
+    return True
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_on_ranks(ranks: Ranks, n: int, tied: bool) -> None:
+    assert all(ranks.run(n, on_a_rank, tied))
+
+
+def test_on_one_device() -> None:
+    assert on_a_rank(tied=False)
