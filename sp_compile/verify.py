@@ -28,7 +28,7 @@ from sp_compile.spmd.between import in_shards
 from sp_compile.spmd.session import Session
 
 from ._compat import TorchRuntimeError, memory_budget, partitioned
-from .backend import NO_COLLECTIVE_PASSES, RankProgram, compile_local, lower
+from .backend import NO_COLLECTIVE_PASSES, RankProgram, compile_local, leave_gradients, lower
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean
 from .pipeline import BEHIND
@@ -159,6 +159,7 @@ def _each_graph(
         if compare is None:
             _joint_report(lowered, given if total.step is None else replace(given, compiler="inductor"))
         if total.step is not None:
+            leave_gradients(lowered)
             both = hosted and given.has_place
             total.step.graphs.append(_step_of(lowered, replace(given, offload=1.0) if both else given, both))
         return session, lowered
