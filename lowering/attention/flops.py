@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from sp_compile._compat import FakeTensor, size_hint
 from sp_compile.lowering.masks.blocks import pairs_of
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.plan import plan
+from sp_compile.lowering.masks.plan import pairs_by_position, plan
 from sp_compile.lowering.masks.predicate import of_positions
 from sp_compile.lowering.masks.spans import rows_of, valid_rows
 
@@ -69,4 +69,4 @@ def _mean_pairs(
     """Over the ranks, as far as positions alone tell."""
     known, places = of_positions(predicate), max(q_span[0], k_span[0])
     rows = [(rows_of(q_span, queries, place), rows_of(k_span, keys, place)) for place in range(places)]
-    return sum(pairs_of(plan(known, q_rows, k_rows, sizes)) for q_rows, k_rows in rows) // places
+    return sum(pairs_by_position(known, q_rows, k_rows, sizes) for q_rows, k_rows in rows) // places
