@@ -1,6 +1,8 @@
 """CPU time of plans of packed documents: of finding a vector's pieces, and of a plan from them, which layers share.
 
     python benchmarks/plans.py [--tokens 1048576] [--documents 100 1000 10000] [--window 1024] [--ranks 8 64]
+    python benchmarks/plans.py --models [Llama-8B ...] [--lengths 131072 ...] [--memory 80GB]    to results/plans.md:
+        what `sp_compile.plan` finds for models on the meta device, and its CPU time
 
 Documents are of log-normal lengths; one thread; the least CPU time of several calls. "steps" are the Python calls of a
 plan by a document, which say how it grows on any machine. Last, how evenly layouts share the work of three kinds of
@@ -11,10 +13,13 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from measuring.balance import balance, lengths_of, packed
+from measuring.plan_models import SIZES, table
+from measuring.tables import markdown
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +33,17 @@ PREDICATES = {
     "causal by position_ids": "Eq(row0, col0) & (col1 <= row1)",
     "and a window": "Eq(row0, col0) & (col1 <= row1) & (row1 - col1 < n0)",
 }
+
+
+RANKS = (8, 16, 64, 512)
+RESULTS = Path(__file__).parent / "results" / "plans.md"
+WORDS = """# Plans of models on the meta device
+
+`python benchmarks/plans.py --models`: transformers' models in bfloat16 that return loss and logits, one sequence,
+{memory} a rank. The fastest way that fits on so many ranks: attention, checkpointed layers, tiles, what waits on the
+host; a rank's peak, and predicted seconds of a step of H100s. CPU s: of one core, whole plans, beside other work.
+
+"""
 
 
 def milliseconds(run: Callable[[], Any], rounds: int = 7) -> float:
@@ -61,8 +77,16 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--models", nargs="*", choices=[*SIZES], help="all, if none is named")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1 << 17, 1 << 20, 1 << 22])
+    parser.add_argument("--memory", default="80GB")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.models is not None:
+        words = WORDS.format(memory=args.memory)
+        write = lambda made: RESULTS.write_text(words + markdown(made) + "\n")  # noqa: E731
+        table(args.models or [*SIZES], args.lengths, args.memory, RANKS, write)
+        return
     console = Console(width=120)
     pieces = Table("vector", "ms", "pieces", title=f"pieces of {args.tokens} values")
     number, position = packed(args.tokens, lengths_of("log-normal", args.documents[0]))

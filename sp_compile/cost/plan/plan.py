@@ -4,6 +4,7 @@
 
 A model is traced with one and two of its layers (`layers.py`), as it is written and with each layer checkpointed, then
 in tiles if something does not fit, for two numbers of ranks; what it takes grows with the layers, as `a + b / ranks`.
+How much less a further layer takes on more ranks is found once, of the model as it is written.
 Attention is computed for each number of ranks by the cost model. Seconds are products at `flops`, other kernels at
 `memory_bandwidth`, attention and exchanges as the cost model has them, and one pass of the optimizer over its state.
 Where that does not fit, the least share of what is kept goes to the host with which it does; copies hide behind all.
@@ -11,10 +12,11 @@ Where that does not fit, the least share of what is kept goes to the host with w
 
 from __future__ import annotations
 
+import gc
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +41,7 @@ from .layers import Depth, checkpointed
 UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAMPLES = 2, 4
 """Numbers of ranks that are looked at, with every attention split in the same way."""
+ONE = SAMPLES[:1]
 TILES = 16
 """That work on rows is done in, where tiles are tried."""
 SHARES = tuple(i / 20 for i in range(1, 21))
@@ -177,6 +180,7 @@ def plan(
     layers = list(depth.layers) if depth is not None else []
     per_weight = state_per_weight(optimizer)
     largest: dict[tuple[bool, int | str], str] = {}
+    falls: dict[str, float] = {}
     ways: list[tuple[bool, int | str]] = [(False, "never"), (bool(layers), "never"), (bool(layers), TILES)]
     if "tiles" in config:
         ways = [(again, config["tiles"]) for again, _ in ways]
@@ -185,10 +189,15 @@ def plan(
             continue  # tiles make nothing faster
         kind = _PlanLook(*way, tokens, asked, shares)
         given["tiles"] = kind.tiles
-        looked = [_look(model, inputs, depth, variant, kind.again, per_weight, given) for variant in _variants(depth)]
+        measured = 1 if falls else 2
+        looked = [
+            _look(model, inputs, depth, variant, kind.again, per_weight, given, SAMPLES if i < measured else ONE)
+            for i, variant in enumerate(_variants(depth))
+        ]
         if kind.tiles not in ("auto", "never") and not looked[0][0].tiled:
             continue
-        whole = _AllLayers(looked, depth, found.weights, per_weight)
+        whole = _AllLayers(looked, depth, found.weights, per_weight, falls)
+        falls = whole.falls
         step = _step(looked[0][-1])
         largest[way] = step.summary(max(step.points(), key=lambda point: point.nbytes), most=1)[0][1]
         found.rows += [row for n in wanted for row in _rows(whole, n, machine, kind)]
@@ -222,22 +231,66 @@ def _variants(depth: Depth | None) -> list[tuple[int, ...]]:
 
 def _look(
     model: nn.Module, inputs: Any, depth: Depth | None, positions: tuple[int, ...], again: bool,
-    per_weight: float, given: dict[str, Any],
+    per_weight: float, given: dict[str, Any], ranks: Sequence[int] = SAMPLES,
 ) -> list[Report]:  # fmt: skip
-    """The reports for each sample of ranks, of a model with these layers."""
+    """The reports for each of these numbers of ranks, of a model with these layers."""
     chosen = [depth.layers[i] for i in positions] if depth is not None else []
-    with depth.only(positions) if depth is not None else nullcontext(), checkpointed(chosen if again else []):
-        return explain_each(model, list(inputs), SAMPLES, per_weight, dict(given))
+    only = depth.only(positions) if depth is not None else nullcontext()
+    with only, checkpointed(chosen if again else []), _few_collections():
+        return explain_each(model, list(inputs), ranks, per_weight, dict(given))
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """The garbage collector passes over what was there before: all of torch, a fifth of a look's time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _AllLayers:
-    """What all layers take on any number of ranks, from reports of a few layers on two numbers."""
+    """What all layers take on any number of ranks, from reports of a few layers on two numbers.
 
-    def __init__(self, looked: list[list[Report]], depth: Depth | None, weights: ModelBytes, per_weight: float) -> None:
+    falls: of each part, what a further layer takes on the second number of ranks for what it takes on the first. Found
+    here if it is empty; where a report of the second number is missing, it is made of that.
+    """
+
+    def __init__(
+        self,
+        looked: list[list[Report]],
+        depth: Depth | None,
+        weights: ModelBytes,
+        per_weight: float,
+        falls: Mapping[str, float] | None = None,
+    ) -> None:
         self.looked, self.depth = looked, depth
         self.weights, self.per_weight = weights, per_weight
         self.inputs = max(_step(report).inputs for one in looked for report in one)
         self.parts = [[_parts(report) for report in one] for one in looked]
+        self.falls = dict(falls or self._falls())
+        self.parts = [self._completed(one) for one in self.parts]
+
+    def _falls(self) -> Iterator[tuple[str, float]]:
+        if len(self.parts) < 2:
+            return
+        one, two = self.parts[:2]
+        for name in two[0]:
+            first, second = (b.get(name, 0.0) - a.get(name, 0.0) for a, b in zip(one, two, strict=True))
+            if first:
+                yield name, second / first
+
+    def _completed(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
+        if len(parts) == len(SAMPLES):
+            return parts
+        (first, second), (found,) = self.parts[0], parts
+        likely = SAMPLES[0] / SAMPLES[1]  # of what lies in shards
+        made = {
+            name: second.get(name, 0.0) + (value - first.get(name, 0.0)) * self.falls.get(name, likely)
+            for name, value in found.items()
+        }
+        return [found, made]
 
     def __call__(self, name: str, n: int) -> float:
         """A part of what a rank of n takes."""
