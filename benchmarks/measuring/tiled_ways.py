@@ -1,7 +1,7 @@
-"""A training step whose head and MLPs run in tiles: ours, DeepSpeed's (ALST), and by hand; peak of tensors and CPU time.
+"""A training step whose head and MLPs run in tiles, ours, DeepSpeed's (ALST) and by hand: peak of tensors, CPU time.
 
-One model and one process, or one rank of several over Gloo, each of which holds its rows. Every way checkpoints its
-blocks. DeepSpeed's are modules that a model calls; ours and the plain model are the model as it is.
+One model and one process. Every way checkpoints its blocks. DeepSpeed's are functions that a model calls; ours and the
+plain model are the model as it is.
 """
 
 import os
@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 VOCAB, DIM, LAYERS, HEADS = 32768, 256, 4, 4
 Step = Callable[[], Tensor]
+Made = tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]
+"""A model, and what is called."""
 
 
 class CheckpointedLM(nn.Module):
@@ -84,15 +86,13 @@ class DeepSpeed(CheckpointedLM):
         return total / (labels != IGNORE).sum()
 
 
-def ours(tiles: int) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
+def ours(tiles: int) -> Made:
     model = CheckpointedLM()
     return model, torch.compile(model, backend="sp", options={"tiles": tiles, "cost": {}}, dynamic=False)
 
 
-def plain(
-    kind: type[CheckpointedLM], compiled: bool = False
-) -> Callable[[int], tuple[nn.Module, Callable[..., Tensor]]]:
-    def make(tiles: int) -> tuple[nn.Module, Callable[..., Tensor]]:
+def plain(kind: type[CheckpointedLM], compiled: bool = False) -> Callable[[int], Made]:
+    def make(tiles: int) -> Made:
         model = kind(tiles)
         return model, torch.compile(model, dynamic=False) if compiled else model
 
