@@ -20,7 +20,7 @@ from sp_compile.cost.plan.page import page
 from sp_compile.cost.plan.plan import StepPlan, Variant
 from sp_compile.cost.plan.record import of_plan, of_report
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
-from sp_compile.passes.job import Note
+from sp_compile.passes.job import Note, RegionInTiles
 from sp_compile.passes.report import Report
 
 VOID = {"meta", "input", "br"}
@@ -59,12 +59,14 @@ def report() -> Report:
     notes = [
         Note("ulysses", "attend", "model.py:3: attend(x)", "2 all-to-alls"),
         Note("gather", "sort", "model.py:4: sort(x)", REASON),
+        Note("tiles", "linear", "model.py:5: head(x)", "4 tiles"),
     ]
     exchanges = [
         Exchange("all_to_all", "a", "model.py:3: attend(x)", "2 x 3", 100, 50),
         Exchange("all_gather", "g", "model.py:4: sort(x)", "4", 10, 0),
     ]
-    return Report(2, notes=notes, exchanges=exchanges, inputs={"x": [1]}, step=step)
+    tiled = [RegionInTiles("linear", "model.py:5: head(x)", 4, 64, 2048, 512)]
+    return Report(2, notes=notes, exchanges=exchanges, inputs={"x": [1]}, step=step, tiled=tiled)
 
 
 def plan_of(*rows: Variant) -> StepPlan:
@@ -84,6 +86,8 @@ def test_a_report_as_json() -> None:
     kinds = {block["where"]: block["kind"] for block in found["blocks"]}
     assert kinds["model.py:3: attend(x)"] == "exchanged"
     assert kinds["model.py:4: sort(x)"] == "gathered"
+    assert kinds["model.py:5: head(x)"] == "tiled"
+    assert found["tiles"][0]["tile_bytes"] == 512
     memory = found["memory"]
     assert [point["values_bytes"] for point in memory["curve"]] == [2048, 4096, 4096]
     assert (memory["optimizer_bytes"], memory["peak_bytes"]) == (512, 256 + 512 + 2048 + 4096)
@@ -108,7 +112,7 @@ def test_a_page_is_whole_and_has_all() -> None:
     assert "<b>" not in text
     assert found.met["svg"] == found.met["input"] == 1
     assert found.met["div.exchanged"] >= 1
-    assert found.met["div.gathered"] == 1
+    assert found.met["div.gathered"] == found.met["div.tiled"] == 1
     assert "model.py:3: attend(x)" in found.text
 
 

@@ -16,7 +16,7 @@ from sp_compile.cost.step import written
 
 WIDTH, HEIGHT, MOST_POINTS = 960, 220, 2000
 STYLE = """
-:root { --sharded: #4c9a6a; --exchanged: #3b78b5; --gathered: #c2553f; --ink: #222; }
+:root { --sharded: #4c9a6a; --tiled: #8a63b3; --exchanged: #3b78b5; --gathered: #c2553f; --ink: #222; }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 2rem auto; max-width: 62rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
@@ -25,7 +25,7 @@ code { font-size: 12px; overflow-wrap: anywhere; }
 .strip { display: flex; height: 3.2rem; border-radius: 4px; overflow: hidden; }
 .strip div { min-width: 5px; border-right: 1px solid #fff; }
 .sharded { background: var(--sharded); } .exchanged { background: var(--exchanged); }
-.gathered { background: var(--gathered); }
+.gathered { background: var(--gathered); } .tiled { background: var(--tiled); }
 .key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
 input { font: inherit; width: 100%; padding: .4rem; box-sizing: border-box; }
 .best { background: #e5f3ea; font-weight: 600; } .misses { color: #999; }
@@ -76,6 +76,14 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
                 ("what", "bytes", "line"),
                 [(a["origin"], written(a["bytes"]), _code(a["where"])) for a in peak["alive"]],
             )
+    if found["tiles"]:
+        yield "<h2>Work in tiles</h2>" + _table(
+            ("tiles", "rows of a rank", "its inside", "of a tile", "line"),
+            [
+                (t["tiles"], t["rows"], written(t["inside_bytes"]), written(t["tile_bytes"]), _code(t["where"]))
+                for t in found["tiles"]
+            ],
+        )
     total: Counter[str] = Counter()
     for e in found["collectives"]:
         total[e["op"]] += e["forward_bytes"] + e["backward_bytes"]
@@ -136,7 +144,7 @@ def _strip(blocks: Sequence[Mapping[str, Any]]) -> str:
         cells.append(
             f'<div class="{block["kind"]}" style="flex-grow:{grow:.2f}" title="{escape(words)}" data-find></div>'
         )
-    kinds = ("sharded", "exchanged", "gathered")
+    kinds = ("sharded", "tiled", "exchanged", "gathered")
     key = "".join(f'<span class="key {kind}"></span>{kind}' for kind in kinds)
     rows = [
         (_code(b["where"]), b["kind"], written(b["kept_bytes"]), written(b["sent_bytes"]), escape(", ".join(b["done"])))

@@ -5,7 +5,9 @@
      "collectives": [{"op": "all_to_all", "node", "where", "shape", "forward_bytes", "backward_bytes"}],
      "attention":   [{"attention": "batch 1, ...", "nodes": 32, "chosen": "ring", "layout": "zigzag", "seconds": 0.1,
                       "memory_bytes": 1}],
-     "blocks":      [{"where", "kind": "gathered" | "exchanged" | "sharded", "kept_bytes", "sent_bytes", "done": []}],
+     "blocks":      [{"where", "kind": "gathered" | "exchanged" | "tiled" | "sharded", "kept_bytes", "sent_bytes",
+                      "done": []}],
+     "tiles":       [{"node", "where", "tiles", "rows", "inside_bytes", "tile_bytes"}],
      "memory":      null | {"parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes", "inputs_bytes",
                     "kept_bytes", "peak_bytes", "peak_with_fsdp_bytes",
                     "offload": null | {"values", "nbytes", "kept", "seconds", "waits"},
@@ -69,6 +71,17 @@ def of_report(report: Report) -> dict[str, Any]:
             for d in report.attention
         ],
         "blocks": _blocks(report),
+        "tiles": [
+            {
+                "node": one.node,
+                "where": one.where,
+                "tiles": one.tiles,
+                "rows": one.rows,
+                "inside_bytes": one.inside,
+                "tile_bytes": one.tile,
+            }
+            for one in report.tiled
+        ],
         "memory": None if report.step is None else _memory(report.step, report.n),
         "errors": [{"name": name, "error": error} for name, error in report.errors],
     }
@@ -123,11 +136,17 @@ def _blocks(report: Report) -> list[dict[str, Any]]:
     done: dict[str, list[str]] = {where: [] for where in lines}
     for note in report.notes:
         done[note.where].append(note.done)
-    whole = {note.where for note in report.fallbacks}
+    whole, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
+
+    def kind(where: str) -> str:
+        if where in whole:
+            return "gathered"
+        return "exchanged" if sent[where] else "tiled" if where in tiled else "sharded"
+
     return [
         {
             "where": where,
-            "kind": "gathered" if where in whole else "exchanged" if sent[where] else "sharded",
+            "kind": kind(where),
             "kept_bytes": kept[where],
             "sent_bytes": sent[where],
             "done": list(dict.fromkeys(done[where])),
