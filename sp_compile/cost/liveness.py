@@ -90,8 +90,11 @@ PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma in
 
 @dataclass(frozen=True)
 class Alive:
-    """A value in memory. name: of its node. where: the user's line that makes it. origin: "saved", "value",
-    "result", "workspace" (inside an operator) or "reuse" (read no more, and kept for a buffer of that size)."""
+    """A value in memory. name: of its node. where: the user's line that makes it.
+
+    origin: "saved", "value", "result" (of a backward it is called "gradient"), "workspace" (inside an operator) or
+    "reuse" (read no more, and kept for a buffer of that size).
+    """
 
     name: str
     where: str

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -229,6 +229,8 @@ class StepMemory:
         run = graph.backward if of_backward and graph.backward is not None else graph.forward
         others = point.nbytes - point.moment.nbytes
         found = run.alive(point.index)
+        if of_backward:
+            found = [replace(held, origin="gradient") if held.origin == "result" else held for held in found]
         return [*found, Alive("results", OF_OTHERS, others, "result")] if others > 0 else found
 
     @property

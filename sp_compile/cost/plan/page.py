@@ -6,6 +6,7 @@ The program's lines are a strip, as wide as what they keep; memory over the step
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -15,6 +16,8 @@ from typing import Any
 from sp_compile.cost.step import written
 
 WIDTH, HEIGHT, MOST_POINTS = 960, 220, 2000
+LABEL = 80
+"""Characters that have room beside the peak, which is at least half of the width away from one side."""
 STYLE = """
 :root { --sharded: #4c9a6a; --tiled: #8a63b3; --exchanged: #3b78b5; --gathered: #c2553f; --ink: #222; }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 2rem auto; max-width: 62rem; padding: 0 1rem; }
@@ -23,7 +26,9 @@ table { border-collapse: collapse; width: 100%; font-size: 13px; }
 td, th { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
 code { font-size: 12px; overflow-wrap: anywhere; }
 .strip { display: flex; height: 3.2rem; border-radius: 4px; overflow: hidden; }
-.strip div { min-width: 5px; border-right: 1px solid #fff; }
+.strip div { min-width: 5px; flex-basis: 0; border-right: 1px solid #fff; overflow: hidden; white-space: nowrap; }
+.strip div { font: 10px/3.2rem monospace; color: #fff; padding-left: 2px; }
+td:not(:last-child) { white-space: nowrap; }
 .sharded { background: var(--sharded); } .exchanged { background: var(--exchanged); }
 .gathered { background: var(--gathered); } .tiled { background: var(--tiled); }
 .key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
@@ -142,7 +147,8 @@ def _strip(blocks: Sequence[Mapping[str, Any]]) -> str:
         words = f"{block['where']} | {block['kind']}, keeps {kept}, sends {sent} {', '.join(block['done'])}"
         grow = 1 + 9 * block["kept_bytes"] / most
         cells.append(
-            f'<div class="{block["kind"]}" style="flex-grow:{grow:.2f}" title="{escape(words)}" data-find></div>'
+            f'<div class="{block["kind"]}" style="flex-grow:{grow:.2f}" title="{escape(words)}" data-find>'
+            f"{escape(_called(block['where']))}</div>"
         )
     kinds = ("sharded", "tiled", "exchanged", "gathered")
     key = "".join(f'<span class="key {kind}"></span>{kind}' for kind in kinds)
@@ -152,7 +158,8 @@ def _strip(blocks: Sequence[Mapping[str, Any]]) -> str:
     ]
     shown = _table(("line", "kind", "kept for the backward", "sent", "passes"), rows)
     return (
-        f'<div class="strip">{"".join(cells)}</div><p>Wider lines keep more for the backward.{key}</p>'
+        f'<div class="strip">{"".join(cells)}</div>'
+        f"<p>A line of the model each, in the order in which they run; wider ones keep more for the backward.{key}</p>"
         f"<details><summary>{len(blocks)} lines</summary>{shown}</details>"
     )
 
@@ -180,7 +187,7 @@ def _area(memory: Mapping[str, Any]) -> str:
         f'<rect x="0" y="{floor:.1f}" width="{WIDTH}" height="{rest:.1f}" fill="#ccc"><title>state</title></rect>'
     )
     peak = max(range(len(curve)), key=lambda i: curve[i]["values_bytes"])
-    words = f"{written(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"
+    words = f"{written(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"[:LABEL]
     side = "end" if x[peak] > WIDTH / 2 else "start"
     parts.append(f'<circle cx="{x[peak]:.1f}" cy="{y[peak]:.1f}" r="4"></circle>')
     parts.append(
@@ -203,6 +210,12 @@ def _bars(total: Mapping[str, int]) -> str:
         for op, nbytes in sorted(total.items(), key=lambda item: -item[1])
     ]
     return _table(("op", "bytes", ""), rows)
+
+
+def _called(where: str) -> str:
+    """What a line does, as far as a cell of the strip has room: the code without the file and what it is put into."""
+    code = where.partition(": ")[2] or where
+    return re.sub(r"^(return |[\w., ]+ = )", "", code)
 
 
 def _code(where: str) -> str:
