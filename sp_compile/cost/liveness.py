@@ -49,6 +49,7 @@ IN_PLACE = frozenset({torch.ops._c10d_functional.all_reduce.default})
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
 """Inductor lets these write into what they are given."""
 CAT = torch.ops.aten.cat.default
+VIEWS = frozenset(overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias"))
 INLINED_ONCE, INLINED_OFTEN = 8, 4
 """Places that Inductor lets one value read, if it has one reader and if it has several."""
 PRODUCTS = frozenset(overloads("mm bmm addmm baddbmm convolution"))
@@ -256,6 +257,12 @@ def _inside(node: Node, fused: bool) -> int:
     return own + FLASH_OF_CPU[node.target] * torch.get_num_threads() * block * max(4, operands[0].element_size())
 
 
+def _alike(a: Node, b: Node) -> bool:
+    """Do two sums have the same rows and the same results?"""
+    (x, y), (u, v) = ((n.args[0].meta["val"].shape, n.meta["val"].shape) for n in (a, b))  # type: ignore[union-attr]
+    return math.prod(map(size_hint, x)) == math.prod(map(size_hint, u)) and tuple(y) == tuple(v)
+
+
 def _name(target: Any) -> str:
     """aten::mm; nothing of what is no operator."""
     return str(schema_of(target).name) if isinstance(target, OpOverload) else ""
@@ -278,6 +285,8 @@ class _Places:
         for node in graph.nodes:
             if node.op != "output":
                 self._place(node)
+        if fused:
+            self._fuse_sums()
         self.last = {key: i for i, node in enumerate(self.made) for key in self.taken[node]}
         self.results = {self.key(x) for node in graph.output_node().all_input_nodes for x in tensors_of(node)}
 
@@ -374,6 +383,55 @@ class _Places:
             self.reads[node] = frozenset(keys)
             self.taken[node], self.made[node] = through, []
             self.made[self._writes_first(node)] += new
+
+    def _fuse_sums(self) -> None:
+        """Let sums over the same rows that read a value in common run as one, when all that they read is there.
+
+        Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
+        part: what stood between the first sum and the last one, and no sum needs, comes later than the graph has it.
+        """
+        groups = list[list[Node]]()
+        for node in self.made:
+            if not self._is_last_sum(node):
+                continue
+            for group in groups:
+                if _alike(node, group[0]) and any(self.taken[node] & self.taken[one] for one in group):
+                    group.append(node)
+                    break
+            else:
+                groups.append([node])
+        groups = [group for group in groups if len(group) > 1]
+        if groups:
+            self._sort({node: group for group in groups for node in group})
+
+    def _is_last_sum(self, node: Node) -> bool:
+        """Is it a sum that is returned, or only put together with others?"""
+        if node.target not in REDUCTIONS:
+            return False
+        views = reached([node], lambda n: [x for x in n.users if n is node or x.target in VIEWS])
+        return all(n is node or n.target in VIEWS or n.target is CAT or n.op == "output" for n in views)
+
+    def _sort(self, together: dict[Node, list[Node]]) -> None:
+        """Events in the order of the graph, each behind what it reads; those that run together are one."""
+        groups = {node: together.get(node, [node]) for node in self.made}
+        maker = {key: groups[node][0] for node, keys in self.made.items() for key in keys}
+        number = {node: i for i, node in enumerate(self.made)}
+        order = dict[Node, None]()
+        waiting = [groups[node][0] for node in reversed(self.made)]
+        while waiting:
+            node = waiting[-1]
+            read = {maker[key] for one in groups[node] for key in self.taken[one] if key in maker}
+            before = sorted(read - order.keys() - {node}, key=number.__getitem__, reverse=True)
+            waiting += before
+            if not before:
+                order[waiting.pop()] = None
+        for group in {id(group): group for group in together.values()}.values():
+            first, *others = group
+            self.made[first] = [key for one in group for key in self.made[one]]
+            self.taken[first] = frozenset().union(*(self.taken[one] for one in group))
+            for one in others:
+                del self.made[one]
+        self.made = {node: self.made[node] for node in order}
 
     def _writes_first(self, node: Node) -> Node:
         """The event that begins to fill a node's place: of what is put together, the first reduction that it is of."""
