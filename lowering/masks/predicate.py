@@ -310,6 +310,17 @@ def of_positions(text: str) -> str:
     return " & ".join(f"({c})" for c in known)
 
 
+@lru_cache(maxsize=1024)
+def within_documents(text: str) -> bool:
+    """Has what is looked up by a query to be what is looked up by its key, as the number of a document?"""
+    return any(_of_both_sides(part) for part in conjuncts(text) if isinstance(parse(part), sympy.Eq))
+
+
+def _of_both_sides(text: str) -> bool:
+    looked_up = [name for name in symbols(text) if name.startswith(("row", "col"))]
+    return len({name[:3] for name in looked_up}) == 2
+
+
 def check_known(text: str, known: Collection[str]) -> None:
     """SpError when the predicate reads a symbol that has no value."""
     if missing := sorted(symbols(text) - set(known)):

@@ -10,7 +10,7 @@ The order is made once a graph, at its head, from the vectors that predicates lo
 all ranks, which hold them whole. Whole values keep the order of the program, and meet the other one where they are cut
 or put together; an attention's predicate asks for positions where it asked for indices; nothing else notices. The
 tables of all vectors come with the order, so a graph waits once. Bytes moved between ranks: none.
-Refuses: documents that are computed from what ranks hold in shards.
+Where that may be: `strategies.attention.layouts`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sp_compile.passes.job import Job, Note
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import DEALT
 
-from .lookups import distinct, may_precede, move_before, vectors_of
+from .lookups import distinct, move_before, vectors_of
 
 sp = torch.ops.sp
 FRAMES = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
@@ -70,12 +70,6 @@ class Deal(Pass):
         attends = [call for call, frames in calls if "q_frame" in frames]
         self.known = distinct(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
         self.vectors = list(dict.fromkeys(self.known.values()))
-        for vector in self.vectors:
-            if not may_precede(vector, first):
-                raise SpError(
-                    f"layout='balanced': {vector.name} at {at(vector)}, which a mask looks up, is computed from what "
-                    "ranks hold in shards, so it cannot say how to share them out; use layout='auto'"
-                )
         move_before(first, self.vectors)
         predicates, weights, numbers = self._work(attends)
         self._foresee(predicates, weights, numbers, self.sizes(length), n)

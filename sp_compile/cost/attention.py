@@ -25,7 +25,8 @@ class Shape:
     n: ranks. causal: query i attends to keys 0..i. window: and, of these, to the last `window` only (without causal:
     to the keys less than `window` away). mask: there is a mask that only data describes. zigzag: the whole program may
     keep the sequence in zigzag order, so that a balanced causal attention costs no exchange. dealt: its chunks are
-    dealt to ranks so that all of them have as much to do. training: gradients flow.
+    dealt to ranks so that all of them have as much to do. documents: a query sees keys of its own document only; how
+    long these are is not known yet, so they count as `halving` ones. training: gradients flow.
     """
 
     n: int
@@ -42,6 +43,7 @@ class Shape:
     mask: bool = False
     zigzag: bool = False
     dealt: bool = False
+    documents: bool = False
     training: bool = True
 
     @property
@@ -97,6 +99,8 @@ class Shape:
 
     def pairs(self, start: float, stop: float) -> float:
         """How many (query, key) pairs the queries [start, stop) attend to, in the limit of long sequences."""
+        if self.documents and self.q_len == self.kv_len:
+            return sum(self._within(first, length, start, stop) for first, length in halving(self.q_len))
 
         def distant(by: float) -> float:  # pairs whose key lies at least `by` before the query
             return _below(stop - by, self.kv_len) - _below(start - by, self.kv_len)
@@ -108,12 +112,37 @@ class Shape:
         ahead = 0.0 if self.causal else (stop - start) * self.kv_len - distant(-self.window)
         return attended - distant(self.window) - ahead
 
-    def imbalance(self, parts: int) -> float:
-        """The work of the busiest of so many contiguous parts of the queries, over the mean."""
-        if self.dealt or not self.q_len * self.kv_len:
+    def _within(self, first: int, length: int, start: float, stop: float) -> float:
+        """The pairs of one document."""
+        alone = replace(self, q_len=length, kv_len=length, documents=False)
+        begin, end = (min(max(at - first, 0), length) for at in (start, stop))
+        return alone.pairs(begin, end)
+
+    def imbalance(self, parts: int, layout: str = "contiguous") -> float:
+        """The work of the busiest of so many parts of the queries in this layout, over the mean."""
+        even = layout == "balanced" or (layout == "zigzag" and not self.documents)
+        if even or not self.q_len * self.kv_len:
             return 1.0
-        rows = self.q_len / parts
-        return max(self.pairs(r * rows, (r + 1) * rows) for r in range(parts)) * parts / self.pairs(0, self.q_len)
+        folds = 2 if layout == "zigzag" else 1
+        rows = self.q_len / parts / folds
+        work = [self.pairs(i * rows, (i + 1) * rows) for i in range(folds * parts)]
+        if folds == 2:
+            work = [work[i] + work[-1 - i] for i in range(parts)]
+        return max(work) * parts / self.pairs(0, self.q_len)
+
+
+def halving(length: int) -> list[tuple[int, int]]:
+    """Documents of which each is half of what is left: (first position, positions).
+
+    They stand for documents that nobody knows yet. No cut of a sequence suits them, as it suits no log-normal ones
+    (`benchmarks/plans.py`), and whatever the length is, there are long and short ones.
+    """
+    found: list[tuple[int, int]] = []
+    first = 0
+    while length - first > 1 and len(found) < MOST_DOCUMENTS - 1:
+        found.append((first, (length - first + 1) // 2))
+        first += found[-1][1]
+    return [*found, (first, length - first)]
 
 
 def _below(x: float, keys: int) -> float:
@@ -125,6 +154,7 @@ def _below(x: float, keys: int) -> float:
 
 BACKWARD_FLOPS = 2.5
 TIE = 1.05
+MOST_DOCUMENTS = 8  # that a sequence is thought to hold
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def described(shape: Shape) -> str:
     marks = [
         "causal" if shape.causal else "",
         f"window {shape.window}" if shape.window is not None else "",
+        "documents" if shape.documents else "",
         "mask as data" if shape.mask else "",
         "" if shape.training else "no gradient",
     ]

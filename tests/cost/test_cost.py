@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sp_compile.cost.attention import Candidate, Shape, candidates, choose, fastest
+from sp_compile.cost.attention import Candidate, Shape, candidates, choose, fastest, halving
 from sp_compile.cost.machine import CPU, GPU, Machine
 from sp_compile.errors import SpError
 
@@ -117,6 +117,21 @@ def test_work_of_masks() -> None:
     assert band.imbalance(4) == pytest.approx(1, abs=0.02)
     assert shape(4, causal=False).imbalance(4) == pytest.approx(1)
     assert shape(2, q_len=0, kv_len=0).imbalance(2) == 1
+
+
+def test_work_of_documents() -> None:
+    """One of half the sequence, one of a quarter, ...: a third of the pairs of a causal mask over all of it."""
+    s, other = shape(4, documents=True), shape(4, documents=True, causal=False)
+    assert sum(length for _, length in halving(4096)) == 4096
+    assert halving(1) == [(0, 1)]
+    assert s.pairs(0, 4096) == pytest.approx(4096**2 / 6, rel=1e-3)
+    # The second of 4 contiguous ranks has the second half of the longest one: three quarters of its pairs.
+    assert s.imbalance(4) == pytest.approx(4 * (3 / 32) * 6, rel=1e-3)
+    assert s.imbalance(4, "zigzag") == pytest.approx(1.5, rel=1e-3)  # of (7/128 + 1/128) and 1/24
+    assert s.imbalance(4, "balanced") == 1
+    assert other.imbalance(4) == pytest.approx(4 * (1 / 8) * 3, rel=1e-3)
+    ring = of(candidates(replace(s, dealt=True), BYTES), "ring", layout="balanced")
+    assert ring.seconds == of(candidates(s, BYTES), "ring", layout="contiguous").seconds
 
 
 def test_plain_formulas_give_the_published_model() -> None:

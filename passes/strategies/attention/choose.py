@@ -4,13 +4,14 @@
 
 Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes
 themselves. One layout holds for the whole program: zigzag if any attention was chosen to run on it and nothing else of
-the program depends on the order of the sequence.
+the program depends on the order of the sequence; dealt where masks know documents, for which neither suits
+(`layouts.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
@@ -24,7 +25,7 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
-from sp_compile.lowering.masks.predicate import over, symbols
+from sp_compile.lowering.masks.predicate import over, symbols, within_documents
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note, Settings
 from sp_compile.passes.localize.gradients import differentiable_nodes
@@ -32,10 +33,10 @@ from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import DEALT, Plan, Shard
 
 from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
+from .layouts import orders, seconds_to_deal, why_not_dealt
 from .memory import memory_of
 
 BALANCED = "layout='balanced'"
-ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +62,44 @@ class ChooseAttention(Pass):
             taken = memory_of(gm, plan, job.ranks.n, trained, machines[nodes[0]].memory)
             job.memory.append(taken)
             machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
-        programs = [2] if job.ranks.n > 1 and (job.layout == "zigzag" or job.folds == 2) else [1]
-        if job.layout == "auto" and job.ranks.n > 1 and _permutable(plan, job):
-            programs = [1, 2]
-        if job.layout == "balanced" and job.ranks.n > 1 and nodes:
-            _check_dealt(plan, job)
-            programs = [DEALT]
-        made = {folds: _decisions(shapes, machines, folds, plan, job) for folds in programs}
-        folds, best = min(made.items(), key=lambda one: (sum(d.chosen.seconds for d in one[1]), one[0]))
-        for decision in best:
+        tried = orders(list(shapes.values()), plan, job)
+        made = {folds: _decisions(shapes, machines, folds, plan, job) for folds in tried}
+        folds = self._fastest(gm, made, plan, job)
+        for decision in made[folds]:
             mark(decision.node, choice=decision.chosen)
-        job.decisions += best
-        if folds == DEALT and all(d.chosen.ring == 1 for d in best):
+        job.decisions += made[folds]
+        if folds == DEALT and _nothing_to_balance(made[folds]):
             why = "every rank has all rows of its heads, or all attention stays whole: there is nothing to balance"
-            self.notes.append(Note("not balanced", "layout", "the whole graph", why))
+            self._not_balanced(why)
             folds = job.folds
         if folds != job.folds:
             job.folds = folds
             job.forget()
         return 0
+
+    def _fastest(self, gm: GraphModule, made: Mapping[int, list[NodeDecision]], plan: Plan, job: Job) -> int:
+        """The order in which all attention together is fastest, and may be. Raises SpError: what was asked for not."""
+        seconds = {folds: sum(d.chosen.seconds for d in found) for folds, found in made.items()}
+        if made.get(DEALT):
+            seconds[DEALT] += seconds_to_deal(d.shape for d in made[DEALT])
+        best = min(made, key=lambda folds: seconds[folds])
+        if best != DEALT:
+            return best
+        apart = {d.node for d in made[DEALT] if d.chosen.ring == 1}  # has the program's order between its exchanges
+        refusal = why_not_dealt(gm, [n for n in attention_nodes(gm) if n not in apart], plan, job)
+        if refusal is None:
+            return best
+        if job.layout == "balanced":
+            raise SpError(f"{BALANCED}: {refusal.why}; use {refusal.cure}")
+        self._not_balanced(refusal.why)
+        return min((folds for folds in made if folds != DEALT), key=lambda folds: seconds[folds])
+
+    def _not_balanced(self, why: str) -> None:
+        self.notes.append(Note("not balanced", "layout", "the whole graph", why))
+
+
+def _nothing_to_balance(decisions: Iterable[NodeDecision]) -> bool:
+    return all(d.chosen.ring == 1 for d in decisions)
 
 
 def _decisions(
@@ -111,31 +131,6 @@ def _shardable(node: Node, plan: Plan) -> bool:
     sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
     wanted = any(d.node is node and d.kind == "attend" for d in plan.demands)
     return wanted and sharded and call.ndim(0) >= 3 and not heads_broadcast(call)
-
-
-def _permutable(plan: Plan, job: Settings) -> bool:
-    """May the whole program keep its sequence in another order?"""
-    given = not job.inputs and "local" not in ([job.outputs] if isinstance(job.outputs, str) else job.outputs)
-    return given and not any(d.kind in ORDERED and d.node.op != "output" for d in plan.demands)
-
-
-def _check_dealt(plan: Plan, job: Settings) -> None:
-    """Raises SpError where layout="balanced" cannot be, with the reason."""
-    if job.inputs:
-        raise SpError(f"{BALANCED}: inputs come in shards of another order; use inputs='global' and one graph")
-    if "local" in ([job.outputs] if isinstance(job.outputs, str) else job.outputs):
-        raise SpError(f"{BALANCED}: outputs='local' returns rows whose positions nobody knows; use outputs='gather'")
-    for demand in plan.demands:
-        if demand.kind in ("scan", "halo", "align") and demand.node.op != "output":
-            raise SpError(
-                f"{BALANCED}: {demand.node.name} ({demand.node.target}) at {at(demand.node)} depends on the order of "
-                f"the sequence: {demand.why}; use layout='auto'"
-            )
-    placed = [p for placements in plan.placements.values() for p in placements]
-    frames = {p.frame.size: None for p in placed if isinstance(p, Shard)}
-    if len(frames) > 1:
-        lengths = " and of ".join(map(str, frames))
-        raise SpError(f"{BALANCED}: there are sequences of {lengths} positions; use layout='auto'")
 
 
 def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -> Candidate | None:
@@ -208,6 +203,7 @@ def _shape(node: Node, n: int, training: bool) -> Shape:
         causal=causal,
         window=window,
         mask=predicate is None,
+        documents=predicate is not None and within_documents(predicate),
         training=training,
     )
 

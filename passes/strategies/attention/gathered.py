@@ -41,7 +41,7 @@ class KeyGather(ShardedAttention):
 
 def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
     n, kv = shape.n, shape.kv_heads * shape.kv_bytes
-    busiest = 1.0 if layout == "zigzag" else shape.imbalance(n)
+    busiest = shape.imbalance(n, layout)
     compute = machine.attention(shape.flops * busiest, shape.kv_len)
     # A causal mask cuts the keys of a run of queries into a full block and a diagonal one, merged. Zigzag keys come in
     # two runs, too.

@@ -81,7 +81,7 @@ def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> 
     grads = kv * shape.widening
     hops = _hops(shape, size) if ulysses == 1 else size - 1
     keys = ulysses * shape.kv_rows / (2 if zigzag else 1)
-    busiest = 1.0 if zigzag else shape.imbalance(size)
+    busiest = shape.imbalance(size, layout)
     step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
     # Zigzag: every step is two blocks, and three in four halves of the queries take part in one.
     blocks, share = (2, 0.75) if zigzag else (1, 1.0)

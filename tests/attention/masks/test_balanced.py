@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from support.attention.attending import packed
 from support.models import check
 from support.parity import Outcome, against_eager
 from support.parity import check as every_rank_is_right
+from support.parity import sp as compiled
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import sp_compile
 from sp_compile.cost.attention import Candidate
@@ -177,21 +180,108 @@ def test_heads_exchanged_in_a_dealt_program(monkeypatch: pytest.MonkeyPatch) -> 
     assert {note.done for note in report.notes} >= {"ulysses", "ring", "balanced"}
 
 
-class Loss(nn.Module):
-    """The loss alone."""
+SLOW = {"flops": 1e5}
+"""A device on which attention takes longer than to deal a sequence of a few tokens."""
 
-    def __init__(self, model: nn.Module) -> None:
+
+@pytest.mark.parametrize(
+    ("n", "attention", "lengths"),
+    [
+        (3, "auto", LENGTHS),
+        (4, "ring", LENGTHS),
+        (4, "gather", [40, 3, 2, 1, 1, 1, 20, 7, 4]),
+        pytest.param(4, "hybrid", LENGTHS, marks=pytest.mark.slow),
+        pytest.param(2, "ring", [3, 2], marks=pytest.mark.slow),
+        pytest.param(2, "gather", [64], marks=pytest.mark.slow),
+    ],
+)
+def test_auto_deals_documents(n: int, attention: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches, each packed in its own way."""
+    made = orders(monkeypatch)
+    report = check(*given(2, lengths), sp=n, attention=attention, cost=SLOW)
+    assert len(made) == n
+    assert [note.done for note in report.notes].count("balanced") == 1
+    assert not report.fallbacks
+    assert {decision.chosen.layout for decision in report.attention} == {"balanced"}
+
+
+class Mapped(Packed):
+    """The same documents by a matrix that a layer made of them: they come out of the middle of the program."""
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.tokens(ids)
+        document = (x.sum(-1) > 0).cumsum(1)
+        mask = document[:, None, :, None] == document[:, None, None]
+        for layer in self.layers:
+            q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in layer(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "why"),
+    [
+        (Shifted, {}, "depends on the order of the sequence"),
+        (Packed, {"outputs": "lazy"}, "a result that stays in shards"),
+        (Mapped, {}, "is computed from what ranks hold in shards"),
+    ],
+)
+def test_auto_says_why_documents_stay(model: type[Packed], options: dict[str, Any], why: str) -> None:
+    torch.manual_seed(0)
+    _, *inputs = given()
+    report = sp_compile.explain(model(), *inputs, sp=3, attention="ring", cost=SLOW, **options)
+    (note,) = [note for note in report.notes if note.done == "not balanced"]
+    assert why in note.why
+    assert "layout=" not in note.why
+    check(model().double(), *inputs, sp=3, attention="ring", cost=SLOW)
+
+
+@pytest.mark.parametrize("predicate", ["padding", "causal", "documents, heads for all ranks", "documents, little work"])
+def test_auto_leaves_what_is_balanced(predicate: str) -> None:
+    class Other(Packed):
+        def mask(self, positions: Tensor) -> Tensor:
+            index = torch.arange(positions.shape[1])
+            causal = index[:, None] >= index
+            return causal & (positions[:, None, None] >= 0) if predicate == "padding" else causal
+
+    model, *inputs = given()
+    few = "little" in predicate
+    how = {"sp": 4, "attention": "auto" if "heads" in predicate else "ring", "cost": {"flops": 1e12} if few else SLOW}
+    report = sp_compile.explain(model if "documents" in predicate else Other(), *inputs, **how)
+    assert not [note for note in report.notes if "balanced" in note.done]
+    assert {decision.chosen.layout for decision in report.attention} <= {"contiguous", "zigzag"}
+
+
+class Loss(nn.Module):
+    """The loss alone. checkpointed: all before it is computed again in the backward."""
+
+    def __init__(self, model: nn.Module, checkpointed: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.checkpointed = model, checkpointed
 
     def forward(self, *args: Tensor) -> Tensor:
-        return self.model(*args)[0]
+        run = partial(checkpoint, self.model, use_reentrant=False) if self.checkpointed else self.model
+        return run(*args)[0]
 
 
 def step(attention: str, compiler: str) -> Outcome:
     model, *args = given()
     how = {"mesh": mesh(), "attention": attention, "layout": "balanced", "compiler": compiler}
     return against_eager(Loss(model), *args, **how)
+
+
+def steps_of_auto(checkpointed: bool) -> Outcome:
+    """Four batches of other documents, the last ones of other lengths; the worst of them."""
+    model = Loss(given()[0], checkpointed)
+    run = compiled(model, attention="ring", cost=SLOW, mesh=mesh(), dynamic=True)
+    batches = [given(lengths=lengths)[1:] for lengths in (LENGTHS, LENGTHS[::-1], [*LENGTHS, 4], [30])]
+    return max((against_eager(model, *args, run=run) for args in batches), key=lambda one: one.error)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_any_length(ranks: Ranks, checkpointed: bool) -> None:
+    every_rank_is_right(ranks.run(3, steps_of_auto, checkpointed))
 
 
 @pytest.mark.slow

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_compile.errors import SpError
-from sp_compile.lowering.masks.predicate import Linear, check_known, conjuncts, evaluate, linear, over, parse, symbols
+from sp_compile.lowering.masks.predicate import (
+    Linear,
+    check_known,
+    conjuncts,
+    evaluate,
+    linear,
+    over,
+    parse,
+    symbols,
+    within_documents,
+)
 from sp_compile.lowering.masks.spans import whole
 from sp_compile.lowering.simulate import GROUP
 
@@ -92,6 +102,22 @@ def test_text_is_canonical() -> None:
     ) == ("Eq(row0, col0)", "k <= q")
     assert conjuncts("") == ()
     assert symbols("Eq(row10, col2) & (k < n1)") == {"row10", "col2", "k", "n1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "documents"),
+    [
+        ("Eq(row0, col0) & (k <= q)", True),
+        ("Eq(row3, 2*col1) & Ne(col0, 0)", True),
+        ("Ne(col0, 0) & Ne(row0, 0) & (k <= q)", False),
+        ("Eq(col0, 1)", False),
+        ("Eq(row0, col0) | (k <= q)", False),
+        ("col0 <= row0", False),
+        ("", False),
+    ],
+)
+def test_documents(text: str, documents: bool) -> None:
+    assert within_documents(text) == documents
 
 
 def test_linear() -> None:

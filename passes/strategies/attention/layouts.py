@@ -1,0 +1,98 @@
+"""The orders in which a whole program may keep its sequence: as it is written, zigzag, or dealt to ranks when it runs.
+
+    layout="auto"    as written; zigzag where nothing else depends on the order; dealt where, moreover, masks say which
+                     documents there are, inputs come whole, and no result stays in shards
+
+Dealing takes the host some milliseconds of every graph (`seconds_to_deal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch.fx import GraphModule, Node
+
+from sp_compile.cost.attention import Shape
+from sp_compile.errors import at
+from sp_compile.graph.call import Call
+from sp_compile.graph.closure import reached
+from sp_compile.graph.mutation import is_pure
+from sp_compile.passes.job import Settings
+from sp_compile.passes.results import asked_of, why_whole
+from sp_compile.sharding.placement import DEALT, Plan, Replicate, Shard
+
+ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
+DEAL, DEAL_ROW = 3e-3, 5e-8
+"""CPU seconds to deal a sequence to ranks, and of each of its positions: `benchmarks/plans.py`."""
+
+
+class Refusal(NamedTuple):
+    """Why chunks cannot be dealt, and what to ask for instead."""
+
+    why: str
+    cure: str = "layout='auto'"
+
+
+def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[int]:
+    """The `folds` that are tried, those first that are taken where two are as fast."""
+    if job.ranks.n == 1:
+        return [1]
+    if job.layout == "balanced" and shapes:
+        return [DEALT]
+    if job.layout == "zigzag" or job.folds == 2:
+        return [2]
+    if job.layout != "auto" or not _permutable(plan, job):
+        return [1]
+    return [1, 2, DEALT] if any(shape.documents for shape in shapes) else [1, 2]
+
+
+def _permutable(plan: Plan, job: Settings) -> bool:
+    """May the whole program keep its sequence in another order?"""
+    given = not job.inputs and not _returns_shards(job)
+    return given and not any(d.kind in ORDERED and d.node.op != "output" for d in plan.demands)
+
+
+def _returns_shards(job: Settings) -> bool:
+    return "local" in ([job.outputs] if isinstance(job.outputs, str) else job.outputs)
+
+
+def seconds_to_deal(shapes: Iterable[Shape]) -> float:
+    """Of one graph, on the host."""
+    return DEAL + DEAL_ROW * max(shape.q_len for shape in shapes)
+
+
+def why_not_dealt(gm: GraphModule, nodes: Iterable[Node], plan: Plan, job: Settings) -> Refusal | None:
+    """What is in the way of dealt chunks, if anything is. nodes: the attention that would run on them."""
+    if job.inputs:
+        return Refusal("inputs come in shards of another order", "inputs='global' and one graph")
+    if _returns_shards(job):
+        return Refusal("outputs='local' returns rows whose positions nobody knows", "outputs='gather'")
+    for demand in plan.demands:
+        if demand.kind in ("scan", "halo", "align") and demand.node.op != "output":
+            what = f"{demand.node.name} ({demand.node.target}) at {at(demand.node)}"
+            return Refusal(f"{what} depends on the order of the sequence: {demand.why}")
+    placed = [p for placements in plan.placements.values() for p in placements]
+    frames = {p.frame.size: None for p in placed if isinstance(p, Shard)}
+    if len(frames) > 1:
+        return Refusal(f"there are sequences of {' and of '.join(map(str, frames))} positions")
+    for vector in (v for node in nodes for name in ("rows", "cols") for v in Call(node).get(name) or []):
+        if not all(_at_hand(n, plan) for n in reached([vector], lambda n: n.all_input_nodes)):
+            what = f"{vector.name} at {at(vector)}, which a mask looks up, is computed from what ranks hold in shards"
+            return Refusal(f"{what}, so it cannot say how to share them out")
+    return _stays(gm, plan, job) if job.layout == "auto" else None
+
+
+def _at_hand(node: Node, plan: Plan) -> bool:
+    """Has every rank the value, before it has anything in shards?"""
+    whole = all(isinstance(p, Replicate) for p in plan.placements.get(node, ()))
+    return whole and (node.op in ("placeholder", "get_attr") or is_pure(node))
+
+
+def _stays(gm: GraphModule, plan: Plan, job: Settings) -> Refusal | None:
+    """A result that stays in shards costs nothing; dealt, it would have to come back whole."""
+    for node, words in asked_of(gm.graph.output_node(), job.outputs).items():
+        have = plan.of(node)
+        if isinstance(have, Shard) and not why_whole(have, node.meta["val"], words):
+            return Refusal(f"{node.name} at {at(node)}, a result that stays in shards, would come back whole")
+    return None
