@@ -42,9 +42,10 @@ def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[int]:
         return [DEALT]
     if job.layout == "zigzag" or job.folds == 2:
         return [2]
-    if job.layout != "auto" or not _permutable(plan, job):
+    if job.layout != "auto":
         return [1]
-    return [1, 2, DEALT] if any(shape.documents for shape in shapes) else [1, 2]
+    dealt = [DEALT] if any(shape.documents for shape in shapes) else []
+    return [1, *([2] if _permutable(plan, job) else []), *dealt]
 
 
 def _permutable(plan: Plan, job: Settings) -> bool:
@@ -68,18 +69,19 @@ def why_not_dealt(gm: GraphModule, nodes: Iterable[Node], plan: Plan, job: Setti
         return Refusal("inputs come in shards of another order", "inputs='global' and one graph")
     if _returns_shards(job):
         return Refusal("outputs='local' returns rows whose positions nobody knows", "outputs='gather'")
+    for vector in (v for node in nodes for name in ("rows", "cols") for v in Call(node).get(name) or []):
+        if not all(_at_hand(n, plan) for n in reached([vector], lambda n: n.all_input_nodes)):
+            what = f"{vector.name} at {at(vector)}, which a mask looks up, is computed from what ranks hold in shards"
+            return Refusal(f"{what}, so it cannot say how to share them out")
+    kinds = ORDERED if job.layout == "auto" else ("halo", "align")
     for demand in plan.demands:
-        if demand.kind in ("scan", "halo", "align") and demand.node.op != "output":
+        if demand.kind in ("scan", *kinds) and demand.node.op != "output":
             what = f"{demand.node.name} ({demand.node.target}) at {at(demand.node)}"
             return Refusal(f"{what} depends on the order of the sequence: {demand.why}")
     placed = [p for placements in plan.placements.values() for p in placements]
     frames = {p.frame.size: None for p in placed if isinstance(p, Shard)}
     if len(frames) > 1:
         return Refusal(f"there are sequences of {' and of '.join(map(str, frames))} positions")
-    for vector in (v for node in nodes for name in ("rows", "cols") for v in Call(node).get(name) or []):
-        if not all(_at_hand(n, plan) for n in reached([vector], lambda n: n.all_input_nodes)):
-            what = f"{vector.name} at {at(vector)}, which a mask looks up, is computed from what ranks hold in shards"
-            return Refusal(f"{what}, so it cannot say how to share them out")
     return _stays(gm, plan, job) if job.layout == "auto" else None
 
 

@@ -279,6 +279,7 @@ def steps_of_auto(checkpointed: bool) -> Outcome:
     return max((against_eager(model, *args, run=run) for args in batches), key=lambda one: one.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_any_length(ranks: Ranks, checkpointed: bool) -> None:
     every_rank_is_right(ranks.run(3, steps_of_auto, checkpointed))
