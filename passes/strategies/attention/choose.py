@@ -33,10 +33,8 @@ from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import DEALT, Plan, Shard
 
 from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
-from .layouts import orders, seconds_to_deal, why_not_dealt
+from .layouts import BALANCED, orders, seconds_to_deal, why_better_not, why_not_dealt
 from .memory import memory_of
-
-BALANCED = "layout='balanced'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +84,13 @@ class ChooseAttention(Pass):
         if best != DEALT:
             return best
         apart = {d.node for d in made[DEALT] if d.chosen.ring == 1}  # has the program's order between its exchanges
-        refusal = why_not_dealt(gm, [n for n in attention_nodes(gm) if n not in apart], plan, job)
-        if refusal is None:
+        error = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
+        if error is not None and job.layout != "auto":
+            raise error
+        why = str(error or why_better_not(gm, plan, job)).removeprefix(f"{BALANCED}: ").partition("; use ")[0]
+        if job.layout != "auto" or not why:
             return best
-        if job.layout == "balanced":
-            raise SpError(f"{BALANCED}: {refusal.why}; use {refusal.cure}")
-        self._not_balanced(refusal.why)
+        self._not_balanced(why)
         return min((folds for folds in made if folds != DEALT), key=lambda folds: seconds[folds])
 
     def _not_balanced(self, why: str) -> None:

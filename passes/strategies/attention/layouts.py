@@ -9,12 +9,11 @@ Dealing takes the host some milliseconds of every graph (`seconds_to_deal`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
 from sp_compile.cost.attention import Shape
-from sp_compile.errors import at
+from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure
@@ -22,16 +21,10 @@ from sp_compile.passes.job import Settings
 from sp_compile.passes.results import asked_of, why_whole
 from sp_compile.sharding.placement import DEALT, Plan, Replicate, Shard
 
+BALANCED = "layout='balanced'"
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 DEAL, DEAL_ROW = 3e-3, 5e-8
 """CPU seconds to deal a sequence to ranks, and of each of its positions: `benchmarks/plans.py`."""
-
-
-class Refusal(NamedTuple):
-    """Why chunks cannot be dealt, and what to ask for instead."""
-
-    why: str
-    cure: str = "layout='auto'"
 
 
 def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[int]:
@@ -63,26 +56,31 @@ def seconds_to_deal(shapes: Iterable[Shape]) -> float:
     return DEAL + DEAL_ROW * max(shape.q_len for shape in shapes)
 
 
-def why_not_dealt(gm: GraphModule, nodes: Iterable[Node], plan: Plan, job: Settings) -> Refusal | None:
+def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> SpError | None:
     """What is in the way of dealt chunks, if anything is. nodes: the attention that would run on them."""
     if job.inputs:
-        return Refusal("inputs come in shards of another order", "inputs='global' and one graph")
+        return SpError(f"{BALANCED}: inputs come in shards of another order; use inputs='global' and one graph")
     if _returns_shards(job):
-        return Refusal("outputs='local' returns rows whose positions nobody knows", "outputs='gather'")
+        return SpError(f"{BALANCED}: outputs='local' returns rows whose positions nobody knows; use outputs='gather'")
     for vector in (v for node in nodes for name in ("rows", "cols") for v in Call(node).get(name) or []):
         if not all(_at_hand(n, plan) for n in reached([vector], lambda n: n.all_input_nodes)):
-            what = f"{vector.name} at {at(vector)}, which a mask looks up, is computed from what ranks hold in shards"
-            return Refusal(f"{what}, so it cannot say how to share them out")
+            return SpError(
+                f"{BALANCED}: {vector.name} at {at(vector)}, which a mask looks up, is computed from what ranks hold "
+                "in shards, so it cannot say how to share them out; use layout='auto'"
+            )
     kinds = ORDERED if job.layout == "auto" else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
-            what = f"{demand.node.name} ({demand.node.target}) at {at(demand.node)}"
-            return Refusal(f"{what} depends on the order of the sequence: {demand.why}")
+            return SpError(
+                f"{BALANCED}: {demand.node.name} ({demand.node.target}) at {at(demand.node)} depends on the order of "
+                f"the sequence: {demand.why}; use layout='auto'"
+            )
     placed = [p for placements in plan.placements.values() for p in placements]
     frames = {p.frame.size: None for p in placed if isinstance(p, Shard)}
     if len(frames) > 1:
-        return Refusal(f"there are sequences of {' and of '.join(map(str, frames))} positions")
-    return _stays(gm, plan, job) if job.layout == "auto" else None
+        lengths = " and of ".join(map(str, frames))
+        return SpError(f"{BALANCED}: there are sequences of {lengths} positions; use layout='auto'")
+    return None
 
 
 def _at_hand(node: Node, plan: Plan) -> bool:
@@ -91,10 +89,10 @@ def _at_hand(node: Node, plan: Plan) -> bool:
     return whole and (node.op in ("placeholder", "get_attr") or is_pure(node))
 
 
-def _stays(gm: GraphModule, plan: Plan, job: Settings) -> Refusal | None:
-    """A result that stays in shards costs nothing; dealt, it would have to come back whole."""
+def why_better_not(gm: GraphModule, plan: Plan, job: Settings) -> str:
+    """A result that stays in shards costs nothing; dealt, it would have to come back whole. "" if there is none."""
     for node, words in asked_of(gm.graph.output_node(), job.outputs).items():
         have = plan.of(node)
         if isinstance(have, Shard) and not why_whole(have, node.meta["val"], words):
-            return Refusal(f"{node.name} at {at(node)}, a result that stays in shards, would come back whole")
-    return None
+            return f"{node.name} at {at(node)}, a result that stays in shards, would come back whole"
+    return ""
