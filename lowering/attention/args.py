@@ -110,11 +110,15 @@ class LocalArgs(AttentionArgs):
         k_span: Span,
         mask_grad: bool,
         after: list[Tensor] | None = None,
+        packed: str = "",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv (and of the mask) from these keys; `given`: the cotangent, and the row's global out and lse."""
+        """dq, dk, dv (and of the mask) from these keys; `given`: the cotangent, and the row's global out and lse.
+
+        packed: dk and dv as one, in the place of dk, as they are to be sent: "last" or "rows".
+        """
         grad, out, lse = given
         args = replace(self, k_span=k_span).flat()
-        return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after)
+        return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after, packed)
 
     def tensors(self) -> list[Tensor | None]:
         """What a backward must save."""

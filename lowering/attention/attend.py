@@ -21,7 +21,7 @@ from .args import LocalArgs
 from .case import Kernel, Need
 from .kernels import KERNELS
 from .masking import Masking
-from .merge import merge
+from .merge import Average, Sum, merge
 
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
 """The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is
@@ -31,69 +31,8 @@ Strip = list[tuple[Block | PackedCall, Kernel]]
 """Blocks with the same queries, and what runs them."""
 
 
-def _nothing(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The result of queries without keys."""
-    lse = q.new_full(shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
-    return q.new_zeros(shape), lse
-
-
 def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:
     return mask.shape if mask is not None and wanted else (0,)
-
-
-class _Sum:
-    """A gradient that is given in parts, along dim 2. A first part that is all of it is not added but kept."""
-
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self._like, self._dtype = like, dtype
-        self._total: Tensor | None = None
-
-    def add(self, part: Tensor, rows: tuple[int, int]) -> None:
-        """Add ``part`` to the rows (offset, length)."""
-        if self._total is None and rows == (0, self._like.shape[2]):
-            self._total = part.to(self._dtype)
-        else:
-            self.total().narrow(2, *rows).add_(part)
-
-    def total(self) -> Tensor:
-        """What was added so far, contiguous."""
-        if self._total is None:
-            self._total = self._like.new_zeros(self._like.shape, dtype=self._dtype)
-        self._total = self._total.contiguous()
-        return self._total
-
-
-class _Average:
-    """Attention that is given in parts: of other queries, or of other keys that the same queries attend to."""
-
-    def __init__(self, q: Tensor, width: int) -> None:
-        self._q, self._shape = q, (*q.shape[:3], width)
-        self._total: tuple[Tensor, Tensor] | None = None
-        self._behind = 0
-        """Rows from here on have no part yet."""
-
-    def add(self, out: Tensor, lse: Tensor, rows: tuple[int, int]) -> None:
-        """Out and its lse, for the rows (offset, length)."""
-        new, self._behind = rows[0] >= self._behind, max(self._behind, sum(rows))
-        if self._total is None and rows == (0, self._q.shape[2]):
-            self._total = out, lse
-            return
-        if self._total is None:
-            self._total = _nothing(self._q, self._shape)
-        if not new:
-            self._total = self._total[0].to(lse.dtype), self._total[1]
-            before = [x.narrow(2, *rows) for x in self._total]
-            out, lse = merge(before[0], before[1], out, lse)
-            if rows == (0, self._q.shape[2]):
-                self._total = out, lse
-                return
-        for whole, part in zip(self._total, (out, lse)):
-            whole.narrow(2, *rows).copy_(part)
-
-    def total(self) -> tuple[Tensor, Tensor]:
-        """What was added, out in q's dtype, contiguous."""
-        out, lse = _nothing(self._q, self._shape) if self._total is None else self._total
-        return out.to(self._q.dtype).contiguous(), lse.contiguous()
 
 
 def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Strip]:
@@ -162,9 +101,24 @@ def _scaled(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
 def _fake_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    args, (mask_grad, *_) = LocalArgs.of(rest)
-    shapes = q.shape, k.shape, v.shape, _shape_of_grad(args.mask, mask_grad)
-    return tuple(q.new_empty(shape, dtype=accumulation_dtype(q.dtype)) for shape in shapes)
+    args, (mask_grad, *others) = LocalArgs.of(rest)
+    dtype = accumulation_dtype(q.dtype)
+    dq, dmask = (q.new_empty(shape, dtype=dtype) for shape in (q.shape, _shape_of_grad(args.mask, mask_grad)))
+    return dq, *_of_keys(k, v, dtype, *others[1:]), dmask
+
+
+def _of_keys(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tuple[Tensor, Tensor]:
+    """Where the gradients of keys and values are written: apart, or both in one, and nothing."""
+    if not packed:
+        dk, dv = (k.new_empty(x.shape, dtype=dtype) for x in (k, v))
+        return dk, dv
+    batch, heads, rows, width = k.shape
+    width += v.shape[3]
+    if packed == "rows":
+        both = k.new_empty((rows, batch, heads, width), dtype=dtype).permute(1, 2, 0, 3)
+    else:
+        both = k.new_empty((batch, heads, rows, width), dtype=dtype)
+    return both, k.new_empty((0,), dtype=dtype)
 
 
 @opaque(
@@ -188,7 +142,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     """
     args, _ = LocalArgs.of(rest)
     q, _, scale = _scaled(q, args.scale)
-    masking, total = Masking.of(q, k, args), _Average(q, v.shape[3])
+    masking, total = Masking.of(q, k, args), Average(q, v.shape[3])
     for strip in _strips(q, v, masking, mask_grad=False):
         parts = [
             kernel.forward(*_operands(q, k, v, block), masking.case(block, q.shape[0], scale, kernel.dense))
@@ -200,7 +154,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 
 @opaque(
     "attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{LocalArgs.schema()}, bool mask_grad, Tensor[]? after=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    f"{LocalArgs.schema()}, bool mask_grad, Tensor[]? after=None, str packed='') "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     _fake_backward,
     replays=False,
 )
@@ -212,12 +167,17 @@ def attend_backward(
     Shapes: grad and out (B, Hq, Sq, E), lse (B, Hq, Sq) -> dq, dk, dv as q, k, v and dmask as mask (empty (0,)
     without ``mask_grad``), contiguous, in float32 for half types. The results of disjoint sets of keys add up
     exactly. Bytes: none; ``after`` as above.
+
+    packed: "" or how dk and dv are to be sent: as one, (B, Hkv, Sk, D + E), in the place of dk, and dv empty (0,).
+    "last": contiguous; "rows": the keys' dim is the outermost in memory.
     """
-    args, (mask_grad, *_) = LocalArgs.of(rest)
+    args, (mask_grad, *others) = LocalArgs.of(rest)
     q, sign, scale = _scaled(q, args.scale)
     masking, dtype = Masking.of(q, k, args), accumulation_dtype(q.dtype)
     grad, out = grad.to(q.dtype), out.to(q.dtype)
-    dq, dk, dv = (_Sum(x, dtype) for x in (q, k, v))
+    sent = _of_keys(k, v, dtype, *others[1:]) if any(others[1:]) else None
+    places = (None, None) if sent is None else sent[0].split([k.shape[3], v.shape[3]], 3)
+    dq, dk, dv = (Sum(x, dtype, place) for x, place in zip((q, k, v), (None, *places)))
     wanted = args.mask is not None and mask_grad
     dmask = q.new_zeros(_shape_of_grad(args.mask, mask_grad), dtype=dtype)
     for block, kernel in (pair for strip in _strips(q, v, masking, wanted) for pair in strip):
@@ -230,4 +190,6 @@ def attend_backward(
         dv.add(dv_part, keys)
         if dbias is not None and isinstance(block, Block):
             masking.add_grad(dmask, dbias, block)
-    return dq.total() if sign == 1 else dq.total() * sign, dk.total(), dv.total(), dmask
+    of_queries, *of_keys = (one.total() for one in (dq, dk, dv))
+    of_queries = of_queries if sign == 1 else of_queries * sign
+    return of_queries, *(of_keys if sent is None else sent), dmask

@@ -53,9 +53,14 @@ class GatheredKeys(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dq, of_keys = None, []
         for keys, values, where in self._parts(k, v, args, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0])):
-            dq_, dk, dv, dmask = args.grads(given, q, keys, values, where, mask_grad)
+            packed = "rows" if self.n > 1 and self.frame is not None else ""
+            dq_, dk, dv, dmask = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
             dq = added(dq, dq_)
-            of_keys.append(self._scatter(dk, dv, self._in_halves(args)))
+            if packed:
+                dk, dv = unpacked(self._scattered(dk, self._in_halves(args)), k, v)
+            elif self.frame is not None:
+                dk, dv = (pad(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
+            of_keys.append((dk, dv))
         assert dq is not None
         dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*of_keys))
         return dq, dk, dv, dmask
@@ -88,18 +93,15 @@ class GatheredKeys(NamedTuple):
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
         return unpacked(rows.movedim(0, SEQUENCE), k, v)
 
-    def _scatter(self, dk: Tensor, dv: Tensor, half: bool) -> tuple[Tensor, Tensor]:
-        """Their sums over the ranks: what each gave of its keys, or of one half of them."""
+    def _scattered(self, both: Tensor, half: bool) -> Tensor:
+        """The sum over the ranks of (B, Hkv, S, D + E): what each gave of its keys, or of one half of them."""
         frame, n = self.frame, self.n
-        if frame is None:
-            return dk, dv
-        if n == 1:
-            return pad(dk, SEQUENCE, frame, 1, edge=False), pad(dv, SEQUENCE, frame, 1, edge=False)
-        rows = _side_by_side(dk, dv, torch.cat)
+        assert frame is not None
+        rows = both.movedim(SEQUENCE, 0)
         if not half:
             rows = torch.ops.sp.reorder(rows, 0, frame, *self.orders) if self.orders else rows
             rows = by_rank(pad(rows, 0, frame, n, edge=False), frame, n)
-        return unpacked(current().reduce_scatter(rows, n, self.group).movedim(0, SEQUENCE), dk, dv)
+        return current().reduce_scatter(rows, n, self.group).movedim(0, SEQUENCE)
 
 
 def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:

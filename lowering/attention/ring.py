@@ -69,13 +69,14 @@ class RingKeys(NamedTuple):
         dq: Tensor | None = None
         dmask: Tensor | None = None
         carried = _WAYS_HOME["travel" if self.steps < self.size else self.grads](self)
+        packed = "last" if self.steps > 1 else ""
         both = torch.ops.sp.pack([k, v], 3, given[0]) if self.steps > 1 else None
         for keys, values, where, coming in self._rounds(k, v, both):
             before = _made(coming, carried.coming, dq)
-            dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, where, mask_grad, before)
+            dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, where, mask_grad, before, packed)
             dq, dmask = added(dq, dq_), added(dmask, dmask_) if mask_grad else dmask_
             if self.steps > 1:
-                carried.add(dk_, dv_)
+                carried.add(dk_)
         if self.steps > 1:
             dk_, dv_ = unpacked(carried.home(), k, v)
         assert dq is not None
@@ -122,12 +123,11 @@ class _TravellingGradients:
     def __init__(self, ring: RingKeys) -> None:
         self.ring, self.added, self.coming = ring, 0, None
 
-    def add(self, dk: Tensor, dv: Tensor) -> None:
-        """The gradients of the next step's keys, which are one rank further from home."""
+    def add(self, part: Tensor) -> None:
+        """The gradients of the next step's keys and values, packed, which are one rank further from home."""
         self.added += 1
-        part = _pack(dk, dv)
         if self.coming is not None:
-            part = part + current().wait(self.coming)
+            part = part.add_(current().wait(self.coming))
         last = self.added == self.ring.steps
         self.coming = current().start_shift(part, self.ring.shift(1 - self.ring.steps if last else 1))
 
@@ -146,9 +146,9 @@ class _ScatteredGradients:
         self.ring = ring
         self.parts: list[Tensor] = []
 
-    def add(self, dk: Tensor, dv: Tensor) -> None:
-        """The gradients of the next step's keys."""
-        self.parts += [dk, dv]
+    def add(self, part: Tensor) -> None:
+        """The gradients of the next step's keys and values, packed."""
+        self.parts.append(part)
 
     def home(self) -> Tensor:
         """The sum over all ranks for one's own keys."""

@@ -15,8 +15,7 @@ from sp_compile.lowering.library import opaque
 
 
 def _empty_by_owner(parts: list[Tensor], *_: object) -> Tensor:
-    first, second = parts[:2]
-    return first.new_empty((len(parts) // 2, *first.shape[:3], first.shape[3] + second.shape[3]))
+    return parts[0].new_empty((len(parts), *parts[0].shape))
 
 
 @opaque("pack(Tensor[] xs, int dim, Tensor after) -> Tensor", lambda xs, dim, after: torch.cat(xs, dim))
@@ -27,13 +26,10 @@ def pack(xs: list[Tensor], dim: int, after: Tensor) -> Tensor:
 
 @opaque("pack_by_owner(Tensor[] parts, int stride, str group) -> Tensor", _empty_by_owner)
 def pack_by_owner(parts: list[Tensor], stride: int, group: str) -> Tensor:
-    """Gradients dk_0, dv_0, dk_1, dv_1, ... of the keys that started i steps back on a ring of every stride-th rank.
+    """Gradients of the keys and values that started 0, 1, ... steps back on a ring of every stride-th rank.
 
-    Shapes: n times (B, H, s, D) and (B, H, s, E) -> (n, B, H, s, D + E), entry j those of the ring's rank j.
+    Shapes: n times (B, H, s, D + E) -> (n, B, H, s, D + E), entry j those of the ring's rank j.
     """
-    packed = _empty_by_owner(parts)
-    n = len(packed)
+    n = len(parts)
     rank = current().rank(group) // stride % n
-    for step in range(n):
-        torch.cat(parts[2 * step : 2 * step + 2], 3, out=packed[(rank - step) % n])
-    return packed
+    return torch.stack([parts[(rank - owner) % n] for owner in range(n)])

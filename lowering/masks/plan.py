@@ -247,6 +247,9 @@ class _Planner:
 
     def _causal(self, q: Range, k: Range, shift: int, left: tuple[str, ...]) -> Iterator[Block]:
         """k <= q + shift, where every row of q has a key and every key a row: rectangles and triangles."""
+        if shift == 0 and intervals(self._q_rows, *q) == intervals(self._k_rows, *k):
+            yield Block(*sized(q), *sized(k), Kind.CAUSAL, left)  # the same indices, however many runs they are
+            return
         for cut in self._causal_cuts(q, k, shift):
             if q[0] < cut < q[1]:
                 yield from self.cover((q[0], cut), k)
