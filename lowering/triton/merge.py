@@ -12,7 +12,7 @@ ELEMENTS = 2048
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]
     out_a, lse_a, out_b, lse_b, out, lse, rows, heads, length, width,
-    batch_a, head_a, row_a, batch_b, head_b, row_b, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    batch_a, head_a, row_a, batch_b, head_b, row_b, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the batch * heads * length rows; ``batch_a`` to ``row_b`` are strides, all else is contiguous."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -22,6 +22,9 @@ def _merge(  # type: ignore[no-untyped-def]
     batch, head, place = row // (heads * length), row // length % heads, row % length
 
     a, b = tl.load(lse_a + row, mask=here, other=0.0), tl.load(lse_b + row, mask=here, other=0.0)
+    if IN_PLACE:  # a row without keys in the second operand stays as it is
+        here = here & (b != float("-inf"))
+        inside = inside & here
     top = tl.maximum(a, b)
     finite = tl.where(top == float("-inf"), 0.0, top)
     a, b = tl.exp(a - finite), tl.exp(b - finite)
@@ -55,7 +58,7 @@ def launch(
         rows = max(1, ELEMENTS // columns)
         _merge[(triton.cdiv(lse.numel(), rows),)](
             a, lse_a.contiguous(), b, lse_b.contiguous(), out, lse, lse.numel(), heads, length, width,
-            *a.stride()[:3], *b.stride()[:3], ROWS=rows, WIDTH=columns,
+            *a.stride()[:3], *b.stride()[:3], ROWS=rows, WIDTH=columns, IN_PLACE=out is out_a,
         )  # fmt: skip
     return out, lse
 

@@ -140,10 +140,29 @@ def test_opcheck() -> None:
     arguments = p.arguments(whole(9), whole(11), mask=randn(1, 1, 9, 11))
     out, lse = sp.attend(p.q, p.k, p.v, *arguments)
     torch.library.opcheck(sp.attend.default, (p.q.transpose(0, 1).contiguous().transpose(0, 1), p.k, p.v, *arguments))
-    for mask_grad in (True, False):
+    for mask_grad, packed in ((True, ""), (False, "last"), (True, "rows")):
         torch.library.opcheck(
-            sp.attend_backward.default, (p.grad, p.q, p.k, p.v, out, lse, *arguments, mask_grad, [out])
+            sp.attend_backward.default, (p.grad, p.q, p.k, p.v, out, lse, *arguments, mask_grad, [out], packed)
         )
+
+
+@pytest.mark.parametrize("packed", ["last", "rows"])
+@pytest.mark.parametrize("name", ["none", "causal", "documents", "nothing"])
+def test_gradients_as_they_are_sent(name: str, packed: str) -> None:
+    """Keys' and values' in one, whose memory has never been anything else: no row of it is left as it was."""
+    p = Problem("none" if name == "nothing" else name, 9, 11, key_heads=2, v_width=5)
+    arguments = p.arguments(whole(9), whole(11))
+    if name == "nothing":
+        arguments = [*arguments[:5], "k < q - 99", *arguments[6:]]
+    out, lse = sp.attend(p.q, p.k, p.v, *arguments)
+    given = p.grad, p.q, p.k, p.v, out, lse, *arguments, False, None
+    dq, dk, dv, _ = sp.attend_backward(*given)
+    got, both, nothing, _ = sp.attend_backward(*given, packed)
+    assert torch.equal(got, dq)
+    assert torch.equal(both, torch.cat([dk, dv], 3))
+    assert not nothing.numel()
+    order = both.movedim(2, 0) if packed == "rows" else both
+    assert order.is_contiguous()
 
 
 def test_no_keys() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.attention.merge import merge
+from sp_compile.lowering.attention.merge import Written, merge
 
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -44,6 +45,35 @@ def check(fn: Merge, dtype: torch.dtype = torch.float64, lse_dtype: torch.dtype 
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-3, torch.bfloat16: 2e-2}[dtype]
         for a, b in zip(got, expected):
             torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+
+
+def test_runs_of_what_is_written() -> None:
+    """Any parts in any order, against a flag for every row."""
+    generator = random.Random(0)
+    for _ in range(200):
+        written, flags = Written(), [False] * 12
+        for _ in range(generator.randrange(6)):
+            start = generator.randrange(12)
+            rows = start, generator.randrange(12 - start + 1)
+            here = range(start, sum(rows))
+            found = written.add(rows)
+            assert [i for first, length, _ in found for i in range(first, first + length)] == list(here)
+            assert all(flags[i] != new for first, length, new in found for i in range(first, first + length))
+            flags = [flag or i in here for i, flag in enumerate(flags)]
+        gaps = [i for first, length in written.gaps(12) for i in range(first, first + length)]
+        assert gaps == [i for i, flag in enumerate(flags) if not flag]
+
+
+def test_rows_without_keys_are_left_alone() -> None:
+    """The block's values there are not even read: they may be anything."""
+    (out_a, lse_a, out_b, lse_b), _ = halves(1.0)
+    lse_b[:, :, :9] = lse_b[:, :, 30:] = -math.inf
+    want, want_lse = merge(out_a, lse_a, out_b, lse_b)
+    out_b[:, :, :9] = out_b[:, :, 30:] = math.nan
+    got = in_place(out_a, lse_a, out_b, lse_b)
+    torch.testing.assert_close(got, (want, want_lse))
+    nothing = in_place(out_a, lse_a, out_b * math.nan, torch.full_like(lse_b, -math.inf))
+    assert torch.equal(nothing[0], out_a)
 
 
 def in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
