@@ -53,7 +53,6 @@ product
 pack
 1 = shift:1:1 bfloat16[1, 4, 131072, 256]
 attend_backward step 0 of 1
-kernel
 2 = shift:1:1 float32[1, 4, 131072, 256]
 product
 wait 1
@@ -209,12 +208,10 @@ product
 wait 1
 2 = all_gather_into_tensor bfloat16[131072, 1, 4, 256]
 attend_backward step 0 of 1
-kernel
 3 = reduce_scatter_tensor float32[65536, 1, 4, 256]
 wait 2
 attend_backward step 0 of 2
 add_into
-kernel
 4 = reduce_scatter_tensor float32[65536, 1, 4, 256]
 wait 4
 wait 3
@@ -266,7 +263,6 @@ kernel
 pack
 2 = shift:1:2 bfloat16[1, 2, 262144, 256]
 attend_backward step 0 of 2
-kernel
 3 = shift:1:2 float32[1, 2, 262144, 256]
 wait 2
 attend_backward step 1 of 2, 3
