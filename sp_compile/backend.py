@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from sp_compile.spmd.between import Edges, Result, symbols_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
 from sp_compile.spmd.session import ALONE, Session
+from sp_compile.spmd.wire import stop
 
 from . import _compat
 from .config import Ranks, SPConfig
@@ -117,7 +119,13 @@ def sp(
     return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, *of_groups, lowered.edges)
 
 
-_compat.on_eager(sp, told_of_eager)
+def _on_eager(what: Any, code: CodeType, reason: str) -> None:
+    """Tell the user, and whichever ranks wait for this one in vain."""
+    told_of_eager(what, code, reason)
+    stop(f"it runs {code.co_qualname} eagerly, which torch.compile left to Python: {reason}", goes_on=True)
+
+
+_compat.on_eager(sp, _on_eager)
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:

@@ -18,6 +18,7 @@ from sp_compile.lowering import triton
 PIECE = 1 << 19  # elements; their bits, positions and what is made of them are 12 MiB of int64
 _GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # logical shift, then factor
+FREED = "none, its memory was freed"
 ABOUT = "about "  # of a value of numbers that need not be the same to the bit
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,11 +29,18 @@ def checksum(a: Any) -> str:
         return ""
     if a.device.type != "cpu":
         return str(total(a).item())
+    if is_freed(a):
+        return FREED
     found = hashlib.sha256()
     for piece in pieces(_plain(a)):
         bits = piece.resolve_neg().contiguous()
         found.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
     return found.hexdigest()[:16]
+
+
+def is_freed(a: torch.Tensor) -> bool:
+    """Has a tensor with elements no memory any more, as after `untyped_storage().resize_(0)`?"""
+    return a.layout == torch.strided and a.untyped_storage().nbytes() == 0
 
 
 @dataclass(frozen=True)

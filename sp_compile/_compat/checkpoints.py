@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch.fx.traceback
+from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap_activation_checkpoint
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +33,22 @@ def recompute_tags(region: int, policy: Policy | None) -> dict[str, Any]:
     """Meta of the nodes of a checkpointed region."""
     custom = {} if policy is None else {"custom": {_POLICY: policy}}
     return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": region, **custom}
+
+
+def checkpoint_of(node: Node) -> tuple[Any, str]:
+    """The checkpoint that a node is in, or whose body it names, and the name of its policy; None if there is none."""
+    if node.op == "get_attr":
+        named = any(user.target in (tag_activation_checkpoint, wrap_activation_checkpoint) for user in node.users)
+        return (node, "") if named else (None, "")
+    policy = node.meta.get("custom", {}).get(_POLICY)
+    name = "" if policy is None else getattr(policy, "__qualname__", type(policy).__name__)
+    return node.meta.get("ac_graph_id"), name
+
+
+def in_checkpoint() -> bool:
+    """Does what runs now run under a checkpoint, which will run it again in its backward?"""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == CheckpointPolicy.__module__
 
 
 def has_policy(node: Node) -> bool:

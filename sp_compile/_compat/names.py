@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._dynamo.source import NumpyTensorSource, TensorPropertySource
 from torch.fx import Node
 
 _ATTRIBUTE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
@@ -22,6 +23,8 @@ def argument_name(node: Node) -> str:
     of **kwargs its own. Parts of arguments are written as in Python: `batch['ids']`, `ids.size()[1]`.
     """
     source: Any = getattr(node, "_dynamo_source", None)
+    if isinstance(source, NumpyTensorSource):
+        source = source.base
     base, parts = source, 0
     while base is not None and not hasattr(base, "local_name"):
         base, parts = getattr(base, "base", None), parts + 1
@@ -38,6 +41,14 @@ def argument_name(node: Node) -> str:
         return re.sub(r"^\[(\d+)\]", lambda found: _positional(int(found[1])) or f"{local}[{found[1]}]", rest)
     of_model = source.guard_source.is_unspecialized_nn_module()
     return rest.removeprefix(".") if of_model else local + rest
+
+
+def is_python_number(node: Node) -> bool:
+    """Is the placeholder a number of Python's, a float as a tensor of no dims too? No size of a tensor is one."""
+    given = node.meta.get("grapharg")
+    if given is None or isinstance(given.source, TensorPropertySource):
+        return False
+    return bool(given.pass_arg_as_tensor) or isinstance(node.meta.get("example_value"), torch.SymInt)
 
 
 def _positional(index: int) -> str:

@@ -121,8 +121,22 @@ def astray(everyone: Sequence[Message]) -> str:
         return f"rank {_listed(readers)} of {n} reads what lies in shards and the others do not. {TOGETHER}:\n{each}"
     return (
         f"the {len(everyone)} ranks of this group are about to do different things; every rank has to run the same "
-        f"models and backwards in the same order:\n{each}"
+        f"models and backwards in the same order:\n{each}{_of_new_weights(everyone)}"
     )
+
+
+def _of_new_weights(everyone: Sequence[Message]) -> str:
+    """What to look for where some ranks alone call a program with weights that are new to them; "" if none does."""
+    new = [rank for rank, one in enumerate(everyone) if one.number == 1]
+    one_program = len({(one.doing, one.subject) for one in everyone}) == 1
+    return NEW_WEIGHTS.format(_listed(new), len(everyone)) if one_program and 0 < len(new) < len(everyone) else ""
+
+
+NEW_WEIGHTS = (
+    "\nrank {} of {} calls it with tensors for weights that it has not called it with before. Every rank has to make "
+    "such tensors alike: look for load_state_dict(assign=True), a copy of the model, a weight that is set, tied or "
+    "added on some ranks only"
+)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -43,6 +43,7 @@ OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of w
 SAME_CALL = "every rank has to call the same model, with the same weights, on the same arguments"
 SAME_LOSS = "every rank computes the same loss of it, from the same targets, weights and random numbers"
 INPUT = "input "  # fields of a message that tell of an input
+WEIGHT = "weight "  # and of one that is a parameter, of which most calls say nothing
 CHECKED = " with checksum "
 PROGRAM = "program"
 GRADIENTS = "gradients"
@@ -211,7 +212,8 @@ class CheckedProgram:
             asked = self.error is None and (name in compared or name in looked_at) and isinstance(given, torch.Tensor)
             a = local_of(given) if asked else given
             where = f" in shards {given.layout}" if isinstance(given, Sharded) else ""
-            out[INPUT + shown] = _size(given) + where
+            what = (WEIGHT if isinstance(given, torch.nn.Parameter) and name not in self.always else INPUT) + shown
+            out[what] = _size(given) + where
             some = asked and name not in compared and not is_small(a)
             a = part(a, FEW, mine.number) if some else a
             if asked and wire is not None and is_away(a):
@@ -219,7 +221,7 @@ class CheckedProgram:
             elif some:
                 out[PART + shown] = checksum(a)
             elif asked and (value := checksum(a)):
-                out[INPUT + shown] += f"{CHECKED}{value}"
+                out[what] += f"{CHECKED}{value}"
         if wire is not None:
             if self.check_every and not everything:
                 self._look_away(args, away, mine)
@@ -361,10 +363,13 @@ def explained(
     lines: where their programs differ. shared: the inputs that were equal when the program was compiled. arguments:
     those of which every rank has to pass the whole. held: those that were equal at an earlier call.
     """
-    inputs = [{k.removeprefix(INPUT): v for k, v in one.fields.items() if k.startswith(INPUT)} for one in everyone]
+    weights = set.intersection(*({k for k in one.fields if k.startswith(WEIGHT)} for one in everyone))
+    inputs = [
+        {k.partition(" ")[2]: v for k, v in one.fields.items() if k.startswith(INPUT) or k in weights}
+        for one in everyone
+    ]
     known = [name for name in inputs[0] if all(name in one for one in inputs)]
-    if len(known) == min(map(len, inputs)):
-        # A rank that compiled the program anew has told its weights, too, which are not the matter.
+    if len(known) == min(map(len, inputs)):  # what a rank has more than others, the lines of its program show
         inputs = [{name: one[name] for name in known} for one in inputs]
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]

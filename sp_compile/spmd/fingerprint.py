@@ -8,6 +8,7 @@ numbers touch only when it lies beside the others'.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -17,7 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import argument_name, known_process_group, namespace_of, pytree, real_tensors, size_hint
+from sp_compile._compat import (
+    argument_name,
+    checkpoint_of,
+    known_process_group,
+    namespace_of,
+    pytree,
+    real_tensors,
+    size_hint,
+)
 from sp_compile.config import Ranks
 from sp_compile.errors import first_frame, source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
@@ -63,7 +72,7 @@ class Program:
             return _from_all(ranks, "nothing more")
         _, name, trace = self.lines[first]
         short = name if len(name) <= WIDTH else name[: WIDTH - 3] + "..."
-        return _from_all(ranks, f"{short} at {source_line(trace)}")
+        return _from_all(ranks, f"{short} at {source_line(trace)}" if trace else short)
 
 
 def _from_all(ranks: Ranks, mine: Any) -> list[Any]:
@@ -94,7 +103,8 @@ def subject_of(gm: GraphModule) -> str:
 class NodeText(NamedTuple):
     """One node, without names of groups and numbers of devices. call: its op. takes: for each argument that is a node
     its place among the inputs or behind them; spec: how the arguments are nested. written: the other arguments, the
-    value of a constant. body: the lines of a region that it names. value: dtype and shape of what it makes.
+    value of a constant. body: the lines of a region that it names. checkpoint: the one that it is in, if any: of its
+    exchanges the backward does more. value: dtype and shape of what it makes.
     """
 
     node: Node
@@ -103,6 +113,7 @@ class NodeText(NamedTuple):
     spec: str
     written: tuple[str, ...]
     body: tuple[NodeText, ...]
+    checkpoint: str
 
     @property
     def value(self) -> str:
@@ -110,8 +121,12 @@ class NodeText(NamedTuple):
         return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
 
 
-def lines_of(gm: GraphModule) -> tuple[NodeText, ...]:
-    """The text of a graph, but for symbols that only describe memory: ranks need not share them."""
+def lines_of(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
+    """The text of a graph, but for symbols that only describe memory: ranks need not share them.
+
+    inside: the checkpoint that it is the body of.
+    """
+    checkpoints: defaultdict[Any, str] = defaultdict(lambda: f"in checkpoint {len(checkpoints)}")
     places: dict[Node, int | str] = {}
     inputs, operations = count(), count()
     lines: list[NodeText] = []
@@ -126,8 +141,10 @@ def lines_of(gm: GraphModule) -> tuple[NodeText, ...]:
         constant = attrgetter(str(node.target))(gm) if node.op == "get_attr" else None
         if isinstance(constant, torch.Tensor) and not isinstance(constant, torch.nn.Parameter):
             written.append(digest(constant))
-        body = lines_of(constant) if isinstance(constant, GraphModule) else ()
-        lines.append(NodeText(node, _call(node), takes, str(spec), tuple(written), body))
+        region, policy = checkpoint_of(node)
+        own = inside or (f"{checkpoints[region]} {policy}".strip() if region is not None else "")
+        body = lines_of(constant, own) if isinstance(constant, GraphModule) else ()
+        lines.append(NodeText(node, _call(node), takes, str(spec), tuple(written), body, own))
     return tuple(lines)
 
 
@@ -155,15 +172,21 @@ def program_of(gm: GraphModule) -> Program:
     return Program(text.exchanges if _exchanges(lines) else text.shape, tuple(told))
 
 
-def fingerprint(gm: GraphModule) -> Program:
-    """What ranks have to have in common that run one graph on shards: all of it, its dtypes and local shapes too."""
+def fingerprint(gm: GraphModule, names: Sequence[str] = ()) -> Program:
+    """What ranks have to have in common that run one graph on shards: all of it, its dtypes and local shapes too.
+
+    names: of its inputs, as `input_names` gives them.
+    """
     texts, told = [], []
+    shown = {str(name): name.shown for name in names if isinstance(name, InputName)}
     for line in flat(lines_of(gm)):
-        name = " ".join([line.node.name, line.call, *line.written, line.value])
+        name = " ".join(filter(None, [line.node.name, line.call, *line.written, line.value, line.checkpoint]))
         one = TextLine(f"{name} {line.takes} {line.spec}", name, trace_of(line.node))
         texts.append(one.text)
-        if line.node.op != "placeholder":  # of inputs that differ the ranks tell more
-            told.append(one)
+        if line.node.op == "placeholder":
+            value = line.value or "a number that may change, as lengths do under dynamic=True"
+            one = TextLine(value, f"input {shown.get(line.node.name, line.node.name)}: {value}", "")
+        told.append(one)
     return Program(hashed("\n".join(texts)), tuple(told))
 
 
@@ -175,7 +198,7 @@ def flat(lines: Iterable[NodeText]) -> Iterator[NodeText]:
 
 def _exchanges(lines: Iterable[NodeText]) -> list[str]:
     """The exchanges, in order, bodies of regions included."""
-    return [line.call for line in flat(lines) if is_collective(line.node)]
+    return [f"{line.call} {line.checkpoint}" for line in flat(lines) if is_collective(line.node)]
 
 
 def _call(node: Node) -> str:

@@ -14,7 +14,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import is_module_state, known_process_group, real_tensors
+from sp_compile._compat import (
+    argument_name,
+    is_module_state,
+    is_python_number,
+    known_process_group,
+    real_tensors,
+    size_hint,
+)
 from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
 from sp_compile.lowering.collectives.checksums import is_one_number
@@ -55,16 +62,30 @@ def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDig
     """What this rank can say of a Dynamo graph, its inputs and options; nothing is exchanged."""
     tensors = local_tensors(inputs)
     values = {label: digest(local_of(x)) for label, x in zip(_labels(inputs), inputs) if label}
+    arguments = [x for x in tensors if not isinstance(x, torch.nn.Parameter)]
     with real_tensors():
         blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and is_one_number(x)]
     shapes = str([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors] + [torch.is_grad_enabled()])
-    return InputDigests(values, frozenset(blank), shapes, text_of(gm), has_dtensors(gm, inputs), options)
+    cut = str([tuple(x.shape) for x in arguments])
+    return InputDigests(
+        values,
+        frozenset(blank),
+        shapes,
+        text_of(gm),
+        has_dtensors(gm, inputs),
+        options,
+        python_numbers(gm, inputs),
+        cut,
+    )
 
 
 @spoken
 @dataclass(frozen=True)
 class InputDigests:
-    """What one rank says: digests of values by name, tensors of one number throughout, shapes, the program's text."""
+    """What one rank says: digests of values by name, tensors of one number throughout, shapes, the program's text.
+
+    numbers: Python's that the program takes as inputs. cut: the shapes of what is no parameter.
+    """
 
     values: dict[str, str]
     blank: frozenset[str]
@@ -72,6 +93,19 @@ class InputDigests:
     text: Text
     dtensors: bool
     options: str
+    numbers: dict[str, int | float]
+    cut: str
+
+
+def python_numbers(gm: GraphModule, inputs: Sequence[Any]) -> dict[str, int | float]:
+    """Python's numbers that a Dynamo graph takes, by their names: ints as symbols, floats as tensors."""
+    given = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    with real_tensors():
+        return {
+            argument_name(node): x.item() if isinstance(x, torch.Tensor) else size_hint(x)
+            for node, x in given
+            if is_python_number(node)
+        }
 
 
 def facts_of(mine: InputDigests, everyone: Sequence[InputDigests | None]) -> Facts:

@@ -44,6 +44,7 @@ from .inputs import (
 )
 from .message import MEASURES, spoken
 from .named_groups import check_groups, cut_exchanges, grids, groups_of
+from .numbers import check_numbers
 from .settings import settings
 from .wire import ANSWERS, BEAT, stop, wire_of
 from .world import OfWorld
@@ -124,6 +125,7 @@ class Session:
         for ranks in self.groups:
             everyone = self._talk.ask(ranks, "inputs", mine)
             check_options(everyone)
+            check_numbers(ranks, gm, inputs, mine, everyone)
             self.facts[ranks.group] = facts_of(mine, everyone)
             if may_differ(everyone):
                 self.differing.add(ranks.group)
@@ -262,7 +264,7 @@ class Session:
         subject, options = subject_of(gm), settings({"mode": self.mode, **self.given})
         if self.split:
             done = run is not None and local is not None
-            program = fingerprint(local) if done else Program()
+            program = fingerprint(local, input_names(gm)) if done else Program()
             equal, arguments = equal_inputs(gm, example_inputs, config.inputs) if done else (frozenset(), frozenset())
             run = CheckedProgram(
                 run,

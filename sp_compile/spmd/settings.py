@@ -11,6 +11,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
+from sp_compile._compat import in_checkpoint
 from sp_compile.config import SPConfig
 
 OF_RANKS = ("mesh",)  # names the ranks of one rank's row
@@ -48,11 +49,11 @@ def settings(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mode() -> str:
-    """What of torch's state changes what a program does: grad and inference mode, autocast."""
+    """What of torch's state changes what a program does: grad and inference mode, a checkpoint around it, autocast."""
     kinds = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
     casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
     grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
-    return ", ".join([grad, *(f"autocast {cast}" for cast in casts)])
+    return ", ".join([grad, *["checkpoint"] * in_checkpoint(), *(f"autocast {cast}" for cast in casts)])
 
 
 def _named(value: Any) -> str:

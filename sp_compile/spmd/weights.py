@@ -17,6 +17,7 @@ import numpy
 import torch
 
 from sp_compile._compat import versions
+from sp_compile.lowering.collectives.checksums import is_freed
 
 from .message import Message
 
@@ -76,9 +77,9 @@ def in_turn(things: Sequence[T], most: int, number: int) -> Sequence[T]:
 def some_bytes(x: torch.Tensor, number: int) -> bytes:
     """Some of a tensor's bytes, on the next call the next ones; of one that is not contiguous its first element's.
 
-    None of one that does not lie in the CPU's memory as it is.
+    None of one that does not lie in the CPU's memory as it is, or whose memory was freed.
     """
-    if type(x) not in PLAIN or not x.is_cpu or x.layout != torch.strided or not x.numel():
+    if type(x) not in PLAIN or not x.is_cpu or x.layout != torch.strided or not x.numel() or is_freed(x):
         return b""
     whole = x.nbytes if x.is_contiguous() else x.element_size()
     place = number * SHOWN % whole

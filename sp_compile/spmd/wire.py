@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 import weakref
@@ -59,6 +60,16 @@ LIKELY = (
     "runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another backend, a mode as "
     "FlopCounterMode is, after which torch compiles this code no more), or has caught an exception of this step and "
     "gone on"
+)
+
+TWO_THREADS = (
+    "two threads of this process call programs over one process group, whose exchanges would meet in any order: call "
+    "them from one thread, or give each thread's model a mesh with groups of its own"
+)
+IN_A_CHILD = (
+    "this process was forked from a rank of the group, and has the rank's connections but no part in them: what it "
+    "sent would be taken for the rank's. Call the model in the rank itself, not in a worker of a DataLoader or another "
+    "forked process; a process of its own calls init_process_group first"
 )
 
 T = TypeVar("T")
@@ -143,6 +154,8 @@ class Wire:
 
     def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], saying: Message) -> None:
         """Start an exchange of the communicator, and wait for it. tensors: what it reads and writes."""
+        if _in_a_child():
+            raise SpError(IN_A_CHILD)
         if self.broken:
             raise SpError(f"this group of ranks is broken since\n{self.broken}")
         begun, finished = time.monotonic(), False
@@ -214,10 +227,8 @@ class Wire:
             return
         me = threading.get_ident()
         if self.thread not in (0, me) and any(thread.ident == self.thread for thread in threading.enumerate()):
-            raise SpError(
-                "two threads of this process call programs over one process group, whose exchanges would meet in any "
-                "order: call them from one thread, or give each thread's model a mesh with groups of its own"
-            )
+            stop(TWO_THREADS, goes_on=True)
+            raise SpError(TWO_THREADS)
         self.thread = me
 
     def lost(self, saying: Message, waited: float, error: BaseException | None = None) -> str:
@@ -282,7 +293,8 @@ class Wire:
 
     def beat(self) -> None:
         """Show a sign of life: this rank compiles."""
-        self.store.add("compiles", 1)
+        if not _in_a_child():
+            self.store.add("compiles", 1)
 
 
 def _forget(models: dict[tuple[int, ...], Any], key: tuple[int, ...], gone: Any) -> None:
@@ -326,7 +338,7 @@ _mine: list[Stop] = []  # what this rank said last
 
 def stop(words: str, goes_on: bool = False, subject: str = "", of: dict[str, int] | None = None) -> None:
     """Say why this rank stops, for whoever waits for it in vain: a `Stop`. of: `talks`, if not those of all groups."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and dist.is_initialized() and not _in_a_child():
         talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.talks for wire in _wires.values()}
         talks = talks if of is None else of
         _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks, subject)]
@@ -370,6 +382,26 @@ def answered(ask: Callable[[], T], otherwise: T) -> T:
 
 
 _asking: list[threading.Thread] = []  # of the last question to the store, which may be without an answer
+
+
+_parents: list[Any] = []  # the processes of the one that this process was forked from; kept, as their end would wait
+
+
+def _in_a_child() -> bool:
+    """Are the connections those of the process that this one was forked from?"""
+    return bool(_parents) and dist.group.WORLD is _parents[-1]
+
+
+def _forked() -> None:
+    """A child has no thread but its own, and whoever held a lock is not in it."""
+    global _making
+    _making = threading.Lock()
+    _asking.clear()
+    if dist.is_available() and dist.is_initialized():
+        _parents.append(dist.group.WORLD)
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _of_all() -> Any:
