@@ -174,7 +174,17 @@ def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwarg
 
 def is_under_ddp() -> bool:
     """Is the forward of a DistributedDataParallel running?"""
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+    return _ddp() is not None
+
+
+def is_under_no_sync() -> bool:
+    """Is it running, and will its backward leave gradients as they are?"""
+    ddp = _ddp()
+    return ddp is not None and not ddp.require_backward_grad_sync
+
+
+def _ddp() -> torch.nn.parallel.DistributedDataParallel | None:
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

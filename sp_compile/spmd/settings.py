@@ -11,7 +11,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
-from sp_compile._compat import in_checkpoint
+from sp_compile._compat import in_checkpoint, is_under_no_sync
 from sp_compile.config import SPConfig
 
 OF_RANKS = ("mesh",)  # names the ranks of one rank's row
@@ -49,11 +49,13 @@ def settings(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mode() -> str:
-    """What of torch's state changes what a program does: grad and inference mode, a checkpoint around it, autocast."""
+    """What of torch's state changes what a program does, and its backward: grad and inference mode, what is around it
+    (a checkpoint, a DDP that does not sum gradients now), autocast.
+    """
     kinds = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
-    casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
+    casts = [f"autocast {kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
     grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
-    return ", ".join([grad, *["checkpoint"] * in_checkpoint(), *(f"autocast {cast}" for cast in casts)])
+    return ", ".join([grad, *["checkpoint"] * in_checkpoint(), *["no_sync"] * is_under_no_sync(), *casts])
 
 
 def _named(value: Any) -> str:

@@ -56,12 +56,11 @@ ANSWERS = 2.0  # seconds within which the store answers: it may lie in a rank th
 STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
 LIKELY = (
-    "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, or a shorter loop), "
-    "runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another backend, a mode as "
-    "FlopCounterMode is, after which torch compiles this code no more), or has caught an exception of this step and "
-    "gone on"
+    "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, a shorter loop) or has destroyed "
+    "its process group, runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another "
+    "backend, a mode as FlopCounterMode is, after which torch compiles this code no more), or has caught an exception "
+    "of this step and gone on"
 )
-
 TWO_THREADS = (
     "two threads of this process call programs over one process group, whose exchanges would meet in any order: call "
     "them from one thread, or give each thread's model a mesh with groups of its own"
@@ -177,7 +176,7 @@ class Wire:
             if not finished:  # an interrupt, too, leaves the others' words on the way
                 if not self.broken:
                     self.broken = f"rank {dist.get_rank()} {saying} and was interrupted"
-                    stop(f"it was interrupted when it {saying}", goes_on=True)
+                    stop(f"it was interrupted when it {saying}", goes_on=True, within=self.name)
                 # Its end would wait for ranks that did not come, and its threads drop tensors when Python has ended.
                 keep_for_good((self.gloo, *tensors))
 
@@ -279,7 +278,8 @@ class Wire:
         return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else NOBODY
 
     def _is_since(self, one: Stop) -> bool:
-        return one.talks.get(self.name) == self.talks
+        known = one.talks.get(self.name)
+        return known == self.talks or (one.within == self.name and known == self.talks - 1)
 
     def _someone_compiles(self, begun: float) -> bool:
         """Has a rank that compiles shown a sign of life of late, during the wait that began then?"""
@@ -322,7 +322,8 @@ class Stop:
     """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group that
     there was; what is said of one does not hold for groups that are made later.
 
-    subject: the program that it cannot call; "": whichever.
+    subject: the program that it cannot call; "": whichever. within: the group in whose next exchange it was, which the
+    others may have finished; "": none.
     """
 
     rank: int
@@ -330,18 +331,21 @@ class Stop:
     goes_on: bool
     talks: dict[str, int]
     subject: str = ""
+    within: str = ""
 
 
 NOBODY = Stop(-1, "", True, {})
 _mine: list[Stop] = []  # what this rank said last
 
 
-def stop(words: str, goes_on: bool = False, subject: str = "", of: dict[str, int] | None = None) -> None:
+def stop(
+    words: str, goes_on: bool = False, subject: str = "", of: dict[str, int] | None = None, within: str = ""
+) -> None:
     """Say why this rank stops, for whoever waits for it in vain: a `Stop`. of: `talks`, if not those of all groups."""
     if dist.is_available() and dist.is_initialized() and not _in_a_child():
         talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.talks for wire in _wires.values()}
         talks = talks if of is None else of
-        _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks, subject)]
+        _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks, subject, within)]
         with suppress(RuntimeError):  # the rank that keeps the store is gone
             answered(lambda: _of_all().set("stopped", json.dumps(astuple(_mine[0]))), None)
 

@@ -15,8 +15,12 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
-from support.fuzz.loop import TIMEOUT, Left, Loop
+from support.fuzz.loop import TIMEOUT, Left, Loop, Wrong
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from sp_compile import SpError
 
 Acts = Callable[[Loop, int], None]
 
@@ -296,6 +300,50 @@ def fails_to_recompile(error: type[BaseException]) -> Acts:
         loop.train(step)
 
     return act
+
+
+def a_child_calls(loop: Loop, step: int) -> None:
+    """As a data loader's worker may that has the model; it is refused, and the rank goes on."""
+    child = os.fork()
+    if child == 0:
+        try:
+            loop.run(*loop.batch(step))
+        except SpError as error:
+            os._exit(0 if "was forked from a rank" in str(error) else 2)
+        os._exit(1)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise Wrong("a child was not told that it has no part in the group")
+    loop.train(step)
+
+
+def checkpoints(loop: Loop, step: int) -> None:
+    """The whole model, by hand: its backward calls it again."""
+    checkpoint(loop.run, *loop.batch(step), use_reentrant=False).backward()
+
+
+def under_func(loop: Loop, step: int) -> None:
+    """Which Dynamo leaves to Python, from then on."""
+    ids, labels, noise = loop.batch(step)
+    torch.func.grad(lambda x: loop.run(ids, labels, x))(noise)
+
+
+def buffer_as_float(loop: Loop, step: int) -> None:
+    loop.net.scale = loop.net.scale.float()
+    loop.train(step)
+
+
+def without_memory(loop: Loop, step: int) -> None:
+    """A weight, as a wrapper leaves it that has its parts elsewhere."""
+    loop.honest = False
+    loop.net.head.weight.untyped_storage().resize_(0)
+    loop.train(step)
+
+
+def without_sync(loop: Loop, step: int) -> None:
+    """Gradients of this step stay on the rank."""
+    assert isinstance(loop.run, DistributedDataParallel)
+    with loop.run.no_sync():
+        loop.train(step)
 
 
 def compiles_for_long(loop: Loop, step: int) -> None:

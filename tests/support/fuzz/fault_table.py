@@ -16,10 +16,13 @@ import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from support.fuzz.fault_acts import (
     Acts,
+    a_child_calls,
     backward_twice,
     barrier,
+    buffer_as_float,
     calls_once_more,
     changed,
+    checkpoints,
     compiles_for_long,
     connects_late,
     copies,
@@ -58,6 +61,9 @@ from support.fuzz.fault_acts import (
     slow,
     two_models,
     under,
+    under_func,
+    without_memory,
+    without_sync,
     writes_before_backward,
 )
 from support.fuzz.loop import DIM, TIMEOUT, Loop
@@ -65,9 +71,12 @@ from support.parallel.parallel_models import Linear, Norm, Split, drawn
 from support.parity import VOCAB, build
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from sp_compile.cost import measure
+from sp_compile.integrations.ddp import compile_under_ddp
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,22 @@ def disabled(loop: Loop) -> None:
 
 def other_backend(loop: Loop) -> None:
     loop.run = torch.compile(loop.net, backend="eager")
+
+
+def changing_lengths(loop: Loop) -> None:
+    """As symbols, where other ranks compile for one length."""
+    loop.run = torch.compile(loop.net, backend="sp", dynamic=True, options=loop.options)
+
+
+def checkpointed_part(loop: Loop) -> None:
+    forward = loop.net.inner.forward
+    loop.net.inner.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+def under_ddp(loop: Loop) -> None:
+    """Over the very ranks that share the sequence."""
+    compile_under_ddp(loop.net, **loop.options)
+    loop.run = DistributedDataParallel(loop.net)
 
 
 def broken_constants(loop: Loop) -> None:
@@ -303,8 +328,20 @@ FAULTS: dict[str, Fault] = {
     ),
     "compiling for long": Fault("", begins=compiles_for_long_at_first),
     "other values of a weight": Fault(f"{VALUES}.*weight", exchanged),
-    "another weight": Fault(ASTRAY, replaced, late=True),
+    "another weight": Fault(f"{ASTRAY}.*not called it with before", replaced, late=True),
     "a weight that is frozen": Fault("different", freezes),
     "another seed": Fault("", seeds),
     "deterministic algorithms": Fault("", under(deterministic)),
+    "numbers that differ, tensor-parallel": Fault(
+        "different numbers of Python's", everyone=other_numbers, late=True, **PARALLEL
+    ),
+    "a forked child that calls the model": Fault("", a_child_calls),
+    "a checkpoint around the model": Fault("mode.*checkpoint", checkpoints),
+    "a checkpointed part": Fault("different programs.*in checkpoint 0", begins=checkpointed_part),
+    "torch.func": Fault(f"{WAITS}.*eagerly, which torch.compile left to Python|broken since", under_func, deaf=True),
+    "a buffer of another dtype": Fault("different programs.*scale: torch.float32", buffer_as_float, late=True),
+    "a weight without memory": Fault(f"{VALUES}.*head.weight.*its memory was freed", without_memory, late=True),
+    "lengths as symbols": Fault("different programs.*dynamic=True", begins=changing_lengths),
+    "nothing, under DDP": Fault("", slow, prepares=under_ddp),
+    "no_sync": Fault("mode.*no_sync", without_sync, prepares=under_ddp),
 }
