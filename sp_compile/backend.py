@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
-from types import CodeType
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture
-from sp_compile.capture.eager import told_of_eager
+from sp_compile.capture.eager import told_of_eager, told_of_other_call
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.cost.machine import Machine
@@ -30,6 +29,7 @@ from sp_compile.passes.joint.checkpoints import ask_policies, stay_in_checkpoint
 from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.joint import JointJob, JointPasses
 from sp_compile.passes.joint.offload import Offload
+from sp_compile.passes.joint.sources import with_sources
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
 from sp_compile.passes.results import gradients_by_ticket, made_late, why_whole
@@ -119,13 +119,8 @@ def sp(
     return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, *of_groups, lowered.edges)
 
 
-def _on_eager(what: Any, code: CodeType, reason: str) -> None:
-    """Tell the user, and whichever ranks wait for this one in vain."""
-    told_of_eager(what, code, reason)
-    stop(f"it runs {code.co_qualname} eagerly, which torch.compile left to Python: {reason}", goes_on=True)
-
-
-_compat.on_eager(sp, _on_eager)
+_compat.on_eager(sp, partial(told_of_eager, stop))
+_compat.on_other_call(sp, partial(told_of_other_call, stop))
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:
@@ -331,9 +326,9 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     asks: AbstractContextManager[Any] = nullcontext()
     halves = lowered.halves(config)
     if joint is not None and config.has_place:
-        compiler = _compat.joint_compiler(config.compiler, joint, joint.key(), patches, halves)
+        compiler = _compat.joint_compiler(config.compiler, with_sources(joint), joint.key(), patches, halves)
     elif halves is not None or (config.has_place and _compat.has_regions(local)):
-        compiler = _compat.joint_compiler(config.compiler, stay_in_checkpoints, KEEPS, patches, halves)
+        compiler = _compat.joint_compiler(config.compiler, with_sources(stay_in_checkpoints), KEEPS, patches, halves)
         asks = ask_policies(local)
     elif joint is not None:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))

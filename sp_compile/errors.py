@@ -15,6 +15,8 @@ from torch.fx import Node
 
 from ._compat import ShortenTraceback
 
+UNKNOWN_LINE = "unknown source line"
+
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in .*\n((?:(?!\s*File ").*\n?)?)', re.MULTILINE)
 
 _OUTERMOST = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.*)$', re.MULTILINE)
@@ -70,7 +72,7 @@ def source_line(trace: str) -> str:
         if not any(path.is_relative_to(folder) for folder in _foreign_folders()):
             short = Path(*path.parts[-2:])  # enough to find it, the same wherever the program is started
             return f"{short}:{line}: {code.strip()}".rstrip(": ")
-    return "unknown source line"
+    return UNKNOWN_LINE
 
 
 def user_line() -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import linecache
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -97,6 +99,32 @@ def compiled_half() -> str:
     return str(found[0]).partition("_")[2] if found else ""
 
 
+SOURCES = re.compile(r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\]")
+
+
+def sources_in_code(error: BaseException) -> Iterator[list[str]]:
+    """For each frame of compiled code that the error has come through, outermost first: its line's source nodes.
+
+    By names in the graph that AOTAutograd was given: of code of Inductor's that the comment above the line has, of a
+    graph that runs as it is that its node remembers.
+    """
+    step = error.__traceback__
+    while step is not None:
+        frame, number = step.tb_frame, step.tb_lineno
+        file, owner = frame.f_code.co_filename, frame.f_locals.get("self")
+        if isinstance(owner, torch.fx.GraphModule) and frame.f_code.co_name == "forward":
+            yield _of_node(owner, linecache.getline(file, number).strip().partition(" = ")[0])
+        elif found := SOURCES.match(linecache.getline(file, number - 1)):
+            yield found[1].split(", ")
+        step = step.tb_next
+
+
+def _of_node(gm: torch.fx.GraphModule, name: str) -> list[str]:
+    """A node's name, and that of its source."""
+    nodes = [node for node in gm.graph.nodes if node.name == name]
+    return [name, *(source.name for node in nodes for source in node.meta.get("from_node", [])[:1])]
+
+
 _late: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 _entered = contextlib.ExitStack()
 
@@ -128,7 +156,7 @@ def cache_hits() -> int:
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
-def on_recompile_limit(tell: Callable[[str], None]) -> None:
+def on_recompile_limit(tell: Callable[[str], object]) -> None:
     """Call `tell` with torch's words when Dynamo gives up compiling a function, which then runs eagerly.
 
     Dynamo has no hook for that, but it warns.

@@ -108,28 +108,75 @@ def refuse_eager_fallback() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
-def on_eager(backend: Callable[..., Any], tell: Callable[[Any, CodeType, str], None]) -> None:
+def on_eager(backend: Callable[..., Any], tell: Callable[[Any, CodeType, str, bool], None]) -> None:
     """Call `tell` when Dynamo leaves to Python what this backend was to compile, once for each piece of code.
 
-    tell: given the module, or the name of a function; its code; and Dynamo's reason. Only of what was given to
-    torch.compile itself: what a graph break leaves out is not told. Dynamo has no hook for that, so what it calls when
-    it first meets a piece of code is wrapped.
+    tell: given the module, or the name of a function; its code; Dynamo's reason; was that code compiled before? Only of
+    what was given to torch.compile itself: what a graph break leaves out is not told. Dynamo has no hook for that, so
+    what it calls when it first meets a piece of code is wrapped.
     """
-    convert = CatchErrorsWrapper.__call__
+    convert, compiled = CatchErrorsWrapper.__call__, _compiled_by.setdefault(backend, {})
 
     @functools.wraps(convert)
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
         before = dict(counters["unimplemented"])
         result = convert(self, frame, *args)
-        given = getattr(self._torchdynamo_orig_backend, "_torchdynamo_orig_backend", None)
-        if result.guarded_code is None and getattr(given, "compiler_fn", given) is backend:
-            what = _entered(frame.f_code, sys._getframe(1))
-            if what is not None:
-                said = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
-                tell(what, frame.f_code, _in_brief(said[-1]) if said else getattr(result, "skip_reason", None) or "")
+        what = _entered(frame.f_code, sys._getframe(1)) if _backend_of(self) is backend else None
+        if what is not None and result.guarded_code is not None:
+            compiled[id(frame.f_code)] = frame.f_code
+        elif what is not None:
+            said = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
+            reason = _in_brief(said[-1]) if said else getattr(result, "skip_reason", None) or ""
+            tell(what, frame.f_code, reason, id(frame.f_code) in compiled)
         return result
 
     CatchErrorsWrapper.__call__ = wrapped
+
+
+_compiled_by: dict[Callable[..., Any], dict[int, CodeType]] = {}
+"""By backends that `on_eager` was told of, the code that they have compiled, by its identity."""
+
+
+def on_other_call(backend: Callable[..., Any], tell: Callable[[Any, str], None]) -> None:
+    """Call `tell` when a call does not come to what this backend has compiled, or would compile: on each, before it.
+
+    tell: given the module, or the name of a function, and why. That is where torch's stance says so, and, of code that
+    the backend has compiled in this process (see `on_eager`), where it is disabled or given to another backend. Dynamo
+    has no hook for that, so what it asks at each such call for what compiles is wrapped.
+    """
+    choose, compiled = eval_frame._callback_from_stance, _compiled_by.setdefault(backend, {})
+
+    @functools.wraps(choose)
+    def wrapped(callback: Any) -> Any:
+        chosen = choose(callback)
+        runs, ours = _backend_of(chosen), _backend_of(callback) is backend
+        if runs is not backend and chosen is not False and (ours or compiled):
+            what, code = _called(sys._getframe(1).f_locals.get("fn"))
+            if code is not None and (ours or id(code) in compiled):
+                other = f"torch.compile(backend={getattr(runs, '__name__', str(runs))!r})"
+                tell(what, STANCE if ours else DISABLE if chosen is None else other)
+        return chosen
+
+    eval_frame._callback_from_stance = wrapped
+
+
+STANCE = "torch.compiler.set_stance"
+DISABLE = "torch.compiler.disable"
+
+
+def _backend_of(callback: Any) -> Any:
+    """What torch.compile was given as its backend, of what Dynamo calls for each piece of code."""
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return getattr(callback, "compiler_fn", callback)
+
+
+def _called(fn: Any) -> tuple[Any, CodeType | None]:
+    """The module, or the name of the function, that a call of `fn` runs, and its code."""
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return owner, getattr(owner.forward, "__code__", None)
+    return getattr(fn, "__qualname__", ""), getattr(fn, "__code__", None)
 
 
 def _entered(code: CodeType, caller: FrameType | None) -> Any:

@@ -1,17 +1,21 @@
 """What torch.compile was given with backend="sp" and left to Python: said once, with Dynamo's reason and what to do.
 
 The results are right, but such a block reads what comes in shards, on every rank, and keeps all of it for its backward.
+Where only some ranks run it so, the others wait for them: a rank says that it does where they look.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
+from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +35,25 @@ OF_BREAK = (
     "fullgraph=True makes it an error"
 )
 
+RUNS = "it runs {} otherwise than compiled with backend='sp' ({})"
+
 _told: set[tuple[str, CodeType]] = set()
 
 
-def told_of_eager(what: Any, code: CodeType, reason: str) -> None:
-    """Warn on rank 0, once for each piece of code. what: a module, or the name of a function. reason: Dynamo's."""
-    name, own = what, code
+def told_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: str, compiled: bool) -> None:
+    """Tell the other ranks, and the user on rank 0, once for each piece of code.
+
+    say: as `spmd.wire.stop` is. what: a module, or the name of a function. reason: Dynamo's. compiled: was this code
+    compiled before? Then others, who know it compiled, wait for this rank in vain.
+    """
+    if "no tensor" in reason:
+        return
+    name, own = named(what), code
     if isinstance(what, torch.nn.Module):
-        name, own = type(what).__name__, getattr(inspect.unwrap(what.forward), "__code__", code)
+        own = getattr(inspect.unwrap(what.forward), "__code__", code)
+    told_of_other_call(say, what, reason if own is code else DISABLED, goes_on=not compiled)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if rank > 0 or (name, own) in _told or "no tensor" in reason:
+    if rank > 0 or (name, own) in _told:
         return
     _told.add((name, own))
     if own is not code:
@@ -52,3 +65,32 @@ def told_of_eager(what: Any, code: CodeType, reason: str) -> None:
     else:
         advice = OF_BREAK
     log.warning(EAGER, name, own.co_filename, own.co_firstlineno, reason, advice)
+
+
+def told_of_other_call(say: Callable[..., Any], what: Any, reason: str, goes_on: bool = True) -> None:
+    """Tell the other ranks that this one runs a model otherwise than compiled. It may do so beside what all do.
+
+    If it then trains the model, before it comes to them again, it does so in place of that: they need not wait for it.
+    say: as `spmd.wire.stop` is, which gives back what it has said. what: a module, or the name of a function.
+    """
+    words = RUNS.format(named(what), reason)
+    said = say(words, goes_on=goes_on)
+    if said is not None and goes_on and isinstance(what, torch.nn.Module) and torch.is_grad_enabled():
+        _alone[:] = [({id(p) for p in what.parameters() if p.requires_grad}, partial(say, words, of=said.talks))]
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+    """Behind a step of any optimizer."""
+    if _alone and any(id(p) in _alone[0][0] for group in optimizer.param_groups for p in group["params"]):
+        _alone.pop()[1]()
+
+
+register_optimizer_step_post_hook(_stepped)
+
+_alone: list[tuple[set[int], Callable[[], Any]]] = []
+"""The last such call, until a step trains what it ran: the identities of its weights, and what says so."""
+
+
+def named(what: Any) -> str:
+    """A module's class; the name of a function as it is."""
+    return type(what).__name__ if isinstance(what, torch.nn.Module) else str(what)

@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset, Sampler
 from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
+from sp_compile.graph.places import Place, place_of
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
 from sp_compile.lowering.collectives.sharded import Layout, Sharded
 
@@ -65,7 +66,7 @@ class CheckedProgram:
     equal when the program was compiled. wanted: the inputs that require grad.
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
-    number; others are read.
+    number; others are read. places: its exchanges, as `places_of` gives them.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -87,6 +88,7 @@ class CheckedProgram:
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     sharded: frozenset[int] = frozenset()
     wanted: Sequence[str] = ()
+    places: Mapping[str, Place] = field(default_factory=dict)
     called: set[int] = field(default_factory=set)  # by which models
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -285,7 +287,8 @@ class CheckedProgram:
             if wire is None:
                 raise
             if is_lost(error):
-                raise SpError(wire.lost(what, time.monotonic() - begun, error)) from error
+                place = place_of(error, self.places)
+                raise SpError(wire.lost(what, time.monotonic() - begun, error, place)) from error
             stop(f"{type(error).__name__} when it {what}: {str(error)[:200]}", goes_on=True)
             raise
 

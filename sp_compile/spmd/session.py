@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import around_late_backward, on_recompile_limit
+from sp_compile._compat import argument_name, around_late_backward, on_recompile_limit
 from sp_compile.config import Ranks, SPConfig, resolve, splits_sequence
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
+from sp_compile.graph.places import places_of
 from sp_compile.passes.progress import show, working
 
 from .agree import meeting
@@ -43,7 +44,7 @@ from .inputs import (
     trained,
 )
 from .message import MEASURES, spoken
-from .named_groups import check_groups, cut_exchanges, grids, groups_of
+from .named_groups import check_groups, cut_exchanges, grids, groups_of, is_collective
 from .numbers import check_numbers
 from .settings import settings
 from .wire import ANSWERS, BEAT, stop, wire_of
@@ -262,6 +263,8 @@ class Session:
         """
         config, edges = config or SPConfig(), edges or Edges()
         subject, options = subject_of(gm), settings({"mode": self.mode, **self.given})
+        exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
+        places = places_of(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
         if self.split:
             done = run is not None and local is not None
             program = fingerprint(local, input_names(gm)) if done else Program()
@@ -282,6 +285,7 @@ class Session:
                 layouts=edges.layouts,
                 sharded=edges.rows,
                 wanted=trained(gm, example_inputs, weights=True),
+                places=places,
             )
             error = None
         elif error is not None and not self.groups:
@@ -306,6 +310,7 @@ class Session:
                 check_every=config.check_every,
                 shared=always | weights,
                 wanted=trained(gm, example_inputs, weights=False),  # of which ranks may hold other ones
+                places=places,
             )
         assert run is not None
         if edges.results:

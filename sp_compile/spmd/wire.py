@@ -230,12 +230,13 @@ class Wire:
             raise SpError(TWO_THREADS)
         self.thread = me
 
-    def lost(self, saying: Message, waited: float, error: BaseException | None = None) -> str:
-        """What is known of a wait that ends in nothing; the group is broken since."""
+    def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> str:
+        """What is known of a wait that ends in nothing; the group is broken since. place: the exchange that waited."""
         others = [f"  rank {rank} was last seen when it {seen}" for rank, seen in zip(self.ranks, self.seen)]
         stopped = self._stopped(saying)
         heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
-        what = f"{' '.join(_of_read(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{heard}"
+        found = (f", in {place}" if place else "") + heard
+        what = f"{' '.join(_of_read(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{found}"
         why = [f"rank {stopped.rank} stopped: {stopped.words}"] if stopped.words else []
         self.broken = "\n".join(
             [f"rank {dist.get_rank()} {what}", *others, *([f"  {why[0]}"] if why else [LIKELY])]
@@ -340,14 +341,19 @@ _mine: list[Stop] = []  # what this rank said last
 
 def stop(
     words: str, goes_on: bool = False, subject: str = "", of: dict[str, int] | None = None, within: str = ""
-) -> None:
-    """Say why this rank stops, for whoever waits for it in vain: a `Stop`. of: `talks`, if not those of all groups."""
-    if dist.is_available() and dist.is_initialized() and not _in_a_child():
-        talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.talks for wire in _wires.values()}
-        talks = talks if of is None else of
-        _mine[:] = [Stop(dist.get_rank(), words, goes_on, talks, subject, within)]
-        with suppress(RuntimeError):  # the rank that keeps the store is gone
-            answered(lambda: _of_all().set("stopped", json.dumps(astuple(_mine[0]))), None)
+) -> Stop | None:
+    """Say why this rank stops, for whoever waits for it in vain, and what was said; None if nobody is there.
+
+    of: `talks`, if not those of all groups.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or _in_a_child():
+        return None
+    talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.talks for wire in _wires.values()}
+    said = Stop(dist.get_rank(), words, goes_on, talks if of is None else of, subject, within)
+    _mine[:] = [said]
+    with suppress(RuntimeError):  # the rank that keeps the store is gone
+        answered(lambda: _of_all().set("stopped", json.dumps(astuple(said))), None)
+    return said
 
 
 def _last_stop() -> Stop:

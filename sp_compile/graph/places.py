@@ -1,0 +1,43 @@
+"""Where in a program a rank is that waits in one of its exchanges: the node, and the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from sp_compile._compat import sources_in_code
+from sp_compile.errors import UNKNOWN_LINE, source_line, trace_of
+
+SHOWN = 3
+
+
+class Place(NamedTuple):
+    """An exchange of a program. trace: the stack trace of the call behind it, "" if there is none.
+
+    inputs: those that it is given directly: sums of the gradients of weights belong to no one line.
+    """
+
+    trace: str
+    inputs: list[str]
+
+    def __str__(self) -> str:
+        line = source_line(self.trace)
+        more = f" and {len(self.inputs) - SHOWN} more" if len(self.inputs) > SHOWN else ""
+        return ", ".join(self.inputs[:SHOWN]) + more if line == UNKNOWN_LINE else line
+
+
+def places_of(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dict[str, Place]:
+    """These nodes of a program, by their names. shown: what a person calls the inputs of the program, by theirs."""
+    inputs = {node: [x.name for x in node.all_input_nodes if x.op == "placeholder"] for node in exchanges}
+    return {node.name: Place(trace_of(node), [shown.get(x, x) for x in xs]) for node, xs in inputs.items()}
+
+
+def place_of(error: BaseException, places: Mapping[str, Place]) -> str:
+    """Which exchange has raised the error while its program ran, in words; "" if nobody knows.
+
+    Where compiled code runs other compiled code, the innermost that is known.
+    """
+    names = [name for line in sources_in_code(error) for name in line if name in places]
+    return f"{names[-1]} of {places[names[-1]]}".removesuffix(" of ") if names else ""
