@@ -4,16 +4,17 @@ They read the rank and their vectors when they run, so that their Python bodies 
 is the same on every rank. One operator call is the kernel calls of its blocks, and their results put together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import reduce, wraps
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.dtypes import accumulation_dtype
+from sp_compile.lowering.flex.calls import CannotCompileError
 from sp_compile.lowering.library import opaque
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
 
@@ -29,6 +30,20 @@ fastest while they stay in its cache."""
 
 Strip = list[tuple[Block | PackedCall, Kernel]]
 """Blocks with the same queries, and what runs them."""
+Body = TypeVar("Body", bound=Callable[..., tuple[Tensor, ...]])
+
+
+def _again_without_fused(body: Body) -> Body:
+    """Where a fused kernel cannot be compiled the others take its place: the table leaves it out from then on."""
+
+    @wraps(body)
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        try:
+            return body(*args)
+        except CannotCompileError:
+            return body(*args)
+
+    return cast(Body, run)
 
 
 def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:
@@ -36,26 +51,36 @@ def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:
 
 
 def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Strip]:
-    """The calls in groups of the same queries, cut where a kernel would make too large tensors."""
+    """The calls in groups of the same queries, cut where a kernel would make too large tensors.
+
+    If tensors would have to tell which pairs of a block attend, and a fused kernel may read that, it is one call.
+    """
 
     def kernel(kind: Kind, rows: int) -> Kernel:
         kind = kind if masking.mask is None else Kind.MASKED
-        by_element = masking.dropout is not None or bool(masking.score) or mask_grad
+        by_element = masking.dropout is not None or mask_grad
         head_dim = max(q.shape[3], v.shape[3])
-        need = Need(q.device, q.dtype, kind, by_element, head_dim, rows)
+        need = Need(q.device, q.dtype, kind, by_element, bool(masking.score), head_dim, rows)
         return next(kernel for kernel in KERNELS if kernel.accepts(need))
 
-    calls = masking.plan.blocks
-    if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).dense:
-        for call in masking.plan.packed:
-            yield [(call, kernel(Kind.PACKED, call.query_rows[1]))]
-        calls = masking.plan.others
-    for _, blocks in groupby(calls, key=lambda block: (block.query_rows, block.kind is Kind.BAND)):
-        found = [(block, kernel(block.kind, min(block.q_len, block.k_len))) for block in blocks]
-        whole: Strip = [pair for pair in found if not pair[1].takes_masks]
+    blocks, calls = masking.plan.blocks, Strip()
+    if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).takes_masks:
+        calls = [(call, kernel(Kind.PACKED, call.query_rows[1])) for call in masking.plan.packed]
+        blocks = masking.plan.others
+    found = [(block, kernel(block.kind, min(block.q_len, block.k_len))) for block in blocks]
+    if any(one.takes_masks for _, one in found):
+        every = Block(0, q.shape[2], 0, v.shape[2], Kind.MASKED)
+        one = kernel(every.kind, min(every.q_len, every.k_len))
+        if one.fused:
+            yield [(every, one)]
+            return
+    yield from ([call] for call in calls)
+    for _, same in groupby(found, key=lambda pair: (pair[0].query_rows, pair[0].kind is Kind.BAND)):
+        together = list(same)
+        whole: Strip = [pair for pair in together if not pair[1].takes_masks]
         if whole:
             yield whole  # a part of a causal block is masked
-        strip = [pair for pair in found if pair[1].takes_masks]
+        strip = [pair for pair in together if pair[1].takes_masks]
         if not strip:
             continue
         rows = min(_most_rows(q, masking, *pair) for pair in strip)
@@ -129,6 +154,7 @@ def _of_keys(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tupl
     ),
     replays=False,  # which kernels it calls, documents tell
 )
+@_again_without_fused
 def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Shard(queries), Shard(keys) -> Shard(queries): the softmax average over this rank's keys.
 
@@ -145,7 +171,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     masking, total = Masking.of(q, k, args), Average(q, v.shape[3])
     for strip in _strips(q, v, masking, mask_grad=False):
         parts = [
-            kernel.forward(*_operands(q, k, v, block), masking.case(block, q.shape[0], scale, kernel.dense))
+            kernel.forward(*_operands(q, k, v, block), masking.case(block, q.shape[0], scale, kernel))
             for block, kernel in strip
         ]
         total.add(*reduce(lambda a, b: merge(*a, *b), parts), strip[0][0].query_rows)
@@ -159,6 +185,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     _fake_backward,
     replays=False,
 )
+@_again_without_fused
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -183,7 +210,7 @@ def attend_backward(
     for block, kernel in (pair for strip in _strips(q, v, masking, wanted) for pair in strip):
         queries, keys = block.query_rows, block.key_rows
         given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
-        case = replace(masking.case(block, q.shape[0], scale, kernel.dense), bias_grad=wanted)
+        case = replace(masking.case(block, q.shape[0], scale, kernel), bias_grad=wanted)
         dq_part, dk_part, dv_part, dbias = kernel.backward(given, *_operands(q, k, v, block), *of_rows, case)
         dq.add(dq_part, queries)
         dk.add(dk_part, keys)

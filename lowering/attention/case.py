@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sp_compile.lowering.flex.texts import Pairs
 from sp_compile.lowering.masks.blocks import FULL, Kind, PackedCall, Window
 
 
@@ -78,6 +79,8 @@ class Case:
     """The keys that a query sees before and behind its own place. Only for kernels that are not dense."""
     sequences: SequenceEnds | None = None
     """The queries and keys of a PACKED call."""
+    pairs: Pairs | None = None
+    """What is said of all queries and keys. Only for a fused kernel, and it is given nothing else."""
 
 
 class Need(NamedTuple):
@@ -88,7 +91,9 @@ class Need(NamedTuple):
     kind: Kind
     """MASKED if tensors tell which pairs attend."""
     by_element: bool
-    """Dropout, a function of the scores, or a gradient of the bias: something for each score."""
+    """Dropout, or a gradient of the bias: something for each score."""
+    score: bool
+    """A function of the scores."""
     head_dim: int
     """The wider of D and E."""
     rows: int
@@ -107,10 +112,11 @@ class Kernel:
     backward: Callable[..., Gradients]
     dense: bool = False
     """Whether it keeps all scores of its block in memory. It then knows masks only as ``allowed``."""
+    fused: bool = False
+    """Whether it reads texts about pairs and scores itself. It then runs all queries and keys of a call at once."""
     device: str | None = None
     dtypes: frozenset[torch.dtype] | None = None
     kinds: frozenset[Kind] | None = None
-    by_element: bool = False
     head_dim: int | None = None
     """The widest."""
     rows: int = 0
@@ -133,7 +139,8 @@ class Kernel:
             self.device in (None, need.device.type)
             and (self.dtypes is None or need.dtype in self.dtypes)
             and (self.kinds is None or need.kind in self.kinds)
-            and (self.by_element or not need.by_element)
+            and (self.dense or not need.by_element)
+            and (self.dense or self.fused or not need.score)
             and (self.head_dim is None or need.head_dim <= self.head_dim)
             and self.rows <= need.rows
             and (self.capability == (0, 0) or self.capability <= _capability(need.device))

@@ -1,15 +1,18 @@
 """Attention of one block, forward and backward: a table of kernels, of which the first that accepts a block runs it.
 
 Shapes, and rows that attend to nothing: see ``case.py``. The CPU has PyTorch's flash kernel, CUDA those of
-``kernels_cuda.py``; what they refuse is arithmetic on all scores of a block.
+``kernels_cuda.py``; masks and functions of scores that they do not know are compiled into one (``lowering/flex``), and
+what that refuses is arithmetic on all scores of a block.
 """
 
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.dtypes import HALF, accumulation_dtype
+from sp_compile.lowering.flex import calls as fused
 from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.blocks import Kind
+from sp_compile.lowering.triton import AVAILABLE
 
 from . import kernels_cuda as cuda
 from .case import Case, Gradients, Kernel, finite_lse, padded
@@ -44,6 +47,33 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
         grad, query, key, value, out, finite_lse(lse), 0.0, case.causal, attn_mask=mask, scale=case.scale
     )
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
+
+
+# CUDA, from texts. Heads are at least as wide as a product of matrices there.
+
+_NARROWEST = 16
+
+
+def _width(x: Tensor) -> int:
+    return max(x.shape[-1], _NARROWEST)
+
+
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
+    assert case.pairs is not None
+    out, lse = fused.forward(*padded(_width(q), q, k), *padded(_width(v), v), case.pairs, case.scale)
+    return out[..., : v.shape[-1]], lse
+
+
+def _fused_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
+    assert case.pairs is not None
+    query, key = padded(_width(q), q, k)
+    grad, value, out = padded(_width(v), grad, v, out)
+    dq, dk, dv = fused.backward(grad, query, key, value, out, lse, case.pairs, case.scale)
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], None
+
+
+def _fused_works() -> bool:
+    return AVAILABLE and fused.works()
 
 
 # Any device and dtype. Query heads that share a key head are rows of one product.
@@ -124,5 +154,10 @@ KERNELS = (
         "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
         dtypes=frozenset({torch.float32, torch.float16}), kinds=WHOLE, capability=(7, 0),
     ),
-    Kernel("dense", _math_forward, _math_backward, dense=True, by_element=True),
+    # Compiled for its texts, which takes a minute: a few rows are done before.
+    Kernel(
+        "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | {torch.float32},
+        head_dim=256, rows=128, capability=(8, 0), switch=_fused_works,
+    ),
+    Kernel("dense", _math_forward, _math_backward, dense=True),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 from sp_compile.lowering.communicator import current
+from sp_compile.lowering.flex.texts import Pairs
 from sp_compile.lowering.masks import predicate as language
 from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, PackedCall
@@ -22,7 +23,7 @@ from sp_compile.lowering.masks.predicate import is_of_query
 from sp_compile.lowering.masks.spans import Rows, indices, take, valid_rows
 
 from .args import LocalArgs
-from .case import Case, Score, SequenceEnds
+from .case import Case, Kernel, Score, SequenceEnds
 
 # Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -78,6 +79,7 @@ class Masking:
     plan: BlockPlan
     q_rows: Rows
     k_rows: Rows
+    predicate: str
     mask: Tensor | None
     """Data: bool or additive float (B | 1, Hq | 1, Sq | 1, whole key length | 1)."""
     vectors: dict[str, Tensor]
@@ -110,15 +112,17 @@ class Masking:
         vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
         named = {f"n{i}": size for i, size in enumerate(numbers)}
         of_scores = dropout, args.score, args.heads
-        return Masking(found_plan, q_rows, k_rows, args.mask, vectors, named, *of_scores, q.device)
+        return Masking(found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device)
 
-    def case(self, block: Block | PackedCall, batch: int, scale: float, dense: bool) -> Case:
-        """A block's masks: all of them as tensors for a ``dense`` kernel, which needs no other."""
+    def case(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> Case:
+        """A block's masks, as this kernel takes them."""
+        if kernel.fused:
+            return Case(scale, pairs=self._pairs())
         if isinstance(block, PackedCall):
             return Case(scale, window=block.window, sequences=SequenceEnds.of(block, batch, self.device))
         if block.kind is Kind.BAND:
             return Case(scale, window=block.window)
-        causal = block.kind is Kind.CAUSAL and self.mask is None and not dense
+        causal = block.kind is Kind.CAUSAL and self.mask is None and not kernel.dense
         allowed = None if causal else self._allowed(block)
         bias = self._data(block)
         if bias is not None and bias.dtype == torch.bool:
@@ -130,6 +134,10 @@ class Masking:
             )
         rate = 1 if self.dropout is None else 1 - self.dropout.p
         return Case(scale, causal, allowed, bias, kept, self._score(block), rate)
+
+    def _pairs(self) -> Pairs:
+        texts, vectors = (self.predicate, self.score), (self.vectors, self.sizes, self.heads)
+        return Pairs(self.plan, self.q_rows, self.k_rows, *texts, *vectors, self.mask)
 
     def _score(self, block: Block) -> Score | None:
         """What becomes of the block's scores, with what that reads."""

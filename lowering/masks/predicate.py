@@ -181,7 +181,12 @@ def _negated(mask: Any) -> Any:
 
 
 def _choice(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
-    return lambda a, b: choose(torch.as_tensor(a), torch.as_tensor(b))
+    def chosen(a: Any, b: Any) -> Tensor:
+        if isinstance(a, Tensor) != isinstance(b, Tensor):  # where a kernel is traced, the number is on its device
+            a, b = (a, a.new_full((), b)) if isinstance(a, Tensor) else (b.new_full((), a), b)
+        return choose(torch.as_tensor(a), torch.as_tensor(b))
+
+    return chosen
 
 
 TENSORS = Algebra(

@@ -84,9 +84,14 @@ def names(text: str) -> frozenset[str]:
     return frozenset(str(one) for one in parse(text).free_symbols - {SCORE}) if text else frozenset()
 
 
-def evaluate(text: str, score: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """The scores that the softmax reads, of the scaled ones; ``values`` broadcast to them."""
-    return _value(parse(text), {**values, "s": score}, score)
+def evaluate(
+    text: str, score: Tensor, values: Mapping[str, Tensor], functions: Mapping[str, Callable[[Tensor], Tensor]] = {}
+) -> Tensor:
+    """The scores that the softmax reads, of the scaled ones; ``values`` broadcast to them.
+
+    functions: what computes one of `FUNCTIONS` in the place of torch's.
+    """
+    return _value(parse(text), {**values, "s": score}, score, functions)
 
 
 def slope(text: str, score: Tensor, values: Mapping[str, Tensor]) -> Tensor:
@@ -110,7 +115,12 @@ def check(text: str) -> None:
     _derivative(text)
 
 
-def _value(expr: Any, values: Mapping[str, Tensor], like: Tensor) -> Tensor:
+def _value(
+    expr: Any,
+    values: Mapping[str, Tensor],
+    like: Tensor,
+    functions: Mapping[str, Callable[[Tensor], Tensor]] = {},
+) -> Tensor:
     if expr.is_Symbol:
         found = values[str(expr)]
         return found.to(like.dtype) if found.is_floating_point() else found
@@ -118,10 +128,11 @@ def _value(expr: Any, values: Mapping[str, Tensor], like: Tensor) -> Tensor:
         return torch.full((), float(expr), dtype=like.dtype, device=like.device)
     if isinstance(expr, sympy.Add | sympy.Mul):
         join = operator.add if isinstance(expr, sympy.Add) else operator.mul
-        return reduce(join, [_value(arg, values, like) for arg in expr.args])
+        return reduce(join, [_value(arg, values, like, functions) for arg in expr.args])
     if isinstance(expr, sympy.Pow) and expr.exp.is_number:
-        return _value(expr.base, values, like) ** float(expr.exp)
-    function = next((f for kind, f in _FUNCTIONS.values() if isinstance(expr, kind)), None)
-    if function is None:
+        return _value(expr.base, values, like, functions) ** float(expr.exp)
+    name = next((name for name, (kind, _) in _FUNCTIONS.items() if isinstance(expr, kind)), None)
+    if name is None:
         raise SpError(f"a text about scores can not use {type(expr).__name__}: {expr}")
-    return function(_value(expr.args[0], values, like))
+    function = functions.get(name, _FUNCTIONS[name][1])
+    return function(_value(expr.args[0], values, like, functions))

@@ -7,6 +7,7 @@ imported on 2.11 to 2.15.
 from .checkpoints import *
 from .compilers import *
 from .dynamo import *
+from .flex import *
 from .groups import *
 from .names import *
 from .ops import *

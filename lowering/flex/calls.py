@@ -1,0 +1,123 @@
+"""Calls of the fused kernel, forward and backward: programs that are compiled once for the texts and shapes of a call.
+
+A program is of the first lengths that it meets, and one more of any: sequences whose lengths change would compile at
+every step. Steps of a ring differ in nothing that a program knows.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compile._compat import FlexProgram, flex_backward, flex_forward
+from sp_compile.errors import SpError
+from sp_compile.lowering.table import Override
+
+from .tables import Tables, tables, tile_of
+from .texts import Asked, Pairs, asked
+
+COMPILER: Override[Any] = Override()
+"""What compiles a graph (of fake tensors, without a device) in place of Inductor: for tests."""
+
+_programs: dict[Hashable, FlexProgram] = {}
+_lengths: dict[Hashable, Hashable] = {}
+_lock = threading.Lock()
+_broken = False
+
+# Of each operand and table, the dims that are lengths.
+_ROWS, _COUNTS, _INDICES = (2,), (2,), (2, 3)
+
+
+class CannotCompileError(SpError):
+    """The fused kernel could not be compiled here; from now on it is not tried."""
+
+
+def works() -> bool:
+    """Whether the fused kernel was compiled wherever it was tried."""
+    return not _broken
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of all rows of q over all of k that the pairs allow: out in q's dtype, and its lse in float32.
+
+    Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), Hkv divides Hq -> (B, Hq, Q, E), (B, Hq, Q). 0 and -inf
+    where a query attends to nothing. Raises CannotCompileError.
+    """
+    out, lse = _call(_forward, [q, k, v], pairs, scale)
+    return out, lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in q's dtype, given out and lse over all keys, of which k holds some. Raises CannotCompileError."""
+    dq, dk, dv = _call(_backward, [q, k, v, grad, out, lse], pairs, scale)
+    return dq, dk, dv
+
+
+def _forward(told: Asked, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
+    found, reads = Tables(*xs[3:11]), xs[11:]
+    return flex_forward(*xs[:3], told.scored, told.attends, found, tile, scale, {}, reads)
+
+
+def _backward(told: Asked, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
+    (q, k, v, grad, out, lse), found, reads = xs[:6], Tables(*xs[6:14]), xs[14:]
+    return flex_backward(grad, q, k, v, out, lse, told.scored, told.attends, found, tile, scale, {}, reads)
+
+
+def _call(fn: Callable[..., Any], operands: list[Tensor], pairs: Pairs, scale: float) -> Sequence[Tensor]:
+    q, k, *_ = operands
+    queries, keys = q.shape[2], k.shape[2]
+    told, reads = asked(pairs, queries, keys, q.device)
+    ask = told.data is not None and not told.data[1]
+    found, tile = tables(pairs.plan, queries, keys, ask, q.device), tile_of(queries, keys)
+    lengths = [_ROWS] * len(operands) + [_COUNTS, _INDICES] * 4 + [_lengths_of(name, told) for name in told.names]
+    return _program(partial(fn, told, tile, scale), (fn, told, tile, scale), [*operands, *found, *reads], lengths)
+
+
+def _lengths_of(name: str, told: Asked) -> tuple[int, ...]:
+    """Which dims of what a text reads are lengths."""
+    if name == "data":
+        assert told.data is not None
+        return tuple(i for i, axis in enumerate(told.data[0]) if axis in "qk")
+    if name.startswith(("row", "col")):
+        return (-1,)
+    return (0,) if name in ("q", "k") else ()
+
+
+def _program(
+    fn: Callable[..., Any], of: Hashable, xs: list[Tensor], lengths: list[tuple[int, ...]]
+) -> Sequence[Tensor]:
+    """Run the program for these tensors, made now if there is none."""
+    lengths = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, lengths)]
+    fixed = tuple(tuple(0 if dim in dims else n for dim, n in enumerate(x.shape)) for x, dims in zip(xs, lengths))
+    family = of, fixed, tuple((x.dtype, x.device) for x in xs), COMPILER.value
+    with _lock:
+        shapes = tuple(x.shape for x in xs)
+        if _lengths.setdefault(family, shapes) == shapes:
+            lengths, key = [()] * len(xs), (family, tuple(x.stride() for x in xs))
+        else:  # any lengths: strides must follow from them
+            xs, key = [x.contiguous() for x in xs], (family, None)
+        program = _programs.get(key)
+        if program is None or not program.fits(xs):
+            program = _programs[key] = _compiled(fn, xs, lengths)
+    return program(xs)
+
+
+def _compiled(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
+    global _broken
+    try:
+        return FlexProgram(fn, xs, lengths, COMPILER.value)
+    except Exception as error:
+        _broken = True
+        warnings.warn(
+            f"attention's scores are computed densely from now on: flex_attention cannot be compiled here ({error})",
+            stacklevel=2,
+        )
+        raise CannotCompileError(f"flex_attention cannot be compiled here: {error}") from error

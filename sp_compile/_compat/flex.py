@@ -1,0 +1,142 @@
+"""torch's flex_attention below its public face: one block's attention with the log-sum-exps of all, and its compilation.
+
+The public function has a backward of its own result only; a block of a ring needs that of the whole row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.flex_attention import create_fw_bw_graph
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn.attention import flex_attention as public
+from torch.nn.attention.flex_attention import BlockMask
+
+LN2 = math.log(2)
+_ALWAYS = {
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+"""What the public function sets, of which templates make code."""
+
+Mod = Callable[..., Tensor]
+
+
+def flex_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod,
+    mask_mod: Mod,
+    tables: Sequence[Tensor],
+    tile: int,
+    scale: float,
+    options: dict[str, Any],
+    reads: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """(B, Hq, Q, D), (B, Hkv, K, D), (B, Hkv, K, E) -> (B, Hq, Q, E) and its natural log-sum-exps (B, Hq, Q).
+
+    tables: as BlockMask orders them. reads: what both functions take behind their indices.
+    """
+    mask = _mask(q, k, tables, tile, mask_mod)
+    out, lse, *_ = torch.ops.higher_order.flex_attention(
+        q, k, v, score_mod, mask, scale, _options(options), tuple(reads), tuple(reads)
+    )
+    return out, lse * LN2
+
+
+def flex_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    score_mod: Mod,
+    mask_mod: Mod,
+    tables: Sequence[Tensor],
+    tile: int,
+    scale: float,
+    options: dict[str, Any],
+    reads: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of these keys, given out and lse over all of them; the function of the scores is differentiated."""
+    mask = _mask(q, k, tables, tile, mask_mod)
+    with torch.enable_grad():
+        places = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
+        forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *places), tuple(reads))
+    dq, dk, dv, *_ = torch.ops.higher_order.flex_attention_backward(
+        q, k, v, out, lse / LN2, grad, None, forward, joint, mask, scale, _options(options), tuple(reads), tuple(reads)
+    )
+    return dq, dk, dv
+
+
+def _mask(q: Tensor, k: Tensor, tables: Sequence[Tensor], tile: int, mask_mod: Mod) -> tuple[Any, ...]:
+    return BlockMask((q.shape[2], k.shape[2]), *tables, (tile, tile), mask_mod).as_tuple()
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """Never its kernel for a few queries, which has no log-sum-exps of blocks. Torch 2.11 to 2.15 have either name."""
+    known = getattr(public, "FlexKernelOptions", None)
+    named = "BACKEND" in getattr(known, "__annotations__", {})
+    return _ALWAYS | ({"BACKEND": "TRITON"} if named else {"FORCE_USE_FLEX_ATTENTION": True}) | options
+
+
+class FlexProgram:
+    """A function of tensors as a graph, and what Inductor makes of it; equal lengths need not stay equal.
+
+    dynamic: for each tensor, the dims whose extents may be others in other calls. compile_graph: takes the graph, of
+    operators that are not decomposed, and its fake inputs, in the place of Inductor.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], xs: Sequence[Tensor], dynamic: Sequence[Sequence[int]], compile_graph: Any = None
+    ) -> None:
+        env = ShapeEnv(duck_shape=False)
+        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+        self._env, self._dynamic = env, any(dynamic)
+        with torch.inference_mode(False), torch.autocast(xs[0].device.type, enabled=False):
+            self._fakes = [mode.from_tensor(x.detach(), symbolic_context=_symbols(x, dims)) for x, dims in zip(xs, dynamic)]
+            with tracing(TracingContext(mode)), torch.no_grad():
+                with mode:
+                    graph = make_fx(fn, decomposition_table=None if compile_graph else _decompositions())(*self._fakes)
+                self._run = (compile_graph or _inductor)(graph, self._fakes)
+
+    def fits(self, xs: Sequence[Tensor]) -> bool:
+        """Whether these may be given: what was found out about lengths holds for them."""
+        return not self._dynamic or bool(self._env.evaluate_guards_for_args(self._fakes, list(xs)))
+
+    def __call__(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = self._run(list(xs))
+        return found
+
+
+def _decompositions() -> Any:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def _inductor(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with config.patch(comprehensive_padding=False):
+        run: Callable[[list[Tensor]], Sequence[Tensor]] = compile_fx_inner(graph, list(fakes))
+    return run
+
+
+def _symbols(x: Tensor, dims: Sequence[int]) -> Any:
+    sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(x.ndim)]
+    return StatelessSymbolicContext(dynamic_sizes=sizes)

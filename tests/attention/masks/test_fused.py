@@ -1,0 +1,201 @@
+"""One kernel from the texts of pairs and scores: which tiles it visits, and that its graphs compute what one device does.
+
+Torch's arithmetic for flex_attention stands for the kernel. It asks every pair; the tables are looked at by themselves.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from unittest import mock
+
+import pytest
+import torch
+from support.attention.attending import PREDICATES, SIZES, Problem, dense, leaves, randn, row_indices, shard
+from support.attention.fused import fused_here
+from torch import Tensor
+
+from sp_compile.lowering.attention import attend as bodies
+from sp_compile.lowering.attention.merge import merge
+from sp_compile.lowering.flex import calls
+from sp_compile.lowering.flex.tables import EMPTY, FULL, PARTIAL, Tables, kinds_of_tiles, tables, tile_of
+from sp_compile.lowering.masks import score as scores
+from sp_compile.lowering.masks.pieces import Pieces
+from sp_compile.lowering.masks.plan import plan
+from sp_compile.lowering.masks.spans import Span, rows_of, whole
+from sp_compile.lowering.simulate import GROUP, run_ranks
+
+sp = torch.ops.sp
+TEXTS = ["", "30.0*tanh(s/30.0)", "s + head0*(k - q)", "s - Abs(k - q)/8.0 + exp(-s**2)"]
+SLOPES = [0.5, 0.25, 0.125, 0.0625]
+
+
+def in_numpy(p: Problem) -> tuple[tuple[Pieces, ...], tuple[Pieces, ...]]:
+    found = [Pieces.of(table) for table in sp.pieces([*p.rows, *p.cols])]
+    return tuple(found[:2]), tuple(found[2:])
+
+
+@pytest.mark.sampled(every=13)
+@pytest.mark.parametrize("tile", [4, 16])
+@pytest.mark.parametrize(("n", "folds", "start", "length"), [(1, 1, 0, 61), (2, 1, 3, 61), (2, 2, 1, 90), (3, 2, 0, 96)])
+@pytest.mark.parametrize("name", PREDICATES)
+def test_tiles(name: str, n: int, folds: int, start: int, length: int, tile: int) -> None:
+    """Of no pair, of every pair, or asked: on each rank, of each rank's keys."""
+    p = Problem(name, length, length)
+    allowed = p.allowed().any(0)[0], p.allowed().all(0)[0]
+    for rank in range(n):
+        for shift in range(n):
+            spans = [n, folds, 1, 0, start, length], [n, folds, 1, shift, start, length]
+            rows, keys = row_indices(spans[0], rank), row_indices(spans[1], rank)
+            of = [rows_of(s, len(x), rank) for s, x in zip(spans, (rows, keys))]
+            states = kinds_of_tiles(plan(p.predicate, *of, tuple(SIZES), *in_numpy(p)), len(rows), len(keys), tile)
+            for i, j in torch.cartesian_prod(*map(torch.arange, states.shape)).tolist():
+                here = [x[at * tile : (at + 1) * tile] for x, at in ((rows, i), (keys, j))]
+                at = torch.tensor([[r for r in x if r is not None] for x in here[:1]]).T, [r for r in here[1] if r is not None]
+                some, every = (x[at[0], at[1]] if len(at[1]) else x[:0, :0] for x in allowed)
+                if states[i, j] == EMPTY:
+                    assert not some.any()
+                elif states[i, j] == FULL:
+                    assert every.all()
+                    assert None not in here[0] + here[1]
+
+
+def test_few_tiles_are_asked() -> None:
+    """Those on the diagonal."""
+    rows = rows_of(whole(4096), 4096, 0)
+    states = kinds_of_tiles(plan("k <= q", rows, rows), 4096, 4096, 128)
+    assert torch.equal(states == PARTIAL, torch.eye(32, dtype=torch.bool))
+    assert torch.equal(states == FULL, torch.ones(32, 32).tril(-1).bool())
+
+
+def test_tables_are_small() -> None:
+    """A rank's million of keys; tables are those of torch's BlockMask."""
+    assert tile_of(1 << 17, 1 << 20) == 512
+    q, k = rows_of(whole(1000), 1000, 0), rows_of(whole(700), 700, 0)
+    found = tables(plan("(k <= q) | (k < 300)", q, k), 1000, 700, False, torch.device("cpu"))
+    states = kinds_of_tiles(plan("(k <= q) | (k < 300)", q, k), 1000, 700, 128)
+    assert [x.shape for x in found] == [(1, 1, 8), (1, 1, 8, 6)] * 2 + [(1, 1, 6), (1, 1, 6, 8)] * 2
+    for numbers, indices, wanted in zip(found[::2], found[1::2], [states == PARTIAL, states == FULL] * 2):
+        wanted = wanted if numbers.shape[2] == 8 else wanted.T
+        for row, number, columns in zip(wanted, numbers[0, 0].tolist(), indices[0, 0]):
+            assert columns[:number].tolist() == row.nonzero()[:, 0].tolist()
+            assert sorted(columns.tolist()) == list(range(len(row)))
+
+
+def by_hand(p: Problem, text: str, bias: Tensor | None = None) -> list[Tensor]:
+    """Of one device: out, lse and gradients."""
+    q, k, v = leaves(p.q, p.k, p.v)
+    places = {"q": torch.arange(q.shape[2])[:, None], "k": torch.arange(k.shape[2])}
+    values = places | {"head0": torch.tensor(SLOPES, dtype=torch.float64)[:, None, None]}
+    keys, values_ = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scaled = q @ keys.mT * 0.3
+    scored = scores.evaluate(text, scaled, values) if text else scaled
+    if bias is not None and bias.dtype != torch.bool:
+        scored = scored + bias
+    allowed = p.allowed() if bias is None or bias.dtype != torch.bool else p.allowed() & bias
+    out, lse = dense(q, keys, values_, allowed, bias=scored - scaled)
+    out.backward(p.grad)
+    found = [q.grad, k.grad, v.grad]
+    return [out.detach(), lse.detach(), *(x for x in found if x is not None)]
+
+
+def close(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def options(text: str) -> dict[str, object]:
+    return {"score": text, "heads": [torch.tensor(SLOPES, dtype=torch.float64)] if "head" in text else []}
+
+
+@pytest.mark.sampled(every=41)
+@pytest.mark.parametrize(("n", "folds", "length"), [(1, 1, 29), (2, 1, 31), (2, 2, 31), (3, 1, 32), (4, 2, 45)])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", PREDICATES)
+def test_round_a_ring(name: str, text: str, n: int, folds: int, length: int) -> None:
+    """Each rank's queries, over each rank's keys, given the log-sum-exps of all; padding in front and behind."""
+    p = Problem(name, length, length, key_heads=2, v_width=5)
+    wanted = by_hand(p, text)
+    found = [torch.zeros_like(x) for x in wanted]
+    spans = [[n, folds, 1, shift, 1, length] for shift in range(n)]
+
+    def live(rank: int) -> None:
+        indices = row_indices(spans[0], rank)
+        rows, valid = [i for i in indices if i is not None], torch.tensor([i is not None for i in indices])
+        q, out, grad = (shard(x, spans[0], rank) for x in (p.q, wanted[0], p.grad))
+        lse = shard(wanted[1][..., None], spans[0], rank)[..., 0]
+        parts = []
+        for span in spans:
+            args = p.arguments(spans[0], span, GROUP, **options(text))
+            keys, values = shard(p.k, span, rank), shard(p.v, span, rank)
+            parts.append(bodies.attend(q, keys, values, *args))
+            dq, dk, dv, _ = bodies.attend_backward(grad, q, keys, values, out, lse, *args, False)
+            found[2][:, :, rows] += dq[:, :, valid]
+            for local, i in enumerate(row_indices(span, rank)):
+                if i is not None:
+                    found[3][:, :, i] += dk[:, :, local]
+                    found[4][:, :, i] += dv[:, :, local]
+        total = reduce(lambda a, b: merge(*a, *b), parts)
+        for whole_, part in zip(found, total):
+            whole_[:, :, rows] = part[:, :, valid]
+
+    with fused_here() as programs, torch.no_grad():
+        run_ranks(n, live)
+    close(found, wanted)
+    assert len(programs.made) == (0 if name == "nothing" else 2)  # forward and backward, of all ranks and steps
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 13, 30), (1, 1, 13, 30), (2, 1, 1, 30), (1, 4, 13, 1)])
+def test_masks_that_are_data(shape: tuple[int, ...], bias: bool) -> None:
+    p = Problem("causal", 13, 30, key_heads=2)
+    data = randn(*shape, seed=5) if bias else randn(*shape, seed=5) > -0.5
+    with fused_here() as programs, torch.no_grad():
+        args = p.arguments(whole(13), whole(30), mask=data, **options(TEXTS[1]))
+        out, lse = bodies.attend(p.q, p.k, p.v, *args)
+        *grads, _ = bodies.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *args, False)
+    assert len(programs.made) == 2
+    close([out, lse, *grads], by_hand(p, TEXTS[1], data))
+
+
+def test_lengths_that_change_share_a_program() -> None:
+    """The first has one of its own, and one more is of any."""
+    problems = [Problem("all", length, length) for length in (20, 25, 33, 150, 20)]
+    wanted = [by_hand(p, TEXTS[1])[:2] for p in problems]
+    with fused_here() as programs, torch.no_grad():
+        for p, here in zip(problems, wanted):
+            rows = whole(p.q.shape[2])
+            close(list(bodies.attend(p.q, p.k, p.v, *p.arguments(rows, rows, **options(TEXTS[1])))), here)
+    assert len(programs.made) == 2
+
+
+def test_what_cannot_be_compiled_is_dense() -> None:
+    """Said once, and never tried again."""
+
+    def broken(graph: object, fakes: object) -> None:
+        raise RuntimeError("no compiler")
+
+    p = Problem("causal", 20, 20)
+    args = p.arguments(whole(20), whole(20), **options(TEXTS[1]))
+    with fused_here(), calls.COMPILER.to(broken), torch.no_grad(), mock.patch.object(calls, "_broken", False):
+        with pytest.warns(UserWarning, match="computed densely from now on.*no compiler"):
+            out, lse = bodies.attend(p.q, p.k, p.v, *args)
+        again = bodies.attend(p.q, p.k, p.v, *args)
+    close([out, lse], by_hand(p, TEXTS[1])[:2])
+    close([out, lse], list(again))
+
+
+def test_dropout_is_dense() -> None:
+    p = Problem("causal", 20, 20)
+    args = p.arguments(whole(20), whole(20), seed=torch.tensor(3), dropout_p=0.3)
+    with fused_here() as programs, torch.no_grad():
+        bodies.attend(p.q, p.k, p.v, *args)
+    assert not programs.made
+
+
+def test_order_of_tables() -> None:
+    """As torch's BlockMask takes them."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    names = [name for name in BlockMask.__annotations__ if name.endswith(("num_blocks", "indices"))]
+    assert tuple(names) == Tables._fields
