@@ -276,7 +276,10 @@ def _step_of(lowered: RankProgram, given: SPConfig, hosted: bool) -> GraphStep:
 
     with memory_budget(given.activation_memory_budget):
         local = copied(lowered.graph)
-        forward, backward = partitioned(local, lowered.inputs, transform or stay_in_checkpoints, for_inductor, in_turn)
+        alone = None if halves is None else overlap
+        forward, backward = partitioned(
+            local, lowered.inputs, transform or stay_in_checkpoints, for_inductor, in_turn, alone
+        )
     step = GraphStep.of(forward.graph, backward.graph if backward is not None else None, for_inductor, inputs)
     step.offloaded = offload.found if offload is not None else None
     return replace(without[0], hosted=step) if without else step

@@ -132,7 +132,15 @@ class Kernel:
         return self.kinds is None or Kind.MASKED in self.kinds
 
     def accepts(self, need: Need) -> bool:
-        """Whether it runs such blocks."""
+        """Whether it runs such blocks here."""
+        return (
+            self.is_for(need)
+            and (self.capability == (0, 0) or self.capability <= _capability(need.device))
+            and self.switch()
+        )
+
+    def is_for(self, need: Need) -> bool:
+        """Whether it runs such blocks on a device that can."""
         if not self.dense and need.head_dim == 0:
             return False
         return (
@@ -143,8 +151,6 @@ class Kernel:
             and (self.dense or self.fused or not need.score)
             and (self.head_dim is None or need.head_dim <= self.head_dim)
             and self.rows <= need.rows
-            and (self.capability == (0, 0) or self.capability <= _capability(need.device))
-            and self.switch()
         )
 
 

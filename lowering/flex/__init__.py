@@ -1,1 +1,1 @@
-"""Attention whose scores or pairs only a text describes, as one kernel: torch's flex_attention, compiled from the texts."""
+"""Attention whose scores or pairs only a text describes, as one kernel: torch's flex_attention."""

@@ -1,4 +1,4 @@
-"""What a fused kernel asks of a pair: texts about pairs and scores, and all that they read, as tensors that it captures.
+"""What a fused kernel asks of a pair: texts about pairs and scores, and all that they read, as captured tensors.
 
 Nothing of a rank, a step of a ring or a batch is in a kernel: where rows stand, documents, sizes and slopes are what it
 reads, so that one kernel serves all of them.

@@ -116,10 +116,7 @@ def check(text: str) -> None:
 
 
 def _value(
-    expr: Any,
-    values: Mapping[str, Tensor],
-    like: Tensor,
-    functions: Mapping[str, Callable[[Tensor], Tensor]] = {},
+    expr: Any, values: Mapping[str, Tensor], like: Tensor, functions: Mapping[str, Callable[[Tensor], Tensor]] = {}
 ) -> Tensor:
     if expr.is_Symbol:
         found = values[str(expr)]

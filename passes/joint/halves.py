@@ -15,7 +15,7 @@ from .overlap import overlap
 
 @dataclass
 class Halves:
-    """Changes a forward and its backward in place.
+    """Changes a forward and its backward in place, or a forward that has none.
 
     offload: what goes to the host's memory meanwhile; None: nothing. key: for caches of compiled code.
     """
@@ -32,3 +32,7 @@ class Halves:
         overlap(forward, backward)
         if self.offload is not None:
             self.offload(forward, backward, results)
+
+    def alone(self, forward: GraphModule) -> None:
+        """Of an inference."""
+        overlap(forward)

@@ -23,12 +23,14 @@ JointTransform = Callable[[torch.fx.GraphModule], None]
 class HalvesTransform(Protocol):
     """Changes a forward and its backward in place; so many of the forward's results are its caller's.
 
-    key: the same for what does the same.
+    alone: the same for a forward without one. key: the same for what does the same.
     """
 
     key: str
 
     def __call__(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None: ...
+
+    def alone(self, forward: torch.fx.GraphModule) -> None: ...
 
 
 JOINT_COMPILERS = ("inductor", "aot_eager")
@@ -92,7 +94,7 @@ def mode_options() -> dict[str, dict[str, Any]]:
 
 
 def compiled_half() -> str:
-    """What AOTAutograd is compiling just now, in any thread: "joint", "forward", "backward", or ""."""
+    """What AOTAutograd is compiling just now, in any thread: "joint", "forward", "backward", "inference", or ""."""
     from torch._functorch._aot_autograd import logging_utils
 
     found = getattr(logging_utils, "graph_being_compiled", [])
@@ -237,6 +239,8 @@ def joint_compiler(
 
     def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         transform(gm)
+        if halves is not None:
+            halves.alone(gm)
         return boxed_nop(gm, inputs)
 
     return aot_autograd(
@@ -258,7 +262,7 @@ def _joint_inductor(
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    in_order = {} if halves is None else {"reorder_for_peak_memory": False}
+    in_order, after = ({}, "") if halves is None else ({"reorder_for_peak_memory": False}, halves.key)
 
     class CustomPass(CustomGraphPass):
         def __init__(self, earlier: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
@@ -268,10 +272,12 @@ def _joint_inductor(
             for one in self.earlier:
                 one(graph)
             transform(graph.owning_module)
+            if halves is not None and compiled_half() == "inference":
+                halves.alone(graph.owning_module)
 
         def uuid(self) -> tuple[Any, ...] | None:
             """None if one of them has none, so that no cache keeps what they did."""
-            keys = (*(one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.earlier), key)
+            keys = (*(one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.earlier), key, after)
             return None if None in keys else keys
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
@@ -314,11 +320,12 @@ def partitioned(
     transform: JointTransform | None,
     for_inductor: bool,
     halves: Callable[[torch.fx.GraphModule, torch.fx.GraphModule, int], None] | None = None,
+    alone: JointTransform | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:
     """The forward and the backward that AOTAutograd makes of a graph, not compiled; an inference has no backward.
 
-    transform: changes the joint graph in place before it is cut. halves: the two, then. for_inductor: in the ops that
-    Inductor wants.
+    transform: changes the joint graph in place before it is cut. halves: the two, then; alone: that of an inference.
+    for_inductor: in the ops that Inductor wants.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -337,6 +344,8 @@ def partitioned(
     def infer(forward: torch.fx.GraphModule, values: Any) -> Any:
         if transform is not None:
             transform(forward)
+        if alone is not None:
+            alone(forward)
         found[:] = forward, None
         return boxed_nop(forward, values)
 

@@ -1,4 +1,4 @@
-"""torch's flex_attention below its public face: one block's attention with the log-sum-exps of all, and its compilation.
+"""torch's flex_attention below its public face: a block's attention given the log-sum-exps of all, compiled.
 
 The public function has a backward of its own result only; a block of a ring needs that of the whole row.
 """
@@ -6,7 +6,7 @@ The public function has a backward of its own result only; a block of a ring nee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def flex_forward(
     tables: Sequence[Tensor],
     tile: int,
     scale: float,
-    options: dict[str, Any],
+    options: Mapping[str, int],
     reads: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """(B, Hq, Q, D), (B, Hkv, K, D), (B, Hkv, K, E) -> (B, Hq, Q, E) and its natural log-sum-exps (B, Hq, Q).
@@ -68,7 +68,7 @@ def flex_backward(
     tables: Sequence[Tensor],
     tile: int,
     scale: float,
-    options: dict[str, Any],
+    options: Mapping[str, int],
     reads: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of these keys, given out and lse over all of them; the function of the scores is differentiated."""
@@ -86,11 +86,11 @@ def _mask(q: Tensor, k: Tensor, tables: Sequence[Tensor], tile: int, mask_mod: M
     return BlockMask((q.shape[2], k.shape[2]), *tables, (tile, tile), mask_mod).as_tuple()
 
 
-def _options(options: dict[str, Any]) -> dict[str, Any]:
+def _options(options: Mapping[str, int]) -> dict[str, Any]:
     """Never its kernel for a few queries, which has no log-sum-exps of blocks. Torch 2.11 to 2.15 have either name."""
     known = getattr(public, "FlexKernelOptions", None)
     named = "BACKEND" in getattr(known, "__annotations__", {})
-    return _ALWAYS | ({"BACKEND": "TRITON"} if named else {"FORCE_USE_FLEX_ATTENTION": True}) | options
+    return _ALWAYS | ({"BACKEND": "TRITON"} if named else {"FORCE_USE_FLEX_ATTENTION": True}) | dict(options)
 
 
 class FlexProgram:
@@ -107,7 +107,7 @@ class FlexProgram:
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
         self._env, self._dynamic = env, any(dynamic)
         with torch.inference_mode(False), torch.autocast(xs[0].device.type, enabled=False):
-            self._fakes = [mode.from_tensor(x.detach(), symbolic_context=_symbols(x, dims)) for x, dims in zip(xs, dynamic)]
+            self._fakes = [_fake(mode, x.detach(), dims) for x, dims in zip(xs, dynamic)]
             with tracing(TracingContext(mode)), torch.no_grad():
                 with mode:
                     graph = make_fx(fn, decomposition_table=None if compile_graph else _decompositions())(*self._fakes)
@@ -137,6 +137,6 @@ def _inductor(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[
     return run
 
 
-def _symbols(x: Tensor, dims: Sequence[int]) -> Any:
+def _fake(mode: FakeTensorMode, x: Tensor, dims: Sequence[int]) -> Tensor:
     sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(x.ndim)]
-    return StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))

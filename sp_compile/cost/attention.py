@@ -23,7 +23,8 @@ class Shape:
     """One attention of the global program: q (batch, heads, q_len, head_dim), v (batch, kv_heads, kv_len, v_head_dim).
 
     n: ranks. causal: query i attends to keys 0..i. window: and, of these, to the last `window` only (without causal:
-    to the keys less than `window` away). mask: there is a mask that only data describes. zigzag: the whole program may
+    to the keys less than `window` away). mask: there is a mask that only data describes. kernel: a "named" one, or what
+    does what none of them knows, "fused" (texts) or "dense" (arithmetic on all scores). zigzag: the whole program may
     keep the sequence in zigzag order, so that a balanced causal attention costs no exchange. dealt: its chunks are
     dealt to ranks so that all of them have as much to do. documents: a query sees keys of its own document only; how
     long these are is not known yet, so they count as `halving` ones. training: gradients flow.
@@ -41,6 +42,7 @@ class Shape:
     causal: bool = False
     window: int | None = None
     mask: bool = False
+    kernel: str = "named"
     zigzag: bool = False
     dealt: bool = False
     documents: bool = False
@@ -244,6 +246,8 @@ def candidates(shape: Shape, machine: Machine) -> list[Candidate]:
     layouts = ("contiguous", "zigzag") if halves else ("contiguous",)
     layouts = ("balanced",) if shape.dealt else layouts
     ways = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
+    if shape.kernel != "named":
+        machine = replace(machine, flops=machine.flops * getattr(machine, f"{shape.kernel}_efficiency"))
     found = [c for layout in layouts for s in ways for c in s.candidates(shape, machine, layout)]
     return [_finished(c, shape, machine) for c in found]
 

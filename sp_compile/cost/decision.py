@@ -45,6 +45,7 @@ def described(shape: Shape) -> str:
         f"window {shape.window}" if shape.window is not None else "",
         "documents" if shape.documents else "",
         "mask as data" if shape.mask else "",
+        {"named": "", "fused": "one kernel from texts", "dense": "dense scores"}[shape.kernel],
         "" if shape.training else "no gradient",
     ]
     parts = [f"batch {shape.batch}", f"{heads} x {dims}", f"{length} positions", *marks]

@@ -10,9 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
-from support.cuda.programs import Sizes, attention
+from support.cuda.programs import Attention, Sizes, attention, inputs_of
 from support.cuda.worker import AbsentGpu
+from support.cuda.wrappers import compiled
 from torch._inductor import config as inductor
 from torch._inductor.graph import GraphLowering
 
@@ -175,6 +177,18 @@ kernel
 5 = all_reduce bfloat16[3145728]
 wait 5""",
     )
+
+
+def inferred(strategy: str, n: int, **options: Any) -> str:
+    with torch.no_grad():
+        return compiled(Attention(Sizes()), inputs_of(Sizes(), n), n, attention=strategy, **options).forward.text()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "gather"])
+def test_inference_has_the_order_of_training(gpu: AbsentGpu, strategy: str) -> None:
+    """No backward, and the same forward: exchanges start as early, and waits are as late."""
+    training = gpu.run(attention, strategy, 3, Sizes()).forward.text()
+    assert gpu.run(inferred, strategy, 3) == training
 
 
 def test_gather(gpu: AbsentGpu) -> None:

@@ -114,7 +114,8 @@ class EagerAttention(Spelling):
     ) -> Node | None:
         assert weights.product is not None
         front, order = operands[2].shape[:-2], weights.product.order
-        lead = scores.masked[:-2] if scores.masked is not None else front if sinks is None else sinks.lead
+        lead = scores.masked[:-2] if scores.masked is not None else front
+        lead = lead if sinks is None else sinks.batch_and_heads
         shape = (*lead, operands[0].shape[-2], operands[1].shape[-2])
         settled = sinks is not None and sinks.held not in self._filling
         mask, fits = self._mask(scores, shape, operands[0].node.meta["val"].dtype, settled, last)
@@ -225,6 +226,9 @@ def _one_of_each_head(sinks: Sinks | None, reading: Reading, scores: Scores) -> 
     """Are the sinks, if there are any, those of the scores' heads?"""
     if sinks is None:
         return reading.sinks is None
+    masks = [mask for mask, *_ in (*scores.biases, *scores.fills)]
+    if sinks.groups and any(not same(product(sizes(mask.meta["val"].shape)[:-2]), 1) for mask in masks):
+        return False
     return scores.masked is None or all_same(scores.masked[:-2], sinks.lead)
 
 

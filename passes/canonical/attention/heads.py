@@ -12,6 +12,7 @@ The repetition of key and value heads moves into the attention op. Part of canon
 
     k = reshape(expand(unsqueeze(k, 2)))            HF's repeat_kv, expand by hand
     k = repeat_interleave(k, r, 1)                  torchtune, lit-gpt
+    k = reshape(permute(expand(unsqueeze(k, 2))))   OpenAI's own GPT-OSS, (S, H, r, D) at first
     sdpa(q, k, v)                           ->      sdpa(q, k0, v0, enable_gqa=True) on the Hkv heads themselves
 
 so that an exchange before the attention sends Hkv heads and not H. Bytes moved: none. Leaves alone: keys and values
@@ -161,24 +162,44 @@ class GroupHeads(Spelling):
         changes = 0
         for node in attention_nodes(gm):
             before = node.all_input_nodes
-            if _group(node):
+            if self._group(node):
                 changes += 1
                 self.drop(*before)
         return changes
 
+    def _group(self, node: Node) -> bool:
+        call = Call(node)
+        if call["enable_gqa"] or call.ndim() != 4:
+            return False
+        key, value = (_before_repeat(operand) or self._turned(operand) for operand in call.operands[1:3])
+        if key is None or value is None or not same(_heads(key), _heads(value)):
+            return False
+        if quotient(_heads(call.operands[0]), _heads(key)) is None:
+            return False
+        node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
+        mark(node, grouped=True)  # by us, so that passes/strategies/attention/expand_heads.py may undo it
+        return True
 
-def _group(node: Node) -> bool:
-    call = Call(node)
-    if call["enable_gqa"] or call.ndim() != 4:
-        return False
-    key, value = (_before_repeat(operand) for operand in call.operands[1:3])
-    if key is None or value is None or not same(_heads(key), _heads(value)):
-        return False
-    if quotient(_heads(call.operands[0]), _heads(key)) is None:
-        return False
-    node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
-    mark(node, grouped=True)  # by us, so that passes/strategies/attention/expand_heads.py may undo it
-    return True
+    def _turned(self, node: Node) -> Node | None:
+        """x, if the node is x with its heads repeated in place before its dims were brought into this order."""
+        moved = before_reshapes(node)
+        expanded = origin(moved.args[0]) if moved.target is aten.permute.default else None
+        if expanded is None or expanded.target is not aten.expand.default:
+            return None
+        single, order = expanded.args[0], Call(moved)["dims"]
+        before, after = (sizes(n.meta["val"].shape) for n in (single, expanded))
+        grown = [d for d, extent in enumerate(after) if len(before) != len(after) or not same(before[d], extent)]
+        batch, heads, length, width = sizes(node.meta["val"].shape)
+        shape = sizes(moved.meta["val"].shape)
+        at = order.index(grown[0]) if len(grown) == 1 else len(shape)
+        fewer = product(shape[:at])
+        if not all_same(shape[at + 1 :], (length, width)) or not same(fewer * shape[at], batch * heads):
+            return None
+        if not same(batch, 1):
+            return None
+        with self.graph.inserting_before(moved):
+            turned = self.compute(aten.permute.default, (single, list(order)), moved)
+            return self.reshaped(turned, (1, fewer, length, width), moved)
 
 
 def _heads(node: Node) -> Size:

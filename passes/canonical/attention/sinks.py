@@ -4,8 +4,8 @@
     every = every - every.max(-1, keepdim=True).values                      changes no probability, and no gradient
     weights = softmax(every, -1)[..., :-1]
 
-Leaves alone: sinks that differ from query to query or between batch entries, and those beside scores whose greatest has
-been subtracted already: that moves them, too.
+Scores may be (groups, H / groups, Q, K), as OpenAI's own GPT-OSS has them: all heads of one sequence. Leaves alone: sinks
+that differ from query to query, and those beside scores whose greatest has been subtracted already: that moves them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, product, same, sizes
 from sp_compile.sharding.matchers import element_of, is_cast, is_copy, join_of, slice_of, source_of
 
-from .proofs import HEAD, INDICES
+from .proofs import BATCH, HEAD, INDICES
 
 aten = torch.ops.aten
 
@@ -111,14 +111,23 @@ def _of_rows(call: Call) -> bool:
 
 @dataclass(frozen=True)
 class Sinks:
-    """held: a value that has nothing but a number for each head, or one for all; lead: (B, H) of the scores."""
+    """held: a value that has nothing but a number for each head, or one for all; lead: (B, H) of the scores.
+
+    groups: both dims of `lead` are heads, of one sequence.
+    """
 
     held: Node
     lead: tuple[Size, ...]
+    groups: bool = False
+
+    @property
+    def batch_and_heads(self) -> tuple[Size, Size]:
+        """The leading dims of an attention of which these are the sinks."""
+        return (1, product(self.lead)) if self.groups else (self.lead[0], self.lead[1])
 
     def vector(self, editor: Editor, like: Node) -> Node:
         """(H,)."""
-        count, heads = product(sizes(self.held.meta["val"].shape)), self.lead[1]
+        count, (_, heads) = product(sizes(self.held.meta["val"].shape)), self.batch_and_heads
         found = editor.reshaped(self.held, (count,), like)
         if same(count, heads):
             return found
@@ -134,5 +143,7 @@ def of_heads(sinks: Node, coords: Sequence[Any], lead: tuple[Size, ...]) -> Sink
         held = [c for c, extent in zip(coords, shape, strict=True) if not same(extent, 1)]
         if held in ([], [HEAD]) and (not held or same(product(shape), lead[1])):
             return Sinks(node, lead)
+        if held == [BATCH, HEAD] and same(product(shape), product(lead)):
+            return Sinks(node, lead, groups=True)
         at = element_of(node, coords)
     return None

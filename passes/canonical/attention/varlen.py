@@ -7,7 +7,8 @@
 around transposes: (T, H, D) is (1, H, T, D) there. Where the keys' documents have other ends, a window counts from the
 last query and the last key of each: row1 is the key of a query's own place. Tokens behind the last document are one
 document more, of which torch's kernels say nothing. Bytes moved: none. Leaves alone, as torch's op, which runs on whole
-q, k and v: log-sum-exps that are read, and keys in pages (block_table, seqused_k), which have no gradient either.
+q, k and v: log-sum-exps that are read (torch's backward ignores their gradient, so sinks behind it would train otherwise
+than here), and keys in pages (block_table, seqused_k), which have no gradient either.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class VarlenAttention(Spelling):
 def _why_not(node: Node) -> str | None:
     call = Call(node)
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users) or len(node.users) != 1:
-        return "its log-sum-exp is read"
+        return "its log-sum-exp is read, through which its backward gives no gradient, as sinks would need"
     if call.get("seqused_k") is not None or call.get("block_table") is not None:
         return "its keys lie in pages (block_table, seqused_k)"
     return None

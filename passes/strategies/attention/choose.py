@@ -25,6 +25,9 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
+from sp_compile.lowering.attention.case import Need
+from sp_compile.lowering.attention.kernels import KERNELS
+from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.predicate import over, symbols, within_documents
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note, Settings
@@ -35,6 +38,9 @@ from sp_compile.sharding.placement import DEALT, Plan, Shard
 from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
 from .layouts import BALANCED, orders, seconds_to_deal, why_better_not, why_not_dealt
 from .memory import memory_of
+
+MANY = 1 << 20
+"""Rows of a block, where all that asks for many is satisfied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +209,18 @@ def _shape(node: Node, n: int, training: bool) -> Shape:
         window=window,
         mask=predicate is None,
         documents=predicate is not None and within_documents(predicate),
+        kernel=_kernel(call, predicate is None, max(q[-1], v[-1])),
         training=training,
     )
+
+
+def _kernel(call: Call, data: bool, head_dim: int) -> str:
+    """What computes it: of a kernel with a name, what is known of the mask here decides no more."""
+    q = call.operands[0].meta["val"]
+    kind = Kind.MASKED if data else Kind.FULL
+    need = Need(q.device, q.dtype, kind, call["dropout_p"] > 0, bool(call.get("score")), head_dim, MANY)
+    found = next(kernel for kernel in KERNELS if kernel.is_for(need))
+    return "fused" if found.fused else "dense" if found.dense else "named"
 
 
 def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:

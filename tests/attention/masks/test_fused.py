@@ -21,7 +21,7 @@ from sp_compile.lowering.flex.tables import EMPTY, FULL, PARTIAL, Tables, kinds_
 from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
-from sp_compile.lowering.masks.spans import Span, rows_of, whole
+from sp_compile.lowering.masks.spans import rows_of, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
@@ -36,7 +36,9 @@ def in_numpy(p: Problem) -> tuple[tuple[Pieces, ...], tuple[Pieces, ...]]:
 
 @pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("tile", [4, 16])
-@pytest.mark.parametrize(("n", "folds", "start", "length"), [(1, 1, 0, 61), (2, 1, 3, 61), (2, 2, 1, 90), (3, 2, 0, 96)])
+@pytest.mark.parametrize(
+    ("n", "folds", "start", "length"), [(1, 1, 0, 61), (2, 1, 3, 61), (2, 2, 1, 90), (3, 2, 0, 96)]
+)
 @pytest.mark.parametrize("name", PREDICATES)
 def test_tiles(name: str, n: int, folds: int, start: int, length: int, tile: int) -> None:
     """Of no pair, of every pair, or asked: on each rank, of each rank's keys."""
@@ -50,7 +52,10 @@ def test_tiles(name: str, n: int, folds: int, start: int, length: int, tile: int
             states = kinds_of_tiles(plan(p.predicate, *of, tuple(SIZES), *in_numpy(p)), len(rows), len(keys), tile)
             for i, j in torch.cartesian_prod(*map(torch.arange, states.shape)).tolist():
                 here = [x[at * tile : (at + 1) * tile] for x, at in ((rows, i), (keys, j))]
-                at = torch.tensor([[r for r in x if r is not None] for x in here[:1]]).T, [r for r in here[1] if r is not None]
+                at = (
+                    torch.tensor([[r for r in x if r is not None] for x in here[:1]]).T,
+                    [r for r in here[1] if r is not None],
+                )
                 some, every = (x[at[0], at[1]] if len(at[1]) else x[:0, :0] for x in allowed)
                 if states[i, j] == EMPTY:
                     assert not some.any()

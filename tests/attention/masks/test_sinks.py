@@ -12,7 +12,7 @@ from support.capturing import simulating
 from support.golden import show
 from support.models import check, seeded, tokens
 from support.spellings.attention_spellings import EXCHANGED, Model, additive, before, documents, learned, with_sinks
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_compile.passes.report import Report
 
@@ -87,6 +87,66 @@ def test_balanced(attention: str) -> None:
     report = run("documents", 4, 18, attention=attention, layout="balanced")
     assert not report.fallbacks
     assert [note for note in report.notes if note.done == "balanced"]
+
+
+class OpenAI(nn.Module):
+    """GPT-OSS in its authors' own spelling: one sequence, key heads and the queries of each in two dims."""
+
+    def __init__(self, window: int, key_heads: int = 2, each: int = 4, width: int = 6) -> None:
+        super().__init__()
+        self.window, self.shape = window, (key_heads, each, width)
+        self.norm, self.qkv = nn.LayerNorm(16), nn.Linear(16, key_heads * (each + 2) * width)
+        self.sinks = nn.Parameter(torch.randn(key_heads * each))
+        self.out = nn.Linear(key_heads * each * width, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, each, width = self.shape
+        q, k, v = self.qkv(self.norm(x)).split([heads * each * width, heads * width, heads * width], 1)
+        q, k, v = q.reshape(-1, heads, each, width), k.reshape(-1, heads, width), v.reshape(-1, heads, width)
+        length = len(q)
+        k, v = (y[:, :, None, :].expand(-1, -1, each, -1) for y in (k, v))
+        sinks = self.sinks.reshape(heads, each, 1, 1).expand(-1, -1, length, -1)
+        mask = torch.triu(q.new_full((length, length), -math.inf), diagonal=1)
+        if self.window:
+            mask += torch.tril(mask.new_full((length, length), -math.inf), diagonal=-self.window)
+        scores = torch.einsum("qhmd,khmd->hmqk", q, k)
+        scores *= width**-0.5
+        scores += mask[None, None, :, :]
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+        return x + self.out(torch.einsum("hmqk,khmd->qhmd", weights, v).reshape(length, -1))
+
+
+@pytest.mark.sampled(every=7)
+@pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather"])
+@pytest.mark.parametrize(("n", "length"), SIZES)
+@pytest.mark.parametrize("window", [0, 3])
+def test_as_its_authors_spell_it(window: int, n: int, length: int, attention: str) -> None:
+    unfit = n != 4 if attention == "hybrid" else n == 3 if attention == "ulysses" else False
+    x = torch.randn(length, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+    report = check(seeded(lambda: OpenAI(window)), x, sp=n, attention="auto" if unfit else attention)
+    assert not report.fallbacks, report
+    if n > 1:
+        (decision,) = report.decisions
+        assert (decision.shape.heads, decision.shape.kv_heads) == (8, 2)
+
+
+def test_groups_with_masks_of_their_own_stay() -> None:
+    """A bias of each group and query head is one of each head; here nobody says that in one grouping."""
+
+    class Biased(OpenAI):
+        def forward(self, x: Tensor) -> Tensor:
+            heads, each, width = self.shape
+            q, k, v = self.qkv(self.norm(x)).split([heads * each * width, heads * width, heads * width], 1)
+            q, k, v = q.reshape(-1, heads, each, width), k.reshape(-1, heads, width), v.reshape(-1, heads, width)
+            k, v = (y[:, :, None, :].expand(-1, -1, each, -1) for y in (k, v))
+            sinks = self.sinks.reshape(heads, each, 1, 1)
+            scores = torch.einsum("qhmd,khmd->hmqk", q, k) + sinks
+            every = torch.cat([scores, sinks.expand(-1, -1, len(q), -1)], dim=-1)
+            return x + self.out(torch.einsum("hmqk,khmd->qhmd", every.softmax(-1)[..., :-1], v).reshape(len(q), -1))
+
+    x = torch.randn(13, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    report = check(seeded(lambda: Biased(0)), x, sp=2)
+    assert any("sinks are not a number of each head" in note.why for note in report.notes)
 
 
 def both(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ touches them. Each kernel that it would launch is compiled as for that launch, a
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import tempfile
@@ -29,7 +30,7 @@ USED = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. registers: of a thread; spills: instructions that read or write registers that did not fit.
+    """One launch. programs: 0 where nothing is known of them. registers: of a thread; spills: instructions that read or write registers that did not fit.
 
     loads, stores: bits of global memory that an instruction moves a thread, the distinct ones, ascending.
     """
@@ -61,6 +62,35 @@ def launches(fn: Callable[[], Any]) -> list[Launch]:
         mock.patch.object(ways, "_multiprocessors", return_value=PROPERTIES.multi_processor_count),
     ):
         fn()
+    return found
+
+
+def kernels_of_inductor(fn: Callable[[], Any]) -> list[Launch]:
+    """What Inductor writes for the absent GPU while `fn()` compiles graphs, and how ptxas compiles it.
+
+    Of a kernel that it would tune, its first choice.
+    """
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime import triton_helpers
+
+    sources: list[tuple[str, str]] = []
+
+    def written(self: Any, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
+        sources.append((name, source))
+        return mock.Mock()
+
+    no_examples = [mock.patch(f"torch._inductor.fx_passes.{p}.lazy_init") for p in ("joint_graph", "post_grad")]
+    with contextlib.ExitStack() as stack:
+        for patch in (*no_examples, mock.patch.object(AsyncCompile, "triton", written)):
+            stack.enter_context(patch)
+        fn()
+    found = []
+    with config.patch(use_static_cuda_launcher=False), mock.patch.object(triton_helpers, "set_driver_to_gpu"):
+        for name, source in sources:
+            kernel = getattr(PyCodeCache.load(source), name)
+            found.append(_measured(name, (0,), kernel._precompile_config(kernel.configs[0]).kernel))
     return found
 
 

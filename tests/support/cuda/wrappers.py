@@ -69,7 +69,7 @@ def compiled(
 ) -> Rank:
     """What rank 0 of n does, forward and backward, for a module of which `inputs()` makes whole fake arguments.
 
-    ulysses: ranks of that axis of a mesh, whose other is "ring".
+    Under no_grad there is no backward. ulysses: ranks of that axis of a mesh, whose other is "ring".
     """
     with group_of(n):
         if ulysses is not None:
@@ -80,9 +80,11 @@ def compiled(
         report = str(local.meta["sp_report"])
         given = [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")]
         mode = detect_fake_mode(given)
-        args = [_like(mode, x, x.requires_grad) if isinstance(x, Tensor) else x for x in given]
-        forward, backward = _graphs(local, args, mode)
-        return Rank(_traced(forward, mode, held=True), _traced(backward, mode, held=False), report)
+        wanted = torch.is_grad_enabled()
+        args = [_like(mode, x, x.requires_grad and wanted) if isinstance(x, Tensor) else x for x in given]
+        forward, *backward = _graphs(local, args, mode)
+        back = _traced(backward[0], mode, held=False) if backward else Trace()
+        return Rank(_traced(forward, mode, held=True), back, report)
 
 
 def _like(mode: FakeTensorMode, x: Tensor, requires_grad: bool = False) -> Tensor:
