@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture
@@ -21,7 +20,8 @@ from sp_compile.cost.machine import Machine
 from sp_compile.graph.random import decorrelated, draws
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.graph.strides import order_of_strides
-from sp_compile.lowering.collectives.sharded import Layout, Sharded
+from sp_compile.lowering.collectives.held import Layout
+from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Note, Settings
@@ -57,10 +57,6 @@ CHANGING_LENGTHS = (
 WHOLE_DTENSORS = (
     "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
     "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
-)
-CUT_BY_DDP = (
-    "DistributedDataParallel has cut the model at its buckets of gradients, and what crosses a cut is gathered: set "
-    "torch._dynamo.config.optimize_ddp = False, or take sp_compile.integrations.ddp.compile_under_ddp"
 )
 NO_CUDA_GRAPHS = (
     "records CUDA graphs, which replay what one call launched: attention launches by the documents of each batch, and "
@@ -110,7 +106,6 @@ def sp(
         error = _taught(failure, gm, example_inputs)
     session.finish(error)
     if _compat.is_cut_by_ddp(gm):
-        _warn_once_on_rank_0(CUT_BY_DDP)
         _compat.keep_first_call_fake()
     if lowered is None:
         return session.guard(None, error, gm, example_inputs)
@@ -216,8 +211,8 @@ def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any]) -> Itera
     """What the report says of inputs that earlier graphs left in shards."""
     for i, (name, x) in enumerate(zip(view.arguments, example_inputs, strict=True)):
         if isinstance(x, Sharded):
-            stays = f"an earlier graph left it {x.layout}"
-            other = f"{stays}, and this one runs on other ranks or writes to it" if x.layout.is_plain else stays
+            stays = f"an earlier graph left it {x.lies}"
+            other = f"{stays}, and this one runs on other ranks or writes to it" if x.lies.is_plain else stays
             done, why = ("in shards", stays) if i in view.layouts else ("whole", other)
             yield Note(done, name, f"input {name}", why)
 
@@ -273,12 +268,6 @@ def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:
 
 def _as_it_is(x: Any) -> Any:
     return x
-
-
-@cache
-def _warn_once_on_rank_0(words: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        log.warning("%s", words)
 
 
 def _joint(example_inputs: Sequence[Any], config: SPConfig, session: Session) -> JointPasses | None:

@@ -11,7 +11,7 @@ on its way back is such a value too, or whole (then every rank has the same) and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,146 +23,34 @@ from torch.distributed.tensor import DTensor, Shard
 from sp_compile._compat import (
     OpOverload,
     in_backward,
+    in_transform,
+    is_batch,
     no_torch_function,
     process_group,
     pytree,
     schema_of,
     wrapper_subclass,
 )
+from sp_compile.errors import SpError
 from sp_compile.lowering.frames import rows_held
 
+from .held import Held, Layout, Origin
 from .late import LateRows
 from .tickets import leave
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
+TRANSFORMED = (
+    "a transform of torch.func (vmap, grad, vjp, jacrev, or is_grads_batched and jacobian(vectorize=True), which are a "
+    "vmap) goes through what was compiled with backend='sp'. torch does not take compiled programs apart, with any "
+    "backend: call the transform inside of what is compiled, ask for one gradient at a time (torch.autograd.grad in a "
+    "loop), or keep this part uncompiled"
+)
 
-@dataclass(frozen=True)
-class Layout:
-    """Dim `dim` lies over the `n` ranks of a group: ceil(S / n) rows each, of which the last ranks' may be padding.
-
-    folds: 1, a run of rows; 2, zigzag. order: the dims of the whole in memory, from the largest stride to the smallest.
-    outer, inner: the dim is `outer * S * inner`, of tokens that were flattened with a batch. before, after: rows that
-    ranks hold around the S of the value, which is a window: 0, 1 of `logits[:, :-1]`.
-    """
-
-    dim: int
-    n: int
-    group: str
-    order: tuple[int, ...]
-    folds: int = 1
-    outer: int = 1
-    inner: int = 1
-    before: int = 0
-    after: int = 0
-
-    def __str__(self) -> str:
-        part = "a part of " if not self.is_plain else ""
-        return f"along {part}dim {self.dim} over {self.n} ranks{' in zigzag order' if self.folds == 2 else ''}"
-
-    @property
-    def is_plain(self) -> bool:
-        """Is the sequence all of the dim, and the dim all of the sequence?"""
-        return (self.outer, self.inner, self.before, self.after) == (1, 1, 0, 0)
-
-    def frame(self, length: int) -> list[int]:
-        """The frame of a whole whose dim is `length` long, as sp:: ops take it."""
-        rows = length // (self.outer * self.inner)
-        size = self.before + rows + self.after
-        return [self.outer, size, self.before, rows, *([self.folds] if self.folds != 1 else [])]
-
-    def same_rows(self, other: Layout) -> bool:
-        """Does each rank hold the same rows in both?"""
-        return self == replace(other, order=self.order)
-
-    def strides(self, shape: Sequence[int]) -> list[int]:
-        """Those of a whole of this shape, without gaps."""
-        out, step = [0] * len(shape), 1
-        for dim in reversed(self.order):
-            out[dim], step = step, step * shape[dim]
-        return out
-
-    def whole(self, local: Tensor, length: int) -> Tensor:
-        """All ranks' rows: an all-gather."""
-        return self.dense(sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group))
-
-    def rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a whole; padding holds copies of others."""
-        return self.dense(sp.shard.default(whole, self.dim, self.frame(whole.shape[self.dim]), self.n, self.group))
-
-    def dense(self, x: Tensor) -> Tensor:
-        """The same values without gaps in memory, in its order."""
-        back = [self.order.index(dim) for dim in range(x.ndim)]
-        return x.permute(self.order).contiguous().permute(back)
-
-
-def _nobody(words: str) -> None:
-    """Ranks that are simulated, or trace, need not be asked."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a value comes from, in words. meet: ranks tell each other that they read it; raises SpError."""
-
-    words: str = "a value in shards"
-    meet: Callable[[str], None] = _nobody
-
-
-@dataclass(eq=False)
-class Held:
-    """What stands behind a value and all its aliases: this rank's rows, or the whole once somebody has read it.
-
-    The rows are gone then: eager code may write to the whole, and a graph that takes the value cuts its own.
-    late: what makes the rows when they are first asked for.
-    """
-
-    layout: Layout
-    length: int
-    local: Tensor | None
-    origin: Origin = field(default_factory=Origin)
-    whole: Tensor | None = None
-    late: LateRows | None = None
-
-    @property
-    def near(self) -> Tensor:
-        """Of the same dtype, on the same device: what there is of it."""
-        found = self.late.like if self.late is not None else self.local if self.local is not None else self.whole
-        assert found is not None
-        return found
-
-    def rows(self) -> Tensor:
-        """This rank's. Raises SpError: they are made late, of what is no more."""
-        with torch.no_grad():
-            if self.late is not None:
-                self.local, self.late = self.late.make(), None
-            return self.local if self.local is not None else self.layout.rows(self._known())
-
-    def read(self) -> Tensor:
-        """The whole; every rank comes here. Raises SpError, on every rank that comes, if one does not."""
-        if self.whole is not None:
-            return self.whole
-        local = self.rows()
-        traced = type(local) is not Tensor  # a compiler's stand-in: nothing is exchanged, and nothing kept
-        if not traced:
-            self.origin.meet(f"{self.origin.words} ({local.dtype} of {self.length} rows)")
-        with torch.inference_mode(False), torch.no_grad():
-            whole = self.layout.whole(local, self.length)
-        if not traced:
-            self.whole, self.local = whole, None
-        return whole
-
-    def _known(self) -> Tensor:
-        assert self.whole is not None
-        return self.whole
-
-    def mapped(self, op: Callable[[Tensor], Tensor], name: str) -> Held:
-        """The same of another value, made of this one row by row."""
-        origin = Origin(f"{name} of {self.origin.words}", self.origin.meet)
-        if self.whole is not None:
-            return Held(self.layout, self.length, None, origin, op(self.whole))
-        if self.late is not None:
-            return Held(self.layout, self.length, None, origin, late=self.late.then(op))
-        return Held(self.layout, self.length, op(self.rows()), origin)
+OTHER_DATA = (
+    "x.data = {}, where x lies in shards and is {}: give it data of its own shape, dtype and device, or bind the name "
+    "to the new tensor (x = new)"
+)
 
 
 class Sharded(Tensor):
@@ -186,8 +74,8 @@ class Sharded(Tensor):
     __torch_function__ = no_torch_function
 
     @property
-    def layout(self) -> Layout:
-        """How it lies over the ranks."""
+    def lies(self) -> Layout:
+        """How it lies over the ranks. Its `layout` is that of one device, torch.strided."""
         return self.held.layout
 
     @property
@@ -217,7 +105,7 @@ class Sharded(Tensor):
         dim) is read first, on every rank.
         mesh: of the ranks that hold it; made of their group if None.
         """
-        layout = self.layout
+        layout = self.lies
         if not (layout.folds == 1 and layout.is_plain) and not self.is_whole:
             self.held.read()
         if mesh is None:
@@ -232,10 +120,24 @@ class Sharded(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         if self.is_whole:
             return repr(self.held.read())
-        told = f"{tuple(self.shape)}, {self.dtype}, {self.layout}"
+        told = f"{tuple(self.shape)}, {self.dtype}, {self.lies}"
         return f"Sharded({told}: .full() on every rank reads it)"
 
     # What torch takes from memory, where no dispatcher sees it.
+
+    @property
+    @torch.compiler.disable
+    def data(self) -> Tensor:
+        """As `detach`. What is assigned has the shape, dtype and device of this one; its aliases keep theirs."""
+        return self.detach()
+
+    @data.setter
+    @torch.compiler.disable
+    def data(self, new: Tensor) -> None:
+        if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
+            raise SpError(OTHER_DATA.format(_said(new), _said(self)))
+        lazy = isinstance(new, Sharded)
+        self.held = new.held if lazy else replace(self.held, local=None, late=None, whole=self.lies.dense(new.detach()))
 
     def numpy(self, *, force: bool = False) -> Any:
         """Of the whole."""
@@ -244,6 +146,14 @@ class Sharded(Tensor):
     def tolist(self) -> Any:
         """Of the whole."""
         return self.full().tolist()
+
+    def share_memory_(self) -> Tensor:
+        """Of the whole."""
+        self.held.read().share_memory_()
+        return self
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.full().__dlpack__(**kwargs)
 
     def data_ptr(self) -> int:
         """Of the whole."""
@@ -261,7 +171,7 @@ class Sharded(Tensor):
 
     @torch.compiler.disable
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["local"], self.layout
+        return ["local"], self.lies
 
     @staticmethod
     @torch.compiler.disable
@@ -292,6 +202,10 @@ class Sharded(Tensor):
         return pytree.tree_map_only(Tensor, lambda found: owners.get(id(found), found), out)
 
 
+def _said(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype} on {x.device}"
+
+
 # What moves a value and does not read it; each returns None where it is not that simple.
 
 Move = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -299,13 +213,15 @@ Move = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 def _aliased(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = args[0]
-    same_shape = func is not aten.view.default or tuple(args[1]) == tuple(value.shape)
-    return Sharded(value.held, value.shape) if same_shape else None
+    if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
+        return None
+    with torch.inference_mode(value.is_inference()):  # as what it aliases
+        return Sharded(value.held, value.shape)
 
 
 def _copied(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, form = args[0], kwargs.get("memory_format")
-    in_order = value.layout.order == tuple(range(value.ndim))
+    in_order = value.lies.order == tuple(range(value.ndim))
     forms = (None, torch.preserve_format, *([torch.contiguous_format] if in_order else []))
     if form not in forms or kwargs.get("layout") not in (None, torch.strided):
         return None
@@ -326,10 +242,10 @@ def _summed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return None
     first, *others = [x for x in (a, b) if isinstance(x, Sharded)]
-    alike = all(x.layout.same_rows(first.layout) for x in others) if others else in_backward()
+    alike = all(x.lies.same_rows(first.lies) for x in others) if others else in_backward()
     if not alike or (others and first.is_whole and others[0].is_whole):
         return None
-    layout = first.layout
+    layout = first.lies
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.rows(x) for x in (a, b)))
     origin = Origin(f"a sum with {first.held.origin.words}", first.held.origin.meet)
     held = Held(layout, first.held.length, total, origin)
@@ -370,9 +286,15 @@ MOVES: dict[OpOverload, Move] = {
 class _Full(torch.autograd.Function):
     """The whole of a value; its gradient is whole."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Sharded) -> Tensor:
+    def forward(x: Sharded) -> Tensor:
         return x.held.read().detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Sharded], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -399,7 +321,8 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     """This rank's rows -> value; back come rows of its gradient, zeros in padding.
 
-    sources: the rows, or tickets for gradients. gradients: the rows' -> what each source is given.
+    sources: the rows, or tickets for gradients. gradients: the rows' -> what each source is given. Raises SpError in a
+    backward inside of a transform.
     """
 
     @staticmethod
@@ -414,17 +337,24 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, *[None] * ctx.sources
+        refuse_transforms([grad])
         layout: Layout = ctx.layout
         frame = layout.frame(grad.shape[layout.dim])
         rows = sp.mask.default(_rows_of(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
         return None, None, None, *ctx.gradients(rows)
 
 
+def refuse_transforms(grads: Sequence[Any] = ()) -> None:
+    """Raise SpError inside of a transform of torch.func, or for a batch of gradients: a compiled program takes none."""
+    if in_transform() or any(isinstance(grad, Tensor) and is_batch(grad) for grad in grads):
+        raise SpError(TRANSFORMED)
+
+
 def _rows_of(x: Tensor, layout: Layout) -> Tensor:
     """This rank's rows; of a value that lies otherwise, which is read."""
     if not isinstance(x, Sharded):
         return layout.rows(x)
-    return layout.dense(x.local) if x.layout.same_rows(layout) else layout.rows(x.held.read())
+    return layout.dense(x.local) if x.lies.same_rows(layout) else layout.rows(x.held.read())
 
 
 def entering(x: Sharded, layout: Layout) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy
+import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 get_data = torch._C._autograd._get_data_attr  # what `x.data` is in Dynamo's graphs
 no_torch_function = torch._C._disabled_torch_function_impl  # of a subclass whose results are plain tensors
@@ -22,6 +25,14 @@ is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 def in_backward() -> bool:
     """Does this thread run a backward just now? Autograd has threads of its own for those of a device."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_transform() -> bool:
+    """Is one of torch.func's transforms at work?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+is_batch = torch._C._functorch.is_legacy_batchedtensor  # of gradients: is_grads_batched has a vmap of its own
 
 
 def storage_of(x: torch.Tensor) -> int:
@@ -81,6 +92,12 @@ def symbolic_mode(hint: int) -> tuple[FakeTensorMode, torch.SymInt]:
 def size_hint(size: int | torch.SymInt) -> int:
     """What a size is in the call that is being compiled: to weigh costs, never to prove anything. Adds no guard."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def evaluated(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
+    """What an expression of sizes is where its symbols are these, which may be symbols of another program."""
+    found: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(values), expr)
+    return found
 
 
 def wrapper_subclass(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:

@@ -24,6 +24,8 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .tensors import in_transform
+
 
 def traces() -> bool:
     """Does anybody collect structured traces (tlparse)? Graphs are printed for them alone."""
@@ -87,7 +89,7 @@ def _is_plain() -> bool:
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or _len_torch_dispatch_stack_pre_dispatch()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or in_transform()
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
     )
 

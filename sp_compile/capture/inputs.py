@@ -19,7 +19,6 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import (
     argument_name,
-    is_cut_by_ddp,
     is_fragment,
     is_module_state,
     pytree,
@@ -30,7 +29,8 @@ from sp_compile.config import Ranks, SPConfig
 from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import size
-from sp_compile.lowering.collectives.sharded import Layout, Sharded
+from sp_compile.lowering.collectives.held import Layout
+from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Frame, Placement, Shard
 
@@ -153,9 +153,7 @@ def global_view(gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig
         inputs, layouts = _in_shards(graph, example_inputs, ranks)
     _mark_inputs(graph, example_inputs)
     names, arguments = _result_names(gm), [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
-    whole = is_cut_by_ddp(gm)  # the next piece is compiled for what this one returns before it is called
-    asked = ["gather"] * len(names) if whole else _asked(names, config, fragment)
-    return GlobalView(graph, fragment, arguments, names, asked, seq_dims, inputs, layouts)
+    return GlobalView(graph, fragment, arguments, names, _asked(names, config, fragment), seq_dims, inputs, layouts)
 
 
 def _in_shards(
@@ -170,11 +168,11 @@ def _in_shards(
     placements: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
     for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        if not isinstance(x, Sharded) or node in written or not x.layout.is_plain:
+        if not isinstance(x, Sharded) or node in written or not x.lies.is_plain:
             continue
-        if (x.layout.n, x.layout.group) != (ranks.n, ranks.group):
+        if (x.lies.n, x.lies.group) != (ranks.n, ranks.group):
             continue
-        layout, whole = x.layout, node.meta["val"]
+        layout, whole = x.lies, node.meta["val"]
         with mode, torch.no_grad():
             local = layout.rows(whole).detach()
         mark(node, local=local.requires_grad_(x.requires_grad))

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.errors import SpError
-from sp_compile.lowering.collectives.sharded import Layout, Origin, leaving
+from sp_compile.lowering.collectives.held import Layout, Origin
+from sp_compile.lowering.collectives.sharded import leaving
 from sp_compile.lowering.frames import rows_held
 from sp_compile.spmd.between import meet
 

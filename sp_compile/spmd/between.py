@@ -14,20 +14,13 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import FakeTensor
+from sp_compile._compat import FakeTensor, evaluated
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
 from sp_compile.graph.sizes import Size, size
+from sp_compile.lowering.collectives.held import Layout, Origin
 from sp_compile.lowering.collectives.late import LateGraph
-from sp_compile.lowering.collectives.sharded import (
-    Layout,
-    Origin,
-    Sharded,
-    entering,
-    known_whole,
-    leaving,
-    leaving_late,
-)
+from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late
 
 from .agree import astray, exchanged
 from .message import READS, Message
@@ -145,14 +138,13 @@ class Returning:
         words = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
         return Origin(words, partial(meet, self.ranks))
 
-    def _value(self, length: Size, args: Sequence[Any]) -> int:
+    def _value(self, length: Size, args: Sequence[Any]) -> int | torch.SymInt:
+        """Symbolic where nothing runs: DDPOptimizer compiles each bucket for what the one before returns."""
         if isinstance(length, int):
             return length
-        known = {
-            symbol: _at(args, place) for symbol, place in self.edges.symbols.items() if symbol in length.free_symbols
-        }
-        value = length.xreplace(known)
-        return int(value) if value.is_Integer else value
+        symbols = self.edges.symbols
+        known = {symbol: _at(args, place) for symbol, place in symbols.items() if symbol in length.free_symbols}
+        return evaluated(length, known)
 
 
 def in_shards(results: Sequence[Any], edges: Edges) -> Sequence[Any]:
@@ -169,8 +161,7 @@ def in_shards(results: Sequence[Any], edges: Edges) -> Sequence[Any]:
 
 def _at(args: Sequence[Any], place: tuple[int, int | None]) -> Any:
     i, dim = place
-    found = args[i] if dim is None else args[i].shape[dim]
-    return sympy.Integer(found) if isinstance(found, int) else found.node.expr
+    return args[i] if dim is None else args[i].shape[dim]
 
 
 def symbols_of(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | None]]:

@@ -27,7 +27,8 @@ from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place, place_of
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
-from sp_compile.lowering.collectives.sharded import Layout, Sharded
+from sp_compile.lowering.collectives.held import Layout
+from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
 
 from .agree import agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
 from .between import are_traced, have_shards, taken
@@ -141,6 +142,7 @@ class CheckedProgram:
         return found if any(found) else []
 
     def __call__(self, *args: Any) -> Any:
+        refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._telling)]
         traced = are_traced(some)  # then nothing runs
         call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
@@ -213,7 +215,7 @@ class CheckedProgram:
             given = args[i]
             asked = self.error is None and (name in compared or name in looked_at) and isinstance(given, torch.Tensor)
             a = local_of(given) if asked else given
-            where = f" in shards {given.layout}" if isinstance(given, Sharded) else ""
+            where = f" in shards {given.lies}" if isinstance(given, Sharded) else ""
             what = (WEIGHT if isinstance(given, torch.nn.Parameter) and name not in self.always else INPUT) + shown
             out[what] = _size(given) + where
             some = asked and name not in compared and not is_small(a)
@@ -307,6 +309,7 @@ class CheckedProgram:
 
         rows: the numbers of those of which a rank has rows alone.
         """
+        refuse_transforms(grads)
         fields, wire = {}, wire_of(self.ranks)
         for i, grad in [(i, grad) for i, grad in enumerate(grads if self.whole else ()) if i not in rows]:
             name = f"gradient of result {i}"

@@ -2,20 +2,21 @@
 
 import copy
 from typing import Any
-from unittest import TestCase
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import ranks as worker
-from support.parity import Decoder, Outcome, against_eager, build, check, gradients, outcome, sp, text
+from support.parity import Decoder, Outcome, build, check, gradients, outcome, sp, text, train_step
 from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils import _pytree as pytree
 
-from sp_compile import backend
+from sp_compile._compat import size_hint
 
 BATCHES = 2  # one for each of the two data-parallel rows of the mesh
 
@@ -81,21 +82,38 @@ def test_fsdp2(ranks: Ranks, per_block: bool) -> None:
     check(ranks.run(4, with_fsdp, per_block, 11))
 
 
-def with_small_buckets() -> Outcome:
-    """DDPOptimizer cuts the graph where DDP's buckets end; each piece is compiled alone."""
-    model = build(layers=2, dim=128)
-    run = sp(DDP(model, process_group=worker.group(), bucket_cap_mb=1), mesh=worker.mesh(), param_grads="partial")
-    backend._warn_once_on_rank_0.cache_clear()
-    with TestCase().assertLogs("sp_compile.backend") as logs:
-        backend.log.warning("there may be no other")
-        found = against_eager(model, *text(8), run=run)
-    assert ["optimize_ddp" in line for line in logs.output].count(True) == (worker.mesh().get_rank() == 0)
-    return found
+def in_buckets(dynamic: bool) -> tuple[list[Outcome], list[bool]]:
+    """DDPOptimizer cuts the graph where DDP's buckets end; which pieces are given one device's states, or return them."""
+    model, crossing = build(layers=2), list[bool]()
+    alone = copy.deepcopy(model)
+
+    def compiler(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        ends = [*gm.graph.find_nodes(op="placeholder"), *pytree.tree_leaves(gm.graph.output_node().args)]
+        values = [n.meta.get("val") for n in ends if isinstance(n, torch.fx.Node)]
+        shapes = [[size_hint(extent) for extent in x.shape] for x in values if isinstance(x, Tensor)]
+        crossing.append([2, 9, 16] in shapes or [2, 12, 16] in shapes)
+        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 12):  # it is a MiB
+        parallel = DDP(model, process_group=worker.group(), bucket_cap_mb=1 / 128)
+        how = {"mesh": worker.mesh(), "param_grads": "partial", "outputs": "lazy", "compiler": compiler}
+        run = sp(parallel, dynamic, **how)
+        found = []
+        for seed, seq in enumerate((9, 12) if dynamic else (9, 9)):
+            args = text(seq, seed=seed)
+            found.append(outcome(*train_step(run, model, args), *train_step(alone, alone, args)))
+    return found, crossing
 
 
-def test_ddp_in_pieces(ranks: Ranks) -> None:
-    """As torch's default has it, which is said once, by the first rank."""
-    check(ranks.run(2, with_small_buckets))
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_crosses_the_cuts_of_ddp_stays_in_shards(ranks: Ranks, dynamic: bool) -> None:
+    """With torch's default of `optimize_ddp`: each piece is compiled for the rows that the one before returns."""
+    results = ranks.run(2, in_buckets, dynamic)
+    for outcomes in zip(*(found for found, _ in results)):
+        check(outcomes)
+    for _, crossing in results:
+        assert len(crossing) > 2
+        assert not any(crossing)
 
 
 class Conditioned(Decoder):

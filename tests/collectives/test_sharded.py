@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.collectives.sharded import Layout, Origin, Sharded, entering, leaving
+from sp_compile import SpError
+from sp_compile.lowering.collectives.held import Layout, Origin
+from sp_compile.lowering.collectives.sharded import Sharded, entering, leaving
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 LENGTH = 7
@@ -109,6 +111,12 @@ def test_the_sequence_is_a_part_of_a_dim(part: str, folds: int) -> None:
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
+def _for_inference(y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        assert not y.detach().is_inference()
+        return y.detach().clone()
+
+
 MOVES: dict[str, Callable[[Tensor], object]] = {
     "detach": lambda y: y.detach(),
     "alias": lambda y: torch.ops.aten.alias(y),
@@ -123,6 +131,8 @@ MOVES: dict[str, Callable[[Tensor], object]] = {
     "repr": lambda y: repr(y) and y,
     "shape": lambda y: (y.shape, y.stride(), y.is_contiguous(), y.numel(), y.device) and y,
     "a sum of two": lambda y: y + y.detach(),
+    "what torch calls its layout": lambda y: y.layout is torch.strided and y,
+    "in inference mode": _for_inference,
 }
 
 
@@ -149,6 +159,9 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "view": lambda y: y.view(-1, 3),
     "full": lambda y: y.full(),
     "data_ptr": lambda y: y.data_ptr(),
+    "dlpack": lambda y: torch.from_dlpack(y),
+    "shared memory": lambda y: y.share_memory_().sum(),
+    "a comparison": lambda y: torch.testing.assert_close(y, y.clone()),
 }
 
 
@@ -169,6 +182,24 @@ def test_what_reads_it_makes_it_and_its_aliases_whole(read: str) -> None:
             assert found == right
 
     on_ranks(LAYOUTS[4], rank)
+
+
+def test_data_that_is_assigned() -> None:
+    """It is that of one name, not of its aliases; and has no other shape."""
+
+    def rank(layout: Layout) -> None:
+        y = made(X, layout)
+        other = y.detach()
+        y.data = X
+        torch.testing.assert_close(y.full(), X)
+        y.data = made(X + 1, layout)
+        assert not y.is_whole
+        torch.testing.assert_close(y.data.full(), (X * 2 + 2).sin())
+        torch.testing.assert_close(other.full(), (X * 2).sin())
+        with pytest.raises(SpError, match=r"x.data = \(1, 7, 3\) torch.float64 on cpu, where x lies in shards"):
+            y.data = X[:1]
+
+    on_ranks(LAYOUTS[2], rank)
 
 
 def test_it_is_gathered_once() -> None:

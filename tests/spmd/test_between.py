@@ -141,24 +141,33 @@ class Sums(nn.Module):
         return h.sum(), h
 
 
-def twice() -> str:
-    """What comes of a gradient of a gradient of a result in shards."""
+def through_a_backward() -> tuple[str, list[str], float]:
+    """What comes of a gradient of a gradient of a result in shards; of several gradients at once; and of one then."""
     run = sp(Sums(), mesh=worker.mesh(), outputs="lazy", seq_dims={"x": 1})
     x = torch.linspace(0, 1, 10, dtype=torch.float64).reshape(1, 10).requires_grad_()
-    _, h = run(x)
+    total, h = run(x)
     assert isinstance(h, Sharded)
 
+    def batched(y: Tensor) -> str:
+        some = {"grad_outputs": torch.ones(3, *y.shape, dtype=y.dtype), "is_grads_batched": True, "retain_graph": True}
+        return error_text(lambda: torch.autograd.grad(y, x, **some))
+
+    at_once = [batched(h), batched(total), batched(h.pow(2).sum())]
     (grad,) = torch.autograd.grad(h.pow(2).sum(), x, create_graph=True)
+    right = x.detach().clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(Sums()(right)[1].pow(2).sum(), right)
     try:
         grad.pow(2).sum().backward()
     except RuntimeError as error:  # torch's own
-        return str(error)
-    return ""
+        return str(error), at_once, difference(grad.detach(), wanted)
+    return "", at_once, 0.0
 
 
-def test_a_gradient_of_a_gradient_is_refused(ranks: Ranks) -> None:
-    for words in ranks.run(2, twice):
-        assert "double backward" in words
+def test_what_no_backward_on_shards_does(ranks: Ranks) -> None:
+    for twice, at_once, error in ranks.run(2, through_a_backward):
+        assert "double backward" in twice
+        assert all("one gradient at a time" in words for words in at_once)
+        assert error < 1e-12
 
 
 def unread_logits(read: bool) -> tuple[list[Outcome], list[list[int]]]:

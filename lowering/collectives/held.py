@@ -1,0 +1,141 @@
+"""What stands behind a value in shards: how it lies over the ranks, this rank's rows, and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .late import LateRows
+
+sp = torch.ops.sp
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Dim `dim` lies over the `n` ranks of a group: ceil(S / n) rows each, of which the last ranks' may be padding.
+
+    folds: 1, a run of rows; 2, zigzag. order: the dims of the whole in memory, from the largest stride to the smallest.
+    outer, inner: the dim is `outer * S * inner`, of tokens that were flattened with a batch. before, after: rows that
+    ranks hold around the S of the value, which is a window: 0, 1 of `logits[:, :-1]`.
+    """
+
+    dim: int
+    n: int
+    group: str
+    order: tuple[int, ...]
+    folds: int = 1
+    outer: int = 1
+    inner: int = 1
+    before: int = 0
+    after: int = 0
+
+    def __str__(self) -> str:
+        part = "a part of " if not self.is_plain else ""
+        return f"along {part}dim {self.dim} over {self.n} ranks{' in zigzag order' if self.folds == 2 else ''}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Is the sequence all of the dim, and the dim all of the sequence?"""
+        return (self.outer, self.inner, self.before, self.after) == (1, 1, 0, 0)
+
+    def frame(self, length: int) -> list[int]:
+        """The frame of a whole whose dim is `length` long, as sp:: ops take it."""
+        rows = length // (self.outer * self.inner)
+        size = self.before + rows + self.after
+        return [self.outer, size, self.before, rows, *([self.folds] if self.folds != 1 else [])]
+
+    def same_rows(self, other: Layout) -> bool:
+        """Does each rank hold the same rows in both?"""
+        return self == replace(other, order=self.order)
+
+    def strides(self, shape: Sequence[int]) -> list[int]:
+        """Those of a whole of this shape, without gaps."""
+        out, step = [0] * len(shape), 1
+        for dim in reversed(self.order):
+            out[dim], step = step, step * shape[dim]
+        return out
+
+    def whole(self, local: Tensor, length: int) -> Tensor:
+        """All ranks' rows: an all-gather."""
+        return self.dense(sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group))
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a whole; padding holds copies of others."""
+        return self.dense(sp.shard.default(whole, self.dim, self.frame(whole.shape[self.dim]), self.n, self.group))
+
+    def dense(self, x: Tensor) -> Tensor:
+        """The same values without gaps in memory, in its order."""
+        back = [self.order.index(dim) for dim in range(x.ndim)]
+        return x.permute(self.order).contiguous().permute(back)
+
+
+def _nobody(words: str) -> None:
+    """Ranks that are simulated, or trace, need not be asked."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from, in words. meet: ranks tell each other that they read it; raises SpError."""
+
+    words: str = "a value in shards"
+    meet: Callable[[str], None] = _nobody
+
+
+@dataclass(eq=False)
+class Held:
+    """What stands behind a value and all its aliases: this rank's rows, or the whole once somebody has read it.
+
+    The rows are gone then: eager code may write to the whole, and a graph that takes the value cuts its own.
+    late: what makes the rows when they are first asked for.
+    """
+
+    layout: Layout
+    length: int
+    local: Tensor | None
+    origin: Origin = field(default_factory=Origin)
+    whole: Tensor | None = None
+    late: LateRows | None = None
+
+    @property
+    def near(self) -> Tensor:
+        """Of the same dtype, on the same device: what there is of it."""
+        found = self.late.like if self.late is not None else self.local if self.local is not None else self.whole
+        assert found is not None
+        return found
+
+    def rows(self) -> Tensor:
+        """This rank's. Raises SpError: they are made late, of what is no more."""
+        with torch.no_grad():
+            if self.late is not None:
+                self.local, self.late = self.late.make(), None
+            return self.local if self.local is not None else self.layout.rows(self._known())
+
+    def read(self) -> Tensor:
+        """The whole; every rank comes here. Raises SpError, on every rank that comes, if one does not."""
+        if self.whole is not None:
+            return self.whole
+        local = self.rows()
+        traced = type(local) is not Tensor  # a compiler's stand-in: nothing is exchanged, and nothing kept
+        if not traced:
+            self.origin.meet(f"{self.origin.words} ({local.dtype} of {self.length} rows)")
+        with torch.inference_mode(False), torch.no_grad():
+            whole = self.layout.whole(local, self.length)
+        if not traced:
+            self.whole, self.local = whole, None
+        return whole
+
+    def _known(self) -> Tensor:
+        assert self.whole is not None
+        return self.whole
+
+    def mapped(self, op: Callable[[Tensor], Tensor], name: str) -> Held:
+        """The same of another value, made of this one row by row."""
+        origin = Origin(f"{name} of {self.origin.words}", self.origin.meet)
+        if self.whole is not None:
+            return Held(self.layout, self.length, None, origin, op(self.whole))
+        if self.late is not None:
+            return Held(self.layout, self.length, None, origin, late=self.late.then(op))
+        return Held(self.layout, self.length, op(self.rows()), origin)
