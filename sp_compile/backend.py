@@ -201,7 +201,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str,
     report.add(_taken_from_others(view, example_inputs))
     declare_routes(local, session.ranks)
     rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
-    edges = Edges(view.layouts, _left_in_shards(local, view, session.ranks), rows, symbols)
+    edges = Edges(view.layouts, _left_in_shards(local, view, session.ranks), rows, view.writes, symbols)
     if edges.results:
         report.sharded_outputs = [result.name for result in edges.results.values()]
     return RankProgram(local, config, session.ranks, report, plain, _joint(plain, config, session), edges, machine)
@@ -212,7 +212,7 @@ def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any]) -> Itera
     for i, (name, x) in enumerate(zip(view.arguments, example_inputs, strict=True)):
         if isinstance(x, Sharded):
             stays = f"an earlier graph left it {x.lies}"
-            other = f"{stays}, and this one runs on other ranks or writes to it" if x.lies.is_plain else stays
+            other = f"{stays}, and this one runs on other ranks" if x.lies.is_plain else stays
             done, why = ("in shards", stays) if i in view.layouts else ("whole", other)
             yield Note(done, name, f"input {name}", why)
 

@@ -127,6 +127,21 @@ class Held:
             self.whole, self.local = whole, None
         return whole
 
+    def become(self, new: Tensor, held: Held | None) -> None:
+        """Hold what was written to the value, and so to all its aliases. held: of a new value in shards, its own.
+
+        Rows are replaced: graphs have kept the old ones for their backwards. Plain tensors share the memory of a whole.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if self.whole is None and held is not None and held.layout.same_rows(self.layout):
+                self.local = self.layout.dense(held.rows())
+                return
+            whole = new if held is None else held.read()
+            if self.whole is None:
+                self.whole, self.local = self.layout.dense(whole.clone()), None
+            else:
+                self.whole.copy_(whole)
+
     def _known(self) -> Tensor:
         assert self.whole is not None
         return self.whole

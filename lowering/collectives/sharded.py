@@ -387,6 +387,27 @@ def leaving_late(
     return _Leave.apply(held, shape, lambda rows: map(leave, late.gradients(rows)), *tickets)
 
 
+class _Written(torch.autograd.Function):
+    """A value to which a graph has written, from here on the new one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Sharded, new: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        x.held.become(new, new.held if isinstance(new, Sharded) else None)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+def write(x: Sharded, new: Tensor) -> None:
+    """What an in-place op of a graph does to a value that it was given: autograd sees it, and so do aliases."""
+    _Written.apply(x, new)
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)  # what has been kept for a backward is told apart
+
+
 def known_whole(x: Tensor, layout: Layout) -> Tensor:
     """A value that is whole, and says where its rows would lie: for a look at a program, which runs on none."""
     return _Known.apply(x, layout)

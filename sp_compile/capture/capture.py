@@ -79,7 +79,9 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
             parts = x if isinstance(x.local, FakeTensor) else in_mode(x)
             with mode:
                 whole = torch.empty_strided(parts.shape, parts.stride(), dtype=x.dtype, device=x.device)
-            return whole.requires_grad_(x.requires_grad)
+                whole.requires_grad_(x.requires_grad)
+                with torch.enable_grad():
+                    return whole if x.is_leaf else whole.clone()  # to which a program may write
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is mode else mode.from_tensor(x)
         return in_mode(x)

@@ -112,8 +112,9 @@ class GlobalView:
     """A Dynamo graph in the global view. fragment: is it a piece of a model, between graph breaks?
 
     arguments, names: what the user's code calls inputs and results; outputs: what the option of that name says of each
-    result. seq_dims: the sequence dims that the user named. inputs: where those lie that come in shards; layouts: of
-    the ones that are `Sharded`, by their number. folds: chunks of the sequence that a rank holds, as they have it.
+    result. writes: which result, behind those of the code, is what the graph writes to an input that is `Sharded`: by
+    the number of that. seq_dims: the sequence dims that the user named. inputs: where those lie that come in shards;
+    layouts: of the ones that are `Sharded`, by number. folds: chunks of the sequence that a rank holds of them.
     """
 
     graph: GraphModule
@@ -124,6 +125,7 @@ class GlobalView:
     seq_dims: dict[str, int] | None
     inputs: dict[str, Placement]
     layouts: dict[int, Layout]
+    writes: dict[int, int]
 
     @property
     def folds(self) -> int:
@@ -153,7 +155,10 @@ def global_view(gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig
         inputs, layouts = _in_shards(graph, example_inputs, ranks)
     _mark_inputs(graph, example_inputs)
     names, arguments = _result_names(gm), [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
-    return GlobalView(graph, fragment, arguments, names, _asked(names, config, fragment), seq_dims, inputs, layouts)
+    asked, writes = _asked(names, config, fragment), _writes_returned(graph, example_inputs)
+    names += [arguments[i] for i in writes]
+    asked += ["lazy"] * len(writes)
+    return GlobalView(graph, fragment, arguments, names, asked, seq_dims, inputs, layouts, writes)
 
 
 def _in_shards(
@@ -161,14 +166,13 @@ def _in_shards(
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
     """Where inputs lie that an earlier graph left in shards on these ranks; the graph is told how many rows each has.
 
-    One that the graph writes to is taken whole, and so is one that lies along a part of a dim.
+    One that lies along a part of a dim is taken whole.
     """
     mode, _ = fake_inputs(())
-    written = {n.args[0] for n in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     placements: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
     for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        if not isinstance(x, Sharded) or node in written or not x.lies.is_plain:
+        if not isinstance(x, Sharded) or not x.lies.is_plain:
             continue
         if (x.lies.n, x.lies.group) != (ranks.n, ranks.group):
             continue
@@ -179,6 +183,22 @@ def _in_shards(
         placements[node.name] = Shard(layout.dim, Frame.full(size(whole.shape[layout.dim]), layout.folds))
         layouts[i] = layout
     return placements, layouts
+
+
+def _writes_returned(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[int, int]:
+    """Let the graph return what it writes to values in shards; the number of the result, by that of the input."""
+    output, found = graph.graph.output_node(), dict[int, int]()
+    numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    for copy in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        i = numbers.get(copy.args[0])
+        if i is not None and isinstance(example_inputs[i], Sharded):
+            results = output.args[0]
+            found[i] = len(results)
+            output.args = (type(results)([*results, copy.args[1]]),)
+            graph.graph.erase_node(copy)
+    if found:
+        graph.recompile()
+    return found
 
 
 def compiled_inputs(

@@ -20,10 +20,15 @@ from sp_compile.errors import SpError, user_line
 from sp_compile.graph.sizes import Size, size
 from sp_compile.lowering.collectives.held import Layout, Origin
 from sp_compile.lowering.collectives.late import LateGraph
-from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late
+from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late, write
 
 from .agree import astray, exchanged
 from .message import READS, Message
+
+WRITTEN_ALIAS = (
+    "{} is changed in place by a program that is given it a second time, under another name (h and h.detach(), say): "
+    "pass a clone of one of them"
+)
 
 
 def are_traced(args: Sequence[Any]) -> bool:
@@ -80,23 +85,26 @@ class Result:
 class Edges:
     """What a program takes and returns in shards, by number. symbols: see `symbols_of`.
 
-    own: how many results are the program's own; tickets and what results are made of lie behind.
+    own: how many results the graph had itself; tickets and what results are made of lie behind.
 
-    rows: the results of which a rank has rows alone, those too that are plain tensors.
+    rows: the results of which a rank has rows alone, those too that are plain tensors. writes: which result is what the
+    program writes to an input in shards, by the number of that; nobody else is given it.
     """
 
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     results: Mapping[int, Result] = field(default_factory=dict)
     rows: frozenset[int] = frozenset()
+    writes: Mapping[int, int] = field(default_factory=dict)
     symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     own: int | None = None
 
 
 @dataclass(eq=False)
 class Returning:
-    """Calls `run` and returns values that know their shard, without what lies behind the program's own.
+    """Calls `run` and returns values that know their shard, and no more; writes to those that it was given.
 
-    edges: whose symbols say how to find a symbolic length among the arguments. subject: what a person calls it.
+    edges: of the program, whose symbols say how to find a symbolic length among the arguments. subject: what a person
+    calls it.
     """
 
     run: Callable[..., Any]
@@ -106,6 +114,8 @@ class Returning:
     calls: int = 0
 
     def __call__(self, *args: Any) -> Any:
+        for i in self.edges.writes:
+            _refuse_written_aliases(i, args)
         out = self.run(*args)
         self.calls += 1
         made: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
@@ -123,7 +133,10 @@ class Returning:
                     else self._late(result, result.late, layout, length, args, out)
                 )
             values[i] = made[key]
-        return type(out)(values[: self.edges.own])
+        for i, number in self.edges.writes.items():
+            write(args[i], values[number])
+        own = len(values) if self.edges.own is None else self.edges.own
+        return type(out)(values[: own - len(self.edges.writes)])
 
     def _late(
         self, result: Result, late: LateGraph, layout: Layout, length: int, args: Sequence[Any], out: Sequence[Any]
@@ -154,9 +167,16 @@ def in_shards(results: Sequence[Any], edges: Edges) -> Sequence[Any]:
     """
     values = list(results)
     for i, result in edges.results.items():
-        if not result.parts:
+        if not result.parts and i not in edges.writes.values():
             values[i] = known_whole(values[i], result.layout)
     return values
+
+
+def _refuse_written_aliases(i: int, args: Sequence[Any]) -> None:
+    """Raise SpError if the value that a program writes to is given to it under another name as well."""
+    held = args[i].held if isinstance(args[i], Sharded) else None
+    if any(isinstance(a, Sharded) and a.held is held and k != i for k, a in enumerate(args)):
+        raise SpError(WRITTEN_ALIAS.format(args[i]))
 
 
 def _at(args: Sequence[Any], place: tuple[int, int | None]) -> Any:

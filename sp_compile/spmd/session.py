@@ -313,7 +313,7 @@ class Session:
                 places=places,
             )
         assert run is not None
-        if edges.results:
+        if edges.results or edges.writes:
             run = Returning(run, self.ranks, subject, edges)
         whole = self.given.get("inputs", "global") == "global"  # what did not compile has no config
         return run if self.groups else OfWorld(run, gm.forward, whole)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sp_compile import SpError
 from sp_compile.lowering.collectives.held import Layout, Origin
-from sp_compile.lowering.collectives.sharded import Sharded, entering, leaving
+from sp_compile.lowering.collectives.sharded import Sharded, entering, leaving, write
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 LENGTH = 7
@@ -49,7 +49,25 @@ WAYS: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
     "full": lambda y, then: (y.full() if isinstance(y, Sharded) else y).exp().mean() + then(y).sum(),
     "changed in place": lambda y, then: then(y.mul(2).add_(1)).sum(),
     "rows changed in place": lambda y, then: then(_with_rows(y)).sum(),
+    "written by a graph": lambda y, then: _written(y.clone(), then, lambda y: y.sin().mean()),
+    "written by a graph, taken": lambda y, then: _written(y.clone(), then, lambda y: then(y).mean()),
+    "read, and written by a graph": lambda y, then: _written(y.clone(), then, lambda y: y.sin().mean(), reads=True),
 }
+
+
+def _written(
+    y: Tensor, then: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], reads: bool = False
+) -> Tensor:
+    """What is done with a value before and after a graph has written to it; an alias sees that as well."""
+    before = (y * 3).sum() if reads else then(y).sum()
+    alias, version, new = y.detach(), y._version, then(y)
+    if isinstance(y, Sharded):
+        write(y, new)
+        assert reads or not alias.is_whole
+    else:
+        y.copy_(new)
+    assert y._version > version
+    return before + use(y) + (use(alias) * y).sum()
 
 
 def _with_rows(y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from support import ranks as worker
-from support.parity import VOCAB, Block, build, error_text, text
+from support.parity import VOCAB, Block, Outcome, build, check, error_text, outcome, text
 from support.ranks import Ranks
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -212,6 +212,52 @@ def given_to_nobody() -> str:
 def test_gradients_that_nobody_sums(ranks: Ranks) -> None:
     for message in ranks.run(4, given_to_nobody):
         assert "param_grads" in message
+
+
+class Adds(nn.Module):
+    """A block that changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(1.5)
+        x += self.inner(x.cumsum(1))
+        return x.sin()
+
+
+def in_place() -> tuple[Outcome, list[bool], str]:
+    """What is written to the first block's result, which is used before and after; and to one that is given twice."""
+    blocks = build(lambda: nn.ModuleList(Adds() for _ in range(2)))
+    alone, whole = copy.deepcopy(blocks), list[bool]()
+    options = {"compiler": "aot_eager", "mesh": worker.mesh(), "outputs": "lazy"}
+    for block in blocks:
+        block.compile(backend="sp", options=options)
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(1, 10, 4).requires_grad_()
+
+    def loss(first: nn.Module, second: nn.Module) -> Tensor:
+        h = first(x * 2)
+        alias, out = h.detach(), second(h)
+        whole.extend(x.is_whole for x in (h, alias) if isinstance(x, Sharded))
+        return (out + h * 0.5 + alias).square().mean()
+
+    found, right = loss(*blocks), loss(*alone)
+    grads = [torch.autograd.grad(one, [x, *parts.parameters()]) for one, parts in ((found, blocks), (right, alone))]
+    h, given = blocks[0](x.detach() * 2).detach(), torch.compile(adds_up, backend="sp", options=options)
+    return outcome(found, grads[0], right, grads[1]), whole, error_text(lambda: given(h, h.detach()))
+
+
+def adds_up(a: Tensor, b: Tensor) -> Tensor:
+    return a.mul_(2).cumsum(1) + b
+
+
+def test_blocks_that_change_their_inputs(ranks: Ranks) -> None:
+    results = ranks.run(2, in_place)
+    check([found for found, _, _ in results])
+    for _, whole, told in results:
+        assert whole == [False, False]
+        assert "is changed in place by a program that is given it a second time" in told
 
 
 def compile_parts(model: Stack, options: dict[str, Any]) -> None:
