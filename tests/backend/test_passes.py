@@ -57,8 +57,9 @@ new_zeros: [1, 2] = aten.zeros([1, 2], dtype=float32, device=cpu)
 type_as: [3, 2] = aten.to.dtype(y, float32)
 cat: [4, 2] = aten.cat([new_zeros, type_as])
 squeeze: [4, 2] = aten.squeeze.dims(cat, [])
+cat_1: [4, 2] = aten.clone(squeeze)
 new_full: [2] = aten.full([2], 3, dtype=float32, device=cpu)
-add: [4, 2] = aten.add.Tensor(squeeze, new_full)
+add: [4, 2] = aten.add.Tensor(cat_1, new_full)
 return (add,)""",
         )
 
