@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import CodeType
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from sp_compile._compat import on_recompile_limit
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,11 @@ RUNS = "it runs {} otherwise than compiled with backend='sp' ({})"
 
 _told: set[tuple[str, CodeType]] = set()
 
+_limits: deque[str] = deque(maxlen=1)
+"""What torch has said of the last piece of code that it compiles no more: what differed, too."""
+
+on_recompile_limit(_limits.append)
+
 
 def told_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: str, compiled: bool) -> None:
     """Tell the other ranks, and the user on rank 0, once for each piece of code.
@@ -51,7 +59,8 @@ def told_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: st
     name, own = named(what), code
     if isinstance(what, torch.nn.Module):
         own = getattr(inspect.unwrap(what.forward), "__code__", code)
-    told_of_other_call(say, what, reason if own is code else DISABLED, goes_on=not compiled)
+    in_full = _limits.pop() if _limits and "recompile limit" in reason else reason
+    told_of_other_call(say, what, in_full if own is code else DISABLED, goes_on=not compiled)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank > 0 or (name, own) in _told:
         return

@@ -76,7 +76,7 @@ HOW: dict[str, tuple[Callable[..., None], str]] = {
     "force_backend": (with_forced_backend, "torch.compiler.set_stance"),
     "disable": (disabled, "torch.compiler.disable"),
     "another backend": (by_another_backend, "torch.compile(backend='eager')"),
-    "the recompile limit": (beyond_the_limit, "recompile_limit"),
+    "the recompile limit": (beyond_the_limit, "torch._dynamo hit config.recompile_limit"),
     "a flop counter": (counting_flops, ""),
 }
 
@@ -96,6 +96,7 @@ def strayed(how: str) -> tuple[str, float]:
     return error_text(lambda: run(x)), time.monotonic() - begun
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("how", HOW)
 def test_a_rank_that_runs_the_model_otherwise(ranks: Ranks, how: str) -> None:
     (told, seconds), *_ = ranks.run(4, strayed, how)

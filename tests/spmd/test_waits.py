@@ -287,26 +287,6 @@ def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:
     assert x.grad is not None
 
 
-def recompiled_too_often() -> str:
-    mesh = impatient("limit")
-    if mesh is None:
-        return ""
-    run = sp(Floats(), mesh=mesh, compiler="aot_eager", dynamic=False)
-    xs = [torch.ones(2, n, 16, dtype=torch.float64) for n in (8, 12)]
-    with torch._dynamo.config.patch(recompile_limit=1 if dist.get_rank() else 8):
-        run(xs[0])
-        if dist.get_rank() == 0:
-            return error_text(lambda: run(xs[1]))
-        run(xs[1])
-    time.sleep(2 * SECONDS)
-    return ""
-
-
-def test_a_rank_that_runs_eagerly_since_it_recompiled_too_often(ranks: Ranks) -> None:
-    first, *_ = ranks.run(4, recompiled_too_often)
-    assert "rank 1 stopped: torch._dynamo hit config.recompile_limit" in first, first
-
-
 def test_a_question_right_behind_another() -> None:
     """The thread of an answer may outlive it: the next question is asked, not dropped."""
     ended = threading.Event()
