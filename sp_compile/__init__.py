@@ -23,6 +23,7 @@ from sp_compile.passes.report import Report
 from sp_compile.sharding import rules as _rules  # noqa: F401  (registers the sharding rules)
 from sp_compile.sharding.rule import rule as sharding_rule
 from sp_compile.spmd.declare import declare_groups
+from sp_compile.spmd.weights import compare_weights
 
 from .config import SPConfig
 from .cost.plan.plan import StepPlan, plan
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "all_to_all_permute",
     "capture_export",
+    "compare_weights",
     "declare_groups",
     "declare_symmetric_memory",
     "exclusive_scan",

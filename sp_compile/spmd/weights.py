@@ -1,7 +1,8 @@
-"""What a rank says of its weights and buffers on every call: how they have moved since the last one, and a few bytes.
+"""What a rank says of its weights and buffers: how they have moved, and a few bytes, on every call; on request, all.
 
-Neither reads them all. Where ranks differ in that, they compare the values in the same call, and only these decide: a
-rank may load a checkpoint and hand it to the others, or step its share of the weights before all hand theirs around.
+The former does not read them all. Where ranks differ in that, they compare the values in the same call, and only these
+decide: a rank may load a checkpoint and hand it to the others, or step its share of the weights before all hand theirs
+around.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ from typing import Any, TypeVar
 
 import numpy
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from sp_compile._compat import versions
+from sp_compile.config import Ranks, resolve
+from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import is_freed
 
+from .agree import astray, exchanged, rows_of, what_differs
+from .fingerprint import digest
+from .inputs import local_of
 from .message import Message
 
 MOVED = "moves of weights"  # fields of a message
@@ -29,7 +38,57 @@ LOOKS_AWAY = 4  # weights of a device a call, each of which takes launches
 SHOWN = 256  # bytes of each
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+TRAIN_ALIKE = (
+    "every rank begins with the same weights and changes them alike. Look for a seed, a checkpoint, a step of the "
+    "optimizer or a change of a weight that only some ranks have made"
+)
+
 T = TypeVar("T")
+
+
+def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh_dim: str | None = None) -> None:
+    """Compare all weights and buffers of `model` over the ranks that share its sequence: now, every bit.
+
+    The backend does so by itself on a model's first call, every `check_every` calls, and where a few bytes show a
+    drift. This is for what lies between: in front of a checkpoint, behind one that was loaded, while a drift is looked
+    for. Every rank of the mesh calls it, at the same place of its program; mesh and mesh_dim are those of the options.
+    Of a DTensor each rank's part is compared, unless it is cut up over these ranks. It reads every weight once, and
+    waits for the device.
+
+    Raises SpError, on every rank: weights or buffers differ in a value, a shape, a dtype or a name, with the first of
+    them and what each rank has; a rank is at another place of its program, or does not come; the mesh has no such axis;
+    the model holds nothing that could be compared.
+    """
+    ranks = resolve(mesh, mesh_dim)
+    inner = getattr(model, "_orig_mod", model)
+    held = [*inner.named_parameters(), *inner.named_buffers()]
+    fields = {name: digest(local_of(x.detach())) for name, x in held if not _is_cut_over(x, ranks)}
+    error = "" if fields else f"compare_weights: {type(inner).__name__} holds nothing that these ranks hold alike"
+    everyone = exchanged(
+        ranks, Message("compares", f"the weights of {type(inner).__name__}", fields=fields, error=error)
+    )
+    if everyone is None:
+        return
+    failed = next((one.error for one in everyone if one.error), "") or astray(everyone)
+    names = dict.fromkeys(name for one in everyone for name in one.fields)
+    other = [name for name in names if len({one.fields.get(name) for one in everyone}) > 1]
+    raise SpError(
+        failed
+        or what_differs(
+            "the ranks of this group hold different weights",
+            TRAIN_ALIKE,
+            rows_of([one.fields for one in everyone], other),
+        )
+    )
+
+
+def _is_cut_over(x: torch.Tensor, ranks: Ranks) -> bool:
+    """Is it a DTensor of which each of these ranks has another part?"""
+    if not isinstance(x, DTensor) or ranks.process_group is None:
+        return False
+    ours = {*dist.get_process_group_ranks(ranks.process_group)}
+    axes = [i for i, placement in enumerate(x.placements) if not placement.is_replicate()]
+    return any(len(ours.intersection(dist.get_process_group_ranks(x.device_mesh.get_group(i)))) > 1 for i in axes)
 
 
 @dataclass(eq=False)

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.ranks import Ranks as RealRanks
+from support.ranks import mesh
 from torch import Tensor, nn
 
-from sp_compile import SpError
+from sp_compile import SpError, compare_weights
 from sp_compile._compat import versions
 from sp_compile.config import Ranks
 from sp_compile.spmd import check_run
@@ -262,6 +265,39 @@ def test_ranks_that_move_weights_apart_and_have_the_same_ones_go_on(threads: Thr
 
     assert threads.run(act) == [None] * RANKS
     assert threads.asked == calls + 4  # of the eight calls after the first one on the 1st, 2nd, 4th and 8th
+
+
+def compared_on_request(n: int) -> list[str]:
+    """What a rank hears while its model is as the others', with a weight of one that drifts by `.data`, and mended."""
+    model, heard = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), []
+    for name in ("", "0.weight", "", "1.running_mean", ""):
+        state = model.state_dict()
+        kept = {key: x.clone() for key, x in state.items()}
+        if name and dist.get_rank() == n - 1:
+            state[name].view(-1)[-1] += 1e-6
+        heard.append(compared(torch.compile(model, backend="eager"), n))
+        model.load_state_dict(kept)
+    return [*heard, compared(nn.ReLU(), n)]
+
+
+def compared(model: Any, n: int) -> str:
+    try:
+        compare_weights(model, mesh=mesh(n))
+    except SpError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_weights_are_compared_on_request(ranks: RealRanks, n: int) -> None:
+    heard = ranks.run(n, compared_on_request, n)
+    assert heard == [heard[0]] * n
+    before, weight, between, buffer, after, nothing = heard[0]
+    assert before == between == after == ""
+    assert re.search(f"hold different weights; every rank.*rank {n - 1}: 0.weight torch.float32", weight, re.DOTALL)
+    assert "0.bias" not in weight
+    assert re.search(f"rank {n - 1}: 1.running_mean torch.float32", buffer)
+    assert "ReLU holds nothing" in nothing
 
 
 def test_a_loop_without_faults_exchanges_once_a_call(threads: Threads) -> None:
