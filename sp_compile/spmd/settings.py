@@ -13,6 +13,7 @@ import torch._inductor.config as inductor_config
 
 from sp_compile._compat import in_checkpoint, is_under_no_sync
 from sp_compile.config import SPConfig
+from sp_compile.lowering.library import sources_digest
 
 OF_RANKS = ("mesh",)  # names the ranks of one rank's row
 FUNCTORCH = """
@@ -39,13 +40,13 @@ aten_distributed_optimizations.allow_comms_decompositions
 
 
 def settings(options: Mapping[str, Any]) -> dict[str, str]:
-    """Equal on ranks that would compile one graph to the same exchanges."""
+    """Equal on ranks that would compile one graph to the same exchanges: options, torch's settings, versions."""
     given = {**{one.name: one.default for one in fields(SPConfig)}, **options}
     ours = {f"option {name}": _named(value) for name, value in given.items() if name not in OF_RANKS}
     theirs: dict[str, str] = {}
     for config, names in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
         theirs |= {f"{config.__name__}.{name}": _named(getattr(config, name, None)) for name in names}
-    return {**ours, **theirs}
+    return {**ours, **theirs, "version of torch": torch.__version__, "operators of sp_compile": sources_digest()}
 
 
 def mode() -> str:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from support.spellings.tracing_exchanges import one_of
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import sp_compile
 from sp_compile._compat import FakeTensorMode, real_tensors
@@ -21,7 +23,8 @@ from sp_compile.spmd import fingerprint as spmd_fingerprint
 from sp_compile.spmd.agree import is_close
 from sp_compile.spmd.fingerprint import fingerprint, program_of
 from sp_compile.spmd.message import hashed
-from sp_compile.spmd.settings import settings
+from sp_compile.spmd.settings import mode, settings
+from sp_compile.spmd.weights import some_bytes
 
 
 class Attention(nn.Module):
@@ -67,6 +70,60 @@ def test_fingerprint_knows_what_is_of_one_rank() -> None:
     with one_of(2):
         mine, other = dist.group.WORLD.group_name, dist.new_group([0]).group_name
         assert one_op(3, "cpu", mine) == one_op(3, "cpu", other) != one_op(3, "cpu", "none")
+
+
+def gradients_of(part: Callable[[Callable[..., Tensor], Tensor], Tensor]) -> torch.fx.GraphModule:
+    """Dynamo's graph of an exchange inside a part of a program."""
+    found: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        found.append(gm)
+        return gm.forward
+
+    def inside(x: Tensor) -> Tensor:
+        return funcol.all_reduce(x.sin(), "sum", dist.group.WORLD)
+
+    with one_of(2):
+        torch.compile(lambda x: part(inside, x) + 1, backend=backend, fullgraph=True)(torch.ones(2, requires_grad=True))
+    return found[0]
+
+
+def test_what_is_in_a_checkpoint_is_exchanged_again() -> None:
+    plain = gradients_of(lambda inside, x: inside(x))
+    again = gradients_of(lambda inside, x: checkpoint(inside, x, use_reentrant=False))
+    assert program_of(plain).digest != program_of(again).digest
+    with one_of(2):
+        local = sp_compile.parallelize(torch.export.export(Attention(), (torch.ones(1, 8, 8),)), sp=2)
+    kept = fingerprint(local).digest
+    for node in local.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.default):
+        node.meta["ac_graph_id"] = 7
+    assert fingerprint(local).digest != kept
+    first = fingerprint(local).digest
+    for node in local.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.default):
+        node.meta["ac_graph_id"] = 9  # a number of the process, which others need not share
+    assert fingerprint(local).digest == first
+
+
+def test_modes_of_a_call() -> None:
+    told: list[str] = []
+
+    def look(x: Tensor) -> Tensor:
+        told.append(mode())
+        return x.sin()
+
+    checkpoint(look, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    with torch.no_grad(), torch.autograd.graph.save_on_cpu():
+        look(torch.ones(2))
+    assert told == ["grad, checkpoint", "grad, checkpoint", "no_grad"]
+
+
+def test_memory_that_was_freed() -> None:
+    x = torch.ones(4)
+    assert not checksums.is_freed(x)
+    assert not checksums.is_freed(x.to_sparse())
+    x.untyped_storage().resize_(0)
+    assert checksums.checksum(x) == checksums.FREED
+    assert some_bytes(x, 1) == b""
 
 
 def test_an_input_more_moves_no_operation() -> None:
