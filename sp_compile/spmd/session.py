@@ -28,7 +28,7 @@ from sp_compile.passes.progress import show, working
 
 from .agree import meeting
 from .between import Edges, Returning
-from .check_compile import Lockstep, connected, rounds
+from .check_compile import Lockstep, check_numbers, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
 from .inputs import (
@@ -45,7 +45,6 @@ from .inputs import (
 )
 from .message import MEASURES, spoken
 from .named_groups import check_groups, cut_exchanges, grids, groups_of, is_collective
-from .numbers import check_numbers
 from .settings import settings
 from .wire import ANSWERS, BEAT, stop, wire_of
 from .world import OfWorld

@@ -338,7 +338,7 @@ FAULTS: dict[str, Fault] = {
     "a forked child that calls the model": Fault("", a_child_calls),
     "a checkpoint around the model": Fault("mode.*checkpoint", checkpoints),
     "a checkpointed part": Fault("different programs.*in checkpoint 0", begins=checkpointed_part),
-    "torch.func": Fault(f"{WAITS}.*eagerly, which torch.compile left to Python|broken since", under_func, deaf=True),
+    "torch.func": Fault(f"{ASTRAY}|{STOPPED}", under_func, deaf=True),
     "a buffer of another dtype": Fault("different programs.*scale: torch.float32", buffer_as_float, late=True),
     "a weight without memory": Fault(f"{VALUES}.*head.weight.*its memory was freed", without_memory, late=True),
     "lengths as symbols": Fault("different programs.*dynamic=True", begins=changing_lengths),
