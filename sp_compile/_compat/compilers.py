@@ -262,7 +262,8 @@ def _joint_inductor(
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    in_order, after = ({}, "") if halves is None else ({"reorder_for_peak_memory": False}, halves.key)
+    ordering = ("reorder_for_peak_memory", "reorder_for_locality")
+    in_order, after = ({}, "") if halves is None else (dict.fromkeys(ordering, False), halves.key)
 
     class CustomPass(CustomGraphPass):
         def __init__(self, earlier: Sequence[Callable[[torch.fx.Graph], None]]) -> None:

@@ -18,6 +18,8 @@ from support.cuda.wrappers import compiled
 from torch._inductor import config as inductor
 from torch._inductor.graph import GraphLowering
 
+slow = pytest.mark.slow
+
 
 def events(gpu: AbsentGpu, strategy: str, n: int, **options: Any) -> str:
     rank = gpu.run(partial(attention, **options), strategy, n, Sizes())
@@ -122,7 +124,7 @@ wait 3""",
     )
 
 
-@pytest.mark.slow
+@slow
 def test_groups_of_heads(gpu: AbsentGpu) -> None:
     """A group is attended to while the next one's exchange and the last one's result are under way."""
     assert_expected_inline(
@@ -184,11 +186,16 @@ def inferred(strategy: str, n: int, **options: Any) -> str:
         return compiled(Attention(Sizes()), inputs_of(Sizes(), n), n, attention=strategy, **options).forward.text()
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses", "gather"])
+def without_kernels(text: str) -> list[str]:
+    """A forward that keeps something writes it."""
+    return [line for line in text.splitlines() if not line.startswith("kernel")]
+
+
+@pytest.mark.parametrize("strategy", ["gather", pytest.param("ring", marks=slow), pytest.param("ulysses", marks=slow)])
 def test_inference_has_the_order_of_training(gpu: AbsentGpu, strategy: str) -> None:
     """No backward, and the same forward: exchanges start as early, and waits are as late."""
-    training = gpu.run(attention, strategy, 3, Sizes()).forward.text()
-    assert gpu.run(inferred, strategy, 3) == training
+    training = gpu.run(attention, strategy, 2, Sizes()).forward.text()
+    assert without_kernels(gpu.run(inferred, strategy, 2)) == without_kernels(training)
 
 
 def test_gather(gpu: AbsentGpu) -> None:
@@ -239,7 +246,7 @@ wait 5""",
     )
 
 
-@pytest.mark.slow
+@slow
 def test_hybrid(gpu: AbsentGpu) -> None:
     assert_expected_inline(
         events(gpu, "hybrid", 4),
@@ -322,7 +329,7 @@ def padding_of_strides() -> set[bool]:
     return found
 
 
-@pytest.mark.slow
+@slow
 def test_a_tensor_has_one_layout(gpu: AbsentGpu) -> None:
     """Inductor of torch 2.11 read what lay without padding as if it had some: rows of odd length, on an H100."""
     assert gpu.run(padding_of_strides) == {False}

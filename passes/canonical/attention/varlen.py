@@ -7,8 +7,8 @@
 around transposes: (T, H, D) is (1, H, T, D) there. Where the keys' documents have other ends, a window counts from the
 last query and the last key of each: row1 is the key of a query's own place. Tokens behind the last document are one
 document more, of which torch's kernels say nothing. Bytes moved: none. Leaves alone, as torch's op, which runs on whole
-q, k and v: log-sum-exps that are read (torch's backward ignores their gradient, so sinks behind it would train otherwise
-than here), and keys in pages (block_table, seqused_k), which have no gradient either.
+q, k and v: log-sum-exps that are read (torch's backward ignores their gradient, so that sinks behind it train otherwise
+than sinks do), and keys in pages (block_table, seqused_k), which have no gradient either.
 """
 
 from __future__ import annotations
