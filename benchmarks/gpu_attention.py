@@ -47,13 +47,18 @@ from sp_compile.lowering import triton as triton_kernels
 from sp_compile.lowering.attention.case import Case, Need
 from sp_compile.lowering.attention.kernels import KERNELS
 from sp_compile.lowering.attention.merge import merge_pointwise
+from sp_compile.lowering.flex.texts import Pairs
 from sp_compile.lowering.masks.blocks import Kind
+from sp_compile.lowering.masks.plan import plan
+from sp_compile.lowering.masks.spans import rows_of, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}
 TARGETS = {"ulysses": (0.97, 0.97), "ring": (0.85, 0.90), "gathered": (0.95, 0.95)}
 MERGE_TARGETS = {"share of copy": 0.85, "over eager": 4.0}
+SOFT_CAP = "50.0*tanh(s/50.0)"
+"""Of the kernel that is compiled from texts."""
 ALLOWED = 2.0
 """Times the error of one device in the same dtype."""
 
@@ -220,11 +225,14 @@ def kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     flops = 4 * sizes.heads * sizes.head_dim * sizes.tokens**2
     table = Table("block", "kernel", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s", title="kernels of a block")
     for kind in (Kind.FULL, Kind.CAUSAL):
-        need = Need(device, q.dtype, kind, False, sizes.head_dim, sizes.tokens)
+        need = Need(device, q.dtype, kind, False, False, sizes.head_dim, sizes.tokens)
+        rows = rows_of(whole(sizes.tokens), sizes.tokens, 0)
+        predicate = "k <= q" if kind is Kind.CAUSAL else ""
+        capped = Pairs(plan(predicate, rows, rows), rows, rows, predicate, SOFT_CAP, {}, {}, [], None)
         jobs: dict[str, Job] = {}
         for kernel in KERNELS:
             if kernel.accepts(need) and not kernel.dense:
-                case = Case(scale, causal=kind is Kind.CAUSAL)
+                case = Case(scale, pairs=capped) if kernel.fused else Case(scale, causal=kind is Kind.CAUSAL)
                 results = kernel.forward(q, k, v, case)
                 jobs[kernel.name] = partial(kernel.forward, q, k, v, case)
                 jobs[f"{kernel.name} back"] = partial(kernel.backward, grad, q, k, v, *results, case)

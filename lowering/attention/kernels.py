@@ -60,7 +60,8 @@ def _width(x: Tensor) -> int:
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     assert case.pairs is not None
-    out, lse = fused.forward(*padded(_width(q), q, k), *padded(_width(v), v), case.pairs, case.scale)
+    (query, key), (value,) = padded(_width(q), q, k), padded(_width(v), v)
+    out, lse = fused.forward(query, key, value, case.pairs, case.scale)
     return out[..., : v.shape[-1]], lse
 
 

@@ -136,8 +136,8 @@ class Masking:
         return Case(scale, causal, allowed, bias, kept, self._score(block), rate)
 
     def _pairs(self) -> Pairs:
-        texts, vectors = (self.predicate, self.score), (self.vectors, self.sizes, self.heads)
-        return Pairs(self.plan, self.q_rows, self.k_rows, *texts, *vectors, self.mask)
+        rows, texts = (self.q_rows, self.k_rows), (self.predicate, self.score)
+        return Pairs(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.mask)
 
     def _score(self, block: Block) -> Score | None:
         """What becomes of the block's scores, with what that reads."""

@@ -25,7 +25,7 @@ from .texts import Asked, Pairs, asked
 COMPILER: Override[Any] = Override()
 """What compiles a graph (of fake tensors, without a device) in place of Inductor: for tests."""
 
-_programs: dict[Hashable, FlexProgram] = {}
+_programs: dict[Hashable, list[FlexProgram]] = {}
 _lengths: dict[Hashable, Hashable] = {}
 _lock = threading.Lock()
 _broken = False
@@ -77,8 +77,9 @@ def _fitting(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 def _forward(told: Asked, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
     found, reads = Tables(*xs[3:11]), xs[11:]
-    fitting = _fitting(max(xs[0].shape[3], xs[2].shape[3]), xs[0].dtype)
-    return flex_forward(*xs[:3], told.scored, told.attends, found, tile, scale, fitting, reads)
+    q, k, v = xs[:3]
+    fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
+    return flex_forward(q, k, v, told.scored, told.attends, found, tile, scale, fitting, reads)
 
 
 def _backward(told: Asked, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -116,13 +117,16 @@ def _program(
     family = of, fixed, tuple((x.dtype, x.device) for x in xs), COMPILER.value
     with _lock:
         shapes = tuple(x.shape for x in xs)
+        strides: Hashable = None
         if _lengths.setdefault(family, shapes) == shapes:
-            lengths, key = [()] * len(xs), (family, tuple(x.stride() for x in xs))
+            lengths, strides = [()] * len(xs), tuple(x.stride() for x in xs)
         else:  # any lengths: strides must follow from them
-            xs, key = [x.contiguous() for x in xs], (family, None)
-        program = _programs.get(key)
-        if program is None or not program.fits(xs):
-            program = _programs[key] = _compiled(fn, xs, lengths)
+            xs = [x.contiguous() for x in xs]
+        known = _programs.setdefault((family, strides), [])
+        program = next((one for one in known if one.fits(xs)), None)
+        if program is None:
+            program = _compiled(fn, xs, lengths)
+            known.append(program)
     return program(xs)
 
 

@@ -226,7 +226,7 @@ def _one_of_each_head(sinks: Sinks | None, reading: Reading, scores: Scores) -> 
     """Are the sinks, if there are any, those of the scores' heads?"""
     if sinks is None:
         return reading.sinks is None
-    masks = [mask for mask, *_ in (*scores.biases, *scores.fills)]
+    masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
     if sinks.groups and any(not same(product(sizes(mask.meta["val"].shape)[:-2]), 1) for mask in masks):
         return False
     return scores.masked is None or all_same(scores.masked[:-2], sinks.lead)

@@ -4,7 +4,7 @@
     every = every - every.max(-1, keepdim=True).values                      changes no probability, and no gradient
     weights = softmax(every, -1)[..., :-1]
 
-Scores may be (groups, H / groups, Q, K), as in the GPT-OSS of its authors: all heads of one sequence. Leaves alone: sinks
+Scores may be (groups, H / groups, Q, K), as in GPT-OSS of its authors: all heads of one sequence. Leaves alone: sinks
 that differ from query to query, and those beside scores whose greatest has been subtracted already: that moves them.
 """
 
