@@ -68,7 +68,10 @@ class ByHand(CheckpointedLM):
 
 
 class DeepSpeed(CheckpointedLM):
-    """Its TiledMLP and its TiledFusedLogitsLoss, which makes gradients in the forward."""
+    """Its TiledMLP and its TiledFusedLogitsLoss, which makes gradients in the forward.
+
+    The head's for a cotangent of 1, whatever is done to the loss behind it: what the sum is divided by stands inside.
+    """
 
     def mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
@@ -78,12 +81,12 @@ class DeepSpeed(CheckpointedLM):
     def loss(self, h: Tensor, labels: Tensor) -> Tensor:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-        def part(head: nn.Linear, h: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(head(h).float(), labels, ignore_index=IGNORE, reduction="sum")
+        head, count = self.inner.head, (labels != IGNORE).sum()
 
-        head = self.inner.head
-        total = TiledFusedLogitsLoss.apply(part, head, h, labels, None, self.tiles, [head.weight], "sum")
-        return total / (labels != IGNORE).sum()
+        def part(head: nn.Linear, h: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(head(h).float(), labels, ignore_index=IGNORE, reduction="sum") / count
+
+        return TiledFusedLogitsLoss.apply(part, head, h, labels, None, self.tiles, [head.weight], "sum")
 
 
 def ours(tiles: int) -> Made:

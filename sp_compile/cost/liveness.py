@@ -414,13 +414,23 @@ class _Places:
     def _sort(self, together: dict[Node, list[Node]]) -> None:
         """Events in the order of the graph, each behind what it reads; those that run together are one."""
         groups = {node: together.get(node, [node]) for node in self.made}
-        maker = {key: groups[node][0] for node, keys in self.made.items() for key in keys}
         number = {node: i for i, node in enumerate(self.made)}
+        makers = defaultdict[Key, list[Node]](list)  # and what has to be waited for
+        for node, keys in self.made.items():
+            waits = self.taken[node] if node.target is WAIT or node.target in ARRIVALS else ()
+            for key in (*keys, *waits):
+                makers[key].append(groups[node][0])
         order = dict[Node, None]()
         waiting = [groups[node][0] for node in reversed(self.made)]
         while waiting:
             node = waiting[-1]
-            read = {maker[key] for one in groups[node] for key in self.taken[one] if key in maker}
+            read = {
+                before
+                for one in groups[node]
+                for key in self.taken[one]
+                for before in makers[key]
+                if number[before] < number[one]
+            }
             before = sorted(read - order.keys() - {node}, key=number.__getitem__, reverse=True)
             waiting += before
             if not before:
