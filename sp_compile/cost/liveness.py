@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -299,19 +299,21 @@ class _Places:
 
     def run(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, list[Alive]]]:
         """Each event, and what is in memory while it runs."""
-        events = [(node, dict(live)) for node, live in self._live(given)]
-        idle = self._idle([live for _, live in events]) if self.fused else [[] for _ in events]
-        for (node, live), waiting in zip(events, idle, strict=True):
+        events = [(node, dict(live), over) for node, live, over in self._live(given)]
+        idle = self._idle(*zip(*(one[1:] for one in events))) if self.fused and events else [[] for _ in events]
+        for (node, live, _), waiting in zip(events, idle, strict=True):
             inside = _inside(node, self.fused)
             work = [Alive(node.name, at(node), inside, "workspace")] if inside else []
             yield node, [*live.values(), *waiting, *work]
 
-    def _live(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, dict[Key, Alive]]]:
+    def _live(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, dict[Key, Alive], int]]:
+        """Each event, what is in memory while it runs, and the bytes in which it writes over what it reads."""
         live = {key: held for key, held in given.items() if key in self.last or key in self.results}
         for i, (node, made) in enumerate(self.made.items()):
             ending = [
                 key for key in self.taken[node] if key in live and self.last[key] == i and key not in self.results
             ]
+            written = 0
             for key in made:
                 held = self._held(key)
                 over = (
@@ -319,16 +321,19 @@ class _Places:
                 )
                 if over is not None:  # it writes over what it reads last
                     ending.remove(over)
-                    del live[over]
+                    written += live.pop(over).nbytes
                 live[key] = held
-            yield node, live
+            yield node, live, written
             for key in [*ending, *(key for key in made if key not in self.last and key not in self.results)]:
                 del live[key]
         self.left = live
 
-    def _idle(self, lives: list[dict[Key, Alive]]) -> list[list[Alive]]:
-        """What Inductor keeps for a later buffer of its size, where that does not raise the peak, at each event."""
-        totals = [sum(held.nbytes for held in live.values()) for live in lives]
+    def _idle(self, lives: Sequence[dict[Key, Alive]], over: Sequence[int]) -> list[list[Alive]]:
+        """What Inductor keeps for a later buffer of its size, where that does not raise the peak, at each event.
+
+        The peak as Inductor has it: what a kernel writes over counts twice.
+        """
+        totals = [sum(held.nbytes for held in live.values()) + twice for live, twice in zip(lives, over, strict=True)]
         most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[Alive]]]
         free: dict[tuple[int, torch.dtype], list[tuple[int, Alive]]] = defaultdict(list)
         before: dict[Key, Alive] = {}
