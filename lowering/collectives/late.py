@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile._compat import versions
 from sp_compile.errors import SpError
 
 GONE = (
@@ -42,7 +43,7 @@ class LateGraph:
         given = [(arguments if is_argument else results)[i].detach() for is_argument, i in self.operands]
         wanted = [i for i, ticket in enumerate(self.tickets) if ticket is not None]
         like = given[0].new_empty((), dtype=self.like.dtype)
-        return LateRows(self.graph, given, [_version(x) for x in given], wanted, like, words)
+        return LateRows(self.graph, given, versions(given).tolist(), wanted, like, words)
 
 
 @dataclass(eq=False)
@@ -84,10 +85,6 @@ class LateRows:
         return made
 
     def _check(self) -> None:
-        same = all(_version(x) == version for x, version in zip(self.given, self.versions, strict=True))
-        if not same or any(x.numel() and not x.untyped_storage().nbytes() for x in self.given):
+        freed = any(x.numel() and not x.untyped_storage().nbytes() for x in self.given)
+        if freed or versions(self.given).tolist() != self.versions:
             raise SpError(GONE.format(self.words))
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version

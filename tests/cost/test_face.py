@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
@@ -23,6 +26,7 @@ from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
 from sp_compile.passes.job import Note, RegionInTiles
 from sp_compile.passes.report import Report
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 VOID = {"meta", "input", "br"}
 REASON = "an op <b> without a rule & more"
 
@@ -114,6 +118,25 @@ def test_a_page_is_whole_and_has_all() -> None:
     assert found.met["div.exchanged"] >= 1
     assert found.met["div.gathered"] == found.met["div.tiled"] == 1
     assert "model.py:3: attend(x)" in found.text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+def test_a_browser_searches_the_page(tmp_path: Path) -> None:
+    """Rows without the words are hidden, in tables and in the strip; the page says nothing of errors."""
+    typed = "const box = document.getElementById('search'); box.value = 'SORT gather';"
+    script = f"<script>{typed} box.dispatchEvent(new Event('input'))</script></body>"
+    path = tmp_path / "page.html"
+    path.write_text(page(of_report(report())).replace("</body>", script))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    found = subprocess.run(
+        [str(BROWSER), *options, path.as_uri()], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert "CONSOLE" not in found.stderr
+    rows = re.findall(r"<(?:tr|div)([^>]*data-find[^>]*)>(.*?)</(?:tr|div)>", found.stdout, re.DOTALL)
+    shown = [text for attributes, text in rows if "display: none" not in attributes]
+    assert 1 <= len(shown) < len(rows)
+    assert all("sort" in text for text in shown)
 
 
 def test_a_page_of_a_plan() -> None:

@@ -66,6 +66,11 @@ def test_layers_add_up() -> None:
     assert few("flops", 2) == whole("flops", 2) > 0
     assert few("kept", 4) == whole("kept", 4) > 0
     assert few("peak loss", 4) == pytest.approx(whole("peak loss", 4), rel=0.1)
+    looked = [_look(model, (tokens(64),), depth, one, True, 2.0, given) for one in depth.variants]
+    right = _AllLayers(looked, depth, few.weights, 2.0)
+    again = _AllLayers([looked[0], looked[1][:1]], depth, few.weights, 2.0, few.falls)
+    for part in ("kept", "flops", "peak backward"):
+        assert again(part, 8) == pytest.approx(right(part, 8), rel=0.05), "a layer falls as it does as it is written"
 
 
 def test_kinds_of_layers() -> None:
