@@ -265,7 +265,7 @@ def _visit_output(plan: Plan, node: Node, outputs: str | Sequence[str]) -> None:
             plan.demands.append(Demand(node, i, "reduce", have, why="a result of the model"))
         elif have == SUMMAND:
             plan.demands.append(Demand(node, i, "invariant", have, why=INVARIANT))
-        elif isinstance(have, Shard) and (why := why_whole(have, source.meta["val"], asked[source])):
+        elif isinstance(have, Shard) and (why := why_whole(source.meta["val"], asked[source])):
             plan.demands.append(Demand(node, i, "whole", have, why=why))
 
 

@@ -16,13 +16,11 @@ from sp_compile.graph.modes import autocast_regions
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering.collectives.late import LateGraph
-from sp_compile.sharding.placement import DEALT, Shard
 
 LARGE = 1 << 20  # bytes of a result that outputs="auto" leaves in shards: a millisecond of a slow link, or less
 
 GATHER = "a result of the model (outputs='gather')"
 SMALL = f"a result of the model, smaller than {LARGE >> 20} MiB"
-BALANCED = "a result of the model, whose rows are dealt to ranks (layout='balanced')"
 
 
 def asked_of(output: Node, outputs: str | Sequence[str]) -> dict[Node, list[str]]:
@@ -39,15 +37,13 @@ def asked_of(output: Node, outputs: str | Sequence[str]) -> dict[Node, list[str]
     return asked
 
 
-def why_whole(have: Shard, value: torch.Tensor, words: Sequence[str]) -> str:
+def why_whole(value: torch.Tensor, words: Sequence[str]) -> str:
     """Why a result that lies in shards is gathered; "" if it stays."""
     if "gather" in words:
         return GATHER
     if "local" in words:
         return ""
-    if "lazy" not in words and bytes_now(value) < LARGE:
-        return SMALL
-    return BALANCED if have.frame.folds == DEALT else ""
+    return SMALL if "lazy" not in words and bytes_now(value) < LARGE else ""
 
 
 def gradients_by_ticket(gm: GraphModule, numbers: Iterable[int]) -> dict[int, int]:
@@ -168,3 +164,16 @@ def _return(gm: GraphModule, leaves: Sequence[Any]) -> None:
     output.args = (type(output.args[0])(leaves),)
     gm.graph.lint()
     gm.recompile()
+
+
+def returned_orders(gm: GraphModule) -> tuple[int, int]:
+    """The numbers of two results more, the last ones of a rank's program: the order that it deals, and its inverse."""
+    graph = gm.graph
+    (dealt,) = graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
+    with graph.inserting_before(graph.output_node()):
+        orders = [graph.call_function(operator.getitem, (dealt, i)) for i in (0, 1)]
+    for i, node in enumerate(orders):
+        node.meta["val"] = dealt.meta["val"][i]
+    leaves: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    _return(gm, [*leaves, *orders])
+    return len(leaves), len(leaves) + 1

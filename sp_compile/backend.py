@@ -32,10 +32,10 @@ from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.joint.sources import with_sources
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
-from sp_compile.passes.results import gradients_by_ticket, made_late, why_whole
+from sp_compile.passes.results import gradients_by_ticket, made_late, returned_orders, why_whole
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
-from sp_compile.sharding.placement import Shard
+from sp_compile.sharding.placement import DEALT, Shard
 from sp_compile.spmd.between import Edges, Result, symbols_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
@@ -98,6 +98,7 @@ def sp(
         with session.compiling(gm):
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around it
                 lowered = lower(gm, example_inputs, given, session)
+                return_orders(lowered)
                 leave_gradients(lowered)
             run = compile_local(lowered, mode)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
@@ -224,7 +225,7 @@ def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[
         if asked == "local" or of_result is None or not isinstance(of_result.placement, Shard):
             continue
         have, value, where = of_result
-        if ranks.n == 1 and why_whole(have, value, [asked]):
+        if ranks.n == 1 and why_whole(value, [asked]):
             continue
         order, frame = tuple(order_of_strides(sizes(value.stride()))), have.frame
         layout = Layout(have.dim, ranks.n, ranks.group, order, frame.folds)
@@ -233,6 +234,13 @@ def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[
         own = {part: value for part, value in parts.items() if not same(value, getattr(layout, part))}
         found[i] = Result(name, where, layout, sizes(value.shape)[have.dim], own)
     return found
+
+
+def return_orders(lowered: RankProgram) -> None:
+    """Results in shards whose rows are dealt need the order of each call."""
+    edges = lowered.edges
+    if any(result.layout.folds == DEALT for result in edges.results.values()):
+        lowered.edges = replace(edges, deal=returned_orders(lowered.graph))
 
 
 def leave_gradients(lowered: RankProgram) -> None:

@@ -48,7 +48,7 @@ class SPConfig:
     layout: the order of the sequence over the ranks. "zigzag" balances causal rings and gathers: rank r of n holds
         chunks r and 2n - 1 - r of 2n; "auto" takes it where that pays and nothing else depends on the order. "balanced"
         deals chunks so that all ranks attend to about as many pairs, as the documents of each batch have it; "auto"
-        takes it for masks of documents, where results come back whole.
+        takes it for masks of documents, where no other graph takes what stays in shards.
     ulysses_chunks: groups of heads that Ulysses exchanges one by one, each while another is attended to. A number: so
         many, wherever the heads on a rank are so many groups; "auto": as the cost model predicts that it pays.
     cost: constants of the cost model, such as {"flops": 6e14}: the device's defaults with these replaced, instead of

@@ -13,11 +13,20 @@ from .late import LateRows
 sp = torch.ops.sp
 
 
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """The order in which ranks hold positions, and its inverse, int64 (S,) each, as ``sp::deal`` makes them."""
+
+    order: Tensor
+    inverse: Tensor
+
+
 @dataclass(frozen=True)
 class Layout:
     """Dim `dim` lies over the `n` ranks of a group: ceil(S / n) rows each, of which the last ranks' may be padding.
 
-    folds: 1, a run of rows; 2, zigzag. order: the dims of the whole in memory, from the largest stride to the smallest.
+    folds: 1, a run of rows; 2, zigzag; 0, a run of the rows in the order of `dealt`, which each call tells.
+    order: the dims of the whole in memory, from the largest stride to the smallest.
     outer, inner: the dim is `outer * S * inner`, of tokens that were flattened with a batch. before, after: rows that
     ranks hold around the S of the value, which is a window: 0, 1 of `logits[:, :-1]`.
     """
@@ -31,25 +40,26 @@ class Layout:
     inner: int = 1
     before: int = 0
     after: int = 0
+    dealt: Orders | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         part = "a part of " if not self.is_plain else ""
-        return f"along {part}dim {self.dim} over {self.n} ranks{' in zigzag order' if self.folds == 2 else ''}"
+        return f"along {part}dim {self.dim} over {self.n} ranks{_IN_ORDER.get(self.folds, '')}"
 
     @property
     def is_plain(self) -> bool:
-        """Is the sequence all of the dim, and the dim all of the sequence?"""
-        return (self.outer, self.inner, self.before, self.after) == (1, 1, 0, 0)
+        """Is the sequence all of the dim, and the dim all of the sequence, in an order that is known ahead?"""
+        return (self.outer, self.inner, self.before, self.after) == (1, 1, 0, 0) and self.folds > 0
 
     def frame(self, length: int) -> list[int]:
         """The frame of a whole whose dim is `length` long, as sp:: ops take it."""
         rows = length // (self.outer * self.inner)
         size = self.before + rows + self.after
-        return [self.outer, size, self.before, rows, *([self.folds] if self.folds != 1 else [])]
+        return [self.outer, size, self.before, rows, *([self.folds] if self.folds > 1 else [])]
 
     def same_rows(self, other: Layout) -> bool:
         """Does each rank hold the same rows in both?"""
-        return self == replace(other, order=self.order)
+        return self == replace(other, order=self.order) and self.dealt is other.dealt
 
     def strides(self, shape: Sequence[int]) -> list[int]:
         """Those of a whole of this shape, without gaps."""
@@ -60,16 +70,25 @@ class Layout:
 
     def whole(self, local: Tensor, length: int) -> Tensor:
         """All ranks' rows: an all-gather."""
-        return self.dense(sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group))
+        whole = sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group)
+        if self.dealt is not None:
+            whole = sp.reorder.default(whole, self.dim, self.frame(length), self.dealt.inverse, self.dealt.order)
+        return self.dense(whole)
 
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of a whole; padding holds copies of others."""
-        return self.dense(sp.shard.default(whole, self.dim, self.frame(whole.shape[self.dim]), self.n, self.group))
+        frame = self.frame(whole.shape[self.dim])
+        if self.dealt is not None:
+            whole = sp.reorder.default(whole, self.dim, frame, self.dealt.order, self.dealt.inverse)
+        return self.dense(sp.shard.default(whole, self.dim, frame, self.n, self.group))
 
     def dense(self, x: Tensor) -> Tensor:
         """The same values without gaps in memory, in its order."""
         back = [self.order.index(dim) for dim in range(x.ndim)]
         return x.permute(self.order).contiguous().permute(back)
+
+
+_IN_ORDER = {2: " in zigzag order", 0: " in an order of its own"}
 
 
 def _nobody(words: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from sp_compile._compat import (
 from sp_compile.errors import SpError
 from sp_compile.lowering.frames import rows_held
 
-from .held import Held, Layout, Origin
+from .held import Held, Layout, Orders, Origin
 from .late import LateRows
 from .tickets import leave
 
@@ -171,12 +171,26 @@ class Sharded(Tensor):
 
     @torch.compiler.disable
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["local"], self.lies
+        if self.lies.dealt is None:
+            return ["local"], self.lies
+        return ["local", "order", "inverse"], replace(self.lies, dealt=None)
 
     @staticmethod
     @torch.compiler.disable
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, shape: Any, strides: Any) -> Sharded:
+        if "order" in inner:
+            layout = replace(layout, dealt=Orders(inner["order"], inner["inverse"]))
         return Sharded(Held(layout, shape[layout.dim], inner["local"]), shape)
+
+    @property
+    def order(self) -> Tensor:
+        """Of the positions, where a call tells it."""
+        return cast(Orders, self.lies.dealt).order
+
+    @property
+    def inverse(self) -> Tensor:
+        """Of the order."""
+        return cast(Orders, self.lies.dealt).inverse
 
     @classmethod
     @torch.compiler.disable

@@ -104,7 +104,7 @@ def _why_gathered(node: Node, plan: Plan, words: list[str]) -> str:
         return ""
     source = node.all_input_nodes[0]
     have = plan.of(source)
-    return why_whole(have, source.meta["val"], words) if isinstance(have, Shard) else ""
+    return why_whole(source.meta["val"], words) if isinstance(have, Shard) else ""
 
 
 def _check_local_outputs(gm: GraphModule, plan: Plan, job: Job) -> None:

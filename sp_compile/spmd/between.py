@@ -18,7 +18,7 @@ from sp_compile._compat import FakeTensor, evaluated
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
 from sp_compile.graph.sizes import Size, size
-from sp_compile.lowering.collectives.held import Layout, Origin
+from sp_compile.lowering.collectives.held import Layout, Orders, Origin
 from sp_compile.lowering.collectives.late import LateGraph
 from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late, write
 
@@ -85,10 +85,11 @@ class Result:
 class Edges:
     """What a program takes and returns in shards, by number. symbols: see `symbols_of`.
 
-    own: how many results the graph had itself; tickets and what results are made of lie behind.
+    own: how many results the graph returned itself, behind which lie tickets and what results are made of.
 
     rows: the results of which a rank has rows alone, those too that are plain tensors. writes: which result is what the
-    program writes to an input in shards, by the number of that; nobody else is given it.
+    program writes to an input in shards, by the number of that; nobody else is given it. deal: two results more, the
+    order in which rows are dealt and its inverse, or none.
     """
 
     layouts: Mapping[int, Layout] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class Edges:
     writes: Mapping[int, int] = field(default_factory=dict)
     symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     own: int | None = None
+    deal: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -120,9 +122,10 @@ class Returning:
         self.calls += 1
         made: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
         values = list(out)
+        dealt = {"dealt": Orders(*(out[i] for i in self.edges.deal))} if self.edges.deal else {}
         for i, result in self.edges.results.items():
             local, length = values[i], self._value(result.length, args)
-            parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()}
+            parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()} | dealt
             layout = replace(result.layout, **parts)
             key = id(result.late or local), layout, length  # a window of a value is made of the same rows
             if key not in made:
@@ -136,7 +139,7 @@ class Returning:
         for i, number in self.edges.writes.items():
             write(args[i], values[number])
         own = len(values) if self.edges.own is None else self.edges.own
-        return type(out)(values[: own - len(self.edges.writes)])
+        return type(out)(values[: own - len(self.edges.writes) - len(self.edges.deal)])
 
     def _late(
         self, result: Result, late: LateGraph, layout: Layout, length: int, args: Sequence[Any], out: Sequence[Any]

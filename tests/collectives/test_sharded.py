@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 from sp_compile import SpError
-from sp_compile.lowering.collectives.held import Layout, Origin
+from sp_compile.lowering.collectives.held import Layout, Orders, Origin
 from sp_compile.lowering.collectives.sharded import Sharded, entering, leaving, write
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 LENGTH = 7
 X = torch.randn(2, LENGTH, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 W = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+ORDER = torch.tensor([3, 0, 5, 1, 6, 2, 4])
 LAYOUTS = [Layout(1, n, GROUP, (0, 1, 2), folds) for n in (1, 2, 3) for folds in (1, 2)]
+LAYOUTS += [Layout(1, n, GROUP, (0, 1, 2), 0, dealt=Orders(ORDER, ORDER.argsort())) for n in (2, 3)]
 
 
 def made(x: Tensor, layout: Layout) -> Tensor:
     """What a graph makes of this rank's rows: sin(2 x)."""
-    rows = torch.ops.sp.shard(x, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
+    rows = layout.rows(x)
     return leaving((rows * 2).sin(), layout, x.shape[layout.dim])
 
 

@@ -1,7 +1,7 @@
 """The orders in which a whole program may keep its sequence: as it is written, zigzag, or dealt to ranks when it runs.
 
     layout="auto"    as written; zigzag where nothing else depends on the order; dealt where, moreover, masks say which
-                     documents there are, inputs come whole, and no result stays in shards
+                     documents there are, inputs come whole, and nothing stays in shards for another graph
 
 Dealing takes the host some milliseconds of every graph (`seconds_to_deal`).
 """
@@ -17,7 +17,7 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure
-from sp_compile.passes.job import Settings
+from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.results import asked_of, why_whole
 from sp_compile.sharding.placement import DEALT, Plan, Replicate, Shard
 
@@ -89,10 +89,14 @@ def _at_hand(node: Node, plan: Plan) -> bool:
     return whole and (node.op in ("placeholder", "get_attr") or is_pure(node))
 
 
-def why_better_not(gm: GraphModule, plan: Plan, job: Settings) -> str:
-    """A result that stays in shards costs nothing; dealt, it would have to come back whole. "" if there is none."""
-    for node, words in asked_of(gm.graph.output_node(), job.outputs).items():
-        have = plan.of(node)
-        if isinstance(have, Shard) and not why_whole(have, node.meta["val"], words):
-            return f"{node.name} at {at(node)}, a result that stays in shards, would come back whole"
+def why_better_not(gm: GraphModule, plan: Plan, job: Job) -> str:
+    """What stays in shards where a graph ends, another one would take whole if it is dealt. "" if nothing does.
+
+    A result with which the program itself goes on, as logits beside their loss, is not taken to be for another graph.
+    """
+    output = gm.graph.output_node()
+    for node, words in asked_of(output, job.outputs).items():
+        stays = isinstance(plan.of(node), Shard) and not why_whole(node.meta["val"], words)
+        if stays and (job.fragment or set(node.users) == {output}):
+            return f"{node.name} at {at(node)}, a result that stays in shards, would be taken whole by another graph"
     return ""

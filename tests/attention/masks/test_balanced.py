@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import sp_compile
 from sp_compile.cost.attention import Candidate
 from sp_compile.errors import SpError
+from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.masks import pieces
 from sp_compile.passes.strategies.attention import choose
 
@@ -219,11 +221,19 @@ class Mapped(Packed):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
+class Hidden(Packed):
+    """Returns what is not used any more, as a graph does before a break."""
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss, logits = super().forward(ids, positions, labels)
+        return loss, logits.tanh()
+
+
 @pytest.mark.parametrize(
     ("model", "options", "why"),
     [
         (Shifted, {}, "depends on the order of the sequence"),
-        (Packed, {"outputs": "lazy"}, "a result that stays in shards"),
+        (Hidden, {"outputs": "lazy"}, "a result that stays in shards"),
         (Mapped, {}, "is computed from what ranks hold in shards"),
     ],
 )
@@ -269,6 +279,37 @@ def step(attention: str, compiler: str) -> Outcome:
     model, *args = given()
     how = {"mesh": mesh(), "attention": attention, "layout": "balanced", "compiler": compiler}
     return against_eager(Loss(model), *args, **how)
+
+
+class Scored(nn.Module):
+    """A loss of what a compiled model returns: its own, and one of its logits in eager code."""
+
+    def __init__(self, model: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        loss, logits = self.model(*args)
+        return loss + (logits[:, ::2].sin() * torch.arange(logits.shape[-1])).mean()
+
+
+def logits_in_shards(layout: str) -> Outcome:
+    """Of two batches of one length, which are packed in their own ways."""
+    model, *_ = given()
+    how = {"attention": "ring", "layout": layout, "outputs": "lazy", "cost": SLOW, "mesh": mesh()}
+    run = Scored(compiled(model, **how))
+    batches = [given(lengths=lengths)[1:] for lengths in (LENGTHS, LENGTHS[::-1])]
+    with torch.no_grad():
+        _, logits = run.model(*batches[0])
+        assert isinstance(logits, Sharded)
+        assert "an order of its own" in repr(logits)
+        torch.testing.assert_close(logits.full(), model(*batches[0])[1])
+    return max((against_eager(Scored(model), *args, run=run) for args in batches), key=lambda one: one.error)
+
+
+@pytest.mark.parametrize("layout", ["auto", pytest.param("balanced", marks=pytest.mark.slow)])
+def test_results_in_shards(ranks: Ranks, layout: str) -> None:
+    every_rank_is_right(ranks.run(2, logits_in_shards, layout))
 
 
 def steps_of_auto(checkpointed: bool) -> Outcome:
