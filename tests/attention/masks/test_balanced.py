@@ -294,11 +294,11 @@ class Scored(nn.Module):
 
 
 def logits_in_shards(layout: str) -> Outcome:
-    """Of two batches of one length, which are packed in their own ways."""
+    """Of batches that are packed in their own ways, one of another length."""
     model, *_ = given()
     how = {"attention": "ring", "layout": layout, "outputs": "lazy", "cost": SLOW, "mesh": mesh()}
-    run = Scored(compiled(model, **how))
-    batches = [given(lengths=lengths)[1:] for lengths in (LENGTHS, LENGTHS[::-1])]
+    run = Scored(compiled(model, dynamic=True, **how))
+    batches = [given(lengths=lengths)[1:] for lengths in (LENGTHS, LENGTHS[::-1], [*LENGTHS, 4])]
     with torch.no_grad():
         _, logits = run.model(*batches[0])
         assert isinstance(logits, Sharded)
