@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import CodeType
 from typing import Any
 
@@ -85,7 +85,14 @@ def told_of_other_call(say: Callable[..., Any], what: Any, reason: str, goes_on:
     words = RUNS.format(named(what), reason)
     said = say(words, goes_on=goes_on)
     if said is not None and goes_on and isinstance(what, torch.nn.Module) and torch.is_grad_enabled():
+        _watch_steps()
         _alone[:] = [({id(p) for p in what.parameters() if p.requires_grad}, partial(say, words, of=said.talks))]
+
+
+@cache
+def _watch_steps() -> None:
+    """Only of a process that needs it: whoever compiles an optimizer has its hooks in the graph."""
+    register_optimizer_step_post_hook(_stepped)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *args: Any) -> None:
@@ -93,8 +100,6 @@ def _stepped(optimizer: torch.optim.Optimizer, *args: Any) -> None:
     if _alone and any(id(p) in _alone[0][0] for group in optimizer.param_groups for p in group["params"]):
         _alone.pop()[1]()
 
-
-register_optimizer_step_post_hook(_stepped)
 
 _alone: list[tuple[set[int], Callable[[], Any]]] = []
 """The last such call, until a step trains what it ran: the identities of its weights, and what says so."""

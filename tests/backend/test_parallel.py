@@ -116,6 +116,19 @@ def test_what_crosses_the_cuts_of_ddp_stays_in_shards(ranks: Ranks, dynamic: boo
         assert not any(crossing)
 
 
+def with_buckets(dim: int) -> Outcome:
+    model = build(layers=2, dim=dim)
+    run = sp(DDP(model, process_group=worker.group()), mesh=worker.mesh(), param_grads="partial")
+    return against_eager(model, *text(8), run=run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [256, 512])
+def test_ddp_by_default(ranks: Ranks, dim: int) -> None:
+    """With torch's own buckets, which cut a model of this width."""
+    check(ranks.run(2, with_buckets, dim))
+
+
 class Conditioned(Decoder):
     """A value without a sequence crosses a graph break and is added to every position behind it."""
 
