@@ -24,8 +24,9 @@ from sp_compile.passes.collectives.merge.chains import chunks_behind
 from sp_compile.passes.collectives.permute.tidy import placed
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import Piece, piece_of
+from sp_compile.spmd.named_groups import group_of
 
-from .varying import group_of, respell, wait_of
+from .varying import respell, wait_of
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 AskAll = Callable[[list[int]], list[list[int]]]

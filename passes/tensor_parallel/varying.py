@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile._compat import namespace_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import Editor
@@ -28,12 +29,11 @@ from sp_compile.sharding.axes import Axes, name_axes
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
 from sp_compile.sharding.rule import Factors, lookup, transfer_of, unchanged
 from sp_compile.spmd.inputs import Facts
-from sp_compile.spmd.named_groups import Grid
+from sp_compile.spmd.named_groups import Grid, group_of
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-GROUP_ARGUMENTS = ("group_name", "group", "tag")
 # Ranks draw as they did before, and without autograd behind it a gathered value is gathered for any use.
 IGNORED = ("draw", "invariant")
 
@@ -110,15 +110,6 @@ def count(value: torch.Tensor) -> int:
     return typical(product(sizes(value.shape)))
 
 
-def group_of(node: Node) -> str | None:
-    """The process group that a functional collective names; None for any other node."""
-    if getattr(node.target, "namespace", "") != "_c10d_functional":
-        return None
-    call = Call(node)
-    name = next((call.get(a) for a in GROUP_ARGUMENTS if isinstance(call.get(a), str)), None)
-    return None if name is None else str(name)
-
-
 def reductions(gm: GraphModule, group: str) -> list[Node]:
     """Every all_reduce(sum) over the group that is waited for at once."""
     found = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
@@ -163,7 +154,7 @@ def mark_collectives(gm: GraphModule, group: str, grid: Grid | None = None) -> N
     """
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)  # AOTAutograd's assertions have none
-        over = group_of(node) if node.op == "call_function" else None
+        over = group_of(node) if namespace_of(node.target) == c10d.name else None
         left: Placement | None = None
         if over is not None:
             whole = node.target.__name__.partition(".")[0] in WHOLE_RESULTS

@@ -13,10 +13,22 @@ from sp_compile._compat import pytree, schema_of
 
 from .sizes import Size, sizes
 
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 
 def is_tensor(node: Any) -> bool:
     """Is it a node whose value is a single tensor?"""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """The tensors that a node gives."""
+    return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+
+
+def packet_of(node: Node) -> Any:
+    """The op that the node calls, whichever of its overloads; what else it calls as it is; None if it calls nothing."""
+    return getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
 
 
 def tangents_of(graph: Graph) -> list[Node]:
@@ -83,7 +95,7 @@ class Call:
 
     def results(self) -> tuple[torch.Tensor, ...]:
         """The tensors that the call returns, as fake tensors in the global view."""
-        return tuple(v for v in pytree.tree_leaves(self.node.meta["val"]) if isinstance(v, torch.Tensor))
+        return tuple(tensors_of(self.node))
 
     def rebuild(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of the same call with other tensor operands, and other values for some arguments."""

@@ -17,8 +17,11 @@ from torch.fx import GraphModule
 from sp_compile._compat import OpOverload, schema_of
 from sp_compile.config import Ranks
 
-from .call import Call
+from .call import Call, packet_of
 
+aten = torch.ops.aten
+_KINDS = ("", "alpha_", "feature_", "feature_alpha_")
+DROPOUTS = [aten.native_dropout, *(getattr(aten, f"{kind}dropout{end}") for kind in _KINDS for end in ("", "_"))]
 _STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits keeps the ranks' seeds apart
 
 
@@ -35,12 +38,13 @@ def is_random(node: torch.fx.Node) -> bool:
         bodies = [a for a in node.all_input_nodes if a.op == "get_attr"]
         modules = [getattr(node.graph.owning_module, b.target, None) for b in bodies]
         return any(isinstance(m, GraphModule) and draws(m) for m in modules)
-    if torch.Tag.nondeterministic_seeded not in node.target.tags and "dropout" not in str(node.target):
+    drops = packet_of(node) in DROPOUTS
+    if torch.Tag.nondeterministic_seeded not in node.target.tags and not drops:
         arguments = schema_of(node.target).arguments
         if not any(a.name == "dropout_p" for a in arguments):
             return False
     call = Call(node)
-    probability = call.get("dropout_p", call.get("p") if "dropout" in str(node.target) else None)
+    probability = call.get("dropout_p", call.get("p") if drops else None)
     active = call.get("train", call.get("training", True))
     return active is not False and probability != 0
 

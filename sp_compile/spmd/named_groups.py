@@ -4,8 +4,10 @@ around another, or neither. Its ranks have to agree on that while they compile.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,19 +15,28 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import group_names, known_process_group, namespace_of, process_group, pytree
+from sp_compile._compat import (
+    OpOverload,
+    group_names,
+    known_process_group,
+    namespace_of,
+    process_group,
+    pytree,
+    schema_of,
+)
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
-from sp_compile.graph.call import is_tensor
+from sp_compile.graph.call import is_tensor, packet_of
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement
 
 from .declare import declared
 
-c10d = torch.ops._c10d_functional
-# Namespaces of ops whose strings name groups, which ranks call as they like.
-WORDS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "sp")
-
+c10d, sp = torch.ops._c10d_functional, torch.ops.sp
+TORCH_EXCHANGES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # namespaces
+ALL_REDUCES = (c10d.all_reduce, c10d.all_reduce_, c10d.all_reduce_coalesced, c10d.all_reduce_coalesced_)
+GROUP_ARGUMENTS = ("group_name", "group")
+LISTS_OF_GROUPS = ("forward", "backward")  # "sum 3", as sp::reduce_pair has it
 
 Ask = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None]]
 
@@ -56,19 +67,18 @@ def _of_several(names: Iterable[str]) -> list[Ranks]:
 def check_groups(gm: GraphModule) -> None:
     """Does every collective name a process group that there is? Raises SpError where one does not."""
     for node in gm.graph.nodes if dist.is_initialized() else ():
-        words = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]  # the group comes last
-        functional = words and namespace_of(node.target).startswith("_c10d_functional")
-        if functional and not known_process_group(words[-1]):
+        group = group_of(node)
+        if group and namespace_of(node.target).startswith(c10d.name) and not known_process_group(group):
             raise SpError(
-                f"this rank has no process group {words[-1]!r}, which {node.target} names: pass the group_name of a "
+                f"this rank has no process group {group!r}, which {node.target} names: pass the group_name of a "
                 f"group that all its ranks have made. At {at(node)}"
             )
 
 
 def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
-    """Every string among the arguments of the exchanges that count, in bodies of regions too."""
+    """The groups of the exchanges that count, in bodies of regions too."""
     for node in every_node(gm):
-        names = named_groups(node) if node.op == "call_function" else set()
+        names = named_groups(node)
         if names and counts(node):
             yield from sorted(names)
 
@@ -85,8 +95,8 @@ def every_node(gm: GraphModule) -> Iterator[Node]:
 
 def _may_merge(node: Node) -> bool:
     """Also: is it a reduction over a declared group?"""
-    names = {a for a in node.args if isinstance(a, str)}
-    return _exchanges_rows(node) or ("all_reduce" in str(node.target) and bool(declared().members.keys() & names))
+    declares = not declared().members.keys().isdisjoint(named_groups(node))
+    return _exchanges_rows(node) or (packet_of(node) in ALL_REDUCES and declares)
 
 
 def _exchanges_rows(node: Node) -> bool:
@@ -94,9 +104,9 @@ def _exchanges_rows(node: Node) -> bool:
 
     Whatever the reduction: ranks that disagree on it must meet to find out.
     """
-    if "c10d" not in str(node.target):
-        return "sp.all_to_all_permute" in str(node.target)
-    if "all_reduce" not in str(node.target):
+    if namespace_of(node.target) not in TORCH_EXCHANGES:
+        return packet_of(node) is sp.all_to_all_permute
+    if packet_of(node) not in ALL_REDUCES:
         return True
     operands = [n.meta.get("example_value") for n in node.all_input_nodes]
     ranks_of = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
@@ -106,7 +116,8 @@ def _exchanges_rows(node: Node) -> bool:
 def is_collective(node: Node) -> bool:
     """Does the node exchange something with other ranks?"""
     target: Any = node.target if node.op == "call_function" else None
-    return namespace_of(target) in WORDS or "functional_collectives" in getattr(target, "__module__", "")
+    written_by_hand = "functional_collectives" in getattr(target, "__module__", "")
+    return written_by_hand or namespace_of(target) in (*TORCH_EXCHANGES, sp.name)
 
 
 def is_under_way(node: Node) -> bool:
@@ -115,9 +126,29 @@ def is_under_way(node: Node) -> bool:
 
 
 def named_groups(node: Node) -> set[str]:
-    """The strings among an exchange's arguments; of "sum 3", as sp::reduce_pair has it, the group."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    return {leaf.rpartition(" ")[2] for leaf in leaves if isinstance(leaf, str)}
+    """The groups that an exchange names; none of any other node."""
+    has_words = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
+    places = _places(node.target) if has_words and is_collective(node) else ()
+    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
+    return {leaf.rpartition(" ")[2] for leaf in pytree.tree_leaves(given) if isinstance(leaf, str) and leaf}
+
+
+def group_of(node: Node) -> str | None:
+    """The one group that an exchange names; None where it names none, or several."""
+    names = named_groups(node)
+    return names.pop() if len(names) == 1 else None
+
+
+@cache
+def _places(target: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments of an exchange name groups: their places and names in its schema, or in its signature."""
+    op = getattr(target, "default", target)  # Dynamo writes an op without its overload
+    if isinstance(op, OpOverload):
+        arguments = [a.name for a in schema_of(op).arguments]
+        wanted = (*GROUP_ARGUMENTS, *(LISTS_OF_GROUPS if op is sp.reduce_pair.default else ()))
+    else:
+        arguments, wanted = list(inspect.signature(op).parameters), GROUP_ARGUMENTS
+    return tuple((i, name) for i, name in enumerate(arguments) if name in wanted)
 
 
 def cut_exchanges(gm: GraphModule, local: GraphModule, group: str) -> str:

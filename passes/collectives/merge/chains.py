@@ -24,6 +24,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.mutation import is_mutation
 from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, order_of
 from sp_compile.sharding.rule import lookup
+from sp_compile.spmd.named_groups import group_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -180,8 +181,8 @@ def link_of(node: Node) -> Link | None:
     if op and op not in FAMILIES and op not in OTHERS:
         known = ", ".join((*FAMILIES, *OTHERS))
         raise SpError(f"{node.name} at {at(node)}: no reduction is called {op!r}; known: {known}")
-    group = call["group_name"]
-    return Link(node, kind, op, group, _chunks(call, kind)) if isinstance(group, str) else None
+    group = group_of(node)
+    return None if group is None else Link(node, kind, op, group, _chunks(call, kind))
 
 
 def _chunks(call: Call, kind: str) -> Chunks | None:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch.fx import Node
 
 from sp_compile._compat import OpOverload, schema_of
-from sp_compile.graph.call import Call, overloads
+from sp_compile.graph.call import WAIT, Call, overloads
 from sp_compile.graph.sizes import Size, product, quotient, same, sizes
 from sp_compile.sharding.factors import parts
 from sp_compile.sharding.matchers import Piece, join_of, nth_piece, order_of, piece_of, rearranges
@@ -133,14 +131,8 @@ class IndexMap:
         return all(i == j and self.same_factors(x, y) for (x, i), (y, j) in zip(a, b))
 
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 PASSED_ON = (operator.getitem, WAIT)
 MAY_COPY = overloads("contiguous reshape reshape_as flatten.using_ints ravel")
-
-
-def op_of(node: Node) -> Any:
-    """The ATen op that the node calls, whichever of its overloads; None if it calls none."""
-    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
 
 
 def is_view(node: Node) -> bool:

@@ -17,11 +17,12 @@ from itertools import islice
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import WAIT, Call, is_tensor, packet_of
 from sp_compile.graph.closure import closure, reached
 from sp_compile.graph.sizes import same, sizes
+from sp_compile.spmd.named_groups import group_of
 
-from .arrangement import WAIT, Arrangement, FactorIds, IndexMap, Mover, is_move, is_view, op_of, operands
+from .arrangement import Arrangement, FactorIds, IndexMap, Mover, is_move, is_view, operands
 
 c10d = torch.ops._c10d_functional
 PERMUTE = torch.ops.sp.all_to_all_permute.default
@@ -54,14 +55,14 @@ class Match:
 
 def is_all_to_all(node: Node) -> bool:
     """Is it torch's functional all_to_all_single?"""
-    return op_of(node) in ALL_TO_ALLS
+    return packet_of(node) in ALL_TO_ALLS
 
 
 def read(node: Node) -> AllToAll | str:
     """The exchange; or why it is not one of equal shares between all ranks, "" if it is of another kind."""
-    names = ("input", "output_split_sizes", "input_split_sizes", "group_name")
-    sent, received_sizes, sent_sizes, group = (Call(node)[name] for name in names)
-    if not isinstance(group, str):
+    call, group = Call(node), group_of(node)
+    sent, received_sizes, sent_sizes = (call[name] for name in ("input", "output_split_sizes", "input_split_sizes"))
+    if group is None:
         return "its group has no name"
     if group.partition("/")[2].partition(":")[0] not in ("", "among", "across") or len(sent_sizes) == 1:
         return ""

@@ -24,6 +24,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.capture.form import require_functional, require_ops
+from sp_compile.graph.call import packet_of
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.sizes import quotient, same, size, sizes
@@ -31,7 +32,6 @@ from sp_compile.passes.base import CollectivePass, Pass, Passes, register
 from sp_compile.passes.collectives.job import CollectiveJob
 from sp_compile.passes.job import Job
 
-from .arrangement import op_of
 from .combine import MergeFirst, PackExchanges
 from .match import PERMUTE, AllToAll, Match, erase_chain, is_all_to_all, lies_in_input, match, read, sources_of, undone
 from .restride import Restride
@@ -144,9 +144,9 @@ class PermuteAllToAll(CollectivePass, Passes):
 
 
 def _exchanges(node: Node) -> bool:
-    in_place = str(op_of(node)) == "c10d.alltoall_base_"
+    in_place = packet_of(node) is torch.ops.c10d.alltoall_base_
     return is_all_to_all(node) or node.target is PERMUTE or _is_dtensors(node) or in_place
 
 
 def _is_dtensors(node: Node) -> bool:
-    return str(op_of(node)) == "_dtensor.shard_dim_alltoall"
+    return packet_of(node) is torch.ops._dtensor.shard_dim_alltoall

@@ -20,14 +20,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import WAIT, Call, is_tensor, packet_of
 from sp_compile.graph.sizes import Size, sizes
 from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.paddings import padding
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import Piece, constant_of
-
-from .arrangement import WAIT, op_of
 
 aten = torch.ops.aten
 
@@ -103,7 +101,7 @@ def _shape(node: Node) -> tuple[Size, ...]:
 
 def placed(node: Node) -> Piece | None:
     """What lies where in the node among zeros: padded, joined to them, or the gradient of a slice or a select."""
-    pad, op = padding(node), op_of(node)
+    pad, op = padding(node), packet_of(node)
     if pad is not None:
         inside = not pad.fill and all(isinstance(rows, int) and rows >= 0 for rows in (pad.before, pad.after))
         length = _shape(pad.source)[pad.dim]

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
+from sp_compile.graph.call import packet_of
 from sp_compile.lowering.simulate import run_ranks
-from sp_compile.passes.collectives.permute.arrangement import op_of
 from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ def test_spelling(group: Any, name: str) -> None:
     assert str(calls[0].target) == "sp.all_to_all_permute.default"
     assert calls[0].args[1:4] == (spelling.scatter, spelling.gather, N)
     # Results keep their strides, and a shape that is not that of x.
-    assert {op_of(n) for n in calls[1:]} <= {aten.clone, aten.permute, aten.reshape}
+    assert {packet_of(n) for n in calls[1:]} <= {aten.clone, aten.permute, aten.reshape}
     assert [n.done for n in rewrite.notes] == ["permute_all_to_all"]
     check_values(spelling, gm)
     assert not rewrite(gm).modified
