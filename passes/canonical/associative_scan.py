@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +21,10 @@ import sympy
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from sp_compile._compat import associative_scan_op, detect_fake_mode, enable_python_dispatcher, make_fx
+from sp_compile._compat import associative_scan_op
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.fakes import traced
 from sp_compile.graph.record import mark
 from sp_compile.lowering.scan.kernels import tree
 from sp_compile.lowering.scan.monoids import scannable
@@ -230,14 +230,13 @@ class Trees(Pass):
     def _inline(self, node: Node, combine: GraphModule) -> None:
         given = [*node.args[1], *node.args[2]]
         values = torch.fx.map_arg(given, lambda n: n.meta["val"])
-        traced = _traced(combine, values, len(node.args[1]))
+        body = traced(_tree(combine, len(node.args[1])), values, pre_dispatch=True, gradients=True)
         with self.graph.inserting_before(node):
-            self.replace(node, self.inline(traced, given, node))
+            self.replace(node, self.inline(body, given, node))
 
 
-def _traced(combine: GraphModule, values: list[Any], leaves: int) -> GraphModule:
-    """The tree over so many leaves, and what the function reads besides, on fake values."""
-    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+def _tree(combine: GraphModule, leaves: int) -> Callable[..., Any]:
+    """The tree over so many leaves, with what the function reads besides behind them."""
 
     def run(*xs: Any) -> Any:
         def both(left: Any, right: Any) -> Any:
@@ -245,5 +244,4 @@ def _traced(combine: GraphModule, values: list[Any], leaves: int) -> GraphModule
 
         return tree.inclusive(both, list(xs[:leaves]), 0)
 
-    with mode or nullcontext(), enable_python_dispatcher():
-        return make_fx(run, pre_dispatch=True, tracing_mode="real")(*values)
+    return run

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.edit import infer
+from sp_compile.graph.fakes import infer
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.graph.strides import order_of_strides, restore, strides_differ

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, make_fx, symbolic_mode
+from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, symbolic_mode
 from sp_compile.graph.call import Call
+from sp_compile.graph.fakes import traced
 from sp_compile.graph.modes import autocast_at
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import same, sizes
@@ -214,24 +215,17 @@ def _body(
             )
         return [*([x.detach() for x in made] if at_once else ()), *found]
 
-    plain = TilePart(_traced(forward, inputs), inputs)
+    plain = TilePart(traced(forward, inputs), inputs)
     if not wanted:
         return TileBody(plain), []
     through = [tile.view.rows(tile.region.results[i]) for i in differentiable]
     results = [plain.graph.graph.output_node().args[0][i].meta["val"] for i in differentiable]
     given = [*inputs, *([] if at_once else [torch.empty_like(x) for x in results])]
     assert len(through) == len(results)
-    graph = _traced(gradients, given)
+    graph = traced(gradients, given)
     sums = [tile.view.rows(x) is None for x in (*tile.region.rows, *tile.region.whole)]
     factors = _factored(graph, [sums[i] for i in wanted])
     return TileBody(plain, TilePart(graph, given)), factors
-
-
-def _traced(run: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
-    gm = make_fx(run, tracing_mode="real")(*inputs)
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
-    return gm
 
 
 def _factored(gm: GraphModule, sums: Sequence[bool]) -> list[bool]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import FakeTensor, enable_python_dispatcher, keep_calling_convention, pytree
+from sp_compile._compat import keep_calling_convention
 
+from .fakes import infer
 from .mutation import is_pure
 from .sizes import Size, Sizes, all_same, sizes
 
@@ -128,12 +128,3 @@ def copied(gm: GraphModule) -> GraphModule:
     graph.output(results, output.type).meta.update(output.meta)
     keep_calling_convention(graph, gm.graph)
     return GraphModule(gm, graph)
-
-
-def infer(target: Any, args: Any, kwargs: Any = None, like: Node | None = None) -> Any:
-    """What an op gives for the fake values of its operands, in the mode that is theirs, or else that of `like`."""
-    args, kwargs = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
-    near = [n.meta.get("val") for n in (like, *like.all_input_nodes)] if like is not None else []
-    modes = [x.fake_mode for x in pytree.tree_leaves((args, kwargs, near)) if isinstance(x, FakeTensor)]
-    with torch.no_grad(), modes[0] if modes else nullcontext(), enable_python_dispatcher():
-        return target(*args, **kwargs)

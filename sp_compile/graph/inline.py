@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node, map_arg
 
-from sp_compile._compat import detect_fake_mode, enable_python_dispatcher, make_fx
 from sp_compile.lowering.library import COMPOSITES
 
 from .edit import Editor
+from .fakes import traced
 
 
 def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> int:
@@ -37,10 +36,7 @@ def _inline(editor: Editor, node: Node, decompositions: Mapping[Any, Callable[..
         args, kwargs = map_arg((node.args, node.kwargs), dict(zip(operands, given)).__getitem__)
         return node.target(*args, **kwargs)
 
-    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
-    with mode, enable_python_dispatcher(), torch.no_grad():
-        traced = make_fx(body, decomposition_table=dict(decompositions), tracing_mode="real")(*values)
-    traced.graph.eliminate_dead_code()
+    found = traced(body, values, decompositions)
     with editor.graph.inserting_before(node):
-        results = editor.inline(traced, operands, node)
+        results = editor.inline(found, operands, node)
     editor.replace(node, results)

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import FakeTensor, detect_fake_mode, enable_python_dispatcher, flex_attention_op, make_fx
+from sp_compile._compat import FakeTensor, flex_attention_op
 from sp_compile.errors import SpError
-from sp_compile.graph.edit import Editor, drop_dead
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.fakes import traced
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.passes.base import register
 from sp_compile.passes.job import Job
@@ -136,10 +137,7 @@ class FlexAttention(Masks):
             dims = [0 if i == dim else None for i in range(len(operands))]
             function = torch.vmap(function, in_dims=tuple(dims))
         values = [x.meta["val"] if isinstance(x, Node) else x for x in operands]
-        mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
-        with mode, enable_python_dispatcher(), torch.no_grad():
-            spread = make_fx(function, tracing_mode="real")(*values)
-        drop_dead(spread.graph, ("call_function", "get_attr"))
+        spread = traced(function, values)
         if spread.graph.find_nodes(op="get_attr"):
             raise NotSymbolic("its mask_mod makes a tensor")
         return self.inline(spread, operands, like)

@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import detect_fake_mode, enable_python_dispatcher, make_fx, pytree
+from sp_compile._compat import pytree
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
+from sp_compile.graph.fakes import traced
 from sp_compile.graph.sizes import Size, all_same, quotient, same, sizes
 from sp_compile.sharding.matchers import is_copy
 from sp_compile.sharding.rule import lookup
@@ -182,12 +183,10 @@ class BatchedOps(Editor):
 
         values = [plain[i].detach() for i in tensors]
         dims = tuple(0 if isinstance(leaves[i], Steps) else None for i in tensors)
-        mode = detect_fake_mode(values)
-        if mode is None:
+        if not values:
             raise NotALoop("lists of values")
         try:
-            with mode, enable_python_dispatcher():
-                body = make_fx(torch.func.vmap(step, in_dims=dims), tracing_mode="real")(*values)
+            body = traced(torch.func.vmap(step, in_dims=dims), values)
         except (RuntimeError, ValueError) as error:
             raise NotALoop(f"{node.target} cannot be batched") from error
         return self._inlined(body, [operands[i] for i in tensors], node)

@@ -33,7 +33,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.config import CHOICES
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
-from sp_compile.graph.edit import infer
+from sp_compile.graph.fakes import infer
 from sp_compile.passes.base import CollectivePass, Pass, register
 from sp_compile.passes.collectives.job import CollectiveJob
 from sp_compile.passes.job import Job

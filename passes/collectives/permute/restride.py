@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compile._compat import OpOverload, pytree
-from sp_compile.graph.edit import infer
+from sp_compile.graph.fakes import infer
 from sp_compile.graph.mutation import is_mutation
 from sp_compile.graph.strides import restored, strides_differ
 
