@@ -29,6 +29,8 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 
+from .text import ARITHMETIC, SHOWN, Language, power, read
+
 Bounds = tuple[Any, Any]
 """The least and the greatest value, both inclusive."""
 Verdict = bool | None
@@ -214,20 +216,38 @@ TENSORS = Algebra(
 )
 
 
-SHOWN = 1000  # characters of a text, in an error message
 _SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
 _STRICT = (sympy.StrictLessThan, sympy.StrictGreaterThan)
 _WEAK = (sympy.LessThan, sympy.GreaterThan)
 _LINEAR = {(*_STRICT, *_WEAK): "<=", (sympy.Eq,): "==", (sympy.Ne,): "!="}
 _FACTORS, _CONSTANT = 16, 1 << 58  # of what is added up in int64
-_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if not exponent.is_Integer or not 0 <= exponent <= 8:
+        raise ValueError("powers are from 0 to 8")
+    return power(base, exponent)
+
+
+def _symbol(name: str) -> sympy.Symbol:
+    if not _SYMBOL.fullmatch(name):
+        raise ValueError(f"unknown symbol {name}; known are q, k, row<i>, col<i> and n<i>")
+    return sympy.Symbol(name, integer=True)
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, bool):
+        return sympy.true if value else sympy.false
+    if not isinstance(value, int):
+        raise ValueError(f"{value!r} is no integer")
+    return sympy.Integer(value)
+
+
+_OPERATIONS = {
+    **ARITHMETIC,
+    ast.Pow: _power,
     ast.FloorDiv: lambda a, b: sympy.floor(a / b),
     ast.Mod: sympy.Mod,
-    ast.USub: operator.neg,
     ast.BitAnd: sympy.And,
     ast.BitOr: sympy.Or,
     ast.Invert: sympy.Not,
@@ -244,7 +264,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "PythonMod": sympy.Mod,
     "FloorDiv": _OPERATIONS[ast.FloorDiv],
 }
-"""All that a predicate may say. Its text may come from a file, so nothing of it is ever executed."""
+_LANGUAGE = Language(_symbol, _constant, _OPERATIONS, _FUNCTIONS)
 
 
 @lru_cache(maxsize=1024)
@@ -253,45 +273,18 @@ def parse(text: str) -> Any:
     if not text:
         return sympy.true
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in called}
-        unknown = sorted(name for name in names if not _SYMBOL.fullmatch(name))
-        expr = sympy.true if unknown else _read(tree)
-    except (SyntaxError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
+        expr = read(text, _LANGUAGE)
+    except ValueError as error:
         raise SpError(f"not a mask predicate: {text[:SHOWN]!r} ({error})") from error
     compared = [side for relation in expr.atoms(sympy.core.relational.Relational) for side in relation.args]
-    if unknown or not _is_condition(expr) or any(map(_is_condition, compared)):
-        why = f"unknown symbols {', '.join(unknown)}" if unknown else "it is not a condition"
-        why = "it compares conditions" if any(map(_is_condition, compared)) else why
-        raise SpError(f"not a mask predicate: {text[:SHOWN]!r}: {why}; known are q, k, row<i>, col<i> and n<i>")
+    if not _is_condition(expr) or any(map(_is_condition, compared)):
+        why = "it compares conditions" if any(map(_is_condition, compared)) else "it is not a condition"
+        raise SpError(f"not a mask predicate: {text[:SHOWN]!r} ({why})")
     return expr
 
 
 def _is_condition(expr: Any) -> bool:
     return isinstance(expr, sympy.logic.boolalg.Boolean) and not expr.is_Symbol
-
-
-def _read(node: ast.AST) -> Any:
-    """The value of a part of the text. ValueError for what is not in the language."""
-    match node:
-        case ast.Constant(value=bool() as value):
-            return sympy.true if value else sympy.false
-        case ast.Constant(value=int() as value):
-            return sympy.Integer(value)
-        case ast.Name(id=name):
-            return sympy.Symbol(name, integer=True)
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
-            return _OPERATIONS[type(op)](_read(operand))
-        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if (
-            type(op) in _OPERATIONS
-        ):
-            return _OPERATIONS[type(op)](_read(left), _read(right))
-        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if 0 <= power <= 8:
-            return _read(left) ** power
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*map(_read, args))
-    raise ValueError(f"a predicate has no {type(node).__name__}")
 
 
 @lru_cache(maxsize=1024)

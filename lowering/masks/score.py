@@ -9,7 +9,6 @@ key; ``head0, head1, ...``, a vector's value at the query head. ``""`` leaves sc
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -22,16 +21,10 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 
+from .text import ARITHMETIC, SHOWN, Language, read
+
 SCORE = sympy.Symbol("s", real=True)
 _SYMBOL = re.compile(r"s|q|k|head\d+")
-_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: lambda base, power: _power(base, power),
-    ast.USub: operator.neg,
-}
 _FUNCTIONS: dict[str, tuple[type, Callable[[Any], Tensor]]] = {
     "tanh": (sympy.tanh, torch.tanh),
     "exp": (sympy.exp, torch.exp),
@@ -43,39 +36,28 @@ FUNCTIONS: dict[str, type] = {name: function for name, (function, _) in _FUNCTIO
 
 
 def symbol(name: str) -> sympy.Symbol:
-    """The symbol of a name; all are real."""
+    """The symbol of a name; all are real. Raises ValueError for one that no text has."""
+    if not _SYMBOL.fullmatch(name):
+        raise ValueError(f"unknown symbol {name}; known are s, q, k and head<i>")
     return sympy.Symbol(name, real=True)
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is no number")
+    return sympy.sympify(value)
+
+
+_LANGUAGE = Language(symbol, _constant, ARITHMETIC, FUNCTIONS)
 
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Any:
     """The sympy expression of ``text``. SpError when it is none; nothing of it is ever executed."""
     try:
-        return _read(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
-        raise SpError(f"not a text about scores: {text[:1000]!r} ({error})") from error
-
-
-def _read(node: ast.AST) -> Any:
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return sympy.sympify(value)
-        case ast.Name(id=name) if _SYMBOL.fullmatch(name):
-            return symbol(name)
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
-            return _OPERATIONS[type(op)](_read(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            return _OPERATIONS[type(op)](_read(left), _read(right))
-        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
-            return FUNCTIONS[name](_read(argument))
-    raise ValueError(f"a score has no {type(node).__name__}")
-
-
-def _power(base: Any, power: Any) -> Any:
-    """Of numbers a small one: a few characters could ask for one that fills the memory."""
-    if base.is_Rational and power.is_Rational and (abs(power) > 64 or max(abs(base.p), base.q) >= 1 << 64):
-        raise ValueError("a score has no such power")
-    return base**power
+        return read(text, _LANGUAGE)
+    except ValueError as error:
+        raise SpError(f"not a text about scores: {text[:SHOWN]!r} ({error})") from error
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,66 @@
+"""Text -> sympy, by a table of what a text may say. It may come from a file, so nothing of it is ever executed."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SHOWN = 1000  # characters of a text, in an error message
+
+
+def power(base: Any, exponent: Any) -> Any:
+    """Of numbers a small one: a few characters could ask for one that fills the memory. Raises ValueError."""
+    if base.is_Rational and exponent.is_Rational and (abs(exponent) > 64 or max(abs(base.p), base.q) >= 1 << 64):
+        raise ValueError("no such power")
+    return base**exponent
+
+
+ARITHMETIC: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: power,
+    ast.USub: operator.neg,
+}
+
+
+@dataclass(frozen=True)
+class Language:
+    """What a text may say. symbol, number: a name's symbol and a constant's value, ValueError where there is none.
+
+    operations: by the class of the operator. functions: by name.
+    """
+
+    symbol: Callable[[str], Any]
+    number: Callable[[Any], Any]
+    operations: Mapping[type[ast.AST], Callable[..., Any]]
+    functions: Mapping[str, Callable[..., Any]]
+
+
+def read(text: str, language: Language) -> Any:
+    """The sympy expression of the text. Raises ValueError for what is not in the language."""
+    try:
+        return _read(ast.parse(text.strip(), mode="eval").body, language)
+    except (SyntaxError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _read(node: ast.AST, language: Language) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return language.number(value)
+        case ast.Name(id=name):
+            return language.symbol(name)
+        case ast.UnaryOp(op=op, operand=one) if type(op) in language.operations:
+            return language.operations[type(op)](_read(one, language))
+        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if (
+            type(op) in language.operations
+        ):
+            return language.operations[type(op)](_read(left, language), _read(right, language))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in language.functions:
+            return language.functions[name](*[_read(one, language) for one in args])
+    raise ValueError(f"no {type(node).__name__} is in the language")
