@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile.cost.liveness import nbytes_of, tensors_of
+from sp_compile.cost.liveness import nbytes_of
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory, state_per_weight
+from sp_compile.graph.call import tensors_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks

@@ -24,11 +24,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import storage_of
-from sp_compile.cost.liveness import nbytes_of, tensors_of
+from sp_compile.cost.liveness import nbytes_of
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import OnHost, copied, seconds_of
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
-from sp_compile.graph.call import is_tensor
+from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.edit import Editor
 from sp_compile.lowering import offload as _ops  # noqa: F401  (registers the operators)
 from sp_compile.spmd.named_groups import is_collective

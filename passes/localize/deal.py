@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import size_hint
+from sp_compile._compat import namespace_of, size_hint
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark, record
@@ -195,7 +195,7 @@ class Deal(Pass):
 
 
 def _dealt(node: Node) -> Frames:
-    if getattr(node.target, "namespace", "") != "sp":
+    if namespace_of(node.target) != sp.name:
         return {}
     call = Call(node)
     found = {name: sizes(call.get(name) or ()) for name in FRAMES}

@@ -7,6 +7,7 @@ moved: none. Raises SpError naming the node, the user's line, both shapes and th
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy
@@ -19,10 +20,10 @@ from sp_compile._compat import (
     detect_fake_mode,
     enable_python_dispatcher,
     follows,
-    pytree,
+    namespace_of,
 )
 from sp_compile.errors import SpError, at
-from sp_compile.graph.call import is_tensor
+from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.passes.base import Pass
@@ -30,6 +31,7 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.placement import Placement, Plan, Shard
 from sp_compile.spmd.named_groups import is_under_way
 
+sp = torch.ops.sp
 PYTHON = ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "torch.nn.attention", "torch.sym")
 """Modules of what else a program may call."""
 
@@ -68,7 +70,7 @@ def _check_target(node: Node) -> None:
 
 def _check_waited(node: Node) -> None:
     """No op of ours may read what another exchange has not brought yet."""
-    if getattr(node.target, "namespace", "") != "sp":
+    if namespace_of(node.target) != sp.name:
         return
     for source in node.all_input_nodes:
         if is_under_way(source):
@@ -78,7 +80,7 @@ def _check_waited(node: Node) -> None:
 def _infer(node: Node, plan: Plan) -> None:
     """The node's local value. A node that runs alike on every rank keeps its global one."""
     source = record(node).origin
-    local = getattr(node.target, "namespace", "") == "sp" or getattr(node.target, "__name__", "") == "getitem"
+    local = namespace_of(node.target) == sp.name or node.target is operator.getitem
     if source is not None and source not in plan.wants and not local:
         return
     if not isinstance(node.target, OpOverload) and "val" in node.meta and source is None:
@@ -97,9 +99,7 @@ def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:
     source = record(node).origin
     if source is None:
         return
-    local = [v for v in pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
-    whole = [v for v in pytree.tree_leaves(source.meta["val"]) if isinstance(v, torch.Tensor)]
-    for placement, here, there in zip(plan.placements.get(source, ()), local, whole):
+    for placement, here, there in zip(plan.placements.get(source, ()), tensors_of(node), tensors_of(source)):
         expected, found = local_shape(placement, there, n), sizes(here.shape)
         if len(expected) != len(found) or not all(_equal(a, b, mode) for a, b in zip(expected, found)):
             raise SpError(

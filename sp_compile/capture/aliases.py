@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from sp_compile._compat import is_functorch_tensor, pytree, set_grad_enabled, storage_of
-from sp_compile.graph.call import overloads
+from sp_compile._compat import is_functorch_tensor, set_grad_enabled, storage_of
+from sp_compile.graph.call import overloads, tensors_of
 from sp_compile.graph.mutation import SILENT
 from sp_compile.graph.record import record
 
@@ -59,7 +59,7 @@ class Aliases:
         if node.op == "placeholder" or node.op == "get_attr":
             flows = bool(record(node).requires_grad)
         else:
-            floats = any(t.is_floating_point() or t.is_complex() for t in _tensors(node))
+            floats = any(t.is_floating_point() or t.is_complex() for t in tensors_of(node))
             flows = self.grad and floats and node.target not in _STOPS_GRADIENT
             flows = flows and any(map(self.differentiable, inputs))
         if flows:
@@ -108,9 +108,5 @@ def nodes_in(args: Any) -> list[Node]:
     return list(found)
 
 
-def _tensors(node: Node) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-
-
 def _storages(node: Node) -> set[int]:
-    return {storage_of(t) for t in _tensors(node) if t.layout is torch.strided and not is_functorch_tensor(t)}
+    return {storage_of(t) for t in tensors_of(node) if t.layout is torch.strided and not is_functorch_tensor(t)}

@@ -26,13 +26,12 @@ from sp_compile._compat import (
     auto_functionalized_v2,
     inductor_decompositions,
     make_fx,
-    pytree,
     schema_of,
     size_hint,
     storage_of,
 )
 from sp_compile.errors import at
-from sp_compile.graph.call import overloads
+from sp_compile.graph.call import WAIT, overloads, tensors_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
@@ -41,7 +40,6 @@ from sp_compile.lowering.tiles.flops import flops_of
 from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
 
 Key = int
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
 ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.default})
 """They make nothing, and what they are given stays until then."""
@@ -52,7 +50,7 @@ CAT = torch.ops.aten.cat.default
 VIEWS = frozenset(overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias"))
 INLINED_ONCE, INLINED_OFTEN = 8, 4
 """Places that Inductor lets one value read, if it has one reader and if it has several."""
-PRODUCTS = frozenset(overloads("mm bmm addmm baddbmm convolution"))
+MATRIX_PRODUCTS = frozenset(overloads("mm bmm addmm baddbmm convolution"))
 REDUCTIONS = frozenset(
     overloads(
         "sum sum.dim_IntList mean mean.dim amax amin max.dim min.dim max min var_mean.correction var.correction any "
@@ -84,6 +82,14 @@ FLASH_OF_CPU = {
     torch.ops.sp.attend_backward.default: 2,
 }
 """Attention of PyTorch's CPU kernel -> blocks of scores that each thread has."""
+ATTENTIONS = frozenset(
+    overloads(
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
+        "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward"
+    )
+).union(FLASH_OF_CPU)
 SPLITS, KEYS_OF_SPLIT = ((768, 256), (192, 64), (0, 32)), 512
 """(queries from which on, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
 PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())
@@ -152,11 +158,6 @@ def is_on_host(node: Node) -> bool:
     return bool(node.users) and all(user.target is FROM_HOST for user in node.users)
 
 
-def tensors_of(node: Node) -> list[torch.Tensor]:
-    """The tensors that a node gives."""
-    return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
-
-
 def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
     """Run a graph in thought. fused: as Inductor does. saved: inputs that end with their last reader."""
     places = _Places(graph, fused)
@@ -168,7 +169,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
         idle = sum(held.nbytes for held in live if held.origin == "reuse")
         product = is_product(node)
         found.moments.append(Moment(node.name, at(node), total, results, idle, product))
-        found.flops += flops_of(node) if node.target in PRODUCTS or node.target in TILED else 0
+        found.flops += flops_of(node) if node.target in MATRIX_PRODUCTS or node.target in TILED else 0
         if not product:
             found.traffic += places.traffic(node)
         if node.target in TILED:
@@ -180,7 +181,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
 
 def is_product(node: Node) -> bool:
     """Is it a matrix product, or an attention?"""
-    return node.target in PRODUCTS or "atten" in _name(node.target)
+    return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ class _Places:
         for i, (node, live) in enumerate(zip(self.made, lives)):
             for key in live.keys() - before.keys():
                 kind = live[key].nbytes, self.dtypes[key]
-                if not free[kind] or not (self._is_fused(node) or node.target in PRODUCTS):
+                if not free[kind] or not (self._is_fused(node) or node.target in MATRIX_PRODUCTS):
                     continue
                 since, held = free[kind][-1]
                 if max(totals[since:i], default=0) + held.nbytes <= most:

@@ -23,10 +23,10 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from sp_compile._compat import storage_of
-from sp_compile.graph.call import tangents_of
+from sp_compile.graph.call import tangents_of, tensors_of
 from sp_compile.graph.sizes import product, same, sizes
 
-from .liveness import Alive, Moment, Walk, is_on_host, nbytes_of, tensors_of, walk
+from .liveness import Alive, Moment, Walk, is_on_host, nbytes_of, walk
 from .memory import GIB
 from .offload import OnHost
 

@@ -20,7 +20,7 @@ from .matchers import order_of, source_of
 from .rule import lookup
 
 aten = torch.ops.aten
-PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default)
+BATCHED_PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Product:
 
 def product_of(node: Node) -> Product | None:
     """The node as a product; None if it is none, or its operands broadcast or have fewer than three dims."""
-    found = lookup(node) if node.target in PRODUCTS else None
+    found = lookup(node) if node.target in BATCHED_PRODUCTS else None
     call, rule = found if found is not None else (None, None)
     if call is None or rule is None or len(rule.operands) != (3 if "beta" in call.args else 2):
         return None

@@ -20,11 +20,9 @@ from sp_compile.graph.sizes import bytes_now
 from sp_compile.sharding.attention import ATTENTION
 from sp_compile.sharding.matchers import source_of
 from sp_compile.sharding.placement import Plan, Shard
-from sp_compile.sharding.products import PRODUCTS
+from sp_compile.sharding.rule import lookup
 
 aten = torch.ops.aten
-OF_OPERANDS = frozenset({*PRODUCTS, *ATTENTION, aten.linear.default, aten.mm.default, aten.addmm.default})
-"""Ops whose backward reads their operands."""
 OF_RESULTS = frozenset({*ATTENTION, aten.log_softmax.int, aten.softmax.int, aten._log_softmax.default})
 """Ops whose backward reads what they gave."""
 LOSSES = frozenset({aten.cross_entropy_loss.default})
@@ -53,8 +51,14 @@ def _kept(trained: Iterable[Node]) -> Iterator[Node]:
             yield node
         for operand in node.all_input_nodes:
             enters = operand.meta.get("ac_graph_id") != region
-            if operand in trained and (enters if region is not None else node.target in OF_OPERANDS):
+            if operand in trained and (enters if region is not None else _reads_operands(node)):
                 yield _moved(operand) if region is None else operand
+
+
+def _reads_operands(node: Node) -> bool:
+    """Does its backward read its operands? That of an attention does, and that of a product."""
+    _, rule = lookup(node) or (None, None)
+    return node.target in ATTENTION or (rule is not None and rule.contracts)
 
 
 def _moved(node: Node) -> Node:
