@@ -118,8 +118,9 @@ def test_what_crosses_the_cuts_of_ddp_stays_in_shards(ranks: Ranks, dynamic: boo
 
 def with_buckets(dim: int) -> Outcome:
     model = build(layers=2, dim=dim)
+    alone = copy.deepcopy(model)
     run = sp(DDP(model, process_group=worker.group()), mesh=worker.mesh(), param_grads="partial")
-    return against_eager(model, *text(8), run=run)
+    return outcome(*train_step(run, model, text(8)), *train_step(alone, alone, text(8)))
 
 
 @pytest.mark.slow

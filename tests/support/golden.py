@@ -13,7 +13,7 @@ def captured(fn, *args):
         def forward(self, *inputs):
             return fn(*inputs)
 
-    names = [chr(ord("x") + i) for i in range(len(args))]
+    names = "xyzwuv"[: len(args)]
     module = Module()
     code = f"lambda {', '.join(names)}: fn({', '.join(names)})"
     module.forward = eval(code, {"fn": fn})  # export names the graph's inputs after the arguments
