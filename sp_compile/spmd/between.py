@@ -127,7 +127,8 @@ class Returning:
             local, length = values[i], self._value(result.length, args)
             parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()} | dealt
             layout = replace(result.layout, **parts)
-            key = id(result.late or local), layout, length  # a window of a value is made of the same rows
+            # A window of a value is made of the same rows.
+            key = id(result.late or local), result.layout, result.length, *result.parts.items()
             if key not in made:
                 source = None if result.ticket is None else out[result.ticket]
                 made[key] = (

@@ -62,7 +62,7 @@ class Session:
     options: as the user gave them, unchecked. groups: those that the program exchanges over by itself, in the order of
     their appearance. ranks: those that its sequence is split over; `splits` is False where no rank is left for that.
     facts: what is known of the inputs on each group, by its name: tensors are called input_0, input_1, ..., symbols
-    size_0, ... differing: the groups whose ranks have different programs, or may. unlike: do programs differ in any group?
+    size_0, ... differing: the groups whose ranks have different programs, or may. unlike: do some in any group?
     aligned: the groups whose ranks all hold the same rows of the sequence; None: all. measures: time the links of the
     ranks for the cost model. mode: Inductor's, as `torch.compile` was given it.
     """
