@@ -125,7 +125,7 @@ def connected(talk: Lockstep, groups: Sequence[Ranks], question: str, said: Sequ
 
 
 @dataclass
-class Known:
+class PythonNumbers:
     """What ranks know of the programs that they have compiled, each by its name and model.
 
     written: by the shape of the graph, too: were the numbers written in it the same on all of them every time?
@@ -136,7 +136,7 @@ class Known:
     varied: defaultdict[tuple[str, int], set[type]] = field(default_factory=lambda: defaultdict(set))
 
 
-_known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
+_numbers_of: weakref.WeakKeyDictionary[Any, PythonNumbers] = weakref.WeakKeyDictionary()
 
 
 def check_numbers(
@@ -152,7 +152,7 @@ def check_numbers(
     if wire is None or len(all_of) < len(everyone) or len(forms) > 1:
         return
     program = subject_of(gm), wire.model([x for x in inputs if isinstance(x, torch.nn.Parameter)])
-    seen, shape = _known.setdefault(wire, Known()), (*program, mine.text.shape)
+    seen, shape = _numbers_of.setdefault(wire, PythonNumbers()), (*program, mine.text.shape)
     given = {name: x for name, x in mine.numbers.items() if any(one.numbers[name] != x for one in all_of)}
     differ = unlike(gm, [one.text for one in all_of]) or frozenset()
     nodes = [node for node in gm.graph.nodes if node.name in differ]
