@@ -47,7 +47,7 @@ from sp_compile.lowering import triton as triton_kernels
 from sp_compile.lowering.attention.case import Case, Need
 from sp_compile.lowering.attention.kernels import KERNELS
 from sp_compile.lowering.attention.merge import merge_pointwise
-from sp_compile.lowering.flex.texts import Pairs
+from sp_compile.lowering.triton.flex.texts import Pairs
 from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import rows_of, whole

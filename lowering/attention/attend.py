@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.dtypes import accumulation_dtype
-from sp_compile.lowering.flex.calls import CannotCompileError
+from sp_compile.lowering.triton.flex.calls import CannotCompileError
 from sp_compile.lowering.library import opaque
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
 
@@ -30,10 +30,10 @@ fastest while they stay in its cache."""
 
 Strip = list[tuple[Block | PackedCall, Kernel]]
 """Blocks with the same queries, and what runs them."""
-Body = TypeVar("Body", bound=Callable[..., tuple[Tensor, ...]])
+AttendBody = TypeVar("AttendBody", bound=Callable[..., tuple[Tensor, ...]])
 
 
-def _again_without_fused(body: Body) -> Body:
+def _again_without_fused(body: AttendBody) -> AttendBody:
     """Where a fused kernel cannot be compiled the others take its place: the table leaves it out from then on."""
 
     @wraps(body)
@@ -43,7 +43,7 @@ def _again_without_fused(body: Body) -> Body:
         except CannotCompileError:
             return body(*args)
 
-    return cast(Body, run)
+    return cast(AttendBody, run)
 
 
 def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:

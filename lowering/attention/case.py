@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sp_compile.lowering.flex.texts import Pairs
+from sp_compile.lowering.triton.flex.texts import Pairs
 from sp_compile.lowering.masks.blocks import FULL, Kind, PackedCall, Window
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.flex.texts import Pairs
+from sp_compile.lowering.triton.flex.texts import Pairs
 from sp_compile.lowering.masks import predicate as language
 from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, PackedCall

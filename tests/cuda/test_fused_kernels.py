@@ -18,7 +18,7 @@ slow = pytest.mark.slow
 
 
 def pairs_of(predicate: str, score: str, rows: int) -> Any:
-    from sp_compile.lowering.flex.texts import Pairs
+    from sp_compile.lowering.triton.flex.texts import Pairs
     from sp_compile.lowering.masks.pieces import Pieces
     from sp_compile.lowering.masks.plan import plan
     from sp_compile.lowering.masks.spans import rows_of, whole
@@ -40,7 +40,7 @@ def compiled(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from sp_compile._compat import flex
-    from sp_compile.lowering.flex import calls
+    from sp_compile.lowering.triton.flex import calls
 
     fake, inductor = flex._fake, flex._inductor
 

@@ -20,6 +20,7 @@ _compat                         lowering/triton
 errors
 lowering
 lowering/masks                  lowering/tiles
+lowering/triton/flex
 config                          lowering/attention          lowering/collectives      lowering/scan
 graph                           lowering/windows            lowering/scan/kernels     lowering/scan/kernels/triton
 sharding

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
 from sp_compile.lowering.attention.merge import merge
-from sp_compile.lowering.flex import calls
-from sp_compile.lowering.flex.tables import EMPTY, FULL, PARTIAL, Tables, kinds_of_tiles, tables, tile_of
+from sp_compile.lowering.triton.flex import calls
+from sp_compile.lowering.triton.flex.tables import EMPTY, FULL, PARTIAL, Tables, kinds_of_tiles, tables, tile_of
 from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
