@@ -47,11 +47,11 @@ from sp_compile.lowering import triton as triton_kernels
 from sp_compile.lowering.attention.case import Case, Need
 from sp_compile.lowering.attention.kernels import KERNELS
 from sp_compile.lowering.attention.merge import merge_pointwise
-from sp_compile.lowering.triton.flex.texts import Pairs
 from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import rows_of, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.triton.flex.texts import Pairs
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.dtypes import accumulation_dtype
-from sp_compile.lowering.triton.flex.calls import CannotCompileError
 from sp_compile.lowering.library import opaque
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
+from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
 from .args import LocalArgs
 from .case import Kernel, Need

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sp_compile.lowering.triton.flex.texts import Pairs
 from sp_compile.lowering.masks.blocks import FULL, Kind, PackedCall, Window
+from sp_compile.lowering.triton.flex.texts import Pairs
 
 
 class SequenceEnds(NamedTuple):

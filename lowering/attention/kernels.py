@@ -1,7 +1,7 @@
 """Attention of one block, forward and backward: a table of kernels, of which the first that accepts a block runs it.
 
 Shapes, and rows that attend to nothing: see ``case.py``. The CPU has PyTorch's flash kernel, CUDA those of
-``kernels_cuda.py``; masks and functions of scores that they do not know are compiled into one (``lowering/triton/flex``), and
+``kernels_cuda.py``; masks and functions of scores that they do not know are compiled into one (``triton/flex``), and
 what that refuses is arithmetic on all scores of a block.
 """
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.dtypes import HALF, accumulation_dtype
-from sp_compile.lowering.triton.flex import calls as fused
 from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.triton import AVAILABLE
+from sp_compile.lowering.triton.flex import calls as fused
 
 from . import kernels_cuda as cuda
 from .case import Case, Gradients, Kernel, finite_lse, padded

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.triton.flex.texts import Pairs
 from sp_compile.lowering.masks import predicate as language
 from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, PackedCall
@@ -21,6 +20,7 @@ from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import is_of_query
 from sp_compile.lowering.masks.spans import Rows, indices, take, valid_rows
+from sp_compile.lowering.triton.flex.texts import Pairs
 
 from .args import LocalArgs
 from .case import Case, Kernel, Score, SequenceEnds

@@ -11,8 +11,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Any
 
 from sp_compile.errors import SpError
@@ -33,23 +33,24 @@ class Pattern:
     results: tuple[Dims, ...]
     kinds: Mapping[str, str]
     options: Mapping[str, Any]
+    _bound: dict[Any, Factors | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def parse(text: str, **options: Any) -> Pattern:
         """Read a rule text. Raises SpError as `rule` does."""
-        text, *said = (part.strip() for part in text.split(";"))
-        try:
-            options.update(_option(part) for part in said)
-            operands, results = _sides(text)
-            kinds = {f: kind for kind in KINDS for f in str(options.pop(kind, "")).split()}
-            _check(operands, results, kinds, options)
-        except SpError as error:
-            raise SpError(f"rule {text!r}: {error}") from None
-        return Pattern(operands, results, kinds, options)
+        if "pad" in options:  # with a value, of which 0, 0.0 and False are different ones
+            return _read(text, options)
+        return _known(text, tuple(sorted(options.items())))
 
     def at(self, call: Call) -> Factors | None:
         """Bind the text to a call's shapes; None if it does not fit their number of dims or the sizes of its groups."""
-        shapes = [call.shape(i) for i in range(len(call.operands))]
+        shapes = tuple(call.shape(i) for i in range(len(call.operands)))
+        results = call.result_shapes()
+        if (shapes, results) not in self._bound:  # layers are alike, and every analysis asks again
+            self._bound[shapes, results] = self._at(shapes, results)
+        return self._bound[shapes, results]
+
+    def _at(self, shapes: Sequence[tuple[Size, ...]], result_shapes: Sequence[tuple[Size, ...]]) -> Factors | None:
         given = self.operands or ((),) * len(shapes)  # nothing left of the arrow: no operand, or one without dims
         bound = [_at_depth(dims, len(s) - len(dims) + 1) for dims, s in zip(given, shapes)]
         if [len(dims) for dims in bound] != [len(s) for s in shapes] or len(given) != len(shapes):
@@ -57,7 +58,7 @@ class Pattern:
         depth = max((len(s) - len(d) + 1 for d, s in zip(given, shapes) if "..." in d), default=0)
         results = tuple(_at_depth(dims, depth) for dims in self.results)
         kinds = {f: kind for name, kind in self.kinds.items() for f in _at_depth((name,), depth)}
-        pairs = [*zip(bound, shapes), *zip(results, call.result_shapes())]
+        pairs = [*zip(bound, shapes), *zip(results, result_shapes)]
         extent = _extents(pairs)
         grouped = _grouped(pairs, extent)
         if grouped is None:
@@ -67,6 +68,23 @@ class Pattern:
             for dims, shape in zip(bound, shapes)
         )
         return Factors(operands, results, kinds, **self.options, extents=grouped)
+
+
+@lru_cache(maxsize=1024)
+def _known(text: str, options: tuple[tuple[str, Any], ...]) -> Pattern:
+    return _read(text, dict(options))
+
+
+def _read(text: str, options: dict[str, Any]) -> Pattern:
+    text, *said = (part.strip() for part in text.split(";"))
+    try:
+        options.update(_option(part) for part in said)
+        operands, results = _sides(text)
+        kinds = {f: kind for kind in KINDS for f in str(options.pop(kind, "")).split()}
+        _check(operands, results, kinds, options)
+    except SpError as error:
+        raise SpError(f"rule {text!r}: {error}") from None
+    return Pattern(operands, results, kinds, options)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -18,10 +18,10 @@ slow = pytest.mark.slow
 
 
 def pairs_of(predicate: str, score: str, rows: int) -> Any:
-    from sp_compile.lowering.triton.flex.texts import Pairs
     from sp_compile.lowering.masks.pieces import Pieces
     from sp_compile.lowering.masks.plan import plan
     from sp_compile.lowering.masks.spans import rows_of, whole
+    from sp_compile.lowering.triton.flex.texts import Pairs
 
     documents = (torch.arange(rows) // 1000)[None]
     vectors, sizes = ({"row0": documents, "col0": documents} if "row0" in predicate else {}), {"n0": 700}

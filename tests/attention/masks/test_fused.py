@@ -16,13 +16,13 @@ from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
 from sp_compile.lowering.attention.merge import merge
-from sp_compile.lowering.triton.flex import calls
-from sp_compile.lowering.triton.flex.tables import EMPTY, FULL, PARTIAL, Tables, kinds_of_tiles, tables, tile_of
 from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import rows_of, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.triton.flex import calls
+from sp_compile.lowering.triton.flex.tables import EMPTY, FULL, PARTIAL, Tables, kinds_of_tiles, tables, tile_of
 
 sp = torch.ops.sp
 TEXTS = ["", "30.0*tanh(s/30.0)", "s + head0*(k - q)", "s - Abs(k - q)/8.0 + exp(-s**2)"]
