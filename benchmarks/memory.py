@@ -26,10 +26,9 @@ WORDS = f"""# Memory of a training step, predicted and measured
 
 `python benchmarks/memory.py --plan`: bytes of all tensors that a step of one of {RANKS} ranks makes, gradients
 included, at their peak, on a CPU and one thread. Predicted by `explain(memory=True)`, measured by every allocation of a
-warm step of the first and the last rank, whose others are torch's "fake" group; the larger counts. Parameters, inputs and the optimizer's state are known beforehand
-and not counted. `aot_eager` runs each operator by itself; `inductor` fuses them, which is modelled.
-Off by more than 10 % on `inductor`: checkpointed blocks, which it computes again earlier than the graph does, and
-gathered keys by a little.
+warm step of the first and the last rank, whose others are torch's "fake" group; the larger counts. Parameters, inputs
+and the optimizer's state are known beforehand and not counted. `aot_eager` runs each operator by itself; `inductor`
+fuses them, which is modelled.
 
 """
 
