@@ -147,7 +147,7 @@ def _reason(view: TokenView, region: Region) -> str | None:
     if any(_reads_symbols(view, n) for n in nodes):
         return "a size beside the number of rows is a symbol: compile one graph a batch with dynamic=False"
     if is_of_any_length(view, region) and not SYMBOLIC_GRAPHS:
-        return "the number of rows is a symbol, which takes torch 2.13 or 2.14: compile with dynamic=False"
+        return "the number of rows is a symbol, which takes torch 2.13: compile with dynamic=False"
     thin = all(view.is_sum(x) or width(view, x) * THIN <= region.narrow for x in region.results)
     made, left = (sum(width(view, x) for x in nodes) for nodes in (region.seeds, region.results))
     if made < WIDER * left or not (region.results and region.rows):

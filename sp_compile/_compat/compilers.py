@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 JointTransform = Callable[[torch.fx.GraphModule], None]
@@ -63,7 +64,9 @@ def nested(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with tracing(TracingContext(detect_fake_mode(inputs))), torch.no_grad():
+        # Theirs: torch 2.15 detects that of the compilation around it, whose guards would then have their symbols.
+        mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
+        with tracing(TracingContext(mode)), torch.no_grad():
             return compiler(gm, list(inputs))
 
     return run

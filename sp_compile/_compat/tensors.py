@@ -70,9 +70,8 @@ def is_symbolic(x: torch.Tensor) -> bool:
     return any(isinstance(extent, torch.SymInt) for extent in x.shape)
 
 
-SYMBOLIC_GRAPHS = (2, 13) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
-"""Does a graph compiled with a symbol for a size, outside of Dynamo, take others? 2.11 writes the first down; a guard
-of 2.15 reads a name that nobody has given ("__meta_utils_unknown_tensor")."""
+SYMBOLIC_GRAPHS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Does a graph compiled with a symbol for a size, outside of Dynamo, take others? 2.11 writes the first down."""
 
 
 def guards_hold(fakes: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:

@@ -17,9 +17,7 @@ from sp_compile.lowering.tiles.program import ANY, TileProgram
 from sp_compile.passes.tiles.tiles import programs_of
 
 LENGTHS = (16, 23, 9, 40, 7)
-pytestmark = pytest.mark.skipif(
-    not SYMBOLIC_GRAPHS, reason="a number of rows that is a symbol takes torch 2.13 or 2.14"
-)
+pytestmark = pytest.mark.skipif(not SYMBOLIC_GRAPHS, reason="a number of rows that is a symbol takes torch 2.13")
 
 
 def compare(compiler: str, tiles: int, **options: object) -> list[TileProgram]:
