@@ -62,17 +62,19 @@ def backward(
 
 
 def _fitting(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Blocks and warps that keep a text's values in registers, which torch's own choice for plain scores does not.
+    """Blocks, warps and stages that keep a text's values in registers, which torch's own for plain scores do not.
 
-    Seen on sm_90, compiled by Triton 3.7, with a soft-cap of slopes within documents: no spills up to heads of 256.
+    Seen on sm_90, compiled by Triton 3.7, with soft-caps, slopes and documents: no spills, but in float32 above 128.
     """
     if dtype == torch.float32:
-        return {}
-    back = (64, 64, 2) if head_dim <= 64 else (32, 64, 2) if head_dim <= 128 else (32, 32, 1)
-    found = {"bwd_BLOCK_M1": back[0], "bwd_BLOCK_N1": back[1], "bwd_BLOCK_M2": back[1], "bwd_BLOCK_N2": back[0]}
-    if head_dim <= 64:
-        found |= {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 3}
-    return found | {"bwd_num_warps": 8, "bwd_num_stages": back[2]}
+        forward, back = (32, 32, 1), (16, 16, 1)
+    else:
+        forward = (128, 64, 3) if head_dim <= 128 else (64, 32, 3)
+        back = (64, 64, 2) if head_dim <= 64 else (32, 64, 2) if head_dim <= 128 else (32, 32, 1)
+    found = {"fwd_BLOCK_M": forward[0], "fwd_BLOCK_N": forward[1], "fwd_num_stages": forward[2]}
+    found |= {"bwd_BLOCK_M1": back[0], "bwd_BLOCK_N1": back[1], "bwd_BLOCK_M2": back[1], "bwd_BLOCK_N2": back[0]}
+    warps = 4 if head_dim > 128 and dtype != torch.float32 else 8
+    return found | {"fwd_num_warps": warps, "bwd_num_warps": 8, "bwd_num_stages": back[2]}
 
 
 def _forward(told: Asked, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:

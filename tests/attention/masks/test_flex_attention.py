@@ -13,6 +13,7 @@ from typing import Any
 import expecttest
 import pytest
 import torch
+from support.attention.fused import fused_here
 from support.capturing import Backend, simulating
 from support.golden import show
 from support.models import Decoder, check, floats, rotated, seeded, tokens
@@ -274,6 +275,16 @@ def test_equals_one_device(mask: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["hybrid", "ulysses"])
 def test_scores_equal_one_device(strategy: str) -> None:
     run("window", strategy, 4, score_mod="both")
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
+@pytest.mark.parametrize(("mask", "score_mod"), [("documents", "both"), ("prefix", "soft-cap")])
+def test_the_fused_kernel_equals_one_device(mask: str, score_mod: str, strategy: str) -> None:
+    """The graphs that a GPU compiles, in the place of dense arithmetic."""
+    with fused_here() as programs:
+        run(mask, strategy, 4, score_mod=score_mod)
+    assert len(programs.made) >= 2
 
 
 WAYS = [(s, n) for s in ("ulysses", "ring", "hybrid", "gather", "auto") for n in (1, 2, 3, 4)]
