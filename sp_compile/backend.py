@@ -204,7 +204,8 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str,
     rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
     edges = Edges(view.layouts, _left_in_shards(local, view, session.ranks), rows, view.writes, symbols)
     if edges.results:
-        report.sharded_outputs = [result.name for result in edges.results.values()]
+        written = edges.writes.values()
+        report.sharded_outputs = [result.name for i, result in edges.results.items() if i not in written]
     return RankProgram(local, config, session.ranks, report, plain, _joint(plain, config, session), edges, machine)
 
 

@@ -1,0 +1,153 @@
+"""A frozen base in quantised weights under adapters that are trained (QLoRA), on real ranks against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import ranks as worker
+from support.parity import VOCAB, Outcome, against_eager, check, sp, text
+from support.ranks import Ranks
+from torch import Tensor, nn
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("sp_tests::dequantized", mutates_args=())
+def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
+    """As a library of quantised weights has it, of which nobody knows a rule."""
+    return codes.to(scale.dtype) * scale[:, None]
+
+
+@dequantized.register_fake
+def _(codes: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty(codes.shape, dtype=scale.dtype, device=codes.device)
+
+
+class Int8(Tensor):
+    """A weight that is dequantised by whatever op takes it, as torchao's are."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Int8:
+        made: Int8 = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, size: Any, stride: Any) -> Int8:
+        return Int8(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.detach.default, aten.alias.default, aten.clone.default):
+            return Int8(args[0].codes, args[0].scale)
+
+        def whole(x: Int8) -> Tensor:
+            return x.codes.to(x.scale.dtype) * x.scale[:, None]
+
+        args, kwargs = torch.utils._pytree.tree_map_only(Int8, whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Codes(nn.Module):
+    """8 bits a weight in a buffer, a scale a row."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        scale = weight.abs().amax(1) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("codes", (weight / scale[:, None]).round().to(torch.int8))
+
+    def forward(self) -> Tensor:
+        return self.codes.to(self.scale.dtype) * self.scale[:, None]
+
+
+class ByAnOp(Codes):
+    """The same, by an op of a library."""
+
+    def forward(self) -> Tensor:
+        return dequantized(self.codes, self.scale)
+
+
+class BySubclass(Codes):
+    """The same, as a parameter of a subclass of Tensor."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
+        self.weight = nn.Parameter(Int8(self.codes, self.scale), requires_grad=False)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Table(nn.Module):
+    """4 bits a weight, two in a byte, which number the entries of a table; a scale for every 8 weights."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.shape = weight.shape
+        groups, table = weight.reshape(-1, 8), torch.linspace(-1, 1, 16, dtype=weight.dtype).pow(3)
+        scale = groups.abs().amax(1, keepdim=True)
+        codes = (groups / scale).unsqueeze(-1).sub(table).abs().argmin(-1).to(torch.uint8).flatten()
+        for name, value in {"table": table, "scale": scale, "codes": codes[::2] * 16 + codes[1::2]}.items():
+            self.register_buffer(name, value)
+
+    def forward(self) -> Tensor:
+        codes = torch.stack([self.codes >> 4, self.codes & 15], -1).flatten()
+        return (self.table[codes.int()].reshape(-1, 8) * self.scale).reshape(self.shape)
+
+
+class Adapted(nn.Module):
+    """A quantised linear with an adapter of rank 2."""
+
+    def __init__(self, wide: int, base: Callable[[Tensor], nn.Module], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = base(torch.randn(wide, wide, dtype=torch.float64) / wide**0.5)
+        self.down = nn.Parameter(torch.randn(2, wide, dtype=dtype))
+        self.up = nn.Parameter(torch.randn(wide, 2, dtype=dtype) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.base()) + F.linear(F.linear(x.to(self.down.dtype), self.down), self.up).to(x.dtype)
+
+
+class Tuned(nn.Module):
+    """Tokens in, a loss out; nothing but the adapters is trained."""
+
+    def __init__(self, base: Callable[[Tensor], nn.Module], dtype: torch.dtype, wide: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, wide).double(), nn.Linear(wide, VOCAB).double()
+        self.requires_grad_(False)
+        self.inner, self.outer = Adapted(wide, base, dtype), Adapted(wide, base, dtype)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.outer(F.gelu(self.inner(x.cumsum(1))))
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def tuned(base: Callable[[Tensor], nn.Module], dtype: torch.dtype) -> Outcome:
+    torch.manual_seed(0)
+    model = Tuned(base, dtype)
+    return against_eager(model, *text(9), run=sp(model, mesh=worker.mesh()))
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("base", [BySubclass, Table, ByAnOp, Codes])
+def test_adapters_of_a_frozen_base(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> None:
+    check(ranks.run(2, tuned, base, torch.float64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [BySubclass, Table])
+def test_adapters_in_bf16(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> None:
+    """Of 8 bits: the ranks' gradients are rounded before they are added up."""
+    check(ranks.run(2, tuned, base, torch.bfloat16), tolerance=3e-2)
