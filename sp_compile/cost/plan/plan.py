@@ -42,6 +42,8 @@ UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**1
 SAMPLES = 2, 4
 """Numbers of ranks that are looked at, with every attention split in the same way."""
 ONE = SAMPLES[:1]
+LEAST_FALL = SAMPLES[0] / SAMPLES[1] / 2
+"""Of what a layer takes on the second number of ranks for the first: half of what shards do."""
 TILES = 16
 """That work on rows is done in, where tiles are tried."""
 SHARES = tuple(i / 20 for i in range(1, 21))
@@ -278,7 +280,7 @@ class _AllLayers:
         one, two = self.parts[:2]
         for name in two[0]:
             first, second = (b.get(name, 0.0) - a.get(name, 0.0) for a, b in zip(one, two, strict=True))
-            if first:
+            if first and LEAST_FALL <= second / first <= 1:  # a peak that is elsewhere with one layer more says nothing
                 yield name, second / first
 
     def _completed(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
