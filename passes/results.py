@@ -17,10 +17,10 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering.collectives.late import LateGraph
 
-LARGE = 1 << 20  # bytes of a result that outputs="auto" leaves in shards: a millisecond of a slow link, or less
+LARGE_RESULT = 1 << 20  # bytes of a result that outputs="auto" leaves in shards: a millisecond of a slow link, or less
 
 GATHER = "a result of the model (outputs='gather')"
-SMALL = f"a result of the model, smaller than {LARGE >> 20} MiB"
+SMALL = f"a result of the model, smaller than {LARGE_RESULT >> 20} MiB"
 
 
 def asked_of(output: Node, outputs: str | Sequence[str]) -> dict[Node, list[str]]:
@@ -43,7 +43,7 @@ def why_whole(value: torch.Tensor, words: Sequence[str]) -> str:
         return GATHER
     if "local" in words:
         return ""
-    return SMALL if "lazy" not in words and bytes_now(value) < LARGE else ""
+    return SMALL if "lazy" not in words and bytes_now(value) < LARGE_RESULT else ""
 
 
 def gradients_by_ticket(gm: GraphModule, numbers: Iterable[int]) -> dict[int, int]:

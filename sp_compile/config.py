@@ -55,10 +55,10 @@ class SPConfig:
         what was measured on these ranks; see sp_compile.cost.machine.Machine.
     inputs: "global": every rank passes the whole sequence; "local": each passes its own equal, contiguous shard of the
         inputs named in seq_dims (or found), which needs a dynamic sequence length.
-    outputs: "auto": results of at least `LARGE` bytes that lie in shards stay there, as tensors that know it and become
-        whole when eager code reads them, on every rank; "lazy": smaller ones, too. "gather": every rank returns whole
-        results. "local": each rank returns its own rows of them. Or {result: one of these}, by the name that the result
-        has in the model's code or by its place among the graph's results; the others are as by default.
+    outputs: "auto": results of at least `LARGE_RESULT` bytes that lie in shards stay there, as tensors that know it
+        and become whole when eager code reads them, on every rank; "lazy": smaller ones, too. "gather": every rank
+        returns whole results. "local": each rank returns its own rows of them. Or {result: one of these}, by the name
+        that the result has in the model's code or by its place among the graph's results; the others are as by default.
     param_grads: "reduce": parameter gradients are summed over the ranks in the backward; "partial": they are left
         partial, scaled by the number of ranks, for a DDP or FSDP that averages over an axis that includes these ranks.
     fallback: "gather" does what cannot be sharded on the whole, and reports it; "error" refuses it.

@@ -25,7 +25,7 @@ from sp_compile.passes.joint.checkpoints import stay_in_checkpoints
 from sp_compile.passes.joint.overlap import overlap
 from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
-from sp_compile.spmd.between import in_shards
+from sp_compile.spmd.between import as_if_sharded
 from sp_compile.spmd.session import Session
 
 from ._compat import TorchRuntimeError, memory_budget, partitioned
@@ -178,7 +178,7 @@ def _each_graph(
                 if compare is not None and session.split:
                     compare(gm, lowered, inputs)
                 total.merge(lowered.report)
-            return in_shards(gm.forward(*inputs), found[0][1].edges)
+            return as_if_sharded(gm.forward(*inputs), found[0][1].edges)
 
         return call
 

@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from sp_compile.lowering.masks.deal import dealt, order_of
+from sp_compile.lowering.masks.deal import dealt, new_order
 from sp_compile.lowering.masks.pieces import pieces_of
 from sp_compile.lowering.masks.plan import plan
 
@@ -72,7 +72,7 @@ def balance(tokens: int, documents: int, ranks: list[int]) -> Table:
             orders = {
                 "contiguous": (torch.arange(tokens), 1, 0.0),
                 "zigzag": (zigzag(tokens, n), 2, 0.0),
-                "balanced": (order_of(made, torch.device("cpu"))[0], len(made.firsts) / n, ms),
+                "balanced": (new_order(made, torch.device("cpu"))[0], len(made.firsts) / n, ms),
             }
             for layout, (order, chunks, taken) in orders.items():
                 loads = (position[order] + 1).view(n, -1).sum(1).double()

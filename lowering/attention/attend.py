@@ -21,7 +21,7 @@ from sp_compile.lowering.triton.flex.calls import CannotCompileError
 from .args import LocalArgs
 from .case import Kernel, Need
 from .kernels import KERNELS
-from .masking import Masking
+from .masking import CallMask
 from .merge import Average, Sum, merge
 
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
@@ -50,7 +50,7 @@ def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:
     return mask.shape if mask is not None and wanted else (0,)
 
 
-def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator[Strip]:
+def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[Strip]:
     """The calls in groups of the same queries, cut where a kernel would make too large tensors.
 
     If tensors would have to tell which pairs of a block attend, and a fused kernel may read that, it is one call.
@@ -89,7 +89,7 @@ def _strips(q: Tensor, v: Tensor, masking: Masking, mask_grad: bool) -> Iterator
             yield [(_cut(block, low, rows), kernel) for block, kernel in strip]
 
 
-def _most_rows(q: Tensor, masking: Masking, block: Block, kernel: Kernel) -> int:
+def _most_rows(q: Tensor, masking: CallMask, block: Block, kernel: Kernel) -> int:
     """The most query rows of one call."""
     if kernel.dense:
         tensors = q.shape[0] * q.shape[1]
@@ -168,7 +168,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     """
     args, _ = LocalArgs.of(rest)
     q, _, scale = _scaled(q, args.scale)
-    masking, total = Masking.of(q, k, args), Average(q, v.shape[3])
+    masking, total = CallMask.of(q, k, args), Average(q, v.shape[3])
     for strip in _strips(q, v, masking, mask_grad=False):
         parts = [
             kernel.forward(*_operands(q, k, v, block), masking.case(block, q.shape[0], scale, kernel))
@@ -200,7 +200,7 @@ def attend_backward(
     """
     args, (mask_grad, *others) = LocalArgs.of(rest)
     q, sign, scale = _scaled(q, args.scale)
-    masking, dtype = Masking.of(q, k, args), accumulation_dtype(q.dtype)
+    masking, dtype = CallMask.of(q, k, args), accumulation_dtype(q.dtype)
     grad, out = grad.to(q.dtype), out.to(q.dtype)
     sent = _of_keys(k, v, dtype, *others[1:]) if any(others[1:]) else None
     places = (None, None) if sent is None else sent[0].split([k.shape[3], v.shape[3]], 3)

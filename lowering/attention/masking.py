@@ -73,7 +73,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Masking:
+class CallMask:
     """The mask of one call, from which each block takes its part."""
 
     plan: BlockPlan
@@ -91,7 +91,7 @@ class Masking:
     device: torch.device
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, args: LocalArgs) -> "Masking":
+    def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":
         """From the arguments of ``sp::attend``. SpError for dropout without a seed."""
         rows, cols, group = args.rows, args.cols, args.group
         q_rows, k_rows = (valid_rows(args.q_span, q.shape[2], group), valid_rows(args.k_span, k.shape[2], group))
@@ -112,7 +112,7 @@ class Masking:
         vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
         named = {f"n{i}": size for i, size in enumerate(numbers)}
         of_scores = dropout, args.score, args.heads
-        return Masking(found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device)
+        return CallMask(found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device)
 
     def case(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> Case:
         """A block's masks, as this kernel takes them."""

@@ -66,7 +66,7 @@ BUFFERS: dict[str, Buffer] = {}
 """What was declared, by group, on all of its ranks or on none: their exchanges may use it."""
 
 
-class Packing(NamedTuple):
+class PermuteProblem(NamedTuple):
     """One exchange of x; dims are not negative and not equal."""
 
     x: Tensor
@@ -97,7 +97,7 @@ class Packing(NamedTuple):
         return buffer if buffer is not None and buffer.fits(self.x) else None
 
 
-def _staged(problem: Packing) -> tuple[Buffer, Tensor]:
+def _staged(problem: PermuteProblem) -> tuple[Buffer, Tensor]:
     """x in symmetric memory; peers may read it after the barrier."""
     buffer, x = problem.buffer, problem.x
     assert buffer is not None
@@ -108,7 +108,7 @@ def _staged(problem: Packing) -> tuple[Buffer, Tensor]:
     return buffer, staged
 
 
-def _symmetric(problem: Packing) -> Tensor:
+def _symmetric(problem: PermuteProblem) -> Tensor:
     from sp_compile.lowering.triton.move import from_peers
 
     buffer, staged = _staged(problem)
@@ -121,7 +121,7 @@ def _symmetric(problem: Packing) -> Tensor:
     return out
 
 
-def _torchs(problem: Packing) -> Tensor:
+def _torchs(problem: PermuteProblem) -> Tensor:
     buffer, staged = _staged(problem)
     out = problem.x.new_empty(problem.shape)
     run = symmetric_all_to_all()
@@ -131,7 +131,7 @@ def _torchs(problem: Packing) -> Tensor:
     return out
 
 
-def _packed(problem: Packing) -> Tensor:
+def _packed(problem: PermuteProblem) -> Tensor:
     x, scatter, gather, n, group = problem
     if not all(known(size == 1) for size in x.shape[:scatter]):
         return exchange([x], equal_reshard(*problem[1:]))[0]
@@ -146,8 +146,8 @@ def _packed(problem: Packing) -> Tensor:
 
 
 class PackingRow(NamedTuple):
-    fits: Callable[[Packing], bool]
-    run: Callable[[Packing], Tensor]
+    fits: Callable[[PermuteProblem], bool]
+    run: Callable[[PermuteProblem], Tensor]
 
 
 TABLE: Table[PackingRow] = Table("all_to_all_permute")
@@ -168,7 +168,7 @@ class _PermuteFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
-        problem = Packing(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
+        problem = PermuteProblem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
         result = TABLE[choose(problem)].run(problem)
         # As a view of what arrived it could not be changed in place.
         return result.data if triton.is_plain(result) else result

@@ -104,7 +104,7 @@ class Origin:
 
 
 @dataclass(eq=False)
-class Held:
+class HeldRows:
     """What stands behind a value and all its aliases: this rank's rows, or the whole once somebody has read it.
 
     The rows are gone then: eager code may write to the whole, and a graph that takes the value cuts its own.
@@ -146,7 +146,7 @@ class Held:
             self.whole, self.local = whole, None
         return whole
 
-    def become(self, new: Tensor, held: Held | None) -> None:
+    def become(self, new: Tensor, held: HeldRows | None) -> None:
         """Hold what was written to the value, and so to all its aliases. held: of a new value in shards, its own.
 
         Rows are replaced: graphs have kept the old ones for their backwards. Plain tensors share the memory of a whole.
@@ -165,11 +165,11 @@ class Held:
         assert self.whole is not None
         return self.whole
 
-    def mapped(self, op: Callable[[Tensor], Tensor], name: str) -> Held:
+    def mapped(self, op: Callable[[Tensor], Tensor], name: str) -> HeldRows:
         """The same of another value, made of this one row by row."""
         origin = Origin(f"{name} of {self.origin.words}", self.origin.meet)
         if self.whole is not None:
-            return Held(self.layout, self.length, None, origin, op(self.whole))
+            return HeldRows(self.layout, self.length, None, origin, op(self.whole))
         if self.late is not None:
-            return Held(self.layout, self.length, None, origin, late=self.late.then(op))
-        return Held(self.layout, self.length, op(self.rows()), origin)
+            return HeldRows(self.layout, self.length, None, origin, late=self.late.then(op))
+        return HeldRows(self.layout, self.length, op(self.rows()), origin)

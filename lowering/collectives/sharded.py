@@ -34,7 +34,7 @@ from sp_compile._compat import (
 from sp_compile.errors import SpError
 from sp_compile.lowering.frames import rows_held
 
-from .held import Held, Layout, Orders, Origin
+from .held import HeldRows, Layout, Orders, Origin
 from .late import LateRows
 from .tickets import leave
 
@@ -61,10 +61,10 @@ class Sharded(Tensor):
     the sum of two that lie alike. Reading takes every rank. repr() does not read.
     """
 
-    held: Held
+    held: HeldRows
 
     @staticmethod
-    def __new__(cls, held: Held, shape: Sequence[int]) -> Sharded:
+    def __new__(cls, held: HeldRows, shape: Sequence[int]) -> Sharded:
         """shape: of the whole."""
         strides = held.layout.strides(shape)
         value: Sharded = wrapper_subclass(cls, shape, strides, held.near)
@@ -180,7 +180,7 @@ class Sharded(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, shape: Any, strides: Any) -> Sharded:
         if "order" in inner:
             layout = replace(layout, dealt=Orders(inner["order"], inner["inverse"]))
-        return Sharded(Held(layout, shape[layout.dim], inner["local"]), shape)
+        return Sharded(HeldRows(layout, shape[layout.dim], inner["local"]), shape)
 
     @property
     def order(self) -> Tensor:
@@ -262,7 +262,7 @@ def _summed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     layout = first.lies
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.rows(x) for x in (a, b)))
     origin = Origin(f"a sum with {first.held.origin.words}", first.held.origin.meet)
-    held = Held(layout, first.held.length, total, origin)
+    held = HeldRows(layout, first.held.length, total, origin)
     if func is aten.add.Tensor:
         return Sharded(held, first.shape)
     if a is not first or a.is_whole:
@@ -329,7 +329,7 @@ class _Enter(torch.autograd.Function):
         if grad is None:
             return None, None
         layout, origin = ctx.layout, Origin(f"the gradient of {ctx.origin.words}", ctx.origin.meet)
-        return Sharded(Held(layout, ctx.shape[layout.dim], grad, origin), ctx.shape), None
+        return Sharded(HeldRows(layout, ctx.shape[layout.dim], grad, origin), ctx.shape), None
 
 
 class _Leave(torch.autograd.Function):
@@ -341,7 +341,11 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, held: Held, shape: Sequence[int], gradients: Callable[[Tensor], Iterable[Tensor]], *sources: Tensor
+        ctx: Any,
+        held: HeldRows,
+        shape: Sequence[int],
+        gradients: Callable[[Tensor], Iterable[Tensor]],
+        *sources: Tensor,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.gradients, ctx.sources = held.layout, gradients, len(sources)
@@ -384,7 +388,7 @@ def leaving(
     ticket: under which the gradient is left, see `tickets`; None: it goes to `local`.
     """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
-    held = Held(layout, length, local.detach(), origin or Origin())
+    held = HeldRows(layout, length, local.detach(), origin or Origin())
     if ticket is None:
         return _Leave.apply(held, shape, lambda rows: [rows], local)
     return _Leave.apply(held, shape, lambda rows: [leave(rows)], ticket)
@@ -397,11 +401,11 @@ def leaving_late(
 
     shape: of the whole. tickets: under which the gradients of what it is made of are left.
     """
-    held = Held(layout, length, None, origin, late=late)
+    held = HeldRows(layout, length, None, origin, late=late)
     return _Leave.apply(held, shape, lambda rows: map(leave, late.gradients(rows)), *tickets)
 
 
-class _Written(torch.autograd.Function):
+class _Write(torch.autograd.Function):
     """A value to which a graph has written, from here on the new one."""
 
     @staticmethod
@@ -417,7 +421,7 @@ class _Written(torch.autograd.Function):
 
 def write(x: Sharded, new: Tensor) -> None:
     """What an in-place op of a graph does to a value that it was given: autograd sees it, and so do aliases."""
-    _Written.apply(x, new)
+    _Write.apply(x, new)
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)  # what has been kept for a backward is told apart
 
@@ -435,7 +439,7 @@ class _Known(torch.autograd.Function):
         length = x.shape[layout.dim]
         rows = layout.outer * rows_held(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]
-        return Sharded(Held(layout, length, layout.dense(x.new_empty(shape)), whole=layout.dense(x)), x.shape)
+        return Sharded(HeldRows(layout, length, layout.dense(x.new_empty(shape)), whole=layout.dense(x)), x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

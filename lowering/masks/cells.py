@@ -99,7 +99,7 @@ PAIRS = 8
 """Where cells meet more than so many others, on the average, they are not looked at by pairs."""
 
 
-class Meeting:
+class MeetingCells:
     """Which cells meet, by the conditions of one predicate. fixed: the bounds of its sizes."""
 
     def __init__(

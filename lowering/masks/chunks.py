@@ -26,7 +26,7 @@ WorkBefore = Callable[[Sequence[int]], Sequence[int]]
 """The work of all queries before each of these positions, which are in order."""
 
 
-class Dealt(NamedTuple):
+class ChunkOrder(NamedTuple):
     """The chunks in the order in which ranks hold them; all together they are the sequence."""
 
     firsts: Ints
@@ -43,7 +43,7 @@ class Dealt(NamedTuple):
         return np.cumsum(self.lengths) - self.lengths
 
 
-def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> Dealt:
+def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> ChunkOrder:
     """`length` positions for n ranks of `rows` each, the last of which may hold fewer.
 
     The fewest chunks a rank with which the busiest has at most ENOUGH times the mean, or else the best there are.
@@ -68,7 +68,7 @@ def _numbers(most: int) -> Iterator[int]:
         number *= 2
 
 
-def _dealt(work: WorkBefore, length: int, n: int, rows: int, chunks: int, front: int, behind: int) -> Dealt:
+def _dealt(work: WorkBefore, length: int, n: int, rows: int, chunks: int, front: int, behind: int) -> ChunkOrder:
     """Each rank's run of `rows` is cut in the same way, so that a rank takes as many of each size as it gives."""
     sizes = np.array([rows // chunks + (i < rows % chunks) for i in range(chunks)])
     edges = np.minimum(np.append(0, np.cumsum(np.tile(sizes, n))), n * rows)
@@ -81,7 +81,7 @@ def _dealt(work: WorkBefore, length: int, n: int, rows: int, chunks: int, front:
     loads = np.bincount(owners, works, n)
     kept = lengths > 0
     imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
-    return Dealt(firsts[kept], lengths[kept], imbalance, imbalance)
+    return ChunkOrder(firsts[kept], lengths[kept], imbalance, imbalance)
 
 
 def _owners(works: np.ndarray, large: np.ndarray, fixed: np.ndarray, n: int) -> Ints:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sp_compile.lowering.library import opaque
 
 from .blocks import pairs_before
-from .chunks import Dealt, deal
+from .chunks import ChunkOrder, deal
 from .pieces import Ints, Pieces, cut, table_of, table_size
 from .plan import plan
 from .spans import Segment
@@ -36,7 +36,7 @@ def dealt(
     stride: int = 1,
     front: int = 0,
     behind: int = 0,
-) -> Dealt:
+) -> ChunkOrder:
     """How `length` positions are dealt to n ranks, for attention by these predicates, each as often as its weight says.
 
     vectors: row<i> and col<i> of all predicates. sizes: their n<i>. stride: neighbours that share heads, so that each
@@ -57,7 +57,7 @@ def dealt(
     return found
 
 
-def order_of(found: Dealt, device: torch.device) -> tuple[Tensor, Tensor]:
+def new_order(found: ChunkOrder, device: torch.device) -> tuple[Tensor, Tensor]:
     """The positions in the new order, and the places of all positions in it: int64 (length,) twice. Does not wait."""
     length, back = int(found.lengths.sum()), np.argsort(found.firsts)
     shifts, lengths = found.firsts - found.offsets, found.lengths
@@ -70,14 +70,14 @@ def order_of(found: Dealt, device: torch.device) -> tuple[Tensor, Tensor]:
     return order, inverse
 
 
-def positions_in_order(found: Dealt) -> Tensor:
+def positions_in_order(found: ChunkOrder) -> Tensor:
     """The table (see `pieces.py`) of the positions in the new order."""
     alone = np.ones_like(found.firsts)
     table = np.stack([found.offsets, found.firsts, found.firsts, alone])
     return table_of(_continued(table), 1, int(found.lengths.sum()))
 
 
-def in_order(vector: Pieces, found: Dealt) -> Tensor:
+def in_order(vector: Pieces, found: ChunkOrder) -> Tensor:
     """The table of a vector whose values stand in the new order."""
     table = cut(vector.table, found.firsts)
     by_first = np.argsort(found.firsts)
@@ -143,4 +143,4 @@ def deal_rows(
     numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, behind)]
     found = dealt(tuple(predicates), *numbers, pieces, int(length), n, stride, *ends)
     moved = [in_order(vector, found) for vector in pieces]
-    return [*order_of(found, device), positions_in_order(found), *tables, *moved]
+    return [*new_order(found, device), positions_in_order(found), *tables, *moved]

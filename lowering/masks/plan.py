@@ -34,7 +34,7 @@ from .blocks import (
     sized,
     split,
 )
-from .cells import PARTS, Band, CellPair, Meeting, Range, cells_of
+from .cells import PARTS, Band, CellPair, MeetingCells, Range, cells_of
 from .pieces import Pieces
 from .predicate import Verdict, is_of_query
 from .spans import Rows, boundaries, extent, intervals
@@ -153,7 +153,7 @@ class _Planner:
 
     def _tiles(self) -> list[CellPair] | None:
         q, k = cells_of(self._q_rows, self._rows, "q"), cells_of(self._k_rows, self._cols, "k")
-        return Meeting(self._conditions, [self._linears[c] for c in self._conditions], q, k, self._fixed).tiles()
+        return MeetingCells(self._conditions, [self._linears[c] for c in self._conditions], q, k, self._fixed).tiles()
 
     def _cover_tile(self, tile: CellPair) -> list[Block]:
         """The blocks of a tile whose pairs only the predicate knows."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 
-from .text import ARITHMETIC, SHOWN, Language, power, read
+from .text import ARITHMETIC, SHOWN, Language, power, read_text
 
 Bounds = tuple[Any, Any]
 """The least and the greatest value, both inclusive."""
@@ -273,7 +273,7 @@ def parse(text: str) -> Any:
     if not text:
         return sympy.true
     try:
-        expr = read(text, _LANGUAGE)
+        expr = read_text(text, _LANGUAGE)
     except ValueError as error:
         raise SpError(f"not a mask predicate: {text[:SHOWN]!r} ({error})") from error
     compared = [side for relation in expr.atoms(sympy.core.relational.Relational) for side in relation.args]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 
-from .text import ARITHMETIC, SHOWN, Language, read
+from .text import ARITHMETIC, SHOWN, Language, read_text
 
 SCORE = sympy.Symbol("s", real=True)
 _SYMBOL = re.compile(r"s|q|k|head\d+")
@@ -55,7 +55,7 @@ _LANGUAGE = Language(symbol, _constant, ARITHMETIC, FUNCTIONS)
 def parse(text: str) -> Any:
     """The sympy expression of ``text``. SpError when it is none; nothing of it is ever executed."""
     try:
-        return read(text, _LANGUAGE)
+        return read_text(text, _LANGUAGE)
     except ValueError as error:
         raise SpError(f"not a text about scores: {text[:SHOWN]!r} ({error})") from error
 

@@ -41,7 +41,7 @@ class Language:
     functions: Mapping[str, Callable[..., Any]]
 
 
-def read(text: str, language: Language) -> Any:
+def read_text(text: str, language: Language) -> Any:
     """The sympy expression of the text. Raises ValueError for what is not in the language."""
     try:
         return _read(ast.parse(text.strip(), mode="eval").body, language)

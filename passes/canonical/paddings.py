@@ -24,7 +24,7 @@ from sp_compile.graph.sizes import Size, same, size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import Pad, constant_of, join_of, origin, pad_of, readers, slice_of
-from sp_compile.sharding.windows import Sliding, WindowCall, plain, slides_of
+from sp_compile.sharding.windows import SlidingRows, WindowCall, plain, slides_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -48,10 +48,10 @@ class Paddings(Spelling):
         pad = padding(node)
         if pad is None:
             return False
-        length, padded = rows_of(node, pad.dim), pad
+        length, padded = rows_along(node, pad.dim), pad
         while (wider := uncut(padded)) is not None:
             padded = wider
-        rows = rows_of(padded.source, padded.dim)
+        rows = rows_along(padded.source, padded.dim)
         whole = _shift(padded, 0, length)
         shifts = _fits(length, padded) and (join_of(node) is not None or padded is not pad)
         if shifts and _spelt(whole, rows):
@@ -86,19 +86,19 @@ class Paddings(Spelling):
     def _slide(self, nodes: list[Node], x: Node, dim: int, slides: WindowCall, before: Node | None = None) -> None:
         """One call in the place of nodes that are all the same."""
         with self.graph.inserting_before(before or nodes[0]):
-            args = (x, *slides.args(rows_of(x, dim)))
+            args = (x, *slides.args(rows_along(x, dim)))
             new = self.emit(slides.op, args, nodes[0].meta["val"], nodes[0])
         for node in nodes:
             self.replace(node, new)
 
 
-def rows_of(x: Node, dim: int) -> Size:
+def rows_along(x: Node, dim: int) -> Size:
     return size(x.meta["val"].shape[dim])
 
 
 def _shift(padded: Pad, start: Size, length: Size) -> WindowCall:
     """So many rows of a padded value, from `start` on."""
-    sliding = Sliding(length, plain(padded.before - start))
+    sliding = SlidingRows(length, plain(padded.before - start))
     return WindowCall(sliding, sp.shift.default, (padded.dim,), (padded.fill,))
 
 
@@ -113,7 +113,7 @@ def uncut(pad: Pad) -> Pad | None:
     if piece is None or piece.dim != pad.dim:
         return None
     source = origin(piece.source)
-    behind = plain(rows_of(source, pad.dim) - piece.start - piece.length)
+    behind = plain(rows_along(source, pad.dim) - piece.start - piece.length)
     if not _hides(pad.before, piece.start) or not _hides(pad.after, behind):
         return None
     return replace(pad, source=source, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
@@ -129,7 +129,7 @@ def _fits(length: Size, padded: Pad) -> bool:
     source = padded.source
     while (piece := slice_of(source)) is not None:
         source = origin(piece.source)
-    return Sliding(length).fits(rows_of(source, padded.dim))
+    return SlidingRows(length).fits(rows_along(source, padded.dim))
 
 
 def padding(node: Node) -> Pad | None:
@@ -193,6 +193,6 @@ def _reading(user: Node, node: Node, padded: Pad) -> WindowCall | None:
 READS_FILL = (sp.max_pool1d.default, sp.unfold.default)
 
 
-def _pads(sliding: Sliding, rows: Size) -> bool:
+def _pads(sliding: SlidingRows, rows: Size) -> bool:
     after = sliding.after(rows)
     return not (same(sliding.before, 0) and isinstance(after, int) and after <= 0)

@@ -37,7 +37,7 @@ from sp_compile.sharding.matchers import (
 )
 from sp_compile.sharding.windows import plain
 
-from .paddings import padding, rows_of, uncut
+from .paddings import padding, rows_along, uncut
 from .scan_ops import CUMULATIVE, flips_along, has_scan, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -53,7 +53,7 @@ def shifted(node: Node) -> Pad | None:
     if piece is not None and pad is not None:
         if pad.dim != piece.dim or not dies_with(origin(piece.source), node):
             return None
-        behind = rows_of(piece.source, pad.dim) - piece.start - piece.length
+        behind = rows_along(piece.source, pad.dim) - piece.start - piece.length
         pad = replace(pad, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
     while pad is not None and (pad.before, pad.after) not in SHIFTS:
         pad = uncut(pad) if dies_with(pad.source, node) else None

@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile._compat import storage_of
 from sp_compile.cost.liveness import nbytes_of
 from sp_compile.cost.machine import Machine
-from sp_compile.cost.offload import OnHost, copied, seconds_of
+from sp_compile.cost.offload import OnHost, copy_seconds, seconds_of
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
 from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.edit import Editor
@@ -63,7 +63,7 @@ class Offload(Editor):
             for half in (forward, backward):
                 half.graph.lint()
                 half.recompile()
-        seconds = copied(total, self.machine)
+        seconds = copy_seconds(total, self.machine)
         self.found = OnHost(len(chosen), total, kept.nbytes - total, seconds, waits)
 
     def _wanted(self, kept: _Kept, forward: Graph, backward: Graph) -> float:
@@ -104,7 +104,7 @@ class Offload(Editor):
             if node in chosen:
                 with graph.inserting_after(node):
                     hosts[node] = self.compute(sp.offload.default, (node,), node)
-                free = max(at[node], free) + copied(chosen[node], self.machine)
+                free = max(at[node], free) + copy_seconds(chosen[node], self.machine)
                 under_way.append((free, hosts[node], node))
         output.args = (tuple(hosts.get(x, x) for x in output.args[0]),)
         return max(0.0, free - max(at.values(), default=0.0))
@@ -121,7 +121,7 @@ class Offload(Editor):
         begin, begun, waits = math.inf, dict[Node, Node](), dict[Node, Node]()  # the first ones before a node
         for given, user in sorted(first.items(), key=lambda one: -order[one[1]]):
             x, value = inputs[given], given.meta["val"]
-            begin = min(begin, at[user]) - copied(nbytes_of(value), self.machine)
+            begin = min(begin, at[user]) - copy_seconds(nbytes_of(value), self.machine)
             place = min(next(n for n in nodes if at[n] >= begin), user, key=order.__getitem__)
             with graph.inserting_before(begun.get(place) or waits.get(place) or place):
                 fresh = begun[place] = self.emit(sp.reload.default, (given, value.device), value, x)

@@ -35,7 +35,7 @@ from sp_compile.passes.job import Job, Note
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import DEALT
 
-from .lookups import distinct, move_before, vectors_of
+from .lookups import first_of_each, move_before, vectors_of
 
 sp = torch.ops.sp
 FRAMES = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
@@ -68,7 +68,7 @@ class Deal(Pass):
         found = [frame for _, frames in calls for frame in frames.values()]
         length = found[0][1]
         attends = [call for call, frames in calls if "q_frame" in frames]
-        self.known = distinct(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
+        self.known = first_of_each(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
         self.vectors = list(dict.fromkeys(self.known.values()))
         move_before(first, self.vectors)
         predicates, weights, numbers = self._work(attends)

@@ -44,7 +44,7 @@ class Lookups(Pass):
         return calls
 
     def _give(self, first: Node, readers: list[Node]) -> None:
-        known = distinct(v for n in readers for v in vectors_of(n))
+        known = first_of_each(v for n in readers for v in vectors_of(n))
         vectors = list(dict.fromkeys(known.values()))
         move_before(first, vectors)
         last = max(vectors)
@@ -71,7 +71,7 @@ def vectors_of(node: Node) -> list[Node]:
     return [*call["rows"], *call["cols"]]
 
 
-def distinct(vectors: Iterable[Node]) -> dict[Node, Node]:
+def first_of_each(vectors: Iterable[Node]) -> dict[Node, Node]:
     """For each vector the first of those that are computed alike."""
     known: dict[Node, Node] = {}
     for vector in vectors:

@@ -22,7 +22,7 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 
 sp = torch.ops.sp
-WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default, sp.reorder.default)
+GIVE_WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default, sp.reorder.default)
 """Ops whose result every rank goes on to use alike."""
 
 
@@ -36,7 +36,7 @@ class RestoreStrides(Pass):
     requires = frozenset({"proved"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        found = [(n, record(n).origin) for n in gm.graph.nodes if n.target in WHOLE]
+        found = [(n, record(n).origin) for n in gm.graph.nodes if n.target in GIVE_WHOLE]
         apart = [(n, o.meta["val"]) for n, o in found if o is not None and strides_differ(o.meta["val"], n.meta["val"])]
         for node, value in apart:
             restore(gm.graph, node, value)

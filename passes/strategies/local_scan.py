@@ -21,7 +21,7 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH, has_scan, to_sp_scan
 from sp_compile.passes.job import Job
 
-LARGE = 1 << 14  # elements; below them the call is what takes time
+LARGE_CARRY = 1 << 14  # elements; below them the call is what takes time
 
 
 class SlowScans(Pass):
@@ -46,7 +46,7 @@ def is_slow(node: Node) -> bool:
     """Would the lowering table run the scan by anything but torch?"""
     call, result = Call(node), Call(node).results()[0]
     op, dim, extents = TORCH[node.target], call.dim(), [size_hint(s) for s in result.shape]
-    if math.prod(extents) < LARGE or not extents or not has_scan(call):
+    if math.prod(extents) < LARGE_CARRY or not extents or not has_scan(call):
         return False
     wide = accumulate_dtype(op, result.dtype, result.device)
     kind = "scan" if node.target in CUMULATIVE else "extremes"

@@ -19,7 +19,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import same
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Partial, Placement, Replicate, Shard
-from sp_compile.sharding.windows import Sliding, WindowCall, place, shifts_of, slides_of
+from sp_compile.sharding.windows import SlidingRows, WindowCall, place, shifts_of, slides_of
 
 from .gather import operand_of, replace_operand
 
@@ -95,9 +95,9 @@ class Halo(Rewrite):
         placed = place(self._one_more(call, i), shard, self.job.ranks.n)
         return (i, shard, placed) if isinstance(placed, Shard) else None
 
-    def _one_more(self, call: Call, i: int) -> Sliding:
+    def _one_more(self, call: Call, i: int) -> SlidingRows:
         """x with a row in front of it, or behind it if it comes first."""
-        return Sliding(call.result_shapes()[0][call.dim()], before=i)
+        return SlidingRows(call.result_shapes()[0][call.dim()], before=i)
 
     def _join(self, node: Node, i: int, have: Shard, result: Shard) -> None:
         call = Call(node)
@@ -120,7 +120,7 @@ class Halo(Rewrite):
         have = demand.have
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
             return None
-        found = place(Sliding(have.frame.length), have, self.job.ranks.n)
+        found = place(SlidingRows(have.frame.length), have, self.job.ranks.n)
         if isinstance(found, str) or have.dim != want.dim or want.frame.folds != 1:
             return None
         alike = same(have.frame.size, want.frame.size) and same(have.frame.length, want.frame.length)
@@ -132,7 +132,7 @@ class Halo(Rewrite):
             return
         have, want = found
         x = operand_of(node, demand.operand)
-        slides = WindowCall(Sliding(have.frame.length), sp.shift.default, (have.dim,), (0,))
+        slides = WindowCall(SlidingRows(have.frame.length), sp.shift.default, (have.dim,), (0,))
         with self.graph.inserting_before(node):
             moved = self._on_shards(slides, x, have, want, x.meta["val"], node)
         replace_operand(node, demand.operand, moved)

@@ -30,10 +30,10 @@ SHARE = 1 / 8
 
 def inside(region: Region) -> int:
     """Bytes of what the region makes of narrow rows."""
-    return sum(map(bytes_of, region.seeds))
+    return sum(map(node_bytes, region.seeds))
 
 
-def bytes_of(node: Node, least: int = 0) -> int:
+def node_bytes(node: Node, least: int = 0) -> int:
     """Of a node's value, elements of `least` bytes or more."""
     return bytes_now(node.meta["val"], least) if is_tensor(node) else 0
 
@@ -71,6 +71,6 @@ def amounts(view: TokenView, regions: Sequence[Region], memory: Memory | None) -
 def _kept(view: TokenView, region: Region, number: bool) -> int:
     """Bytes of its inside that are kept for the backward: a loss's logarithms; what the last product reads."""
     if number:
-        return sum(bytes_of(node, 4) for node in region.seeds)
+        return sum(node_bytes(node, 4) for node in region.seeds)
     again = "ac_graph_id" in view.source[region.seeds[0]].meta
     return 0 if again else inside(region) // len(region.seeds)

@@ -52,7 +52,7 @@ def width(view: TokenView, node: Node) -> int:
     return typical(product((*others, have.outer, have.inner)))
 
 
-def rows_of(view: TokenView, region: Region) -> int:
+def row_count(view: TokenView, region: Region) -> int:
     """Its rows; now, where their number is a symbol."""
     have, value = view.rows(region.seeds[0]), region.seeds[0].meta["val"]
     assert have is not None

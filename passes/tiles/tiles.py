@@ -29,9 +29,9 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note, RegionInTiles
 from sp_compile.sharding.rule import lookup
 
-from .amount import PIECE, amounts, bytes_of, inside, makes_a_number
-from .regions import THIN, WIDER, Region, regions_of, rows_of, width
-from .trace import apart, draws_again, is_of_any_length, program_of
+from .amount import PIECE, amounts, inside, makes_a_number, node_bytes
+from .regions import THIN, WIDER, Region, regions_of, row_count, width
+from .trace import draws_again, is_of_any_length, rows_apart, tile_program
 from .view import TokenView, is_dropout, view_of
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -45,7 +45,7 @@ class Tiles(Pass):
     provides = frozenset({"tiled"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        if job.tiles == "never" or (job.tiles == "auto" and not any(bytes_of(n) > PIECE for n in gm.graph.nodes)):
+        if job.tiles == "never" or (job.tiles == "auto" and not any(node_bytes(n) > PIECE for n in gm.graph.nodes)):
             return 0
         assert job.planned is not None
         view = view_of(gm, job.planned, job.ranks.n, max(2, job.tiles) if isinstance(job.tiles, int) else 2)
@@ -76,9 +76,9 @@ class Tiles(Pass):
             if not makes_a_number(view, region):
                 self.refused(node, ONCE)
             return False
-        total = rows_of(view, region)
+        total = row_count(view, region)
         tiles = min(tiles, total)
-        program = program_of(view, region, tiles)
+        program = tile_program(view, region, tiles)
         if not draws_again(program):
             self.refused(node, "a backward that computes it again would not draw the random numbers that it drew")
             return False
@@ -124,7 +124,7 @@ class Tiles(Pass):
         have = view.rows(x)
         assert have is not None
         node = self._flags(view, x, like) if x in view.flags else view.source[x]
-        return self.reshaped(node, apart(sizes(x.meta["val"].shape), have, have.frame.size), like)
+        return self.reshaped(node, rows_apart(sizes(x.meta["val"].shape), have, have.frame.size), like)
 
     def _together(self, view: TokenView, x: Node, one: Node, index: int) -> Node:
         """The result as others read it."""
@@ -154,7 +154,7 @@ def _reason(view: TokenView, region: Region) -> str | None:
         return "what it makes is read elsewhere"
     if region.also and not thin:
         return f"{region.also[0].name}, of its inside, is read elsewhere"
-    if rows_of(view, region) < 2:
+    if row_count(view, region) < 2:
         return ""
     apart = {view.source[n] in view.without_grad for n in region.nodes}
     if len(apart) == 2 and view.source[region.nodes[-1]] in view.without_grad:

@@ -31,18 +31,18 @@ from sp_compile.sharding.matchers import is_cast, order_of, source_of
 from sp_compile.sharding.placement import Shard
 from sp_compile.sharding.rule import lookup
 
-from .regions import Region, rows_of
+from .regions import Region, row_count
 from .view import TokenView
 
 aten = torch.ops.aten
 
 
 def row_dim(have: Shard) -> int:
-    """Where the rows are alone in a dim, once `apart` has had the value."""
+    """Where the rows are alone in a dim, once `rows_apart` has had the value."""
     return have.dim if same(have.outer, 1) else have.dim + 1
 
 
-def apart(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
+def rows_apart(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
     """The shape with rows (so many) in a dim of their own."""
     before, behind = ([x] if not same(x, 1) else [] for x in (have.outer, have.inner))
     return [*shape[: have.dim], *before, rows, *behind, *shape[have.dim + 1 :]]
@@ -70,7 +70,7 @@ class TileOf:
         for x in self.region.rows:
             have, value = self.view.rows(x), x.meta["val"]
             assert have is not None
-            shape = apart(sizes(value.shape), have, self.length)
+            shape = rows_apart(sizes(value.shape), have, self.length)
             rows.append(torch.empty(shape, dtype=value.dtype, device=value.device))
         return rows + [_like(x.meta["val"]) for x in self.region.whole]
 
@@ -87,7 +87,7 @@ class TileOf:
 
     def _out(self, x: Node, value: Tensor, length: Any) -> Tensor:
         have = self.view.rows(x)
-        return value if have is None else value.reshape(apart(sizes(x.meta["val"].shape), have, length))
+        return value if have is None else value.reshape(rows_apart(sizes(x.meta["val"].shape), have, length))
 
     def _call(self, node: Node, env: dict[Node, Any], length: Any) -> Any:
         if node.target is operator.getitem:
@@ -109,10 +109,10 @@ def is_of_any_length(view: TokenView, region: Region) -> bool:
     return not all(isinstance(have.frame.size, int) for x in region.rows if (have := view.rows(x)))
 
 
-def program_of(view: TokenView, region: Region, tiles: int) -> TileProgram:
+def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
     """The region's program for so many tiles; registered."""
     first = next(x for x in region.nodes)
-    total = rows_of(view, region)
+    total = row_count(view, region)
     length: Any = tile_length(total, tiles)
     if not is_of_any_length(view, region):
         mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
@@ -162,7 +162,7 @@ def _value(view: TokenView, x: Node, dtype: torch.dtype) -> TileValue:
     have, shape = view.rows(x), sizes(x.meta["val"].shape)
     if have is None:
         return TileValue(tuple(map(int, shape)), dtype, None)
-    return TileValue(tuple(map(int, apart(shape, have, -1))), dtype, row_dim(have))
+    return TileValue(tuple(map(int, rows_apart(shape, have, -1))), dtype, row_dim(have))
 
 
 def _like(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ EAGER = (
     "%s runs eagerly, whole on every rank, though it was compiled with backend='sp': torch.compile left its code "
     "(%s:%d) to Python: %s. %s"
 )
-OF_TORCH = "Call it in the forward of a module of yours and compile that one, or take torch.compile(module)"
+CURE = "Call it in the forward of a module of yours and compile that one, or take torch.compile(module)"
 DISABLED = "it is under torch.compiler.disable"
 OF_DISABLED = "Take that away, or do not compile it"
 OF_LIMIT = (
@@ -68,7 +68,7 @@ def told_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: st
     if own is not code:
         reason, advice = DISABLED, OF_DISABLED
     elif "skipfiles" in reason:
-        reason, advice = "it is torch's own", OF_TORCH
+        reason, advice = "it is torch's own", CURE
     elif "recompile limit" in reason:
         advice = OF_LIMIT
     else:

@@ -252,7 +252,7 @@ class _Renaming:
         """The value of the tensor that `view` was taken from, once `view` is `new`."""
         if view.target is operator.getitem:
             split = self.aliases.calls[view][0][0]
-            whole = view_inverses.joined(self.application(split), view, new, emit)
+            whole = view_inverses.rejoined(self.application(split), view, new, emit)
         else:
             whole = view_inverses.invert(self.application(view), new, emit)
         if whole is None:

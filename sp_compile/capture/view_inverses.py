@@ -75,7 +75,7 @@ def _expand(view: View, new: Node, emit: Emit) -> Node | None:
     return new if new.meta["val"].shape == view.base.meta["val"].shape else None
 
 
-def joined(split: View, taken: Node, new: Node, emit: Emit) -> Node | None:
+def rejoined(split: View, taken: Node, new: Node, emit: Emit) -> Node | None:
     """The base of a split after `taken`, one of its pieces, has become `new`."""
     found = piece_of(taken)
     if found is None:

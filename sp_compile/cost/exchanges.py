@@ -24,7 +24,7 @@ from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.windows import ON_SHARDS, shifts_of
 
 from .line import bytes_of
-from .scan import SCAN_OPS, message_bytes, rounds_of, sent
+from .scan import SCAN_OPS, bytes_to_send, message_bytes, rounds_of
 
 sp = torch.ops.sp
 FORWARD_AND_BACKWARD = {  # op -> its collective each way
@@ -70,7 +70,7 @@ def _sent(call: Call, n: int) -> tuple[list[Node], Size, Size] | None:
         return call.operands[:3], *strategy.sends(call, n)
     if op in SCAN_OPS and call["frame"] is not None:
         folds = call["frame"][4] if len(call["frame"]) == 5 else 1
-        there, back = (sent(call["exchange"], nbytes, n) for nbytes in message_bytes(call, folds))
+        there, back = (bytes_to_send(call["exchange"], nbytes, n) for nbytes in message_bytes(call, folds))
         return call.operands[:1], there, back
     if shifts := shifts_of(call, n):
         at = call.dim() if "dim" in call.args else call.ndim() - 1

@@ -30,6 +30,6 @@ def seconds_of(node: Node, machine: Machine) -> float:
     return flops_of(node) / machine.flops
 
 
-def copied(nbytes: float, machine: Machine) -> float:
+def copy_seconds(nbytes: float, machine: Machine) -> float:
     """Seconds of a copy to the host, or back."""
     return nbytes / machine.host_bandwidth

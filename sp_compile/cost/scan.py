@@ -48,14 +48,14 @@ def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> Ca
     """How `nbytes` a rank travel. folds: chunks a rank holds; steps need contiguous ones (1)."""
     lines = {"gather": machine.line("all_gather", n), "steps": machine.line("shift", n)}
     alpha, rounds = max(line.latency for line in lines.values()), rounds_of(n)
-    beta = {exchange: sent(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
+    beta = {exchange: bytes_to_send(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
     gather = alpha + beta["gather"] + machine.copy(2 * n * nbytes)
     stepped = beta["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
     exchange = "steps" if folds == 1 and rounds < n - 1 and stepped < gather else "gather"
     return Carries(nbytes, gather, stepped, rounds, exchange)
 
 
-def sent(exchange: str, nbytes: Any, n: int) -> Any:
+def bytes_to_send(exchange: str, nbytes: Any, n: int) -> Any:
     """What one rank sends for all to know `nbytes` of each."""
     if exchange == "gather":
         return bytes_of("all_gather", nbytes, n)

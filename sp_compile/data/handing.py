@@ -14,7 +14,7 @@ from sp_compile.spmd.agree import exchanged
 from sp_compile.spmd.message import Message
 from sp_compile.spmd.wire import wire_of
 
-from .packed import bytes_of, unpacked
+from .packed import as_bytes, unpacked
 
 Parcel = tuple[bytes, list[torch.Tensor]]
 """A batch as `packed` makes it."""
@@ -53,7 +53,7 @@ def handed_on(axes: Sequence[Ranks], parcel: Parcel | None, number: int) -> Any:
     saying = Message("hands on", "a batch", number)
     for wire in filter(None, map(wire_of, axes)):
         size = torch.tensor([len(parcel[0]) if parcel is not None else 0])
-        wire.broadcast(bytes_of(size), 0, saying)
+        wire.broadcast(as_bytes(size), 0, saying)
         if not size:
             continue
         text = (
@@ -66,7 +66,7 @@ def handed_on(axes: Sequence[Ranks], parcel: Parcel | None, number: int) -> Any:
             told = text.numpy().tobytes()
             parcel = (told, unpacked(told)[1])
         for tensor in filter(torch.Tensor.numel, parcel[1]):
-            wire.broadcast(bytes_of(tensor), 0, saying)
+            wire.broadcast(as_bytes(tensor), 0, saying)
     assert parcel is not None
     batch, tensors = unpacked(parcel[0])
     for mine, sent in zip(tensors, parcel[1], strict=True):

@@ -20,7 +20,7 @@ from sp_compile.spmd.wire import stop
 from .handing import handed_on, spread
 from .packed import packed
 from .replica import replica_of
-from .rounds import ShardedBatches, dealt
+from .rounds import ShardedBatches, rank_batches
 from .sampler import share_of
 
 READS = ("all", "first")
@@ -165,7 +165,7 @@ class SequenceLoader:
         source = getattr(self.loader, "dataset", self.loader)
         if hasattr(source, "set_epoch"):
             source.set_epoch(self._at["epoch"])
-        batches = dealt(self.loader, self.replica.rank, self.replica.n, self.drop_last)
+        batches = rank_batches(self.loader, self.replica.rank, self.replica.n, self.drop_last)
         return islice(batches, 0 if stateful else skip, None)
 
     def _read(self) -> Iterator[Any]:

@@ -67,6 +67,6 @@ def unpacked(text: bytes) -> tuple[Any, list[torch.Tensor]]:
     return value(json.loads(text)), tensors
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, as uint8."""
     return tensor.reshape(-1).view(torch.uint8)

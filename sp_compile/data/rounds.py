@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def dealt(batches: Iterable[Any], rank: int, n: int, drop_last: bool) -> Iterator[Any]:
+def rank_batches(batches: Iterable[Any], rank: int, n: int, drop_last: bool) -> Iterator[Any]:
     """The batch of number `rank` of every round of n.
 
     A last round that is not full is dropped, or filled with the first batches that there were; so every replica has as
@@ -27,7 +27,7 @@ def dealt(batches: Iterable[Any], rank: int, n: int, drop_last: bool) -> Iterato
 
 @dataclass(frozen=True)
 class ShardedBatches:
-    """What `dealt` deals out of a sampler of batches, whose random order all ranks draw alike: of `seed` + epoch.
+    """What `rank_batches` gives of a sampler of batches, whose random order all ranks draw alike: of `seed` + epoch.
 
     sampler: of a loader's batches, or indices; what of it is random is told by an attribute `generator`, as torch's
     samplers have it. skip: rounds that are left out, once.
@@ -48,7 +48,7 @@ class ShardedBatches:
                 sampler.generator = torch.Generator().manual_seed(self.seed + epoch)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        return islice(dealt(self.sampler, self.rank, self.n, self.drop_last), skip, None)
+        return islice(rank_batches(self.sampler, self.rank, self.n, self.drop_last), skip, None)
 
     def __len__(self) -> int:
         whole = len(self.sampler)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from sp_compile import _compat
 from sp_compile._compat import FakeTensor
 from sp_compile.config import Mesh, Ranks, ranks_of
-from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, Buffer, Packing, choose
+from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, Buffer, PermuteProblem, choose
 from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
 from sp_compile.spmd.agree import answers
 from sp_compile.spmd.message import CALLS
@@ -95,9 +95,9 @@ class PermuteCall(RankCall):
             f"gather_dim={problem.gather_dim}, gradient: {needs_gradient(x)}, {choose(problem)}"
         )
 
-    def _problem(self) -> Packing:
+    def _problem(self) -> PermuteProblem:
         ndim, ranks = self.x.ndim, self.ranks
-        return Packing(self.x, self.scatter_dim % ndim, self.gather_dim % ndim, ranks.n, ranks.group)
+        return PermuteProblem(self.x, self.scatter_dim % ndim, self.gather_dim % ndim, ranks.n, ranks.group)
 
     def problems(self) -> Iterator[str]:
         yield from wrong_tensors(x=self.x)

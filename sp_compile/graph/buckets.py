@@ -13,7 +13,7 @@ from .sizes import all_same, sizes
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SPLITS_WITH_SIZES = (aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
-ELEMENTWISE = (c10d.all_reduce.default, c10d.wait_tensor.default)
+PER_ELEMENT = (c10d.all_reduce.default, c10d.wait_tensor.default)
 
 
 def packed_in(node: Node) -> Node | None:
@@ -24,7 +24,7 @@ def packed_in(node: Node) -> Node | None:
     if split.target not in SPLITS_WITH_SIZES or len(split.args) > 2 or split.kwargs:
         return None
     source = split.args[0]
-    while source.target in ELEMENTWISE and record(source).result is None:
+    while source.target in PER_ELEMENT and record(source).result is None:
         source = source.args[0]
     if source.target is not aten.cat.default or len(source.args) > 1 or source.kwargs:
         return None

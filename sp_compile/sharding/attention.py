@@ -24,7 +24,7 @@ from sp_compile.lowering.masks.predicate import symbols
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
 """q, k, v are their first three tensor operands; both take dropout_p, scale and enable_gqa."""
 
-OF_TORCH = {op: dim for op, dim in ((flex_attention_op, -2), (varlen_attention, 0)) if op is not None}
+ATTENTION_OF_TORCH = {op: dim for op, dim in ((flex_attention_op, -2), (varlen_attention, 0)) if op is not None}
 """Attention that no spelling took: it runs on whole values. Of q, k and v, its first arguments, the dim of tokens."""
 
 

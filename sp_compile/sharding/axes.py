@@ -19,7 +19,7 @@ from sp_compile.graph.call import Call, is_tensor, result_number
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, same, size, sizes, typical
 
-from .attention import OF_TORCH, attending_nodes
+from .attention import ATTENTION_OF_TORCH, attending_nodes
 from .factors import Dims, Factors, parts
 from .placement import Frame, Shard
 from .reshape import reshaping
@@ -95,7 +95,7 @@ def name_axes(gm: GraphModule) -> Axes:
             axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(found[0].operands)})
         elif found is not None and found[1] is not None:
             _name_results(axes, found[0], found[1])
-        elif node.op == "call_function" and node.target in OF_TORCH:
+        elif node.op == "call_function" and node.target in ATTENTION_OF_TORCH:
             query, _, value = node.args[:3]
             axes.dims[node, 0] = (*axes.dims[query, 0][:-1], axes.dims[value, 0][-1])
         elif node.target is operator.getitem:
@@ -208,7 +208,7 @@ def _attended(gm: GraphModule, axes: Axes) -> Evidence:
     """q and k of attention."""
     for node in attending_nodes(gm):
         yield from ((node, axes.dims[operand, 0][-2]) for operand in Call(node).operands[:2])
-    for op, dim in OF_TORCH.items():
+    for op, dim in ATTENTION_OF_TORCH.items():
         for node in gm.graph.find_nodes(op="call_function", target=op):
             yield from ((node, axes.dims[operand, 0][dim]) for operand in node.args[:2])
 

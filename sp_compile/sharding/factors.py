@@ -14,7 +14,7 @@ from sp_compile.errors import SpError
 from sp_compile.graph.sizes import Size, mostly, product, quotient, same
 
 from .placement import Placement, Shard
-from .windows import Sliding
+from .windows import SlidingRows
 
 KINDS = ("sum", "mean", "total", "whole", "attend", "scan", "halo", "window")
 Dims = tuple[str, ...]
@@ -64,7 +64,7 @@ class Factors:
     pad: tuple[int, Any] | None = None
     masks: tuple[int, ...] = ()
     normalises: bool = False
-    slides: Mapping[str, Sliding] = field(default_factory=dict)
+    slides: Mapping[str, SlidingRows] = field(default_factory=dict)
     wants: tuple[Placement, ...] | None = None
     gives: Placement | None = None
     alias: bool = False

@@ -29,7 +29,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 
 @dataclass(frozen=True)
-class Sliding:
+class SlidingRows:
     """The rows that a result of `length` rows reads.
 
     rolls: by how many rows, for a roll; `before` and `width` are then 0 and 1.
@@ -55,7 +55,7 @@ def plain(a: Size) -> Size:
     return a if isinstance(a, int) else size(sympy.expand(a))
 
 
-def place(sliding: Sliding, shard: Shard, n: int) -> Shard | str:
+def place(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     """Where the result lies if the operand lies as in `shard`, or why it has to be whole instead."""
     frame = shard.frame
     if frame.folds != 1:
@@ -81,14 +81,14 @@ def place(sliding: Sliding, shard: Shard, n: int) -> Shard | str:
     return replace(shard, frame=found)
 
 
-def _rolled(sliding: Sliding, shard: Shard, n: int) -> Shard | str:
+def _rolled(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     sizes = (sliding.rolls, shard.frame.size, shard.frame.start, shard.frame.length)
     if isinstance(sliding.rolls, int) and (shard.frame.exact(n) or all(isinstance(s, int) for s in sizes)):
         return shard
     return f"{n} ranks do not provably divide the sequence of {shard.frame.size} that it goes round"
 
 
-def _result_frame(sliding: Sliding, frame: Frame, size: Size) -> Frame | None:
+def _result_frame(sliding: SlidingRows, frame: Frame, size: Size) -> Frame | None:
     """The result's window of `size` positions: next to the operand's, else at the front, else at the end."""
     last = plain(size - sliding.length)
     beside = quotient(frame.start, sliding.stride)
@@ -111,7 +111,7 @@ class WindowCall:
     first: an op and its arguments behind x, which does beforehand what the call does along other dims.
     """
 
-    sliding: Sliding
+    sliding: SlidingRows
     op: Any
     head: tuple[Any, ...] = ()
     tail: tuple[Any, ...] = ()
@@ -131,7 +131,7 @@ def slides_of(call: Call) -> Mapping[int, WindowCall]:
     return {d: s for d, s in found.items() if _known(s.sliding, call.shape()[d])}
 
 
-def _known(sliding: Sliding, rows: Size) -> bool:
+def _known(sliding: SlidingRows, rows: Size) -> bool:
     if sliding.rolls is not None:
         return isinstance(sliding.rolls, int)
     numbers = (sliding.before, sliding.width, sliding.stride, sliding.after(rows))
@@ -147,9 +147,9 @@ def _number(value: Any, default: Any = None) -> Any:
     return size(listed[0]) if listed else default
 
 
-def _last(call: Call, before: Size, width: Size, stride: int) -> Sliding:
+def _last(call: Call, before: Size, width: Size, stride: int) -> SlidingRows:
     """Along the last dim."""
-    return Sliding(call.result_shapes()[0][call.ndim() - 1], before, width, stride)
+    return SlidingRows(call.result_shapes()[0][call.ndim() - 1], before, width, stride)
 
 
 def _conv(call: Call) -> Along:
@@ -190,7 +190,7 @@ def _unfold(call: Call) -> Along:
     at, width, stride = call.dim("dimension"), size(call["size"]), size(call["step"])
     if call.ndim() == 0 or not isinstance(stride, int):
         return {}
-    sliding = Sliding(call.result_shapes()[0][at], 0, width, stride)
+    sliding = SlidingRows(call.result_shapes()[0][at], 0, width, stride)
     return {at: WindowCall(sliding, sp.unfold.default, (at,), (0, width, stride))}
 
 
@@ -206,7 +206,7 @@ def _pad(call: Call) -> Along:
         others = [*widths[:i], 0, 0, *widths[i + 2 :]]
         if not all(same(w, 0) for w in pair):
             first = (aten.constant_pad_nd.default, (others, fill)) if any(others) else None
-            sliding = Sliding(call.result_shapes()[0][at], pair[0])
+            sliding = SlidingRows(call.result_shapes()[0][at], pair[0])
             out[at] = WindowCall(sliding, sp.shift.default, (at,), (fill,), first)
     return out
 
@@ -221,7 +221,7 @@ def _roll(call: Call) -> Along:
         others = [d for d in by_dim if d != at]
         first = (aten.roll.default, ([by_dim[d] for d in others], others)) if others else None
         by = _short_way(shift, shape[at])
-        out[at] = WindowCall(Sliding(shape[at], rolls=by), sp.roll.default, (at, by), first=first)
+        out[at] = WindowCall(SlidingRows(shape[at], rolls=by), sp.roll.default, (at, by), first=first)
     return out
 
 
@@ -239,11 +239,11 @@ def _ours(call: Call) -> Along:
     at = call.dim() if "dim" in call.args else call.ndim() - 1
     if op is sp.roll.default:
         by = call["shift"]
-        return {at: WindowCall(Sliding(call.shape()[at], rolls=by), op, (at, by))}
+        return {at: WindowCall(SlidingRows(call.shape()[at], rolls=by), op, (at, by))}
     width = call.get("width", 1)
     if op is sp.conv1d.default:
         width = call["dilation"] * (int(call.shape("weight")[-1]) - 1) + 1
-    sliding = Sliding(call.result_shapes()[0][at], call["before"], width, call.get("stride", 1))
+    sliding = SlidingRows(call.result_shapes()[0][at], call["before"], width, call.get("stride", 1))
     head = tuple(call[name] for name in arguments[1 : arguments.index("before")])
     tail = tuple(call[name] for name in arguments[arguments.index("after") + 1 : arguments.index("frame")])
     return {at: WindowCall(sliding, op, head, tail)}

@@ -156,10 +156,10 @@ def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
     names = [
         name for name in names if not all(is_close(everyone[0].fields[name], one.fields[name]) for one in everyone)
     ]
-    return what_differs(what, advice, rows_of([one.fields for one in everyone], names)) if names else ""
+    return what_differs(what, advice, said_rows([one.fields for one in everyone], names)) if names else ""
 
 
-def rows_of(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
+def said_rows(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
     """What each rank says of the first of these fields, and how many more there are."""
     shown, more = names[:SHOWN], f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     each = [", ".join(f"{name} {one.get(name, 'missing')[:WIDTH]}".strip() for name in shown) for one in everyone]

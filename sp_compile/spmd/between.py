@@ -102,7 +102,7 @@ class Edges:
 
 
 @dataclass(eq=False)
-class Returning:
+class ShardedProgram:
     """Calls `run` and returns values that know their shard, and no more; writes to those that it was given.
 
     edges: of the program, whose symbols say how to find a symbolic length among the arguments. subject: what a person
@@ -164,7 +164,7 @@ class Returning:
         return evaluated(length, known)
 
 
-def in_shards(results: Sequence[Any], edges: Edges) -> Sequence[Any]:
+def as_if_sharded(results: Sequence[Any], edges: Edges) -> Sequence[Any]:
     """Whole results that say where they would lie, as the next graph takes them: a look at a model without ranks.
 
     One that lies along a part of a dim the next graph takes whole.

@@ -30,7 +30,7 @@ from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, pa
 from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
 
-from .agree import agree, astray, exchanged, failures, rows_of, unlike_fields, what_differs
+from .agree import agree, astray, exchanged, failures, said_rows, unlike_fields, what_differs
 from .between import are_traced, have_shards, taken
 from .fingerprint import InputName, Program
 from .inputs import local_of
@@ -380,7 +380,7 @@ def explained(
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]
     names.sort(key=lambda name: "(" not in first.get(name, "("))  # tensors before symbols
-    rows = rows_of(inputs, names)
+    rows = said_rows(inputs, names)
     what, heading = "different programs", "What differs"
     same_program = len({one.fields[PROGRAM] for one in everyone}) == 1
     unlike = _unlike_gradients([one.fields.get(GRADIENTS, "").split("\n") for one in everyone])
@@ -415,7 +415,7 @@ def _unlike_gradients(wanted: Sequence[Sequence[str]]) -> str:
     names = dict.fromkeys(name for one in wanted for name in one if name and not all(name in other for other in wanted))
     if not names:
         return ""
-    rows = rows_of([dict.fromkeys(set(names).intersection(one), "wanted") for one in wanted], list(names))
+    rows = said_rows([dict.fromkeys(set(names).intersection(one), "wanted") for one in wanted], list(names))
     return what_differs(UNLIKE_GRADIENTS, "every rank sets requires_grad alike", rows)
 
 

@@ -166,7 +166,7 @@ def program_of(gm: GraphModule) -> Program:
     """
     lines = lines_of(gm)
     text = _text(lines)
-    ops = [line for line in flat(lines) if line.node.op not in ("placeholder", "output")]
+    ops = [line for line in with_bodies(lines) if line.node.op not in ("placeholder", "output")]
     joints = [(line, ["input" if isinstance(one, str) else one for one in line.takes]) for line in ops]
     told = [TextLine(f"{x.call} {takes} {x.spec}", x.call or x.node.name, trace_of(x.node)) for x, takes in joints]
     return Program(text.exchanges if _exchanges(lines) else text.shape, tuple(told))
@@ -179,7 +179,7 @@ def fingerprint(gm: GraphModule, names: Sequence[str] = ()) -> Program:
     """
     texts, told = [], []
     shown = {str(name): name.shown for name in names if isinstance(name, InputName)}
-    for line in flat(lines_of(gm)):
+    for line in with_bodies(lines_of(gm)):
         name = " ".join(filter(None, [line.node.name, line.call, *line.written, line.value, line.checkpoint]))
         one = TextLine(f"{name} {line.takes} {line.spec}", name, trace_of(line.node))
         texts.append(one.text)
@@ -190,15 +190,15 @@ def fingerprint(gm: GraphModule, names: Sequence[str] = ()) -> Program:
     return Program(hashed("\n".join(texts)), tuple(told))
 
 
-def flat(lines: Iterable[NodeText]) -> Iterator[NodeText]:
+def with_bodies(lines: Iterable[NodeText]) -> Iterator[NodeText]:
     """The lines, with those of a region's body in place of the one that names it."""
     for line in lines:
-        yield from flat(line.body) if line.body else [line]
+        yield from with_bodies(line.body) if line.body else [line]
 
 
 def _exchanges(lines: Iterable[NodeText]) -> list[str]:
     """The exchanges, in order, bodies of regions included."""
-    return [f"{line.call} {line.checkpoint}" for line in flat(lines) if is_collective(line.node)]
+    return [f"{line.call} {line.checkpoint}" for line in with_bodies(lines) if is_collective(line.node)]
 
 
 def _call(node: Node) -> str:

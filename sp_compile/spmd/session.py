@@ -27,7 +27,7 @@ from sp_compile.graph.places import places_of
 from sp_compile.passes.progress import show, working
 
 from .agree import meeting
-from .between import Edges, Returning
+from .between import Edges, ShardedProgram
 from .check_compile import Lockstep, check_numbers, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
@@ -313,7 +313,7 @@ class Session:
             )
         assert run is not None
         if edges.results or edges.writes:
-            run = Returning(run, self.ranks, subject, edges)
+            run = ShardedProgram(run, self.ranks, subject, edges)
         whole = self.given.get("inputs", "global") == "global"  # what did not compile has no config
         return run if self.groups else OfWorld(run, gm.forward, whole)
 

@@ -25,7 +25,7 @@ from sp_compile.config import Ranks, resolve
 from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import is_freed
 
-from .agree import astray, exchanged, rows_of, what_differs
+from .agree import astray, exchanged, said_rows, what_differs
 from .fingerprint import digest
 from .inputs import local_of
 from .message import Message
@@ -77,7 +77,7 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
         or what_differs(
             "the ranks of this group hold different weights",
             TRAIN_ALIKE,
-            rows_of([one.fields for one in everyone], other),
+            said_rows([one.fields for one in everyone], other),
         )
     )
 

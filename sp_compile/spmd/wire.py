@@ -75,7 +75,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Gathering(NamedTuple):
+class GatherBuffers(NamedTuple):
     """What an all-gather takes: this rank's integers, (n,), and all ranks', (ranks, n); as arrays and as tensors."""
 
     mine: Any
@@ -85,7 +85,7 @@ class Gathering(NamedTuple):
     options: Any
 
     @classmethod
-    def of(cls, form: tuple[int, torch.dtype], ranks: int) -> Gathering:
+    def of(cls, form: tuple[int, torch.dtype], ranks: int) -> GatherBuffers:
         with torch.inference_mode(False):  # or nobody could write to it later
             mine, out = torch.empty(form[0], dtype=form[1]), torch.empty(ranks, form[0], dtype=form[1])
         options = _patient(dist.distributed_c10d.AllgatherOptions())
@@ -125,7 +125,7 @@ class Wire:
     beats: tuple[float, int, float] = (0.0, 0, 0.0)
     warned: float = 0.0
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
-    memory: dict[tuple[int, torch.dtype], Gathering] = field(default_factory=dict)
+    memory: dict[tuple[int, torch.dtype], GatherBuffers] = field(default_factory=dict)
 
     def gather(self, mine: Sequence[int], dtype: torch.dtype, saying: Message) -> list[list[int]]:
         """Every rank's integers, as many from each. saying: what this rank is about to do, for the error of a wait.
@@ -134,7 +134,9 @@ class Wire:
         before.
         """
         form = len(mine), dtype
-        memory = self.memory.pop(form, None) or Gathering.of(form, len(self.seen))  # one of two threads makes its own
+        memory = self.memory.pop(form, None) or GatherBuffers.of(
+            form, len(self.seen)
+        )  # of two threads one makes its own
         memory.mine[:] = mine
         self._exchange(memory.start, (memory,), saying)
         found: list[list[int]] = memory.out.tolist()

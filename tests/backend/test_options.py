@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import sp_compile
 from sp_compile import SPConfig, SpError, backend, pipeline
 from sp_compile.spmd import declare
-from sp_compile.spmd.between import Returning
+from sp_compile.spmd.between import ShardedProgram
 from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.groups import Groups, axis_of
 from sp_compile.spmd.session import Session
@@ -107,7 +107,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
     def guarded(self: Session, *args: Any) -> Any:
         run = guard(self, *args)
         checked = run
-        while isinstance(checked, OfWorld | Returning):
+        while isinstance(checked, OfWorld | ShardedProgram):
             seen.append(type(checked).__name__)
             checked = checked.run
         seen.append(checked.check_every)

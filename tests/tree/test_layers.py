@@ -150,6 +150,35 @@ def test_a_type_has_one_meaning() -> None:
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
+ONE_IDEA = set(
+    """
+    all_to_all_permute gathered_attention hybrid_attention ring_attention linear_scan
+    roll unfold pad shift copy
+    scan linear linear_total extremes inclusive fits
+    parse evaluate
+    register settings plan
+    """.split()
+)
+"""An operator and its call by hand; a rule and its operator; ways to run one scan; two languages; levels of one thing."""
+OTHER_IDEAS = set("check in_order lines_of names packed unpacked pieces sizes summary total".split())
+"""Names of two things, which are to have another one: this list only gets shorter."""
+
+
+def functions_of(file: Path) -> set[str]:
+    """Names of the public functions that a file makes, but for those of classes."""
+    functions = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
+    return {function.name for function in functions if not function.name.startswith("_")}
+
+
+def test_a_function_has_one_meaning() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, file in FILES.items():
+        for name in functions_of(file):
+            places[name].append(module)
+    several = {name for name, found in places.items() if len(found) > 1}
+    assert several == ONE_IDEA | OTHER_IDEAS, {name: places[name] for name in several ^ (ONE_IDEA | OTHER_IDEAS)}
+
+
 def test_long_files_have_a_reason() -> None:
     """More than 500 lines: the docstring says "One file because ..."."""
     long = [m for m, f in FILES.items() if f.read_text().count("\n") > 500]

@@ -15,7 +15,7 @@ from sp_compile.passes.strategies.gather import Gather
 from sp_compile.passes.strategies.pick import Pick
 from sp_compile.passes.strategies.windows import Halo
 from sp_compile.sharding.placement import Frame, Shard
-from sp_compile.sharding.windows import Sliding, place
+from sp_compile.sharding.windows import SlidingRows, place
 
 TWO = Ranks(2, GROUP)
 SEQUENCE = {"seq_dims": {"x": 1}}
@@ -239,12 +239,12 @@ class Causal(nn.Module):
 @pytest.mark.parametrize(
     ("sliding", "shard", "n", "why"),
     [
-        (Sliding(8, 1, 3), Shard(1, Frame.full(8, 2)), 2, "zigzag"),
-        (Sliding(8, 1, 3), Shard(1, Frame.full(8), outer=2), 2, "shares a dim"),
-        (Sliding(4, 0, 2, 2), Shard(1, Frame.full(8)), 3, "3 ranks times its stride of 2"),
-        (Sliding(10, 2, 3), Shard(1, Frame.full(8)), 2, "10 rows does not fit into a sequence of 8"),
-        (Sliding(2, 0, 7), Shard(1, Frame.full(8)), 2, "idle"),
-        (Sliding(8, 5, 6), Shard(1, Frame.full(8)), 2, "over 5 rows, more than half of the sequence of 8"),
+        (SlidingRows(8, 1, 3), Shard(1, Frame.full(8, 2)), 2, "zigzag"),
+        (SlidingRows(8, 1, 3), Shard(1, Frame.full(8), outer=2), 2, "shares a dim"),
+        (SlidingRows(4, 0, 2, 2), Shard(1, Frame.full(8)), 3, "3 ranks times its stride of 2"),
+        (SlidingRows(10, 2, 3), Shard(1, Frame.full(8)), 2, "10 rows does not fit into a sequence of 8"),
+        (SlidingRows(2, 0, 7), Shard(1, Frame.full(8)), 2, "idle"),
+        (SlidingRows(8, 5, 6), Shard(1, Frame.full(8)), 2, "over 5 rows, more than half of the sequence of 8"),
     ],
 )
 def test_what_is_gathered(sliding, shard, n, why):

@@ -39,7 +39,7 @@ from sp_compile.sharding.products import Factor, Product, product_of, transposed
 from .masks import always_attends, recognise
 from .renormalised import renormalised
 from .scores import Scores, between_products, keeps_matrices, scores_of, why_no_scores
-from .sinks import Reading, Sinks, read_by
+from .sinks import Sinks, SoftmaxSource, read_by
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -177,7 +177,7 @@ class EagerAttention(Spelling):
         return self.compute(aten.logical_not.default, (condition,), like) if filled else condition
 
 
-def _weights(softmax: Node, reading: Reading) -> Weights:
+def _weights(softmax: Node, reading: SoftmaxSource) -> Weights:
     found, node, sinks = Weights(), softmax, reading.sinks
     while len(node.users) == 1:
         (user,) = node.users
@@ -222,7 +222,7 @@ def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Facto
     return [query, key, value] if same(*batches) else None
 
 
-def _one_of_each_head(sinks: Sinks | None, reading: Reading, scores: Scores) -> bool:
+def _one_of_each_head(sinks: Sinks | None, reading: SoftmaxSource, scores: Scores) -> bool:
     """Are the sinks, if there are any, those of the scores' heads?"""
     if sinks is None:
         return reading.sinks is None

@@ -31,9 +31,9 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import constant_of
 
 from .elements import NotSymbolic
-from .masks import Mask, Masks, plain, understood
-from .renormalised import Renormalised, renormalised
-from .score_mods import text_of
+from .masks import Mask, Masks, same_in_front, understood
+from .renormalised import SinkAttention, renormalised
+from .score_mods import score_text
 
 aten = torch.ops.aten
 EVERYTHING = 1 << 30
@@ -61,7 +61,7 @@ class FlexAttention(Masks):
         try:
             why = self._why_not(node)
             if why is None:
-                self._attention(node, self._mask(node), *text_of(_body(node.args[3]), node.args[7]))
+                self._attention(node, self._mask(node), *score_text(_body(node.args[3]), node.args[7]))
         except (NotSymbolic, SpError) as error:
             why = str(error)
         if why is not None:
@@ -75,7 +75,7 @@ class FlexAttention(Masks):
         shapes = [sizes(x.shape) for x in values]
         if set(_results(node)) != {0} and _sunk(node) is None:
             return "its log-sum-exp or its greatest scores are read"
-        if len({x.dtype for x in values}) > 1 or not plain(shapes, grouped=True):
+        if len({x.dtype for x in values}) > 1 or not same_in_front(shapes, grouped=True):
             return "q, k and v have other dtypes or batches"
         if constant_of(_result(_body(block_mask[-1]))) is not None and block_mask[-2] != EVERYTHING:
             return "its BlockMask has no mask_mod but tables, which no predicate says"
@@ -148,7 +148,7 @@ def _results(node: Node) -> dict[int, Node]:
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}
 
 
-def _sunk(node: Node) -> Renormalised | None:
+def _sunk(node: Node) -> SinkAttention | None:
     """The attention with sinks, if that is what its log-sum-exp, which torch's op has in base 2, is read for."""
     results = _results(node)
     (natural,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)

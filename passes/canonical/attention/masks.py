@@ -157,7 +157,7 @@ class Masks(base.Spelling):
     def _without(self, data: Node, node: Node, call: Call) -> None:
         """Raises NotSymbolic or SpError if the mask stays."""
         shapes = [call.shape(i) for i in range(3)]
-        if call.get("is_causal") or not plain(shapes, call["enable_gqa"]):
+        if call.get("is_causal") or not same_in_front(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have other batches or heads, or it comes with is_causal")
         self.say(node, self._understood(data, (*shapes[0][:-1], shapes[1][-2]), keeps_no_weight(call)))
 
@@ -235,7 +235,7 @@ class Masks(base.Spelling):
         return x if len(kept) == 2 else self.compute(aten.unsqueeze.default, (x, 0), like)
 
 
-def plain(shapes: Sequence[tuple[Size, ...]], grouped: bool) -> bool:
+def same_in_front(shapes: Sequence[tuple[Size, ...]], grouped: bool) -> bool:
     """Do q, k and v have the same dims in front, but for grouped heads?"""
     fronts = [s[:-2] for s in shapes]
     ranks = {len(s) for s in shapes}

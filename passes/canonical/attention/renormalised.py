@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Renormalised:
+class SinkAttention:
     """result: the attention with sinks; chain: from the lse to the result."""
 
     result: Node
@@ -36,7 +36,7 @@ class Renormalised:
     chain: tuple[Node, ...]
 
 
-def renormalised(out: Node, lse: Node) -> Renormalised | None:
+def renormalised(out: Node, lse: Node) -> SinkAttention | None:
     """What sinks make of an attention's out (B, H, Q, E), where its lse (B, H, Q) has no other use."""
     (result,) = out.users if len(out.users) == 1 else (None,)
     if result is None or result.target is not aten.mul.Tensor or not dies_with(lse, result):
@@ -48,7 +48,7 @@ def renormalised(out: Node, lse: Node) -> Renormalised | None:
     found = _sinks_of(_core(share), lse, rows)
     sinks = of_heads(*found, rows[:2]) if found is not None and len(rows) == 3 else None
     chain = sorted(closure([lse], lambda n: n.users if n < result else ()))
-    return Renormalised(result, sinks, tuple(chain)) if sinks is not None else None
+    return SinkAttention(result, sinks, tuple(chain)) if sinks is not None else None
 
 
 def _core(x: Node) -> Node:

@@ -42,7 +42,7 @@ _OPS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def text_of(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]]:
+def score_text(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]]:
     """The text, "" where the score stays what it is, and what it reads in the outer graph: a number, or one by head.
 
     body: of the score, b, h, q and k, all of no dims, and of what else it reads. Raises NotSymbolic for all else.

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Reading:
+class SoftmaxSource:
     """scores: what a softmax without all this would read; readers: who reads them; chain: the nodes in between.
 
     sinks: (..., 1) beside the scores. first: they stand in front of them.
@@ -47,7 +47,7 @@ class Reading:
         lead = sizes(self.sinks.meta["val"].shape)[:-2] if self.sinks is not None else ()
         return of_heads(self.sinks, INDICES, lead) if len(lead) == 2 else None
 
-    def behind(self, *chain: Node) -> Reading:
+    def behind(self, *chain: Node) -> SoftmaxSource:
         return replace(self, chain=(*self.chain, *chain))
 
     def drops_sinks(self, node: Node) -> bool:
@@ -59,9 +59,9 @@ class Reading:
         return same(piece.start, int(self.first)) and same(piece.length, every - 1)
 
 
-def read_by(x: Any, *readers: Node) -> Reading:
+def read_by(x: Any, *readers: Node) -> SoftmaxSource:
     """What stands between the scores and these readers of x, which are all that it has; often nothing."""
-    plain = Reading(x, readers)
+    plain = SoftmaxSource(x, readers)
     if not is_tensor(x) or set(x.users) != set(readers) or not isinstance(x.target, OpOverload):
         return plain
     if is_cast(x) or is_copy(x):
@@ -75,7 +75,7 @@ def read_by(x: Any, *readers: Node) -> Reading:
         for first in (False, True):
             scores, sinks = joined[::-1] if first else joined
             if same(widths[1 - first], 1) and not same(widths[first], 1):
-                return Reading(scores, (x,), (x,), sinks, first)
+                return SoftmaxSource(scores, (x,), (x,), sinks, first)
     return plain
 
 

@@ -112,14 +112,14 @@ class Chooser:
     def _divides(self, chain: Chain, block: LinkSet, ranks: int) -> bool:
         """Are the rows that are scattered at once the same as those scattered step by step?"""
         first = chain.links[block[0]]
-        rows = value_of(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
+        rows = told_value(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
         return bool(statically_known_true(rows % ranks == 0))
 
     def _time(self, chain: Chain, block: LinkSet, name: str) -> float:
         """Predicted seconds of a block done at once."""
         line = self.groups.lines.get(name)
         if line is None:
-            machine = Machine.of(value_of(chain.links[block[0]].node).device.type, self.cost)
+            machine = Machine.of(told_value(chain.links[block[0]].node).device.type, self.cost)
             inside = self.groups.in_one_node(name)
             line = machine.line("all_reduce", self.groups.size(name), inside=inside)
         return self._seconds(chain, line, self._bytes(chain, block), [name])
@@ -131,8 +131,8 @@ class Chooser:
 
     def _bytes(self, chain: Chain, block: LinkSet) -> float:
         """Of what a block reduces, gathers in all, or scatters in all."""
-        first, last = chain.links[block[0]], value_of(chain.links[block[-1]].node)
-        whole = value_of(first.source) if first.kind == "reduce_scatter" else last
+        first, last = chain.links[block[0]], told_value(chain.links[block[-1]].node)
+        whole = told_value(first.source) if first.kind == "reduce_scatter" else last
         return _elements(whole) * last.dtype.itemsize
 
 
@@ -146,7 +146,7 @@ def compared(merged: MergeWay, other: MergeWay) -> str:
     return f"{merged.time * 1e3:.3g} ms instead of {other.time * 1e3:.3g} ms"
 
 
-def value_of(node: Node) -> torch.Tensor:
+def told_value(node: Node) -> torch.Tensor:
     """The value that the graph tells. Raises SpError if it tells none."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):

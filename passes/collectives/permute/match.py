@@ -162,7 +162,7 @@ def _canonical(
     for gather in range(len(given.dims)):
         if gather == scatter:
             continue
-        dims = exchanged(index, given, scatter, gather, sent, came)
+        dims = dims_behind(index, given, scatter, gather, sent, came)
         rows, block = index.resolve(given.dims[gather]), index.resolve(dims[scatter])
         if exact and (rows or block) and index.equal(Arrangement(dims), made):
             return scatter, gather
@@ -173,7 +173,7 @@ def _canonical(
     return None
 
 
-def exchanged(
+def dims_behind(
     index: IndexMap, given: Arrangement, scatter: int, gather: int, sent: FactorIds, came: FactorIds
 ) -> tuple[FactorIds, ...]:
     """The dims after the exchange, of which `sent` leads the scatter dim."""
@@ -194,7 +194,7 @@ def undone(first: Node, second: Node) -> bool | None:
     if cut is None:
         return None
     ndim, came = len(given.dims), (index.factor(n),)
-    dims = exchanged(index, given, scatter % ndim, gather % ndim, cut[0], came)
+    dims = dims_behind(index, given, scatter % ndim, gather % ndim, cut[0], came)
     there = Mover(index, {first: Arrangement(dims)}).tensor(second.args[0])
     if there is None or there.fixed:
         return None
@@ -203,7 +203,7 @@ def undone(first: Node, second: Node) -> bool | None:
     # What came from rank r goes back to rank r: its block of what was sent to this rank is this rank's again.
     if back is None or not index.same_factors(back[0], came):
         return None
-    home = Arrangement(exchanged(index, there, scatter, gather, back[0], cut[0]))
+    home = Arrangement(dims_behind(index, there, scatter, gather, back[0], cut[0]))
     if index.equal(home, given):
         return True
     return False if index.order(home) == index.order(given) else None

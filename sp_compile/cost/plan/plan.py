@@ -29,7 +29,7 @@ from sp_compile.cost.attention import Candidate, attention_strategies, candidate
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.exchanges import collectives_of
 from sp_compile.cost.machine import Machine
-from sp_compile.cost.offload import copied
+from sp_compile.cost.offload import copy_seconds
 from sp_compile.cost.step import PHASES, ModelBytes, StepMemory, state_per_weight, written
 from sp_compile.errors import SpError
 from sp_compile.graph.sizes import typical
@@ -392,7 +392,7 @@ def _rows(whole: _AllLayers, n: int, machine: Machine, of: _PlanLook) -> list[Va
                 values, phase = max((here[one] + share * (there[one] - here[one]), one) for one in PHASES)
                 fits, host = held + values <= machine.memory, share * whole("host", n)
                 if fits or share in (0.0, 1.0):
-                    waits = machine.together(took, 2 * copied(host, machine))
+                    waits = machine.together(took, 2 * copy_seconds(host, machine))
                     row = Variant(
                         n, kind, layout, of.again, of.tiles, share, host, state, held + values, phase,
                         whole("kept", n), waits, of.tokens, fits,

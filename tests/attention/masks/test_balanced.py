@@ -71,13 +71,13 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     from sp_compile.lowering.masks import deal
 
     made: list[Tensor] = []
-    order_of = deal.order_of
+    new_order = deal.new_order
 
     def seen(*args: Any) -> tuple[Tensor, Tensor]:
-        made.append(order_of(*args)[0])
-        return order_of(*args)
+        made.append(new_order(*args)[0])
+        return new_order(*args)
 
-    monkeypatch.setattr(deal, "order_of", seen)
+    monkeypatch.setattr(deal, "new_order", seen)
     return made
 
 

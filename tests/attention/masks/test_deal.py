@@ -11,7 +11,7 @@ from support.attention.attending import packed
 
 from sp_compile.lowering.masks.blocks import pairs_before, pairs_of
 from sp_compile.lowering.masks.chunks import ENOUGH
-from sp_compile.lowering.masks.deal import dealt, in_order, order_of, positions_in_order
+from sp_compile.lowering.masks.deal import dealt, in_order, new_order, positions_in_order
 from sp_compile.lowering.masks.pieces import Pieces, pieces_of
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import evaluate
@@ -43,7 +43,7 @@ def test_an_order_of_all_positions(lengths: list[int], n: int, ends: tuple[int, 
     length = sum(lengths)
     front, behind = (min(end, length) for end in ends)
     found = dealt((DOCUMENTS,), (1,), (), (vector(lengths),), length, n, 1, front, behind)
-    order, inverse = order_of(found, torch.device("cpu"))
+    order, inverse = new_order(found, torch.device("cpu"))
     assert torch.equal(order[inverse], torch.arange(length))
     assert torch.equal(inverse[order], torch.arange(length))
     assert torch.equal(order[:front], torch.arange(front))
@@ -61,7 +61,7 @@ def test_tables_in_the_order_know_as_much() -> None:
     documents = packed(lengths_of(1.0, 12, length))
     v = [pieces_of(x) for x in documents]
     found = dealt(("Eq(row0, col0) & (col1 <= row1)",), (1,), (), (v[0], v[1]), length, n)
-    order, _ = order_of(found, torch.device("cpu"))
+    order, _ = new_order(found, torch.device("cpu"))
     assert len(found.firsts) > n
     for table, values in [(positions_in_order(found), order[None])] + [
         (in_order(p, found), x[:, order]) for p, x in zip(v, documents)
@@ -81,7 +81,7 @@ def test_work_is_even(spread: float, count: int, n: int) -> None:
     length = 1 << 17
     lengths = lengths_of(spread, count, length)
     found = dealt((DOCUMENTS,), (1,), (), (vector(lengths),), length, n)
-    order, _ = order_of(found, torch.device("cpu"))
+    order, _ = new_order(found, torch.device("cpu"))
     pairs = packed(lengths)[1][0] + 1  # a query sees the tokens of its document up to itself
     loads = pairs[order].view(n, -1).sum(1).double()
     assert loads.max() / loads.mean() <= ENOUGH
@@ -100,7 +100,7 @@ def test_several_masks_count_by_their_weights() -> None:
     """Documents in most layers, all that is past in a few."""
     v = vector(lengths_of(1.0, 20, 1 << 12))
     found = dealt((DOCUMENTS, "k <= q"), (5, 1), (), (v,), 1 << 12, 4)
-    order, _ = order_of(found, torch.device("cpu"))
+    order, _ = new_order(found, torch.device("cpu"))
     index = torch.arange(1 << 12)
     loads = torch.zeros(4, dtype=torch.double)
     for rank, rows in enumerate(order.chunk(4)):

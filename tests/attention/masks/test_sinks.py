@@ -126,7 +126,7 @@ def test_as_its_authors_spell_it(window: int, n: int, length: int, attention: st
     report = check(seeded(lambda: OpenAI(window)), x, sp=n, attention="auto" if unfit else attention)
     assert not report.fallbacks, report
     if n > 1:
-        (decision,) = report.decisions
+        (decision,) = report.attention
         assert (decision.shape.heads, decision.shape.kv_heads) == (8, 2)
 
 

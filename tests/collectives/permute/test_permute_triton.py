@@ -58,7 +58,7 @@ def test_rows_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2, 4)
     buffer = all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
     monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
-    assert lowering.choose(lowering.Packing(x, 1, 0, 2, "declared")) == "packed"
+    assert lowering.choose(lowering.PermuteProblem(x, 1, 0, 2, "declared")) == "packed"
     assert not usable(x)
 
 
@@ -69,7 +69,7 @@ def test_what_decides_for_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
     x, many = torch.zeros(2, 4), torch.zeros((2,) * MOST_DIMS)
     ways = [
-        lowering.choose(lowering.Packing(x, 1, 0, 2, "declared"))
+        lowering.choose(lowering.PermuteProblem(x, 1, 0, 2, "declared"))
         for x in (x, torch.nn.Parameter(x), many, many[0].to(torch.complex64), many.to(torch.complex64))
     ]
     assert ways == ["symmetric"] * 4 + ["packed"]

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_compile.data.rounds import dealt
+from sp_compile.data.rounds import rank_batches
 
 SIZES = st.integers(0, 12), st.integers(1, 4)
 
 
 @given(*SIZES)
 def test_what_is_dropped_is_the_last_round(batches: int, n: int) -> None:
-    each = [list(dealt(range(batches), rank, n, drop_last=True)) for rank in range(n)]
+    each = [list(rank_batches(range(batches), rank, n, drop_last=True)) for rank in range(n)]
     rounds = batches // n
     assert sorted(chain(*each)) == list(range(rounds * n))
     assert {len(one) for one in each} == {rounds}
@@ -23,7 +23,7 @@ def test_what_is_dropped_is_the_last_round(batches: int, n: int) -> None:
 
 @given(*SIZES)
 def test_what_is_filled_is_the_last_round(batches: int, n: int) -> None:
-    each = [list(dealt(range(batches), rank, n, drop_last=False)) for rank in range(n)]
+    each = [list(rank_batches(range(batches), rank, n, drop_last=False)) for rank in range(n)]
     assert {len(one) for one in each} == {-(-batches // n)}
     assert set(chain(*each)) == set(range(batches))
     spare = -batches % n
@@ -40,5 +40,5 @@ def test_a_stream_without_an_end(n: int) -> None:
             yield number
             number += 1
 
-    batches = dealt(stream(), n - 1, n, drop_last=False)
+    batches = rank_batches(stream(), n - 1, n, drop_last=False)
     assert [next(batches) for _ in range(3)] == [n - 1, 2 * n - 1, 3 * n - 1]
