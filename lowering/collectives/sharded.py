@@ -405,7 +405,7 @@ def leaving_late(
     return _Leave.apply(held, shape, lambda rows: map(leave, late.gradients(rows)), *tickets)
 
 
-class _Write(torch.autograd.Function):
+class _WriteInPlace(torch.autograd.Function):
     """A value to which a graph has written, from here on the new one."""
 
     @staticmethod
@@ -421,7 +421,7 @@ class _Write(torch.autograd.Function):
 
 def write(x: Sharded, new: Tensor) -> None:
     """What an in-place op of a graph does to a value that it was given: autograd sees it, and so do aliases."""
-    _Write.apply(x, new)
+    _WriteInPlace.apply(x, new)
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)  # what has been kept for a backward is told apart
 

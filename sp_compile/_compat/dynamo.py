@@ -46,6 +46,14 @@ def is_module_state(node: Node) -> bool:
     return source is not None and source.guard_source.is_unspecialized_nn_module()
 
 
+def compiled_frame() -> int | None:
+    """A number of the code that is compiled now, the same each time until Dynamo is reset; None outside."""
+    from torch._guards import CompileContext
+
+    compiled = CompileContext.current_compile_id()
+    return compiled.frame_id if compiled is not None else None
+
+
 def is_fragment(gm: GraphModule) -> bool:
     """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?"""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import pytree
+from sp_compile._compat import compiled_frame, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError, SpError, at
 
@@ -124,16 +124,20 @@ def connected(talk: Lockstep, groups: Sequence[Ranks], question: str, said: Sequ
     return alike
 
 
+CompiledCode = tuple[str, int, int | None]
+"""The name of a program, the number of its model, and of its code in Dynamo."""
+
+
 @dataclass
 class PythonNumbers:
-    """What ranks know of the programs that they have compiled, each by its name and model.
+    """What ranks know of the programs that they have compiled.
 
     written: by the shape of the graph, too: were the numbers written in it the same on all of them every time?
     varied: the types of those that were not; of a program that was not compiled yet there is no entry.
     """
 
-    written: dict[tuple[str, int, int], bool] = field(default_factory=dict)
-    varied: defaultdict[tuple[str, int], set[type]] = field(default_factory=lambda: defaultdict(set))
+    written: dict[tuple[CompiledCode, int], bool] = field(default_factory=dict)
+    varied: defaultdict[CompiledCode, set[type]] = field(default_factory=lambda: defaultdict(set))
 
 
 _numbers_of: weakref.WeakKeyDictionary[Any, PythonNumbers] = weakref.WeakKeyDictionary()
@@ -151,8 +155,9 @@ def check_numbers(
     forms = {(one.text.shape, one.cut, *one.numbers) for one in all_of}
     if wire is None or len(all_of) < len(everyone) or len(forms) > 1:
         return
-    program = subject_of(gm), wire.model([x for x in inputs if isinstance(x, torch.nn.Parameter)])
-    seen, shape = _numbers_of.setdefault(wire, PythonNumbers()), (*program, mine.text.shape)
+    weights = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
+    program = subject_of(gm), wire.model(weights), compiled_frame()
+    seen, shape = _numbers_of.setdefault(wire, PythonNumbers()), (program, mine.text.shape)
     given = {name: x for name, x in mine.numbers.items() if any(one.numbers[name] != x for one in all_of)}
     differ = unlike(gm, [one.text for one in all_of]) or frozenset()
     nodes = [node for node in gm.graph.nodes if node.name in differ]
