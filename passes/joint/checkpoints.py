@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import asked_policies, has_policy, is_kept, must_stay
+from sp_compile.graph.call import Call
 from sp_compile.sharding.matchers import source_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -39,14 +40,12 @@ def stay_in_checkpoints(gm: GraphModule) -> None:
 
 def _read(node: Node) -> Iterator[Node]:
     """The nodes that made what a backward of attention is given of its forward."""
-    names = BACKWARDS.get(node.target, ())
-    schema: Any = getattr(node.target, "_schema", None)
-    for i, argument in enumerate(schema.arguments if names else ()):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        if argument.name in names and isinstance(value, Node):
+    for name in BACKWARDS.get(node.target, ()):
+        value = Call(node)[name]
+        if isinstance(value, Node):
             while (source := _source(value)) is not None:
                 value = source
-            yield value.args[0] if value.target is operator.getitem else value  # type: ignore[misc]
+            yield value.args[0] if value.target is operator.getitem else value
 
 
 def _source(node: Node) -> Node | None:

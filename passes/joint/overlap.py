@@ -17,8 +17,8 @@ from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile.cost.liveness import WAIT, flops_of
-from sp_compile.graph.call import Call
+from sp_compile.cost.liveness import flops_of
+from sp_compile.graph.call import WAIT, Call
 from sp_compile.graph.closure import closure
 from sp_compile.graph.mutation import is_pure
 from sp_compile.spmd.named_groups import is_under_way
