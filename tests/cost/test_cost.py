@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sp_compile.cost.attention import Candidate, Shape, candidates, choose, fastest, halving
+from sp_compile.cost.decision import described
 from sp_compile.cost.machine import CPU, GPU, Machine
 from sp_compile.errors import SpError
 
@@ -129,6 +130,7 @@ def test_work_of_documents() -> None:
     assert s.imbalance(4) == pytest.approx(4 * (3 / 32) * 6, rel=1e-3)
     assert s.imbalance(4, "zigzag") == pytest.approx(1.5, rel=1e-3)  # of (7/128 + 1/128) and 1/24
     assert s.imbalance(4, "balanced") == 1
+    assert described(s).endswith("causal, documents")
     assert other.imbalance(4) == pytest.approx(4 * (1 / 8) * 3, rel=1e-3)
     ring = of(candidates(replace(s, dealt=True), BYTES), "ring", layout="balanced")
     assert ring.seconds == of(candidates(s, BYTES), "ring", layout="contiguous").seconds

@@ -111,6 +111,12 @@ def test_equals_each_document_alone(strategy: str) -> None:
     run("causal", strategy, 4)
 
 
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("gather", marks=pytest.mark.slow)])
+def test_auto_deals_its_documents(strategy: str) -> None:
+    report = check(build(window_size=(-1, 0)), tokens(LENGTH), ENDS, sp=3, attention=strategy, cost={"flops": 1e5})
+    assert {decision.chosen.layout for decision in report.attention} == {"balanced"}
+
+
 WAYS = [(s, n) for s in ("ulysses", "ring", "hybrid", "gather", "auto") for n in (1, 2, 3, 4)]
 UNFIT = [("ulysses", 3), ("hybrid", 2), ("hybrid", 3)]
 """Three ranks do not divide four heads, and two make no neighbourhoods."""
