@@ -85,6 +85,20 @@ def test_kinds_of_layers() -> None:
     assert len(layers) == 5
 
 
+def test_what_a_config_says_of_each_layer_goes_with_them() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.layer_types, self.others = ["near", "near", "far"], [1, 2]
+
+    model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]))
+    model.config = model[0].config = Config()
+    depth = Depth.of(model)
+    assert depth is not None
+    with depth.only((0, 2)):
+        assert vars(model.config) == {"layer_types": ["near", "far"], "others": [1, 2]}
+    assert model.config.layer_types == ["near", "near", "far"]
+
+
 def test_layers_are_computed_again_for_a_while() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     with checkpointed([layer]):

@@ -22,10 +22,15 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Depth:
-    """A list of layers. kinds: which are alike: the number of each one's kind, in order of their first appearance."""
+    """A list of layers. kinds: which are alike: the number of each one's kind, in order of their first appearance.
+
+    settings: what holds lists with an entry for each layer, and their names: transformers' configs, by whose
+    `layer_types` a model takes the mask of a layer by its place.
+    """
 
     layers: nn.ModuleList
     kinds: tuple[int, ...]
+    settings: tuple[tuple[dict[str, Any], str], ...] = ()
 
     @staticmethod
     def of(model: nn.Module) -> Depth | None:
@@ -36,7 +41,7 @@ class Depth:
         layers = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
         known: dict[Any, int] = {}
         kinds = tuple(known.setdefault(_kind(layer), len(known)) for layer in layers)
-        return Depth(layers, kinds) if len(kinds) >= len(known) + 2 else None
+        return Depth(layers, kinds, tuple(_by_layer(model, len(layers)))) if len(kinds) >= len(known) + 2 else None
 
     @property
     def variants(self) -> list[tuple[int, ...]]:
@@ -57,14 +62,27 @@ class Depth:
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:
         """The model with these layers."""
-        kept = list(self.layers)
+        kept, lists = list(self.layers), [holder[name] for holder, name in self.settings]
         del self.layers[:]
         self.layers.extend(kept[i] for i in positions)
+        for (holder, name), one in zip(self.settings, lists, strict=True):
+            holder[name] = [one[i] for i in positions]
         try:
             yield
         finally:
             del self.layers[:]
             self.layers.extend(kept)
+            for (holder, name), one in zip(self.settings, lists, strict=True):
+                holder[name] = one
+
+
+def _by_layer(model: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Lists of so many entries in the configs of a model's modules, each once."""
+    found = {id(config): config for m in model.modules() if hasattr(config := getattr(m, "config", None), "__dict__")}
+    for config in found.values():
+        for name, value in vars(config).items():
+            if isinstance(value, list) and len(value) == count:
+                yield vars(config), name
 
 
 def _kind(layer: nn.Module) -> Any:
