@@ -44,7 +44,7 @@ def step(way: str) -> bool:
     return True
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_device(ranks: Ranks, way: str) -> None:
     assert all(ranks.run(2, step, way))
