@@ -4,8 +4,9 @@
     every = every - every.max(-1, keepdim=True).values                      changes no probability, and no gradient
     weights = softmax(every, -1)[..., :-1]
 
-Scores may be (groups, H / groups, Q, K), as in GPT-OSS of its authors: all heads of one sequence. Leaves alone: sinks
-that differ from query to query, and those beside scores whose greatest has been subtracted already: that moves them.
+Of a vector (H,) the scores may be (groups, H / groups, Q, K), as in GPT-OSS of its authors: all heads of one sequence.
+Leaves alone: sinks that differ from query to query or between batch entries, and those beside scores whose greatest has
+been subtracted already: that moves them, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, product, same, sizes
-from sp_compile.sharding.matchers import element_of, is_cast, is_copy, join_of, slice_of, source_of
+from sp_compile.sharding.matchers import before_reshapes, element_of, is_cast, is_copy, join_of, slice_of, source_of
 
 from .proofs import BATCH, HEAD, INDICES
 
@@ -143,7 +144,11 @@ def of_heads(sinks: Node, coords: Sequence[Any], lead: tuple[Size, ...]) -> Sink
         held = [c for c, extent in zip(coords, shape, strict=True) if not same(extent, 1)]
         if held in ([], [HEAD]) and (not held or same(product(shape), lead[1])):
             return Sinks(node, lead)
-        if held == [BATCH, HEAD] and same(product(shape), product(lead)):
+        if (
+            held == [BATCH, HEAD]
+            and same(product(shape), product(lead))
+            and before_reshapes(node).meta["val"].ndim == 1
+        ):
             return Sinks(node, lead, groups=True)
         at = element_of(node, coords)
     return None
