@@ -29,13 +29,13 @@ def leave(grad: Tensor) -> Tensor:
     """Leave a gradient for the backward; the gradient of the ticket."""
     number = next(_numbers)
     _left[number] = grad
-    return torch.tensor([number], dtype=torch.float64)
+    return torch.tensor([number], dtype=torch.float64, device="cpu")
 
 
 @opaque("ticket(Tensor x) -> Tensor", lambda x: torch.empty(1, dtype=torch.float64, device="cpu"))
 def ticket(x: Tensor) -> Tensor:
     """One number on the CPU, made where x is. Shapes: any -> (1,), float64. Backward: none."""
-    return torch.zeros(1, dtype=torch.float64)
+    return torch.zeros(1, dtype=torch.float64, device="cpu")
 
 
 @opaque("add_left(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)

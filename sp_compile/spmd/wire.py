@@ -86,7 +86,7 @@ class GatherBuffers(NamedTuple):
 
     @classmethod
     def of(cls, form: tuple[int, torch.dtype], ranks: int) -> GatherBuffers:
-        with torch.inference_mode(False):  # or nobody could write to it later
+        with torch.inference_mode(False), torch.device("cpu"):  # or nobody could write to it later, or from here
             mine, out = torch.empty(form[0], dtype=form[1]), torch.empty(ranks, form[0], dtype=form[1])
         options = _patient(dist.distributed_c10d.AllgatherOptions())
         return cls(mine.numpy(), out.numpy(), [mine], [[*out.unbind()]], options)
@@ -456,7 +456,7 @@ def gather(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: Messag
             return wire.gather(mine, dtype, saying)
         if isinstance(current(), FunctionalCommunicator):
             return [list(mine)] * ranks.n
-        sent = torch.tensor(mine, dtype=dtype)
+        sent = torch.tensor(mine, dtype=dtype, device="cpu")
         return current().all_gather(sent, ranks.n, ranks.group).view(ranks.n, len(mine)).tolist()
 
 

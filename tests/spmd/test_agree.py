@@ -25,6 +25,7 @@ from sp_compile.spmd.fingerprint import fingerprint, program_of
 from sp_compile.spmd.message import hashed
 from sp_compile.spmd.settings import mode, settings
 from sp_compile.spmd.weights import some_bytes
+from sp_compile.spmd.wire import Gathering
 
 
 class Attention(nn.Module):
@@ -115,6 +116,14 @@ def test_modes_of_a_call() -> None:
     with torch.no_grad(), torch.autograd.graph.save_on_cpu():
         look(torch.ones(2))
     assert told == ["grad, checkpoint", "grad, checkpoint", "no_grad"]
+
+
+def test_words_lie_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        words = Gathering.of((3, torch.int64), 2)
+    assert {x.device.type for x in (*words.mine_given, *words.out_given[0])} == {"cpu"}
+    words.mine[:] = [1, 2, 3]
+    assert words.mine_given[0].tolist() == [1, 2, 3]
 
 
 def test_memory_that_was_freed() -> None:
