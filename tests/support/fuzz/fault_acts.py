@@ -339,6 +339,16 @@ def without_memory(loop: Loop, step: int) -> None:
     loop.train(step)
 
 
+def other_default_device(loop: Loop, step: int) -> None:
+    """Of what is made without a device; the model makes nothing."""
+    given = loop.batch(step)
+    loop.net.zero_grad()
+    with torch.device("meta"):
+        loss = loop.run(*given)
+        loss.backward()
+    loop.compare(loss, given)
+
+
 def without_sync(loop: Loop, step: int) -> None:
     """Gradients of this step stay on the rank."""
     assert isinstance(loop.run, DistributedDataParallel)

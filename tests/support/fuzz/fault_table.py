@@ -44,6 +44,7 @@ from support.fuzz.fault_acts import (
     loads,
     memory_budget,
     other_batch_size,
+    other_default_device,
     other_dtype,
     other_input,
     other_length,
@@ -344,4 +345,5 @@ FAULTS: dict[str, Fault] = {
     "lengths as symbols": Fault("different programs.*dynamic=True", begins=changing_lengths),
     "nothing, under DDP": Fault("", slow, prepares=under_ddp),
     "no_sync": Fault("mode.*no_sync", without_sync, prepares=under_ddp),
+    "another default device": Fault("", other_default_device),
 }
