@@ -124,7 +124,7 @@ def connected(talk: Lockstep, groups: Sequence[Ranks], question: str, said: Sequ
     return alike
 
 
-CompiledCode = tuple[str, int, int | None]
+CompiledCode = tuple[str, int, tuple[int, int | None]]
 """The name of a program, the number of its model, and of its code in Dynamo."""
 
 

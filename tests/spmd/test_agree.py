@@ -25,7 +25,7 @@ from sp_compile.spmd.fingerprint import fingerprint, program_of
 from sp_compile.spmd.message import hashed
 from sp_compile.spmd.settings import mode, settings
 from sp_compile.spmd.weights import some_bytes
-from sp_compile.spmd.wire import Gathering
+from sp_compile.spmd.wire import GatherBuffers
 
 
 class Attention(nn.Module):
@@ -120,7 +120,7 @@ def test_modes_of_a_call() -> None:
 
 def test_words_lie_on_the_cpu_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
-        words = Gathering.of((3, torch.int64), 2)
+        words = GatherBuffers.of((3, torch.int64), 2)
     assert {x.device.type for x in (*words.mine_given, *words.out_given[0])} == {"cpu"}
     words.mine[:] = [1, 2, 3]
     assert words.mine_given[0].tolist() == [1, 2, 3]

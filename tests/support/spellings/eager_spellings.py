@@ -140,7 +140,6 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
         ("", 1.0),
     ),
     "sinks": (lambda q, k, v: with_sinks(q, k, v, sinks(v)), ("", 1.0)),
-    "sinks of each batch entry": (lambda q, k, v: with_sinks(q, k, v, v[:, :, :1, :1]), ("", 1.0)),
     "sinks as GPT-OSS has them": (as_gpt_oss, ("k <= q", 0.5)),
     "sinks behind": (behind_the_attention, ("k <= q", 0.5)),
     "sinks as a share of all": (lambda q, k, v: shared(q, k, v, sinks(v)), ("", 1.0)),
@@ -178,6 +177,7 @@ STAYS: dict[str, Attend] = {
     "finite fill of whole rows": lambda q, k, v: (q @ k.mT).masked_fill(before(), -1e9).softmax(-1) @ v,
     "finite fill of data": lambda q, k, v: (q @ k.mT).masked_fill(v[:, :1, None, :, 0] > 0.2, -1e9).softmax(-1) @ v,
     "bias, then scale": lambda q, k, v: ((q @ k.mT + additive(-1.0)) * 0.3).softmax(-1) @ v,
+    "sinks of each batch entry": lambda q, k, v: with_sinks(q, k, v, v[:, :, :1, :1]),
     "sinks of each query": lambda q, k, v: with_sinks(q, k, v, q[..., :1]),
     "sinks that stay": lambda q, k, v: (
         torch.cat([q @ k.mT, sinks(v)], -1).softmax(-1) @ torch.cat([v, v[:, :, :1]], -2)
