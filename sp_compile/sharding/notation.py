@@ -22,6 +22,7 @@ from sp_compile.graph.sizes import Size, product, quotient, same
 from .factors import KINDS, Dims, Factors, flat, group, parts
 
 OPTIONS = ("sizes", "lazy", "pad", "masks", "reshapes", "lenders")
+MOST_SHAPES = 1024  # of one rule that are remembered
 _FACTOR = re.compile(r"~\d+|[^\W\d]\w*")  # ~1 is a dim of "..."
 
 
@@ -47,6 +48,8 @@ class Pattern:
         shapes = tuple(call.shape(i) for i in range(len(call.operands)))
         results = call.result_shapes()
         if (shapes, results) not in self._bound:  # layers are alike, and every analysis asks again
+            if len(self._bound) >= MOST_SHAPES:
+                self._bound.clear()
             self._bound[shapes, results] = self._at(shapes, results)
         return self._bound[shapes, results]
 
