@@ -19,6 +19,8 @@ from torch.fx import GraphModule
 from sp_compile._compat import versions
 from sp_compile.errors import SpError
 
+from .checksums import is_freed
+
 GONE = (
     "{} is made when it is read, of the model's weights, and these have changed since (an optimizer's step?) or are "
     "gone (FSDP has freed them): read it before that, or let the program make it: outputs='gather', tiles='never'"
@@ -85,6 +87,6 @@ class LateRows:
         return made
 
     def _check(self) -> None:
-        freed = any(x.numel() and not x.untyped_storage().nbytes() for x in self.given)
+        freed = any(x.numel() and is_freed(x) for x in self.given)
         if freed or versions(self.given).tolist() != self.versions:
             raise SpError(GONE.format(self.words))
