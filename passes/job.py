@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.config import Ranks, SPConfig
@@ -14,7 +13,7 @@ from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.memory import Memory
 from sp_compile.errors import SpError
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import tensors_of
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.sharding.placement import Placement, Plan, Shard
 from sp_compile.sharding.rule import unchanged
@@ -32,44 +31,44 @@ class Settings:
     outputs: str | Sequence[str] = "gather"  # the option, or what it says of each result
     attention: str = "auto"
     layout: str = "auto"
-    machine: Machine | None = None  # of the cost model; the device's defaults if None
+    machine: Machine | None = None  # of the cost model, as it was measured; the device's defaults if None
+    cost: Mapping[str, Any] | None = None  # constants in place of that, which replace the device's defaults
     folds: int = 1  # chunks of the sequence that a rank holds: 2 for zigzag, or DEALT
     fallback: str = "gather"
     param_grads: str = "reduce"
     tiles: str | int = "auto"
     ulysses_chunks: str | int = "auto"
     aligned: frozenset[str] | None = None  # groups of the program whose ranks hold the same rows; None: all
+    sequence_parallel_linear: str = "auto"
+    merge_reductions: str = "auto"
+    offload: str | float = "never"
+    fused: bool = False  # Inductor compiles what becomes of it
 
     @staticmethod
-    def of(config: SPConfig, ranks: Ranks, device: torch.device, **found: Any) -> Settings:
+    def of(config: SPConfig, ranks: Ranks, **found: Any) -> Settings:
         """What the user's options say to passes: the one place where they become settings.
 
         found: what graph and ranks say. seq_dims: those of the options by the names of the graph. machine: as it was
-        measured on these ranks; of no use where the option `cost` names constants, which replace the device's defaults.
+        measured on these ranks. Raises SpError: `cost` has a constant that there is none of, or one out of range.
         """
-        found.setdefault("outputs", config.outputs)
-        if config.cost is not None:
-            found["machine"] = Machine.of(device.type, config.cost)
-        return Settings(
-            ranks,
-            attention=config.attention,
-            layout=config.layout,
-            fallback=config.fallback,
-            param_grads=config.param_grads,
-            tiles=config.tiles,
-            ulysses_chunks=config.ulysses_chunks,
-            **found,
-        )
+        Machine.of("cpu", config.cost)
+        own = {name: getattr(config, name) for name in OPTIONS}
+        return Settings(ranks, **{**own, "fused": config.compiler == "inductor", **found})
 
     def machine_of(self, node: Node) -> Machine:
         """The cost model's, for the device of the node."""
-        return self.machine or Machine.of(Call(node).results()[0].device.type)
+        known = self.machine if self.cost is None else None
+        return known or Machine.of(tensors_of(node)[0].device.type, self.cost)
+
+
+OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(Settings)} - {"seq_dims", "inputs"}
+"""Of the user, that are settings as they are; the names of a graph's inputs, and what lies in them, are found."""
 
 
 def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:
-    """Settings from a number of ranks (then no process group is named), from Ranks, or as they are."""
+    """Settings from a number of ranks (then no process group is named), from Ranks, or from others."""
     if isinstance(ranks, Settings):
-        return ranks
+        return replace(ranks, **options) if options else ranks
     return Settings(Ranks(ranks, "") if isinstance(ranks, int) else ranks, **options)
 
 

@@ -16,7 +16,6 @@ from sp_compile.capture.capture import capture
 from sp_compile.capture.eager import told_of_eager, told_of_other_call
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
-from sp_compile.cost.machine import Machine
 from sp_compile.graph.random import decorrelated, draws
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.graph.strides import order_of_strides
@@ -24,18 +23,19 @@ from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.edges.edges import EdgePasses
+from sp_compile.passes.edges.job import EdgesJob
 from sp_compile.passes.job import Note, Settings
-from sp_compile.passes.joint.checkpoints import ask_policies, stay_in_checkpoints
+from sp_compile.passes.joint.checkpoints import ask_policies
 from sp_compile.passes.joint.halves import Halves
-from sp_compile.passes.joint.joint import JointJob, JointPasses
-from sp_compile.passes.joint.offload import Offload
-from sp_compile.passes.joint.sources import with_sources
+from sp_compile.passes.joint.job import HalvesJob, JointJob
+from sp_compile.passes.joint.joint import JointPasses
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
-from sp_compile.passes.results import gradients_by_ticket, made_late, returned_orders, why_whole
+from sp_compile.passes.results import RESULTS, why_whole
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
-from sp_compile.sharding.placement import DEALT, Shard
+from sp_compile.sharding.placement import Shard
 from sp_compile.spmd.between import Edges, Result, symbols_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
@@ -45,7 +45,7 @@ from sp_compile.spmd.wire import stop
 from . import _compat
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean
-from .pipeline import RESULTS, run_pipeline
+from .pipeline import run_pipeline
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ NO_CUDA_GRAPHS = (
     "records CUDA graphs, which replay what one call launched: attention launches by the documents of each batch, and "
     "ranks would have to record and replay together. Use mode='max-autotune-no-cudagraphs' or 'default'"
 )
-KEEPS = "sp_compile checkpoints"
 NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
 OF_SEQUENCE = dict.fromkeys(
     ("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "fallback", "tiles", "ulysses_chunks"),
@@ -98,8 +97,7 @@ def sp(
         with session.compiling(gm):
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around it
                 lowered = lower(gm, example_inputs, given, session)
-                return_orders(lowered)
-                leave_gradients(lowered)
+                lowered.return_edges()
             run = compile_local(lowered, mode)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
         raise
@@ -110,8 +108,7 @@ def sp(
         _compat.keep_first_call_fake()
     if lowered is None:
         return session.guard(None, error, gm, example_inputs)
-    joint = lowered.joint.given if lowered.joint is not None else JointJob()
-    of_groups = joint.common, joint.backward
+    of_groups = lowered.joint.given.common, lowered.joint.given.backward
     return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, *of_groups, lowered.edges)
 
 
@@ -130,33 +127,42 @@ def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) 
 
 @dataclass
 class RankProgram:
-    """A Dynamo graph for one rank. ranks: those that its sequence is split over, a single one where it is not split.
+    """A Dynamo graph for one rank, by the options in `config`, of which `settings` are those of the passes.
 
     inputs: what stands for its inputs when it is compiled. edges: what it takes and returns in shards.
-    joint: what its exchanges over other groups become, once AOTAutograd has made a joint graph of it; None if there is
-    nothing to be done. machine: the cost model's, as measured; None: the device's defaults.
+    joint: what becomes of it, and of its exchanges over other groups, when AOTAutograd has made a joint graph of it.
     """
 
     graph: GraphModule
     config: SPConfig
-    ranks: Ranks
+    settings: Settings
     report: Report
     inputs: Sequence[Any]
-    joint: JointPasses | None = None
+    joint: JointPasses = field(default_factory=JointPasses)
     edges: Edges = field(default_factory=Edges)
-    machine: Machine | None = None
 
-    def halves(self, config: SPConfig) -> Halves | None:
-        """What is done to the halves of its joint graph, by these options."""
-        offload = self._offload(config)
-        return Halves(offload) if config.has_place and (offload is not None or self.ranks.n > 1) else None
+    @property
+    def ranks(self) -> Ranks:
+        """Those that its sequence is split over, a single one where it is not split."""
+        return self.settings.ranks
 
-    def _offload(self, config: SPConfig) -> Offload | None:
-        if config.offload == "never":
-            return None
-        device = next((x.device.type for x in self.inputs if isinstance(x, torch.Tensor)), "cpu")
-        known = None if config.cost is not None else self.machine
-        return Offload(config.offload, known or Machine.of(device, config.cost), config.compiler == "inductor")
+    @property
+    def exchanges(self) -> bool:
+        """Does it exchange over groups of its own?"""
+        return bool(self.joint.given.session.groups)
+
+    def return_edges(self) -> None:
+        """Let it return what its results in shards need, behind them."""
+        own = vars(self.settings)
+        job = EdgesJob(**own, edges=self.edges, learns=torch.is_grad_enabled(), splits_only=not self.exchanges)
+        EdgePasses(job)(self.graph)
+        self.edges = job.edges
+        self.report.passes += job.laps
+
+    def halves(self, **changed: Any) -> Halves | None:
+        """What is done to the halves of its joint graph; None: nothing. changed: settings that are others."""
+        job = HalvesJob(**{**vars(self.settings), **changed})
+        return Halves(job) if self.config.has_place and (job.offload != "never" or job.ranks.n > 1) else None
 
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> RankProgram:
@@ -168,12 +174,13 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     session.learn(gm, example_inputs)
     if not session.splits:
         config = _of_whole(gm, options)
-        plain = compiled_inputs(example_inputs)
-        lowered = RankProgram(gm, config, ALONE, Report(1), plain, _joint(plain, config, session))
+        settings, plain = Settings.of(config, ALONE), compiled_inputs(example_inputs)
+        lowered = RankProgram(gm, config, settings, Report(1), plain, _joint(plain, settings, session))
     elif runs_as_written(gm, example_inputs, options):
         log.info("%s", AS_WRITTEN)
-        plain = compiled_inputs(example_inputs)
-        lowered = RankProgram(gm, _of_whole(gm, options), ALONE, Report(1, [AS_WRITTEN]), plain)
+        config = _of_whole(gm, options)
+        settings, plain = Settings.of(config, ALONE), compiled_inputs(example_inputs)
+        lowered = RankProgram(gm, config, settings, Report(1, [AS_WRITTEN]), plain, _joint(plain, settings, Session()))
     else:
         lowered = _split(gm, example_inputs, options, session)
     return lowered
@@ -198,7 +205,8 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str,
     }
     found |= {"machine": machine, "aligned": session.aligned}
     symbols, plain = symbols_of(view.graph), compiled_inputs(example_inputs, view.layouts, view.graph)
-    local, report = run_pipeline(view.graph, Settings.of(config, session.ranks, device, **found), view.fragment)
+    settings = Settings.of(config, session.ranks, **found)
+    local, report = run_pipeline(view.graph, settings, view.fragment)
     report.add(_taken_from_others(view, example_inputs))
     declare_routes(local, session.ranks)
     rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
@@ -206,7 +214,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str,
     if edges.results:
         written = edges.writes.values()
         report.sharded_outputs = [result.name for i, result in edges.results.items() if i not in written]
-    return RankProgram(local, config, session.ranks, report, plain, _joint(plain, config, session), edges, machine)
+    return RankProgram(local, config, settings, report, plain, _joint(plain, settings, session), edges)
 
 
 def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any]) -> Iterator[Note]:
@@ -237,36 +245,6 @@ def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[
     return found
 
 
-def return_orders(lowered: RankProgram) -> None:
-    """Results in shards whose rows are dealt need the order of each call."""
-    edges = lowered.edges
-    if any(result.layout.folds == DEALT for result in edges.results.values()):
-        lowered.edges = replace(edges, deal=returned_orders(lowered.graph))
-
-
-def leave_gradients(lowered: RankProgram) -> None:
-    """Let results in shards have gradients only where somebody reads them, see `lowering/collectives/tickets.py`.
-
-    And be made only there, where the program does in tiles what makes them, see `lowering/collectives/late.py`.
-    """
-    edges, graph, learns = lowered.edges, lowered.graph, torch.is_grad_enabled()
-    if lowered.joint is not None:
-        return
-    own = len(graph.graph.output_node().args[0])  # type: ignore[arg-type]
-    smooth = [i for i in edges.results if graph.meta[RESULTS][i].value.dtype.is_floating_point]
-    late = made_late(graph, smooth, learns)
-    others = [i for i in smooth if i not in late and lowered.ranks.n > 1]
-    tickets = gradients_by_ticket(graph, others if learns else [])
-    shapes = {i: tuple(sizes(graph.meta[RESULTS][i].value.shape)) for i in edges.results}
-    results = {
-        i: replace(result, ticket=tickets.get(i), late=late.get(i), shape=shapes[i])
-        for i, result in edges.results.items()
-        if lowered.ranks.n > 1 or i in late
-    }
-    behind = range(own, len(graph.graph.output_node().args[0]))  # type: ignore[arg-type]
-    lowered.edges = replace(edges, results=results, rows=edges.rows.union(behind), own=own)
-
-
 def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:
     """The options of a program that is not split. Those of a sequence may be meant for other pieces of a model."""
     config = SPConfig.of(options)
@@ -279,10 +257,11 @@ def _as_it_is(x: Any) -> Any:
     return x
 
 
-def _joint(example_inputs: Sequence[Any], config: SPConfig, session: Session) -> JointPasses | None:
-    """The passes over the joint graph of a program that exchanges by itself."""
+def _joint(example_inputs: Sequence[Any], settings: Settings, session: Session) -> JointPasses:
+    """The passes over the joint graph of a program."""
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
-    return JointPasses(JointJob(config=config, session=session, shapes=shapes)) if session.groups else None
+    own = vars(replace(settings, ranks=ALONE, machine=None))  # what was measured are links of other ranks
+    return JointPasses(JointJob(**own, session=session, shapes=shapes))
 
 
 def _of_mode(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[str, Any]:
@@ -322,13 +301,11 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     patches = _of_mode(mode, config.compiler)
     compiler = _compat.compiler(config.compiler, patches)
     asks: AbstractContextManager[Any] = nullcontext()
-    halves = lowered.halves(config)
-    if joint is not None and config.has_place:
-        compiler = _compat.joint_compiler(config.compiler, with_sources(joint), joint.key(), patches, halves)
-    elif halves is not None or (config.has_place and _compat.has_regions(local)):
-        compiler = _compat.joint_compiler(config.compiler, with_sources(stay_in_checkpoints), KEEPS, patches, halves)
+    halves = lowered.halves()
+    if config.has_place and (lowered.exchanges or halves is not None or _compat.has_regions(local)):
+        compiler = _compat.joint_compiler(config.compiler, joint, joint.key(), patches, halves)
         asks = ask_policies(local)
-    elif joint is not None:
+    elif lowered.exchanges:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
     with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag), asks:
@@ -337,6 +314,6 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
         for program in programs_of(local):
             program.compile(inner, key, learns=torch.is_grad_enabled())
         run = compiler(local, lowered.inputs)
-    if joint is not None:
+    if lowered.exchanges:
         log.info("%s", joint.report)
     return decorrelated(run, lowered.ranks) if lowered.ranks.n > 1 and draws(local) else run

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture_export
 from sp_compile.cost.decision import merged
 from sp_compile.cost.exchanges import exchanges_of
-from sp_compile.graph.call import is_tensor
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.base import Pass, Passes, check_order, passes_in
 from sp_compile.passes.canonical.associative_scan import Trees
@@ -25,6 +23,7 @@ from sp_compile.passes.localize.lookups import Lookups
 from sp_compile.passes.localize.memory_order import RestoreStrides
 from sp_compile.passes.localize.prove import Prove
 from sp_compile.passes.report import Report
+from sp_compile.passes.results import RESULTS, results_of
 from sp_compile.passes.rewrite import Rewrite, Rounds
 from sp_compile.passes.strategies.attention.base import attention_passes
 from sp_compile.passes.strategies.attention.checkpoints import KeepAttention
@@ -39,22 +38,10 @@ from sp_compile.passes.strategies.scan import NestedScan, Scan
 from sp_compile.passes.strategies.sequence import LocalOutputs, MarkExchanges, Sequences
 from sp_compile.passes.strategies.windows import Halo
 from sp_compile.passes.tiles.tiles import Tiles
-from sp_compile.sharding.placement import Placement, Shard
+from sp_compile.sharding.placement import Shard
 
-from ._compat import pytree
 from .config import Ranks, SPConfig, resolve
-from .errors import SpError, at
-
-RESULTS = "sp_results"
-"""Where a local graph keeps an `OfResult` of each of its results, in order; None of what is no tensor."""
-
-
-class OfResult(NamedTuple):
-    """Where a result lies, its value in the global view, and the user's line that makes it."""
-
-    placement: Placement
-    value: torch.Tensor
-    where: str
+from .errors import SpError
 
 
 class Discharge(Rounds):
@@ -109,10 +96,7 @@ def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tupl
     pipeline.run(gm, state)
     assert state.planned is not None
     results = gm.graph.output_node().all_input_nodes
-    leaves = pytree.tree_leaves(gm.graph.output_node().args[0])
-    pipeline.gm.meta[RESULTS] = [
-        OfResult(state.planned.of(n), n.meta["val"], at(n)) if is_tensor(n) else None for n in leaves
-    ]
+    pipeline.gm.meta[RESULTS] = results_of(gm, state.planned)
     return pipeline.gm, Report(
         job.ranks.n,
         notes=state.notes,
@@ -151,7 +135,7 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     ranks = resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP)
     gm = capture_export(program)
     seq_dims = None if isinstance(options.seq_dims, str) else options.seq_dims
-    local, report = run_pipeline(gm, Settings.of(options, ranks, _device(gm), seq_dims=seq_dims))
+    local, report = run_pipeline(gm, Settings.of(options, ranks, seq_dims=seq_dims))
     local.meta["sp_report"] = report
     return local
 
@@ -168,9 +152,3 @@ BEHIND = {
     "merge_reductions": "merges no reductions, as only backend='sp' does: leave it out, or compile the model with that",
 }
 """Options of what is done to a joint graph, and behind it."""
-
-
-def _device(gm: GraphModule) -> torch.device:
-    """Of the first tensor that goes in."""
-    values = (n.meta.get("val") for op in ("placeholder", "get_attr") for n in gm.graph.find_nodes(op=op))
-    return next((x.device for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))

@@ -21,15 +21,16 @@ from sp_compile.graph.edit import copied
 from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note
-from sp_compile.passes.joint.checkpoints import stay_in_checkpoints
-from sp_compile.passes.joint.overlap import overlap
+from sp_compile.passes.joint.checkpoints import ask_policies
+from sp_compile.passes.joint.halves import Halves
+from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
 from sp_compile.spmd.between import as_if_sharded
 from sp_compile.spmd.session import Session
 
 from ._compat import TorchRuntimeError, memory_budget, partitioned
-from .backend import NO_COLLECTIVE_PASSES, RankProgram, compile_local, leave_gradients, lower
+from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean
 from .pipeline import BEHIND
@@ -51,19 +52,21 @@ def explain(
     Needs no processes; the model runs once, on one device. A program that is tensor-parallel already needs its groups:
     of processes, all of which ask, or of the "fake" backend; the report then has a line for each of its layers.
     sp: how many ranks share the sequence; 2, or as many as a `mesh` has along the axis for it. passes: show every pass
-    that ran, with its order's words, rewrites, nodes and seconds. memory: predict what a rank holds over a training
-    step (`report.step`), from the forward and the backward that AOTAutograd makes. optimizer: the one that trains, or
-    its class; AdamW by default. config: fields of SPConfig, and keyword arguments of the model; those that are called
-    as a field go into a dict `kwargs={...}`.
+    that ran, with its order's words, rewrites, nodes and seconds; those over forward and backward run, too. memory:
+    predict what a rank holds over a training step (`report.step`), from the forward and the backward that AOTAutograd
+    makes. optimizer: the one that trains, or its class; AdamW by default. config: fields of SPConfig, and keyword
+    arguments of the model; those that are called as a field go into a dict `kwargs={...}`.
     Raises SpError as the backend would, for an option that has no effect on a report, and where nothing of the model is
     compiled.
     """
     if optimizer is not None and not memory:
         raise SpError("optimizer: explain says nothing of its state without memory=True")
-    refused = {name: why for name, why in IN_A_LOOK.items() if not (memory and name in OF_MEMORY)}
+    refused = {name: why for name, why in IN_A_LOOK.items() if not ((memory or passes) and name in OF_MEMORY)}
     steps = [StepMemory(ModelBytes.of(model), state_per_weight(optimizer))] if memory else None
     with working("explain"):
-        (report,) = _each_graph("explain", refused, model, args, [sp], *_sorted_out(model, config), None, steps)
+        (report,) = _each_graph(
+            "explain", refused, model, args, [sp], *_sorted_out(model, config), None, steps, behind=passes
+        )
     report.show_passes = passes
     return report
 
@@ -100,8 +103,7 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
                 worst[name] = max(worst.get(name, 0.0), error)
         lowered.report.errors = list(worst.items())
 
-    behind = dict.fromkeys(BEHIND, "compiles nothing: leave it out")
-    refused = behind | IN_A_COMPARISON
+    refused = dict.fromkeys(BEHIND, "compiles nothing: leave it out") | IN_A_COMPARISON
     with working("verify"):
         (report,) = _each_graph("verify", refused, model, args, [sp], *_sorted_out(model, config), compare)
     if not report.errors:
@@ -131,11 +133,13 @@ def _each_graph(
     compare: Callable[..., None] | None,
     steps: Sequence[StepMemory] | None = None,
     hosted: bool = False,
+    behind: bool = False,
 ) -> list[Report]:
     """Lower every graph that Dynamo finds in the model, for each number of ranks, and merge the reports of each.
 
     compare: what to do with each that was split, over simulated ranks; None: the ranks of a mesh are taken as they are.
-    steps: are told of each graph's forward and backward. hosted: and of what they are with all on the host.
+    steps: are told of each graph's forward and backward. hosted: and of what they are with all on the host. behind:
+    run the passes on these, whoever is told of it.
     """
     options = given = SPConfig.of(config)
     given.refuse(entry, **refused)
@@ -157,12 +161,17 @@ def _each_graph(
         whole = session.splits and compare is not None
         taken = replace(options, outputs="gather") if whole else options
         lowered = lower(gm, example_inputs, vars(taken), session)
-        if compare is None:
-            _joint_report(lowered, given if total.step is None else replace(given, compiler="inductor"))
-        if total.step is not None:
-            leave_gradients(lowered)
-            both = hosted and given.has_place
-            total.step.graphs.append(_step_of(lowered, replace(given, offload=1.0) if both else given, both))
+        walks = behind or total.step is not None
+        if lowered.exchanges and compare is None and not lowered.config.has_place:
+            why = NO_COLLECTIVE_PASSES.format(lowered.config.compiler)
+            lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
+        elif not lowered.exchanges and compare is None and not walks:
+            given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")
+        if walks or (compare is None and lowered.exchanges and lowered.config.has_place):
+            lowered.return_edges()
+            step = _step_of(lowered, given, hosted and given.has_place)
+            if total.step is not None:
+                total.step.graphs.append(step)
         return session, lowered
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -246,44 +255,33 @@ def _look(session: Session, options: SPConfig, sp: int | None, simulate: bool) -
     return session.ranks.n
 
 
-def _joint_report(lowered: RankProgram, given: SPConfig) -> None:
-    """Add to the report what becomes of a tensor-parallel program's layers and collectives: compiled and not run."""
-    if lowered.joint is None:
-        given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")
-    elif lowered.config.has_place:
-        compile_local(lowered)
-        lowered.report.merge(lowered.joint.report)
-    else:
-        why = NO_COLLECTIVE_PASSES.format(lowered.config.compiler)
-        lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
-
-
 def _step_of(lowered: RankProgram, given: SPConfig, hosted: bool) -> GraphStep:
-    """What one graph holds over a step: walked, and not run. hosted: both without and with what goes to the host."""
-    transform = lowered.joint if lowered.joint is not None and lowered.config.has_place else None
-    for_inductor, halves = given.compiler == "inductor", lowered.halves(given)
-    offload = halves.offload if halves is not None else None
+    """What one graph holds over a step: its joint graph, walked and not run; the report hears what passes did to it.
+
+    hosted: both without and with what goes to the host.
+    """
+    fused, joint, report = given.compiler == "inductor", lowered.joint, lowered.report
+    halves = lowered.halves(fused=fused, **({"offload": 1.0} if hosted else {}))
+    first = Halves(replace(halves.given, offload="never")) if halves is not None and hosted else halves
     given_to = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
     inputs = sum(nbytes_of(x) for node in given_to for x in tensors_of(node))
-    without: list[GraphStep] = []
+    local, transform = copied(lowered.graph), joint if lowered.config.has_place else None
+    with memory_budget(given.activation_memory_budget), ask_policies(local):
+        forward, backward = partitioned(local, lowered.inputs, transform, fused, first)
 
-    def in_turn(forward: GraphModule, backward: GraphModule, results: int) -> None:
-        if halves is not None:
-            overlap(forward, backward)
-        if hosted:
-            without.append(GraphStep.of(forward.graph, backward.graph, for_inductor, inputs))
-        if offload is not None:
-            offload(forward, backward, results)
+    def walked() -> GraphStep:
+        return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, inputs)
 
-    with memory_budget(given.activation_memory_budget):
-        local = copied(lowered.graph)
-        alone = None if halves is None else overlap
-        forward, backward = partitioned(
-            local, lowered.inputs, transform or stay_in_checkpoints, for_inductor, in_turn, alone
-        )
-    step = GraphStep.of(forward.graph, backward.graph if backward is not None else None, for_inductor, inputs)
-    step.offloaded = offload.found if offload is not None else None
-    return replace(without[0], hosted=step) if without else step
+    step = walked()
+    report.merge(joint.report)
+    if halves is not None and first is not None:
+        if hosted and backward is not None:
+            Offload().run(forward, replace(halves.given, backward=backward, results=first.given.results))
+            step = replace(step, hosted=walked())
+        offloaded = step.hosted or step
+        offloaded.offloaded = next(iter(halves.given.hosted), None)
+        report.passes += halves.given.laps
+    return step
 
 
 @contextmanager

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sp_compile.config import SPConfig
 from sp_compile.passes.job import Job
 from sp_compile.spmd.session import Session
 
 
 @dataclass
 class CollectiveJob(Job):
-    """config: the options. session: whom the program connects, and what they know of its inputs, which are called
-    input_0, input_1, ...: the function's tensor arguments in order.
+    """session: whom the program connects, and what they know of its inputs, which are called input_0, input_1, ...: the
+    function's tensor arguments in order.
     """
 
-    config: SPConfig = field(default_factory=SPConfig)
     session: Session = field(default_factory=Session)

@@ -12,6 +12,8 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import asked_policies, has_policy, is_kept, must_stay
 from sp_compile.graph.call import Call
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import source_of
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -32,10 +34,16 @@ FORWARDS = (
 """What policies are written for, and `sp::attend` stands for."""
 
 
-def stay_in_checkpoints(gm: GraphModule) -> None:
+class StayInCheckpoints(Pass):
     """What backwards of attention read of a marked forward is not computed again, and so neither is the forward."""
-    for made in {made for node in gm.graph.nodes for made in _read(node) if is_kept(made)}:
-        must_stay(made)
+
+    provides = frozenset({"attention stays"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        stays = {made for node in gm.graph.nodes for made in _read(node) if is_kept(made)}
+        for made in stays:
+            must_stay(made)
+        return len(stays)
 
 
 def _read(node: Node) -> Iterator[Node]:

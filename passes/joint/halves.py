@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from torch.fx import GraphModule
 
 from sp_compile import passes
 from sp_compile.lowering.library import sources_digest
+from sp_compile.passes.base import Passes, check_order, passes_in
+from sp_compile.spmd.session import ALONE
 
+from .job import HalvesJob
 from .offload import Offload
-from .overlap import overlap
+from .overlap import Overlap
 
 
-@dataclass
-class Halves:
-    """Changes a forward and its backward in place, or a forward that has none.
+class EachHalf(Passes):
+    """The forward, then the backward if there is one."""
 
-    offload: what goes to the host's memory meanwhile; None: nothing. key: for caches of compiled code.
-    """
+    provides = frozenset({"exchanges are hidden"})
+    steps = (Overlap,)
 
-    offload: Offload | None = None
+    def apply(self, gm: GraphModule, job: HalvesJob) -> int:
+        changes = super().apply(gm, job)
+        if job.backward is not None:
+            self.gm = job.backward
+            changes += super().apply(job.backward, job)
+            self.gm = gm
+        return changes
 
-    key: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.key = f"{sources_digest(*passes.__path__)} {self.offload}"
+class Halves(Passes):
+    """All that is done to a forward and its backward, in place, or to a forward that has none."""
 
-    def __call__(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
+    steps = (EachHalf, Offload)
+    given: HalvesJob
+
+    def __init__(self, job: HalvesJob | None = None) -> None:
+        check_order(passes_in(Halves))
+        super().__init__(job or HalvesJob(ALONE))
+
+    @property
+    def key(self) -> str:
+        """For caches of compiled code."""
+        return f"{sources_digest(*passes.__path__)} {self.given.offload} {self.given.cost}"
+
+    def both(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
         """results: how many of the forward's are its caller's."""
-        overlap(forward, backward)
-        if self.offload is not None:
-            self.offload(forward, backward, results)
+        self.given.backward, self.given.results = backward, results
+        self.run(forward, self.given)
 
     def alone(self, forward: GraphModule) -> None:
         """Of an inference."""
-        overlap(forward)
+        self.given.backward = None
+        self.run(forward, self.given)

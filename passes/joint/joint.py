@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,39 +34,20 @@ from sp_compile.passes.base import (
     passes_in,
     registered,
 )
-from sp_compile.passes.collectives.job import CollectiveJob
 from sp_compile.passes.collectives.merge.chains import check_reductions
 from sp_compile.passes.job import Job, Note
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.own_rows import OwnRows
-from sp_compile.passes.tensor_parallel.scatter import Layer, SequenceParallelLinear
+from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 from sp_compile.spmd import gradients  # noqa: F401 (an op)
-from sp_compile.spmd.declare import declared
 from sp_compile.spmd.named_groups import is_collective, named_groups
-from sp_compile.spmd.session import ALONE
 
+from .checkpoints import StayInCheckpoints
 from .facts import joint_facts
+from .job import JointJob
+from .sources import NameSources
 
 import_rooms("sp_compile.passes.collectives", collectives.__path__)
-
-
-@dataclass
-class JointJob(CollectiveJob):
-    """What the passes over one joint graph are told, and what they leave for later ones.
-
-    ranks: the group that is looked at. shapes: of the function's tensor arguments, on this rank.
-    layers: of all groups. common: the groups over which layers are scattered, and of the function's tensor arguments
-    those that have to be equal on their ranks, as `Facts` call them. shared: those of this graph, and the gradients of
-    results that they have to have alike then, by name, with where each result is made. backward: the groups that a
-    backward exchanges over.
-    """
-
-    ranks: Ranks = ALONE
-    shapes: Sequence[tuple[Any, ...]] = ()
-    layers: list[Layer] = field(default_factory=list)
-    common: dict[str, frozenset[str]] = field(default_factory=dict)
-    shared: list[tuple[Ranks, Mapping[str, str]]] = field(default_factory=list)
-    backward: set[str] = field(default_factory=set)
 
 
 class ScatterLayers(Passes):
@@ -78,7 +58,7 @@ class ScatterLayers(Passes):
     steps = (SequenceParallelLinear,)
 
     def apply(self, gm: GraphModule, job: JointJob) -> int:
-        ranks, session, scatter = job.ranks, job.session, job.config.sequence_parallel_linear != "never"
+        ranks, session, scatter = job.ranks, job.session, job.sequence_parallel_linear != "never"
         local, numbers = copied(gm), session.numbers(gm, ranks)
         facts = joint_facts(local, session.facts[ranks.group], job.shapes)
         why = OTHER_OPS if numbers is None else REGROUPED if facts is None else "" if scatter else NEVER
@@ -118,14 +98,17 @@ class LowerExchanges(Pass):
     provides = frozenset({"exchanges are lowered"})
 
     def apply(self, gm: GraphModule, job: JointJob) -> int:
-        inductor = job.config.compiler == "inductor"
-        return lower_exchanges(gm, _compat.inductor_decompositions() if inductor else None)
+        return lower_exchanges(gm, _compat.inductor_decompositions() if job.fused else None)
 
 
 class EachGroup(Passes):
     """Layers over one group after the other, of those that the program exchanges over."""
 
     steps = (OwnRows, ScatterLayers, LowerExchanges)
+
+    @classmethod
+    def of(cls, job: JointJob) -> Pass | None:
+        return cls() if job.session.groups else None
 
     def apply(self, gm: GraphModule, job: JointJob) -> int:
         check_reductions(gm.graph)
@@ -147,6 +130,10 @@ class JoinExchanges(Passes):
     provides = frozenset({"exchanges are final"})
 
     @classmethod
+    def of(cls, job: JointJob) -> Pass | None:
+        return cls() if job.session.groups else None
+
+    @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
         return registered(CollectivePass)
 
@@ -163,6 +150,10 @@ class CompareGradients(Pass):
     """Lets every backward begin with a look whether the ranks were given alike the gradients that must be."""
 
     requires = frozenset({"exchanges are final"})
+
+    @classmethod
+    def of(cls, job: JointJob) -> Pass | None:
+        return cls() if job.shared else None
 
     def apply(self, gm: GraphModule, job: JointJob) -> int:
         shared = [(ranks, names) for ranks, names in job.shared if job.session.compares_gradients(ranks)]
@@ -188,7 +179,7 @@ class JointPasses(Passes):
     """All that is done to a joint graph, in place. Raises SpError on all ranks of a group that talk."""
 
     name = "joint"
-    steps = (EachGroup, JoinExchanges, CompareGradients)
+    steps = (NameSources, StayInCheckpoints, EachGroup, JoinExchanges, CompareGradients)
     given: JointJob
 
     def __init__(self, job: JointJob | None = None) -> None:
@@ -199,8 +190,9 @@ class JointPasses(Passes):
         for node in gm.graph.find_nodes(op="placeholder"):
             mark(node, requires_grad=False)  # the gradients are in the graph itself: no detach stops any
         changes = super().apply(gm, job)
-        backward = closure(tangents_of(gm.graph), lambda node: node.users)
-        job.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
+        if job.session.groups:
+            backward = closure(tangents_of(gm.graph), lambda node: node.users)
+            job.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
         return changes
 
     @property
@@ -215,8 +207,7 @@ class JointPasses(Passes):
     def key(self) -> str | None:
         """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
         job, version = self.given, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
-        options = f"{job.config.merge_reductions} {job.config.cost} {job.config.offload}"
-        return None if job.session.groups else f"sp_compile joint {version} {options} {declared()}"
+        return None if job.session.groups else f"sp_compile joint {version}"
 
 
 NEVER = "the option sequence_parallel_linear is 'never'"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -29,30 +29,33 @@ from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import OnHost, copy_seconds, seconds_of
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
 from sp_compile.graph.call import is_tensor, tensors_of
-from sp_compile.graph.edit import Editor
 from sp_compile.lowering import offload as _ops  # noqa: F401  (registers the operators)
+from sp_compile.passes.base import Pass
 from sp_compile.spmd.named_groups import is_collective
+
+from .job import HalvesJob
 
 sp = torch.ops.sp
 LEAST = 1e-3
 """Of the bytes that are kept: smaller values stay, a copy of each would cost more than it frees."""
 
 
-@dataclass
-class Offload(Editor):
-    """One graph's halves, in place. asked: a share of the kept bytes, or "auto": as few as let the step fit.
+class Offload(Pass):
+    """The halves of one graph. `offload` is a share of the kept bytes, or "auto": as few as let the step fit."""
 
-    fused: as Inductor runs it.
-    """
-
-    asked: str | float
+    requires = frozenset({"captured", "exchanges are hidden"})
     machine: Machine
-    fused: bool
-    found: OnHost = field(default_factory=OnHost, repr=False)
 
-    def __call__(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
-        """Change the halves of a joint graph. results: how many of the forward's are its caller's."""
-        kept = _Kept.of(forward.graph, backward.graph, results)
+    @classmethod
+    def of(cls, job: HalvesJob) -> Pass | None:
+        return cls() if job.offload != "never" and job.backward is not None else None
+
+    def apply(self, gm: GraphModule, job: HalvesJob) -> int:
+        forward, backward = gm, job.backward
+        assert backward is not None
+        self.machine = next((job.machine_of(n) for n in gm.graph.nodes if is_tensor(n)), Machine.of("cpu", job.cost))
+        self.asked, self.fused = job.offload, job.fused
+        kept = _Kept.of(forward.graph, backward.graph, job.results)
         at = _times(forward.graph, self.machine), _times(backward.graph, self.machine)
         chosen = self._choose(kept, at, self._wanted(kept, forward.graph, backward.graph))
         total = sum(chosen.values())
@@ -60,11 +63,11 @@ class Offload(Editor):
         if chosen:
             waits = self._send(forward.graph, chosen, at[0])
             waits += self._bring(backward.graph, {kept.inputs[x]: x for x in chosen}, at[1])
-            for half in (forward, backward):
-                half.graph.lint()
-                half.recompile()
+            backward.graph.lint()
+            backward.recompile()
         seconds = copy_seconds(total, self.machine)
-        self.found = OnHost(len(chosen), total, kept.nbytes - total, seconds, waits)
+        job.hosted.append(OnHost(len(chosen), total, kept.nbytes - total, seconds, waits))
+        return len(chosen)
 
     def _wanted(self, kept: _Kept, forward: Graph, backward: Graph) -> float:
         """Bytes to take off the device."""

@@ -21,24 +21,30 @@ from sp_compile.cost.liveness import flops_of
 from sp_compile.graph.call import WAIT, Call
 from sp_compile.graph.closure import closure
 from sp_compile.graph.mutation import is_pure
+from sp_compile.passes.base import Pass
+from sp_compile.passes.job import Job
 from sp_compile.spmd.named_groups import is_under_way
 
 
-def overlap(*halves: GraphModule) -> None:
-    """Order the halves of a joint graph, in place."""
-    for half in halves:
-        if half.graph.find_nodes(op="call_function", target=WAIT):
-            _late_waits(half.graph)
-            _early_exchanges(half.graph)
-            half.graph.lint()
-            half.recompile()
+class Overlap(Pass):
+    """One half of a joint graph, by the order of its nodes; a change is a node that goes elsewhere."""
+
+    provides = frozenset({"exchanges are hidden"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        if not gm.graph.find_nodes(op="call_function", target=WAIT):
+            return 0
+        return _late_waits(gm.graph) + _early_exchanges(gm.graph)
 
 
-def _late_waits(graph: Graph) -> None:
+def _late_waits(graph: Graph) -> int:
     """Waits, and what is made of nothing but what was waited for, in front of their first readers."""
+    moved = 0
     for node in reversed(list(graph.nodes)):
-        if node.users and _waited_for(node):
-            min(node.users).prepend(node)
+        if node.users and _waited_for(node) and node.next is not (first := min(node.users)):
+            first.prepend(node)
+            moved += 1
+    return moved
 
 
 def _waited_for(node: Node) -> bool:
@@ -52,15 +58,17 @@ def _passes_on(node: Node) -> bool:
     return len(node.all_input_nodes) == 1 and is_pure(node) and not flops_of(node)
 
 
-def _early_exchanges(graph: Graph) -> None:
+def _early_exchanges(graph: Graph) -> int:
     """Behind the start of each exchange a product, the sums and other starts in front of it that it does not need.
 
     As far back as the wait before: what is in front of that hides an exchange already. What writes or draws stays.
     """
     gap: list[Node] = []
+    count = 0
     for node in list(graph.nodes):
         if is_under_way(node) and not _is_sum(node):
             late = _late(gap, node)
+            count += len(late)
             for place, moved in pairwise([node, *late]):
                 place.append(moved)
             gap = [*(n for n in gap if n not in late), node, *late]
@@ -68,6 +76,7 @@ def _early_exchanges(graph: Graph) -> None:
             gap.append(node)
         else:
             gap = []
+    return count
 
 
 def _late(gap: list[Node], exchange: Node) -> dict[Node, None]:

@@ -27,9 +27,10 @@ class HalvesTransform(Protocol):
     alone: the same for a forward without one. key: the same for what does the same.
     """
 
-    key: str
+    @property
+    def key(self) -> str: ...
 
-    def __call__(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None: ...
+    def both(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None: ...
 
     def alone(self, forward: torch.fx.GraphModule) -> None: ...
 
@@ -237,7 +238,7 @@ def joint_compiler(
         transform(gm)
         found = min_cut_rematerialization_partition(gm, inputs, **options)
         if halves is not None:
-            halves(found[0], found[1], options["num_fwd_outputs"])
+            halves.both(found[0], found[1], options["num_fwd_outputs"])
         return found
 
     def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -305,7 +306,7 @@ def _partitioner(halves: HalvesTransform) -> Any:
 
         def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
             found = (self.theirs or min_cut_rematerialization_partition)(gm, inputs, **options)
-            halves(found[0], found[1], options["num_fwd_outputs"])
+            halves.both(found[0], found[1], options["num_fwd_outputs"])
             return found
 
         def uuid(self) -> tuple[Any, ...] | None:
@@ -323,12 +324,11 @@ def partitioned(
     inputs: Sequence[Any],
     transform: JointTransform | None,
     for_inductor: bool,
-    halves: Callable[[torch.fx.GraphModule, torch.fx.GraphModule, int], None] | None = None,
-    alone: JointTransform | None = None,
+    halves: HalvesTransform | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:
     """The forward and the backward that AOTAutograd makes of a graph, not compiled; an inference has no backward.
 
-    transform: changes the joint graph in place before it is cut. halves: the two, then; alone: that of an inference.
+    transform: changes the joint graph in place before it is cut. halves: the two, then.
     for_inductor: in the ops that Inductor wants.
     """
     from torch._dynamo.backends.common import aot_autograd
@@ -342,14 +342,14 @@ def partitioned(
             transform(joint)
         found[:] = min_cut_rematerialization_partition(joint, values, **options)
         if halves is not None:
-            halves(found[0], found[1], options["num_fwd_outputs"])
+            halves.both(found[0], found[1], options["num_fwd_outputs"])
         return tuple(found)
 
     def infer(forward: torch.fx.GraphModule, values: Any) -> Any:
         if transform is not None:
             transform(forward)
-        if alone is not None:
-            alone(forward)
+        if halves is not None:
+            halves.alone(forward)
         found[:] = forward, None
         return boxed_nop(forward, values)
 

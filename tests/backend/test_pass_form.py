@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.golden import captured
+from support.parity import Decoder, build
 from support.spellings.toy_spelling import Doubled
 from torch import Tensor, nn
 
@@ -19,8 +20,14 @@ from sp_compile.graph.edit import copied
 from sp_compile.graph.record import erase, mark, record
 from sp_compile.passes import Job, Pass, check_order, passes_in, register, settings, unregister
 from sp_compile.passes.base import CAPTURED, CollectivePass, Spelling, ordered, registered
+from sp_compile.passes.edges.edges import PROVED, EdgePasses
+from sp_compile.passes.job import laps_by_pass
+from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.joint import JOINT, JointPasses
 from sp_compile.pipeline import Pipeline, strategies
+
+BEHIND = {EdgePasses: PROVED, JointPasses: JOINT, Halves: CAPTURED}
+"""What runs behind the pipeline, and what it is given."""
 
 
 class Sums(nn.Module):
@@ -40,7 +47,8 @@ def doubled() -> Iterator[None]:
 def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     check_order(passes_in(Pipeline))
     check_order(tuple(registered(CollectivePass)))
-    check_order(passes_in(JointPasses), JOINT)
+    for kind, given in BEHIND.items():
+        check_order(passes_in(kind), given)
 
 
 @pytest.mark.parametrize(
@@ -73,17 +81,21 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
         ("localize", "prove"),
         ("prove", "restore_strides"),
         ("prove", "lookups"),
+        ("return_orders", "make_late"),
+        ("make_late", "leave_tickets"),
+        ("overlap", "offload"),
     ],
 )
 def test_a_swapped_order_is_refused(first: str, second: str) -> None:
-    joint = {first, second} <= {one.name for one in passes_in(JointPasses)}
-    order = list(passes_in(JointPasses if joint else Pipeline))
+    every = {Pipeline: CAPTURED, **BEHIND}
+    kind = next(one for one in every if {first, second} <= {part.name for part in passes_in(one)})
+    order = list(passes_in(kind))
     names = [one.name for one in order]
     i, j = names.index(first), names.index(second)
     assert i < j
     order[i], order[j] = order[j], order[i]
     with pytest.raises(ValueError, match="requires"):
-        check_order(tuple(order), JOINT if joint else CAPTURED)
+        check_order(tuple(order), every[kind])
 
 
 def test_spellings_are_ordered_by_their_words_alone() -> None:
@@ -106,7 +118,7 @@ def test_passes_that_require_each_other_are_refused() -> None:
 
 
 def test_every_pass_says_what_it_is() -> None:
-    for every in (passes_in(Pipeline), passes_in(JointPasses)):
+    for every in (passes_in(Pipeline), *map(passes_in, BEHIND)):
         assert all(one.name and one.__doc__ for one in every)
         assert len({one.name for one in every}) == len(every)
     names = [one.name for one in passes_in(Pipeline)]
@@ -128,6 +140,29 @@ def test_a_spelling_registers_itself() -> None:
     assert names.index("explicit") < names.index("doubled") < names.index("masks")
     with pytest.raises(ValueError, match="registered already"):
         register(Doubled)
+
+
+def test_explain_shows_what_runs_behind_the_pipeline() -> None:
+    ids = torch.randint(0, 11, (2, 8))
+    model = build(Decoder, layers=1)
+    report = sp_compile.explain(model, ids, ids, passes=True, offload=1.0)
+    ran = [lap.name for lap in laps_by_pass(report.passes)]
+    behind = [
+        "return_orders",
+        "make_late",
+        "leave_tickets",
+        "name_sources",
+        "stay_in_checkpoints",
+        "overlap",
+        "offload",
+    ]
+    assert ran[-len(behind) :] == behind
+    assert all(f"\n{name} " in str(report) for name in behind)
+    changes = {lap.name: lap.changes for lap in laps_by_pass(report.passes)}
+    assert changes["overlap"] > 0
+    assert changes["offload"] > 0
+    plain = sp_compile.explain(model, ids, ids)
+    assert not {lap.name for lap in plain.passes} & set(behind)
 
 
 def test_without_it_nothing_is_left_of_it() -> None:

@@ -20,7 +20,7 @@ import sp_compile
 from sp_compile._compat import storage_of
 from sp_compile.config import SPConfig
 from sp_compile.lowering import offload as ops
-from sp_compile.passes.joint.offload import Offload
+from sp_compile.passes.joint.halves import Halves
 
 sp = torch.ops.sp
 MODELS = {"as written": Decoder, "checkpointed": Checkpointed}
@@ -30,13 +30,13 @@ MODELS = {"as written": Decoder, "checkpointed": Checkpointed}
 def halves(share: Any, model: str = "as written", **options: Any) -> tuple[Graph, Graph, int]:
     """Forward and backward of a rank of two, behind the pass, and how many results are the caller's; nothing runs."""
     found: list[Any] = []
-    plain = Offload.__call__
+    plain = Halves.both
 
-    def seen(self: Offload, forward: GraphModule, backward: GraphModule, results: int) -> None:
+    def seen(self: Halves, forward: GraphModule, backward: GraphModule, results: int) -> None:
         plain(self, forward, backward, results)
         found.extend([forward.graph, backward.graph, results])
 
-    with mock.patch.object(Offload, "__call__", seen):
+    with mock.patch.object(Halves, "both", seen):
         compile_halves(build(MODELS[model], layers=1), text(32), 2, attention="ring", offload=share, **options)
     return found[0], found[1], found[2]
 

@@ -11,22 +11,22 @@ from support.parity import Checkpointed, Decoder, build, text
 from torch.fx import Graph, GraphModule
 
 from sp_compile.cost.liveness import WAIT, flops_of
-from sp_compile.passes.joint import halves
-from sp_compile.passes.joint.overlap import overlap
+from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.localize import gradients
 
 
 def backward(model: type, strategy: str, layers: int = 2) -> tuple[Graph, Graph]:
     """As AOTAutograd orders it, and as the pass does."""
     found: list[Graph] = []
+    plain = Halves.both
 
-    def seen(*both: GraphModule) -> None:
+    def seen(given: Halves, forward: GraphModule, backward: GraphModule, results: int) -> None:
         found.append(Graph())
-        found[0].output(found[0].graph_copy(both[1].graph, {}))
-        overlap(*both)
-        found.append(both[1].graph)
+        found[0].output(found[0].graph_copy(backward.graph, {}))
+        plain(given, forward, backward, results)
+        found.append(backward.graph)
 
-    with mock.patch.object(halves, "overlap", seen):
+    with mock.patch.object(Halves, "both", seen):
         compile_halves(build(model, layers=layers), text(32), 2, attention=strategy)
     return found[0], found[1]
 

@@ -31,7 +31,7 @@ passes/canonical                spmd
 functional                      passes/strategies           passes/collectives        data
 passes/localize                 passes/collectives/merge    passes/collectives/permute   passes/tiles
 passes/strategies/attention     passes/tensor_parallel
-pipeline                        passes/joint
+pipeline                        passes/joint               passes/edges
 backend
 verify                          integrations/_compat
 cost/plan                       integrations

@@ -68,20 +68,20 @@ class MergeReductions(CollectivePass):
 
     @classmethod
     def of(cls, job: CollectiveJob) -> Pass | None:
-        known, policy = declared(), job.config.merge_reductions
-        return cls(known, policy, job.config.cost, strict=False) if policy != "never" and known.members else None
+        known, policy = declared(), job.merge_reductions
+        return cls(known, policy, job.cost, strict=False) if policy != "never" and known.members else None
 
     def __init__(
         self, groups: Groups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True
     ) -> None:
-        super().__init__()
+        super().__init__(cost=cost)
         allowed = CHOICES["merge_reductions"]
         if policy not in allowed:
             raise SpError(f"merge_reductions={policy!r}: expected one of {', '.join(map(repr, allowed))}")
         self.groups, self.policy, self.strict = groups, policy, strict
-        self.chooser = Chooser(groups, policy, cost)
 
     def apply(self, gm: GraphModule, job: Job) -> int:
+        self.chooser = Chooser(self.groups, self.policy, job.machine_of)
         self.gone: set[Node] = set()
         for node in gm.graph.nodes:
             if node.target in COLLECTIVES:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -37,11 +36,11 @@ class MergeWay:
 
 @dataclass(frozen=True)
 class Chooser:
-    """What decides: the declared groups, the policy, and constants of communicators that were not measured."""
+    """What decides: the declared groups, the policy, and for a node the constants of what was not measured."""
 
     groups: Groups
     policy: str
-    cost: Mapping[str, Any] | None = None
+    machine_of: Callable[[Node], Machine]
 
     def ways(self, chain: Chain) -> list[MergeWay]:
         """Every way that is exact and has its communicators; the one that merges nothing is among them."""
@@ -119,7 +118,7 @@ class Chooser:
         """Predicted seconds of a block done at once."""
         line = self.groups.lines.get(name)
         if line is None:
-            machine = Machine.of(told_value(chain.links[block[0]].node).device.type, self.cost)
+            machine = self.machine_of(chain.links[block[0]].node)
             inside = self.groups.in_one_node(name)
             line = machine.line("all_reduce", self.groups.size(name), inside=inside)
         return self._seconds(chain, line, self._bytes(chain, block), [name])

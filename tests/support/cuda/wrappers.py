@@ -23,8 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
 from sp_compile import _compat
-from sp_compile.passes.joint.checkpoints import stay_in_checkpoints
 from sp_compile.passes.joint.halves import Halves
+from sp_compile.passes.joint.joint import JointPasses
 
 
 @dataclass
@@ -116,7 +116,7 @@ def _graphs(gm: torch.fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> 
         stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
         stack.enter_context(mode)
         stack.enter_context(tracing(TracingContext(mode)))
-        _compat.joint_compiler("inductor", stay_in_checkpoints, None, None, Halves())(gm, args, inner_compile=inner)
+        _compat.joint_compiler("inductor", JointPasses(), None, None, Halves())(gm, args, inner_compile=inner)
     return found
 
 

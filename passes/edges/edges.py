@@ -1,0 +1,85 @@
+"""All that a rank's program returns beside its results, in order: orders, what late results are made of, tickets."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import torch
+from torch.fx import GraphModule
+
+from sp_compile.graph.sizes import sizes
+from sp_compile.passes.base import CAPTURED, Pass, Passes, check_order, passes_in
+from sp_compile.passes.results import RESULTS
+from sp_compile.sharding.placement import DEALT
+
+from .job import EdgesJob, detached, give_back, leaves_of, tapped
+from .late import MakeLate
+
+
+class ReturnOrders(Pass):
+    """Results whose rows are dealt need the order of each call: that and its inverse are returned, too."""
+
+    requires = frozenset({"proved"})
+    provides = frozenset({"orders are returned"})
+
+    def apply(self, gm: GraphModule, job: EdgesJob) -> int:
+        if not any(result.layout.folds == DEALT for result in job.edges.results.values()):
+            return 0
+        (dealt,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            orders = [gm.graph.call_function(operator.getitem, (dealt, i)) for i in (0, 1)]
+        for i, node in enumerate(orders):
+            node.meta["val"] = dealt.meta["val"][i]
+        leaves = leaves_of(gm)
+        job.edges = replace(job.edges, deal=(len(leaves), len(leaves) + 1))
+        give_back(gm, [*leaves, *orders])
+        return 1
+
+
+class LeaveTickets(Pass):
+    """Results have gradients only where somebody reads them: a ticket for that of each is returned, too.
+
+    Of those with which the program itself goes on, as with logits of which it makes a loss, see
+    `lowering/collectives/tickets.py`.
+    """
+
+    requires = frozenset({"proved", "late results are taken out"})
+
+    def apply(self, gm: GraphModule, job: EdgesJob) -> int:
+        leaves, output, found = leaves_of(gm), gm.graph.output_node(), dict[int, int]()
+        for i in job.smooth(gm) if job.learns and job.ranks.n > 1 else []:
+            node, late = leaves[i], job.edges.results[i].late
+            if late is None and node.op == "call_function" and any(user is not output for user in node.users):
+                ticket = tapped(node)
+                leaves[i] = detached(node)
+                found[i] = len(leaves)
+                leaves.append(ticket)
+        give_back(gm, leaves)
+        job.add(ticket=found)
+        return len(found)
+
+
+PROVED = CAPTURED | {"proved", "tiled"}
+"""What the program of one rank is."""
+
+
+class EdgePasses(Passes):
+    """What the program of one rank returns for the results that it leaves in shards."""
+
+    steps = (ReturnOrders, MakeLate, LeaveTickets)
+
+    def __init__(self, job: EdgesJob) -> None:
+        check_order(passes_in(EdgePasses), PROVED)
+        super().__init__(job)
+
+    def apply(self, gm: GraphModule, job: EdgesJob) -> int:
+        shapes = {i: tuple(sizes(gm.meta[RESULTS][i].value.shape)) for i in job.edges.results}
+        job.add(shape=shapes)
+        own = len(leaves_of(gm))
+        changes = super().apply(gm, job)
+        edges = replace(job.edges, own=own + len(job.edges.deal))
+        behind = range(own + len(edges.deal), len(leaves_of(gm)))
+        kept = {i: result for i, result in edges.results.items() if job.ranks.n > 1 or result.late is not None}
+        job.edges = replace(edges, results=kept, rows=edges.rows.union(behind))
+        return changes
