@@ -54,6 +54,10 @@ FOUND = {
         ],
         ((2, 4, 5), 2, 2),
     ),
+    "a result that is zero but for rounding": (
+        [Step("norm", (0,), (1,)), Step("idiom", (1,), (1, "attention", "", "", "")), Step("einsum", (2,), (2,))],
+        ((2, 7, 2), 2, 2),
+    ),
     "gradients that are all zero but for rounding": (
         [
             Step("mean", (0,), (0, True)),

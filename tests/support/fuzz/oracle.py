@@ -279,7 +279,9 @@ def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
     values: dict[str, Any] = {f"result {i}": y for i, y in enumerate(results)}
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
     wanted = {f"gradient {i}": x for i, x in enumerate(leaves) if x.requires_grad}
-    floors = {}
+    # A result that is zero but for rounding, as where what a sum adds cancels, is rounded as numbers around one are.
+    smooth = {n: y for n, y in values.items() if isinstance(y, Tensor) and y.is_floating_point()}
+    floors = {name: LAST_BITS / TOLERANCE for name, y in smooth.items() if _largest(y.detach()) <= SLACK * LAST_BITS}
     if wanted:
         # A view of a leaf that is made under no_grad is told to require a gradient, and hands none on. Where nothing
         # else of the results does, they may as well not be told so: a gradient of zero it is, either way.
@@ -289,7 +291,7 @@ def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
             grads = torch.autograd.grad(outs, list(wanted.values()), given, materialize_grads=True)
         largest = max((_largest(g) for g in grads), default=0.0)
         # Where all of them are zero but for rounding, that of numbers around one.
-        floors = dict.fromkeys(wanted, max(ROUNDING * largest, LAST_BITS / TOLERANCE))
+        floors |= dict.fromkeys(wanted, max(ROUNDING * largest, LAST_BITS / TOLERANCE))
         values |= zip(wanted, grads)
     values |= {f"input {i} afterwards": x for i, x in enumerate(leaves)}
     return Run({name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}, floors)
