@@ -33,26 +33,40 @@ class Override(Generic[T]):
             self._values.remove(value)
 
 
-class Table(dict[str, Row]):
-    """Rows by name, in the order in which they were registered. title: what errors call it."""
+class Table(dict[Any, Row]):
+    """Rows by name, in the order in which they were registered: the one way in which anything makes itself known.
 
-    def __init__(self, title: str) -> None:
+    title: what errors call it. again: a name may be registered anew, and the last row counts, as where a user runs a
+    cell of a notebook twice.
+    """
+
+    def __init__(self, title: str, again: bool = False) -> None:
         super().__init__()
-        self.title = title
-        self._ranks: dict[str, Callable[[Any], int]] = {}
+        self.title, self.again = title, again
+        self._ranks: dict[Any, Callable[[Any], int]] = {}
         self._forced: Override[str] = Override()
 
-    def register(self, name: str, row: Row, rank: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
+    def register(self, name: Any, row: Row, rank: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
         """Add a row: for good, or `with table.register(...):` for a block. Raises SpError: the name is taken.
 
         rank: of rows with `fits(problem)`, those of low rank are tried first, and equal ones in the table's order.
         """
-        if name in self:
+        if name in self and not self.again:
             raise SpError(f"{self.title}: {name!r} is registered already")
-        self[name], self._ranks[name] = row, rank
         added = ExitStack()
-        added.callback(self.pop, name)
+        added.callback(*((self.update, {name: self[name]}) if name in self else (self.pop, name)))
+        self[name], self._ranks[name] = row, rank
         return added
+
+    def of(self, *names: Any) -> Callable[[T], T]:
+        """Decorator: what it stands on is the row of these names, and keeps its own type."""
+
+        def register(row: Any) -> Any:
+            for name in names:
+                self.register(name, row)
+            return row
+
+        return register
 
     def using(self, name: str) -> AbstractContextManager[None]:
         """A block in which `choose` takes the named row: for tests and measurements. Raises SpError: there is none."""

@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 _PLACES = {
-    **{name: f"base:{name}" for name in ("check_order", "passes_in", "register", "unregister")},
+    **{name: f"base:{name}" for name in ("PASSES", "check_order", "passes_in", "register")},
     **{name: f"job:{name}" for name in ("analyse", "settings")},
     "validate": "localize.prove:validate",
     "gather": "strategies.gather",

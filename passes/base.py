@@ -35,6 +35,7 @@ from sp_compile._compat import trace_graph, traces
 from sp_compile.config import Ranks
 from sp_compile.errors import at
 from sp_compile.graph.edit import Editor
+from sp_compile.lowering.table import Table
 
 from .job import Job, Lap, Note, Settings, settings
 from .progress import now
@@ -161,25 +162,22 @@ class CollectivePass(Pass):
 
 
 P = TypeVar("P", bound=Pass)
-_REGISTERED: list[type[Pass]] = []
+PASSES: Table[type[Pass]] = Table("passes")
+"""Spellings and collective passes, by name; `with PASSES.register(...)` for a block."""
 
 
 def register(one: type[P]) -> type[P]:
-    """Let a Spelling or a CollectivePass run, at the place that what it requires and provides gives it."""
-    if any(other.name == one.name for other in _REGISTERED):
-        raise ValueError(f"a pass called {one.name!r} is registered already")
-    _REGISTERED.append(one)
+    """Let a Spelling or a CollectivePass run, at the place that what it requires and provides gives it.
+
+    Raises SpError: another one has its name.
+    """
+    PASSES.register(one.name, one)
     return one
-
-
-def unregister(one: type[Pass]) -> None:
-    """Take a pass out again."""
-    _REGISTERED.remove(one)
 
 
 def registered(kind: type[P]) -> list[type[P]]:
     """All registered passes of a kind, in an order that their words allow; where these leave a choice, by name."""
-    return list(ordered(tuple(one for one in _REGISTERED if issubclass(one, kind))))
+    return list(ordered(tuple(one for one in PASSES.values() if issubclass(one, kind))))
 
 
 def import_rooms(package: str, folder: Iterable[str]) -> list[ModuleType]:

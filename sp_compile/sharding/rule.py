@@ -23,7 +23,7 @@ The notation is that of einops and of Shardy's op sharding rules (openxla.org/sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from torch.fx import Node
 
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call
+from sp_compile.lowering.table import Table
 
 from .factors import Dims, Factors
 from .notation import Pattern
@@ -44,8 +45,8 @@ RuleFunction = Callable[[Call], Factors | None]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # a decorated function keeps its own type
 TransferFunction = Callable[[Call], tuple[Placement, ...]]
 POINTWISE = torch.Tag.pointwise  # registering this key gives the rule of every op that carries the tag
-_REGISTRY: dict[Any, RuleFunction] = {}
-_TRANSFERS: dict[Any, TransferFunction] = {}
+RULES: Table[RuleFunction] = Table("sharding rules", again=True)
+TRANSFERS: Table[TransferFunction] = Table("placements of exchanges")
 _SEEN: ContextVar[dict[Node, tuple[Call, Factors | None]] | None] = ContextVar("calls and their rules", default=None)
 
 
@@ -79,42 +80,22 @@ def has_rule(target: Any) -> bool:
 
 
 def _function_of(op: OpOverload) -> RuleFunction | None:
-    return _REGISTRY.get(op) or (_REGISTRY[POINTWISE] if POINTWISE in op.tags else None)
-
-
-def registered_rules() -> Mapping[Any, RuleFunction]:
-    """A copy of the registry: op overload (or POINTWISE) to rule function."""
-    return dict(_REGISTRY)
-
-
-def entry(table: dict[Any, Any], keys: Iterable[Any]) -> Callable[[FunctionT], FunctionT]:
-    """Decorator: the function is what the table has under these keys."""
-
-    def register(function: FunctionT) -> FunctionT:
-        table.update(dict.fromkeys(keys, function))
-        return function
-
-    return register
+    return RULES.get(op) or (RULES[POINTWISE] if POINTWISE in op.tags else None)
 
 
 def rule_of(*ops: Any) -> Callable[[FunctionT], FunctionT]:
     """Decorator: the rule of these op overloads depends on their arguments."""
-    return entry(_REGISTRY, ops)
-
-
-def forget(op: Any) -> None:
-    """Undo `rule_of` for an op that is no longer there."""
-    del _REGISTRY[op]
+    return RULES.of(*ops)
 
 
 def transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
     """Decorator: where the results of an op lie that changes placements and nothing else (the sp:: exchanges)."""
-    return entry(_TRANSFERS, ops)
+    return TRANSFERS.of(*ops)
 
 
 def transfer_of(target: Any) -> TransferFunction | None:
     """What `transfer` registered for the op; None for any op that computes."""
-    return _TRANSFERS.get(target)
+    return TRANSFERS.get(target)
 
 
 def rule(op: Any, *texts: str, **options: Any) -> None:

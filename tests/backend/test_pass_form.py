@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile import passes
+from sp_compile.errors import SpError
 from sp_compile.graph.edit import copied
 from sp_compile.graph.record import erase, mark, record
-from sp_compile.passes import Job, Pass, check_order, passes_in, register, settings, unregister
+from sp_compile.passes import PASSES, Job, Pass, check_order, passes_in, register, settings
 from sp_compile.passes.base import CAPTURED, CollectivePass, Spelling, ordered, registered
 from sp_compile.passes.edges.edges import PROVED, EdgePasses
 from sp_compile.passes.job import laps_by_pass
@@ -39,9 +40,8 @@ class Sums(nn.Module):
 
 @pytest.fixture
 def doubled() -> Iterator[None]:
-    register(Doubled)
-    yield
-    unregister(Doubled)
+    with PASSES.register(Doubled.name, Doubled):
+        yield
 
 
 def test_the_order_of_the_pipeline_has_its_reasons() -> None:
@@ -138,7 +138,7 @@ def test_a_spelling_registers_itself() -> None:
     assert verified.worst < 1e-6
     names = [one.name for one in registered(Spelling)]
     assert names.index("explicit") < names.index("doubled") < names.index("masks")
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(SpError, match="registered already"):
         register(Doubled)
 
 

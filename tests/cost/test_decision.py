@@ -13,7 +13,7 @@ from sp_compile.cost.decision import Decision, described, merged, table
 from sp_compile.cost.machine import GPU
 from sp_compile.passes.report import Report
 from sp_compile.sharding.attention import strategy_of
-from sp_compile.sharding.rule import registered_rules
+from sp_compile.sharding.rule import RULES
 
 
 def test_table() -> None:
@@ -49,13 +49,13 @@ def test_report() -> None:
 
 
 def test_a_strategy_that_is_registered_for_a_block_is_gone_behind_it() -> None:
-    op, before = toy_strategy.Toy.op, registered_rules()
+    op, before = toy_strategy.Toy.op, dict(RULES)
     with toy_strategy.registered():
         assert SPConfig(attention="toy").attention == strategy_of(op).name
-        assert registered_rules().keys() - before.keys() == {op}
+        assert RULES.keys() - before.keys() == {op}
         assert "toy" in {c.kind for c in candidates(shape(4), GPU)}
     assert strategy_of(op) is None
-    assert registered_rules() == before
+    assert before == RULES
     assert "toy" not in {c.kind for c in candidates(shape(4), GPU)}
     with pytest.raises(SpError, match="attention='toy': expected one of"):
         SPConfig(attention="toy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
+from sp_compile.sharding import rule as rules
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import Frame, Shard
 from sp_compile.sharding.reshape import reshaping
-from sp_compile.sharding.rule import POINTWISE, Factors, Pattern, lookup, registered_rules, rule
+from sp_compile.sharding.rule import POINTWISE, Factors, Pattern, lookup, rule
 
 aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")
@@ -35,7 +37,7 @@ ELSEWHERE = (
 )
 RULES = {
     op: function
-    for op, function in registered_rules().items()
+    for op, function in rules.RULES.items()
     if op not in (POINTWISE, *ELSEWHERE) and not strategy_of(op) and op.namespace != "_c10d_functional"
 }
 OWN = samples.build()
@@ -55,7 +57,7 @@ TIMID_ON_PURPOSE = {
 
 
 def is_pointwise(op: Any) -> bool:
-    return RULES.get(op) is registered_rules()[POINTWISE]
+    return RULES.get(op) is rules.RULES[POINTWISE]
 
 
 def samples_of(op: Any) -> list[samples.Sample]:
@@ -86,8 +88,8 @@ def test_parts_make_the_whole_on_torch_samples() -> None:
 
 def test_the_check_finds_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rules that look right: causal attention by its queries alone, and a bias beside a sum."""
-    table = dict(registered_rules())
-    monkeypatch.setattr("sp_compile.sharding.rule._REGISTRY", table)
+    table = copy.copy(rules.RULES)
+    monkeypatch.setattr(rules, "RULES", table)
     rule(aten.scaled_dot_product_attention.default, "b h q d, b h k d, b h k e -> b h q e", attend="k", whole="d")
     rule(aten.linear.default, "... i, o i, o -> ... o", sum="i")
     rule(aten.mse_loss.default, "..., ... -> ", sum="...")

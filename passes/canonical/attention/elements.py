@@ -24,8 +24,8 @@ from torch.fx import Node
 from sp_compile._compat import OpOverload, schema_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.sizes import same, size, sizes
+from sp_compile.lowering.table import Table
 from sp_compile.sharding.matchers import Piece, constant_of, element_of, origin, piece_of
-from sp_compile.sharding.rule import entry
 
 from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
 
@@ -33,7 +33,7 @@ Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]  # disjoint conditions
 Element: TypeAlias = Boolean | Cases
 Coords: TypeAlias = tuple[sympy.Expr, ...]
 Handler: TypeAlias = Callable[["Positions", Call, Coords], Element]
-HANDLERS: dict[str, Handler] = {}
+HANDLERS: Table[Handler] = Table("elements of ops")
 MOST_CASES = 8
 LEAVES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 WIDE = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every position; half types do not
@@ -53,7 +53,7 @@ class NotSymbolic(Exception):
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
     """Decorator: how the aten ops of these names (every overload) get their elements."""
-    return entry(HANDLERS, names)
+    return HANDLERS.of(*names)
 
 
 class Positions:

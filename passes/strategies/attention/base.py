@@ -24,7 +24,7 @@ from sp_compile.graph.sizes import Size, all_same, divides, product, same, sizes
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.attention import filling_nodes, keeps_no_weight, predicate_of
 from sp_compile.sharding.placement import Demand, Plan, Shard
-from sp_compile.sharding.rule import RuleFunction, forget, rule_of
+from sp_compile.sharding.rule import RULES, RuleFunction
 from sp_compile.sharding.rules.attention import sharded_attention
 
 aten = torch.ops.aten
@@ -68,8 +68,7 @@ def register(strategy: Strategy, rule: RuleFunction = sharded_attention) -> Exit
         raise SpError(f"the pass of the strategy {strategy.name!r} is called {name!r} and never chosen: name it alike")
     added = STRATEGIES.register(strategy.name, strategy)
     if strategy.op is not None:
-        rule_of(strategy.op)(rule)
-        added.callback(forget, strategy.op)
+        added.enter_context(RULES.register(strategy.op, rule))
     return added
 
 
