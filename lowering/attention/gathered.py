@@ -24,7 +24,7 @@ from sp_compile.lowering.masks.spans import Span, halves, whole
 
 from .args import SEQUENCE, LocalArgs
 from .merge import merge
-from .ring import added, unpacked
+from .ring import added, keys_and_values
 
 Cat = Callable[[list[Tensor], int], Tensor]
 
@@ -57,7 +57,7 @@ class GatheredKeys(NamedTuple):
             dq_, dk, dv, dmask = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
             dq = added(dq, dq_)
             if packed:
-                dk, dv = unpacked(self._scattered(dk, self._in_halves(args)), k, v)
+                dk, dv = keys_and_values(self._scattered(dk, self._in_halves(args)), k, v)
             elif self.frame is not None:
                 dk, dv = (pad(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             of_keys.append((dk, dv))
@@ -78,7 +78,7 @@ class GatheredKeys(NamedTuple):
             return
         for half, where in zip(_side_by_side(k, v, cat).chunk(2), halves(k.shape[SEQUENCE] // 2 * self.n, self.n)):
             rows = current().all_gather(half, self.n, self.group)
-            yield *unpacked(rows.movedim(0, SEQUENCE), k, v), where
+            yield *keys_and_values(rows.movedim(0, SEQUENCE), k, v), where
 
     def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
         frame, n = self.frame, self.n
@@ -91,7 +91,7 @@ class GatheredKeys(NamedTuple):
         if self.orders:
             order, inverse = self.orders
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
-        return unpacked(rows.movedim(0, SEQUENCE), k, v)
+        return keys_and_values(rows.movedim(0, SEQUENCE), k, v)
 
     def _scattered(self, both: Tensor, half: bool) -> Tensor:
         """The sum over the ranks of (B, Hkv, S, D + E): what each gave of its keys, or of one half of them."""

@@ -144,7 +144,7 @@ class CallMask:
         if not self.score:
             return None
         of_heads = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
-        places = {name: self._value(name, block) for name in scores.names(self.score) - of_heads.keys()}
+        places = {name: self._value(name, block) for name in scores.symbols_in(self.score) - of_heads.keys()}
         return Score(self.score, places | of_heads)
 
     def _allowed(self, block: Block) -> Tensor | None:

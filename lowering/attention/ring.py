@@ -78,7 +78,7 @@ class RingKeys(NamedTuple):
             if self.steps > 1:
                 carried.add(dk_)
         if self.steps > 1:
-            dk_, dv_ = unpacked(carried.home(), k, v)
+            dk_, dv_ = keys_and_values(carried.home(), k, v)
         assert dq is not None
         return dq, dk_, dv_, dmask
 
@@ -90,7 +90,7 @@ class RingKeys(NamedTuple):
             yield keys, values, span(self.frame, self.n, self.stride, step), coming
             if coming is not None:
                 both = current().wait(coming)
-                keys, values = unpacked(both, k, v)
+                keys, values = keys_and_values(both, k, v)
 
 
 def _made(*tensors: Tensor | None) -> list[Tensor]:
@@ -111,7 +111,7 @@ def _pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k, v], 3)
 
 
-def unpacked(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def keys_and_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `_pack`, for any number of rows; views."""
     keys, values = both.split([k.shape[3], v.shape[3]], 3)
     return keys, values

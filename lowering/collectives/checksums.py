@@ -32,7 +32,7 @@ def checksum(a: Any) -> str:
     if is_freed(a):
         return FREED
     found = hashlib.sha256()
-    for piece in pieces(_plain(a)):
+    for piece in flat_parts(_plain(a)):
         bits = piece.resolve_neg().contiguous()
         found.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
     return found.hexdigest()[:16]
@@ -118,7 +118,7 @@ def total(x: torch.Tensor) -> torch.Tensor:
     """
     out = torch.zeros((), dtype=torch.int64, device=x.device)
     done = 0
-    for piece in pieces(_plain(x)):
+    for piece in flat_parts(_plain(x)):
         bits = _words(piece).long()
         out += _mixed(bits, done).sum()
         done += bits.numel()
@@ -148,14 +148,14 @@ def is_one_number(x: torch.Tensor) -> bool:
     if x.numel() == 0:
         return False
     first = _comparable(x.detach()[(0,) * x.ndim])
-    return all(bool((_comparable(piece) == first).all()) for piece in pieces(x.detach()))
+    return all(bool((_comparable(piece) == first).all()) for piece in flat_parts(x.detach()))
 
 
 def _comparable(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.is_floating_point() and x.element_size() == 1 else x
 
 
-def pieces(x: torch.Tensor) -> Iterator[torch.Tensor]:
+def flat_parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """The elements in order, at most PIECE at a time, as 1-D tensors; views as far as the memory allows."""
     if x.numel() <= PIECE:
         yield x.reshape(-1)
@@ -164,4 +164,4 @@ def pieces(x: torch.Tensor) -> Iterator[torch.Tensor]:
     else:
         rows = max(1, PIECE // (x.numel() // x.shape[0]))
         for part in x.split(rows) if x.shape[0] > 1 else [x[0]]:
-            yield from pieces(part)
+            yield from flat_parts(part)

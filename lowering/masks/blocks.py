@@ -215,7 +215,7 @@ def blocks_of(run: Run, left: tuple[str, ...]) -> Iterator[Block]:
     yield Block(*sized(run.q), *sized((edge, run.k[1])), Kind.CAUSAL, left)
 
 
-def packed(runs: Sequence[Run]) -> Iterator[PackedCall]:
+def packed_calls(runs: Sequence[Run]) -> Iterator[PackedCall]:
     """The runs of each window; as many in one as follow each other in queries and in keys."""
     of: dict[Window, list[Run]] = {}
     for run in runs:

@@ -77,7 +77,7 @@ def positions_in_order(found: ChunkOrder) -> Tensor:
     return table_of(_continued(table), 1, int(found.lengths.sum()))
 
 
-def in_order(vector: Pieces, found: ChunkOrder) -> Tensor:
+def reordered(vector: Pieces, found: ChunkOrder) -> Tensor:
     """The table of a vector whose values stand in the new order."""
     table = cut(vector.table, found.firsts)
     by_first = np.argsort(found.firsts)
@@ -142,5 +142,5 @@ def deal_rows(
     pieces = tuple(map(Pieces.of, tables))
     numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, behind)]
     found = dealt(tuple(predicates), *numbers, pieces, int(length), n, stride, *ends)
-    moved = [in_order(vector, found) for vector in pieces]
+    moved = [reordered(vector, found) for vector in pieces]
     return [*new_order(found, device), positions_in_order(found), *tables, *moved]

@@ -27,7 +27,7 @@ from .blocks import (
     block_of,
     blocks_of,
     of_any_shape,
-    packed,
+    packed_calls,
     pairs_of,
     runs_of,
     runs_of_parts,
@@ -117,7 +117,7 @@ class _Planner:
         together = tuple(self._together(pairs))
         if len(runs) == 1 and not others and self._is_all(runs[0]):
             return BlockPlan(together, (), (block_of(runs[0]),))
-        return BlockPlan(together, tuple(packed(runs)), tuple(others))
+        return BlockPlan(together, tuple(packed_calls(runs)), tuple(others))
 
     def every(self) -> Iterator[Block]:
         """The blocks of all rows and keys."""

@@ -61,7 +61,7 @@ def parse(text: str) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def names(text: str) -> frozenset[str]:
+def symbols_in(text: str) -> frozenset[str]:
     """The symbols that a text reads, but for the score itself."""
     return frozenset(str(one) for one in parse(text).free_symbols - {SCORE}) if text else frozenset()
 

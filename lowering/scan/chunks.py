@@ -53,19 +53,19 @@ def before(x: Tensor, carry: Tensor, way: ExchangeWay) -> Tensor:
     return torch.cat([others, carry] if way.reverse else [carry, others], way.rows)
 
 
-def summary(x: Tensor, way: ExchangeWay) -> Tensor:
+def each_chunk(x: Tensor, way: ExchangeWay) -> Tensor:
     """(..., chunks, ...) without the dim of rows -> (chunks, ...)."""
     return x.movedim(way.dim, 0)
 
 
 def row(x: Tensor, way: ExchangeWay) -> Tensor:
-    """Undo `summary`, as one row of every chunk: (chunks, ...) -> (..., chunks, 1, ...)."""
+    """Undo `each_chunk`, as one row of every chunk: (chunks, ...) -> (..., chunks, 1, ...)."""
     return x.movedim(0, way.dim).unsqueeze(way.rows)
 
 
 def end(x: Tensor, way: ExchangeWay) -> Tensor:
     """Each chunk's last row in scan order as a summary, (chunks, ...)."""
-    return summary(x.select(way.rows, 0 if way.reverse else -1), way)
+    return each_chunk(x.select(way.rows, 0 if way.reverse else -1), way)
 
 
 def scanned(
@@ -81,11 +81,11 @@ def scanned(
         return sp.local_scan(x, begins, way.rows, *options, dtype, accumulate, False)[0], None, None
     # Not rounded before the carry is in: the sum may be small where both are large.
     out, total = sp.local_scan(x, begins, way.rows, *options, accumulate, accumulate)
-    total, stops = summary(total, way), None
+    total, stops = each_chunk(total, way), None
     if cuts is not None and begins is not None:
         leaving = end(cuts, way)
         total = total.masked_fill(leaving, MONOIDS[op].identity(accumulate))
-        stops = summary(begins.any(way.rows), way) | leaving
+        stops = each_chunk(begins.any(way.rows), way) | leaving
     first, last = (last, first) if way.reverse else (first, last)
     ends = None if first is None or last is None else (end(first, way), end(last, way))
     carry, cut = carry_of_scan(total, stops, ends, op, way)
@@ -146,7 +146,7 @@ def recurred(
     if way.alone:
         given = None if initial is None else initial.unsqueeze(way.dim)
         return sp.local_linear_scan(a, b, given, *options, dtype, accumulate), None, None
-    factor, state = (summary(x, way) for x in sp.local_linear_total(a, b, *options, accumulate))
+    factor, state = (each_chunk(x, way) for x in sp.local_linear_total(a, b, *options, accumulate))
     carry, final = carry_of_recurrence(factor, state, initial, way)
     h = sp.local_linear_scan(a, b, carry.movedim(0, way.dim), *options, dtype, accumulate)
     return h, row(carry, way), final

@@ -28,7 +28,7 @@ from sp_compile.errors import SpError
 from ._compat import NAME, known_backend
 from .ddp import compile_under_ddp
 
-__all__ = ["SequenceParallelAccelerator", "known_backend", "sizes"]
+__all__ = ["SequenceParallelAccelerator", "axis_sizes", "known_backend"]
 
 REPLICA, SEQUENCE = "dp_replicate", "cp"
 """Axes of the mesh. accelerate calls "cp" an axis along which ranks take the same batches."""
@@ -80,7 +80,7 @@ class SequenceParallelAccelerator(Accelerator):
         self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # which would compile around DDP
         self._check_processes()
-        replicas, share = sizes(parallelism_config, self.num_processes)
+        replicas, share = axis_sizes(parallelism_config, self.num_processes)
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
             if not str(self.distributed_type.value).startswith("MULTI_"):
@@ -186,7 +186,7 @@ class ReplicaScheduler(AcceleratedScheduler):
                 super().step(*args, **kwargs)
 
 
-def sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, int]:
+def axis_sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, int]:
     """(replicas, ranks that share a sequence) of so many processes. Raises SpError where the config's do not fit."""
     if config is None or processes == 1:
         return 1, processes

@@ -287,8 +287,8 @@ def test_checksums_are_made_of_small_pieces(
     monkeypatch.setattr(checksums, "PIECE", 7)
     assert str(checksums.total(x).item()) == summed(x)
     assert checksums.checksum(x) == checksums.checksum(x.clone(memory_format=torch.contiguous_format))
-    assert max(piece.numel() for piece in checksums.pieces(x)) <= 7
-    assert torch.equal(torch.cat(list(checksums.pieces(x))), x.reshape(-1))
+    assert max(piece.numel() for piece in checksums.flat_parts(x)) <= 7
+    assert torch.equal(torch.cat(list(checksums.flat_parts(x))), x.reshape(-1))
     assert not checksums.is_one_number(x)
     assert checksums.is_one_number(x[..., :1].expand(x.shape).flatten()[:1].expand(3, 9))
 

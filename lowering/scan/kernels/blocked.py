@@ -43,12 +43,12 @@ def inclusive(combine: Combine, states: Any, dim: int, lift: Map = as_is, lower:
     return results, rows(last, dim, -1, None)
 
 
-def total(combine: Combine, states: Any, dim: int, lift: Map = as_is) -> Any:
+def combination(combine: Combine, states: Any, dim: int, lift: Map = as_is) -> Any:
     """The combination of all states, of lift(rows of states): a tree like these with one row in ``dim``."""
     n = length(states, dim)
     if n > BLOCK:
         done = n // BLOCK * BLOCK
-        run = total(combine, _totals(combine, states, dim, lift), dim)
+        run = combination(combine, _totals(combine, states, dim, lift), dim)
     else:
         done = 1
         run = lift(rows(states, dim, 1))
@@ -77,4 +77,4 @@ def _results(like: Any, dim: int, n: int) -> Any:
     return pytree.tree_map(empty, like)
 
 
-register("blocked", Kernels(inclusive, total), rank=lambda problem: 40)
+register("blocked", Kernels(inclusive, combination), rank=lambda problem: 40)

@@ -25,7 +25,7 @@ from sp_compile._compat import compile_cpp, has_cpp_compiler
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
 from sp_compile.lowering.scan.table import Problem, register, strides_of
 
-from .trusted import check, open_to_others
+from .trusted import open_to_others, require_trusted
 
 SOURCES = ("vectors", "steps", "walks", "tensors", "grid", "lines", "passes")
 FLAGS = ("-ffp-contract=fast", "-g0")
@@ -92,7 +92,7 @@ def _compiled(steps: str) -> EntryPoint | None:
     if not has_cpp_compiler():
         return None
     try:
-        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS, _folder, check).scan
+        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS, _folder, require_trusted).scan
     except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
         _failures.append(steps)
         if len(_failures) == 1:

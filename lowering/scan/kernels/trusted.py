@@ -26,7 +26,7 @@ def open_to_others(path: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def check(path: str) -> None:
+def require_trusted(path: str) -> None:
     """Raise PermissionError for a file that may be another's."""
     if theirs := open_to_others(path):
         raise PermissionError(f"others may write to {theirs}: {path} is not loaded")

@@ -11,7 +11,7 @@ from support.attention.attending import packed
 
 from sp_compile.lowering.masks.blocks import pairs_before, pairs_of
 from sp_compile.lowering.masks.chunks import ENOUGH
-from sp_compile.lowering.masks.deal import dealt, in_order, new_order, positions_in_order
+from sp_compile.lowering.masks.deal import dealt, new_order, positions_in_order, reordered
 from sp_compile.lowering.masks.pieces import Pieces, pieces_of
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import evaluate
@@ -50,7 +50,7 @@ def test_an_order_of_all_positions(lengths: list[int], n: int, ends: tuple[int, 
     assert torch.equal(order[length - behind :], torch.arange(length - behind, length))
     assert all(rows.diff().gt(0).all() for rows in order.split(-(-length // n))), "a rank's rows are not in order"
     x = torch.randint(0, 3, (2, length), generator=torch.Generator().manual_seed(length))
-    for table, wanted in (positions_in_order(found), order[None]), (in_order(pieces_of(x), found), x[:, order]):
+    for table, wanted in (positions_in_order(found), order[None]), (reordered(pieces_of(x), found), x[:, order]):
         low, high, _ = Pieces.of(table).lines(np.arange(length))
         assert ((low <= wanted.numpy()) & (wanted.numpy() <= high)).all()
 
@@ -64,7 +64,7 @@ def test_tables_in_the_order_know_as_much() -> None:
     order, _ = new_order(found, torch.device("cpu"))
     assert len(found.firsts) > n
     for table, values in [(positions_in_order(found), order[None])] + [
-        (in_order(p, found), x[:, order]) for p, x in zip(v, documents)
+        (reordered(p, found), x[:, order]) for p, x in zip(v, documents)
     ]:
         mine, theirs = Pieces.of(table), pieces_of(values)
         assert len(mine.starts) <= len(theirs.starts) + 2
@@ -125,7 +125,7 @@ def test_a_dealt_document_is_few_calls(spread: float, stride: int) -> None:
     v = [pieces_of(x) for x in packed(lengths_of(spread, 40, length) if spread else [length])]
     predicate = "Eq(row0, col0) & (col1 <= row1)"
     found = dealt((predicate,), (1,), (), tuple(v), length, n, stride)
-    moved, places = tuple(Pieces.of(in_order(p, found)) for p in v), n // stride
+    moved, places = tuple(Pieces.of(reordered(p, found)) for p in v), n // stride
     held = [rows_of([places, 1, 1, 0, 0, length], length // places, place) for place in range(places)]
     plans = [[plan(predicate, q, k, (), moved, moved) for k in held] for q in held]
     loads = torch.tensor([sum(map(pairs_of, steps)) for steps in plans]).double()

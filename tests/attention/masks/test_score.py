@@ -17,7 +17,7 @@ def test_derivative(text: str) -> None:
     s = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=generator).requires_grad_()
     values = {"q": torch.arange(4)[:, None], "k": torch.arange(5), "head0": torch.rand(3, 1, 1, generator=generator)}
     score.check(text)
-    assert score.names(text) <= {"q", "k", "head0"}
+    assert score.symbols_in(text) <= {"q", "k", "head0"}
     out = score.evaluate(text, s, values)
     assert out.dtype == torch.float64
     (wanted,) = torch.autograd.grad(out.sum(), s)

@@ -14,7 +14,7 @@ from support.scans.local_scans import has_native
 
 from sp_compile._compat import compile_cpp
 from sp_compile.lowering.scan.kernels import native
-from sp_compile.lowering.scan.kernels.trusted import check, open_to_others
+from sp_compile.lowering.scan.kernels.trusted import open_to_others, require_trusted
 from sp_compile.lowering.scan.table import Problem
 
 needs_compiler = pytest.mark.skipif(not has_native(), reason="no C++ compiler")
@@ -116,10 +116,10 @@ def test_libraries_are_kept_where_nobody_else_may_write(
 def test_a_library_that_another_may_write_is_not_loaded(folder: Path) -> None:
     source = 'extern "C" int answer() { return 42; }'
     with pytest.raises(PermissionError, match="is not loaded"):
-        compile_cpp(source, (), lambda _: str(folder), lambda path: os.chmod(path, 0o777) or check(path))
+        compile_cpp(source, (), lambda _: str(folder), lambda path: os.chmod(path, 0o777) or require_trusted(path))
     for library in folder.rglob("*.so"):
         library.chmod(0o755)
-    assert compile_cpp(source, (), lambda _: str(folder), check).answer() == 42
+    assert compile_cpp(source, (), lambda _: str(folder), require_trusted).answer() == 42
 
 
 def test_whose_files_are_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from .operators import LEAVES, combine
 
 
 @triton.jit
-def lines_of(  # type: ignore[no-untyped-def]
+def lines_in_tile(  # type: ignore[no-untyped-def]
     tile, lines, length, inner, FLAT: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr
 ):
     """-> the numbers of a tile's lines, whether they exist, and where they begin, (1, LINES)."""
