@@ -173,17 +173,22 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     """
     session.learn(gm, example_inputs)
     if not session.splits:
-        config = _of_whole(gm, options)
-        settings, plain = Settings.of(config, ALONE), compiled_inputs(example_inputs)
-        lowered = RankProgram(gm, config, settings, Report(1), plain, _joint(plain, settings, session))
-    elif runs_as_written(gm, example_inputs, options):
+        return _whole(gm, example_inputs, options, session)
+    if runs_as_written(gm, example_inputs, options):
         log.info("%s", AS_WRITTEN)
-        config = _of_whole(gm, options)
-        settings, plain = Settings.of(config, ALONE), compiled_inputs(example_inputs)
-        lowered = RankProgram(gm, config, settings, Report(1, [AS_WRITTEN]), plain, _joint(plain, settings, Session()))
-    else:
-        lowered = _split(gm, example_inputs, options, session)
-    return lowered
+        return _whole(gm, example_inputs, options, Session(), AS_WRITTEN)
+    return _split(gm, example_inputs, options, session)
+
+
+def _whole(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session, *notes: Note
+) -> RankProgram:
+    """Not split. session: of the groups whose exchanges are looked at."""
+    config = SPConfig.of(options)
+    if not _compat.is_fragment(gm):  # options of a sequence may be meant for other pieces of a model
+        config.refuse("a program that exchanges by itself", **OF_SEQUENCE)
+    settings, plain = Settings.of(config, ALONE), compiled_inputs(example_inputs)
+    return RankProgram(gm, config, settings, Report(1, list(notes)), plain, _joint(plain, settings, session))
 
 
 def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> RankProgram:
@@ -243,14 +248,6 @@ def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[
         own = {part: value for part, value in parts.items() if not same(value, getattr(layout, part))}
         found[i] = Result(name, where, layout, sizes(value.shape)[have.dim], own)
     return found
-
-
-def _of_whole(gm: GraphModule, options: Mapping[str, Any]) -> SPConfig:
-    """The options of a program that is not split. Those of a sequence may be meant for other pieces of a model."""
-    config = SPConfig.of(options)
-    if not _compat.is_fragment(gm):
-        config.refuse("a program that exchanges by itself", **OF_SEQUENCE)
-    return config
 
 
 def _as_it_is(x: Any) -> Any:
