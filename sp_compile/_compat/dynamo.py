@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, TensorifyScalarRestartAnalysis, TorchRuntimeError
@@ -232,15 +234,61 @@ def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwarg
     @functools.wraps(call)
     def uncut(*args: Any, **kwargs: Any) -> Any:
         before()
-        with torch._dynamo.config.patch(optimize_ddp=False):
-            return call(*args, **kwargs)
+        _unasked[:] = _summing()
+        try:
+            with torch._dynamo.config.patch(optimize_ddp=False):
+                return call(*args, **kwargs)
+        finally:
+            _unasked.clear()
 
     model._compiled_call_impl = uncut
+
+
+def summing_group() -> dist.ProcessGroup | None:
+    """Over which group the gradients of the call that runs now will be summed; given once a call of a model that
+    `compile_in_place` was given, None after that and where nobody sums.
+    """
+    return _unasked.pop() if _unasked else None
+
+
+_unasked: list[dist.ProcessGroup] = []
+
+
+def before_ddp(act: Callable[[dist.ProcessGroup], None]) -> None:
+    """From its next call on, call `act` with the group of the DistributedDataParallel whose forward is running, before
+    its ranks hand each other their buffers.
+    """
+    ddp = _ddp()
+    if ddp is not None and ddp not in _met:
+        _met.add(ddp)
+        ddp.register_forward_pre_hook(functools.partial(_before_buffers, act), prepend=True)
+
+
+_met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def _before_buffers(act: Callable[[dist.ProcessGroup], None], ddp: Any, args: Any) -> None:
+    if ddp.will_sync_module_buffers() and not ddp._join_config.enable:
+        act(ddp.process_group)
+
+
+def _summing() -> list[dist.ProcessGroup]:
+    """Not of a model that is evaluated, nor where ranks may have fewer batches than others."""
+    ddp = _ddp()
+    if ddp is None or not (ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+        return []
+    return [] if ddp._join_config.enable else [ddp.process_group]
 
 
 def is_under_ddp() -> bool:
     """Is the forward of a DistributedDataParallel running?"""
     return _ddp() is not None
+
+
+def ddp_group() -> dist.ProcessGroup | None:
+    """Of the DistributedDataParallel whose forward is running."""
+    ddp = _ddp()
+    return ddp.process_group if ddp is not None else None
 
 
 def is_under_no_sync() -> bool:

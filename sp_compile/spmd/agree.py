@@ -15,6 +15,7 @@ from math import isnan
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
@@ -88,6 +89,31 @@ def meeting(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]
             raise SpError(problem) from error
 
     return meet
+
+
+ASKED = "asks replicas"  # of fields: whether all replicas hear of what is wrong with a call or a backward
+OF_REPLICA = "another replica stops here, and with it all whose gradients are summed with its own"
+
+
+def agree_with_replicas(replicas: Ranks, mine: Message) -> str:
+    """Why no replica goes on: this rank's own error, or what is wrong on one of another replica; "" if nothing is.
+
+    replicas: all ranks whose gradients are summed, which come here once a call and once a backward.
+    Raises what `Wire.gather` does, unless this rank has an error.
+    """
+    try:
+        everyone = exchanged(replicas, mine)
+    except SpError:
+        if mine.error:
+            return mine.error
+        raise
+    if mine.error or everyone is None:
+        return mine.error
+    group = replicas.process_group
+    numbers = range(replicas.n) if group is None else dist.get_process_group_ranks(group)
+    failed = {one.error: rank for rank, one in zip(numbers, everyone) if one.error}
+    each = "\n".join(f"rank {rank}: {error}" for error, rank in failed.items())
+    return f"{OF_REPLICA}:\n{each}" if failed else astray(everyone)
 
 
 def difference(everyone: Sequence[Message], what: str, advice: str) -> str:

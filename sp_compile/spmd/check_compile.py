@@ -9,7 +9,9 @@ both exchange over a third group, as data-parallel ranks do, would have two size
 
 Ranks may have other numbers of Python's in such a program: `ids - 12` on one rank is `ids - 24` on the next, and slopes
 of a rank's heads are its own, from the first compilation on. A scale or a size that a schedule changes on some ranks
-only was the same on all of them until then (`check_numbers`).
+only was the same on all of them until then (`check_numbers`). That is told where ranks are called on the same data. A
+rank with data of its own, as tokens are whose experts lie on other ranks, has numbers of its own whenever it likes:
+positions behind what it has seen, temperatures of its requests.
 """
 
 from __future__ import annotations
@@ -148,11 +150,11 @@ def check_numbers(
 ) -> None:
     """Raises SpError, on every rank, where ranks have changed a number of Python's since the program was compiled last.
 
-    Where they are given other sizes numbers may come of these, and nothing is said; nor of another graph, unless a
-    number became an input of it, as Dynamo makes those that change: it was written in the graph before.
+    Where they are given other sizes or data numbers may come of these, and nothing is said; nor of another graph,
+    unless a number became an input of it, as Dynamo makes those that change: it was written in the graph before.
     """
     wire, all_of = wire_of(ranks), [one for one in everyone if one is not None]
-    forms = {(one.text.shape, one.cut, *one.numbers) for one in all_of}
+    forms = {(one.text.shape, one.cut, *one.numbers, str(one.of_data())) for one in all_of}
     if wire is None or len(all_of) < len(everyone) or len(forms) > 1:
         return
     weights = [x for x in inputs if isinstance(x, torch.nn.Parameter)]

@@ -7,7 +7,6 @@ becomes an SpError with what is known of that one.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -20,20 +19,29 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.data import IterableDataset, Sampler
 
-from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree
-from sp_compile.config import Ranks
+from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree, summing_group
+from sp_compile.config import Ranks, ranks_of
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place, place_of
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
 from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
 
-from .agree import agree, astray, exchanged, failures, said_rows, unlike_fields, what_differs
+from .agree import (
+    ASKED,
+    agree_with_replicas,
+    astray,
+    difference,
+    exchanged,
+    failures,
+    said_rows,
+    unlike_fields,
+    what_differs,
+)
 from .between import are_traced, have_shards, taken
 from .fingerprint import InputName, Program
-from .inputs import local_of
+from .inputs import local_of, sharded_data
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .settings import mode
 from .weights import LOOKS_AWAY, Moves, in_turn, suspected
@@ -50,6 +58,7 @@ CHECKED = " with checksum "
 PROGRAM = "program"
 GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
+REPLICAS = "a model under DistributedDataParallel"
 PART = "part of "  # of fields that tell of some of an input's values
 REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -173,6 +182,7 @@ class CheckedProgram:
         self.called.add(which)
         again = bool(self.check_every) and number % self.check_every == 0
         fields = wire.earlier_fields() if wire is not None else {}
+        asked = self._replicas_asked(wire, fields)
         error = _words(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
         fields.update(self._fields(args, first or again, wire, mine))
@@ -183,6 +193,7 @@ class CheckedProgram:
         if not problem and everyone is not None and wire is not None and suspected(everyone, wire.apart):
             everyone = exchanged(self.ranks, replace(mine, fields=self._fields(args, True, wire, mine)))
             problem = self._difference(everyone) if everyone is not None else ""
+        problem = self._asking_replicas(mine, problem, asked, everyone)
         if not problem:
             return mine
         inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
@@ -190,6 +201,26 @@ class CheckedProgram:
             exchanged(inner.ranks, STOPS)
             inner = inner.run
         raise SpError(problem) from self.error
+
+    def _replicas_asked(self, wire: Wire | None, fields: dict[str, str]) -> bool:
+        """Do all replicas hear of this call? Then its fields say so: a DDP sums its gradients over more ranks."""
+        group = summing_group()
+        if group is None or wire is None:
+            return False
+        all_ranks = ranks_of(group)
+        if all_ranks.n > self.ranks.n:
+            wire.replicas, fields[ASKED] = all_ranks, "yes"
+        return ASKED in fields
+
+    def _asking_replicas(self, mine: Message, problem: str, asked: bool, everyone: Sequence[Message] | None) -> str:
+        """Why this rank cannot go on, once all replicas have heard of it, if they wait for it; "" if it can.
+
+        problem: what its own replica has found. everyone: the messages of that, if they are known.
+        """
+        wire, waited = wire_of(self.ranks), asked or any(ASKED in one.fields for one in everyone or ())
+        if wire is None or wire.replicas is None or not (asked or (problem and waited)):
+            return problem
+        return agree_with_replicas(wire.replicas, Message(mine.doing, REPLICAS, error=problem))
 
     def _fields_of_weights(self, weights: Sequence[torch.Tensor], which: int, number: int) -> dict[str, str]:
         """What this rank says of what stays from call to call, without a look at all of it."""
@@ -297,20 +328,23 @@ class CheckedProgram:
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
+        asked = [ASKED in call.fields]
         alone = [x for i, x in enumerate(leaves) if i in self.sharded]
         bases = [base for x in alone if (base := base_of(x)) is not None]  # of two views of one value AOTAutograd's own
         rows = {(id(x.grad_fn), x.output_nr) for x in [*alone, *bases]}
         for node in compiled_backwards(leaves, lambda: self._announcing_failure(mine)):
             mine_alone = frozenset(number for owner, number in rows if owner == id(node))
-            node.register_prehook(partial(self._begin, mine, mine_alone))
+            node.register_prehook(partial(self._begin, mine, mine_alone, asked))
 
-    def _begin(self, mine: Message, rows: frozenset[int], grads: Sequence[Any]) -> None:
+    def _begin(self, mine: Message, rows: frozenset[int], asked: list[bool], grads: Sequence[Any]) -> None:
         """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
 
-        rows: the numbers of those of which a rank has rows alone.
+        rows: the numbers of those of which a rank has rows alone. asked: does it ask replicas, unless it has?
         """
         refuse_transforms(grads)
-        fields, wire = {}, wire_of(self.ranks)
+        asks, wire = any(asked), wire_of(self.ranks)
+        asked.clear()
+        fields = {ASKED: "yes"} if asks else {}
         for i, grad in [(i, grad) for i, grad in enumerate(grads if self.whole else ()) if i not in rows]:
             name = f"gradient of result {i}"
             if wire is not None and is_away(grad):
@@ -320,7 +354,10 @@ class CheckedProgram:
                 fields[name] = _about(grad)
             else:
                 fields[name] = "none" if grad is None else ""
-        agree(self.ranks, replace(mine, fields=fields), OTHER_GRADIENTS, SAME_LOSS)
+        everyone = exchanged(self.ranks, replace(mine, fields=fields))
+        problem = difference(everyone, OTHER_GRADIENTS, SAME_LOSS) if everyone is not None else ""
+        if problem := self._asking_replicas(mine, problem, asks, everyone):
+            raise SpError(problem)
 
 
 def is_small(a: Any) -> bool:
@@ -420,32 +457,6 @@ def _unlike_gradients(wanted: Sequence[Sequence[str]]) -> str:
 
 
 UNLIKE_GRADIENTS = "the ranks of this group want gradients of different inputs"
-
-
-def sharded_data() -> str:
-    """What to do where ranks were given other data and nothing else differs; names samplers of this process that shard.
-
-    Looked for among all objects of the process: nothing that is at hand here knows the loader.
-    """
-    kinds = (Sampler, IterableDataset)
-    sharding = [one for one in gc.get_objects() if issubclass(type(one), kinds) and shards_over(one) > 1]
-    found = ", ".join(sorted({f"{type(one).__name__} over {shards_over(one)} ranks" for one in sharding}))
-    return SHARDED_DATA.format(f" (this process has a {found})" if found else "")
-
-
-SHARDED_DATA = (
-    "\nOnly the data differ. That is what a sampler does that shards over all ranks{}, and ranks that share a sequence "
-    "need the same batch: sp_compile.data.SequenceSampler(dataset, mesh), or SequenceLoader(loader, mesh) around the "
-    "loader of one device, gives it to them; for transformers and accelerate sp_compile.integrations does"
-)
-
-
-def shards_over(one: Any) -> int:
-    """Among how many ranks a sampler divides its data, as torch's and accelerate's say it; 1 for others."""
-    if getattr(one, "of_sequences", False):
-        return 1
-    known = (getattr(one, name, 1) for name in ("num_replicas", "num_processes"))
-    return max(n for n in known if isinstance(n, int))
 
 
 def _shown(name: str) -> str:

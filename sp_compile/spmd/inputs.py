@@ -5,6 +5,7 @@ They compare them before they run the program: by value, or by size.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
+from torch.utils.data import IterableDataset, Sampler
 
 from sp_compile._compat import (
     argument_name,
@@ -76,6 +78,7 @@ def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDig
         options,
         python_numbers(gm, inputs),
         cut,
+        data_of(gm, inputs),
     )
 
 
@@ -84,7 +87,8 @@ def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDig
 class InputDigests:
     """What one rank says: digests of values by name, tensors of one number throughout, shapes, the program's text.
 
-    numbers: Python's that the program takes as inputs. cut: the shapes of what is no parameter.
+    numbers: Python's that the program takes as inputs. cut: the shapes of what is no parameter. data: names of the
+    tensors that it is called on, which are no part of the model and no numbers.
     """
 
     values: dict[str, str]
@@ -95,6 +99,11 @@ class InputDigests:
     options: str
     numbers: dict[str, int | float]
     cut: str
+    data: frozenset[str]
+
+    def of_data(self) -> dict[str, str]:
+        """The digests of these."""
+        return {name: value for name, value in self.values.items() if name in self.data}
 
 
 def python_numbers(gm: GraphModule, inputs: Sequence[Any]) -> dict[str, int | float]:
@@ -106,6 +115,17 @@ def python_numbers(gm: GraphModule, inputs: Sequence[Any]) -> dict[str, int | fl
             for node, x in given
             if is_python_number(node)
         }
+
+
+def data_of(gm: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
+    """The tensors among the inputs that a call brings with it, as `Facts` call them."""
+    rows = zip(gm.graph.find_nodes(op="placeholder"), inputs, _labels(inputs), strict=True)
+    return frozenset(label for node, x, label in rows if isinstance(x, torch.Tensor) and _is_data(node, x))
+
+
+def _is_data(node: Node, x: torch.Tensor) -> bool:
+    held = isinstance(x, torch.nn.Parameter) or is_module_state(node)
+    return x.ndim > 0 and not held and not is_python_number(node)
 
 
 def facts_of(mine: InputDigests, everyone: Sequence[InputDigests | None]) -> Facts:
@@ -194,12 +214,40 @@ def trained(gm: GraphModule, example_inputs: Sequence[Any], weights: bool) -> li
 
 
 def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
-    """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly."""
-    names = input_names(gm)
+    """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly, and
+    for numbers of Python's where each rank has data of its own, to which they may belong.
+    """
+    names, own = input_names(gm), not facts.differ.isdisjoint(data_of(gm, example_inputs))
     labels, nodes = _labels(example_inputs), gm.graph.find_nodes(op="placeholder")
     for i, (node, x, label) in enumerate(zip(nodes, example_inputs, labels, strict=True)):
         whole = isinstance(x, torch.Tensor) and x.ndim > 0
         part = not whole or isinstance(x, torch.nn.Parameter) or is_module_state(node)
-        if part and label in facts.differ:
+        if (part and label in facts.differ) or (own and is_python_number(node)):
             names[i] = ""
     return names
+
+
+def sharded_data() -> str:
+    """What to do where ranks were given other data and nothing else differs; names samplers of this process that shard.
+
+    Looked for among all objects of the process: nothing that is at hand here knows the loader.
+    """
+    kinds = (Sampler, IterableDataset)
+    sharding = [one for one in gc.get_objects() if issubclass(type(one), kinds) and shards_over(one) > 1]
+    found = ", ".join(sorted({f"{type(one).__name__} over {shards_over(one)} ranks" for one in sharding}))
+    return SHARDED_DATA.format(f" (this process has a {found})" if found else "")
+
+
+SHARDED_DATA = (
+    "\nOnly the data differ. That is what a sampler does that shards over all ranks{}, and ranks that share a sequence "
+    "need the same batch: sp_compile.data.SequenceSampler(dataset, mesh), or SequenceLoader(loader, mesh) around the "
+    "loader of one device, gives it to them; for transformers and accelerate sp_compile.integrations does"
+)
+
+
+def shards_over(one: Any) -> int:
+    """Among how many ranks a sampler divides its data, as torch's and accelerate's say it; 1 for others."""
+    if getattr(one, "of_sequences", False):
+        return 1
+    known = (getattr(one, name, 1) for name in ("num_replicas", "num_processes"))
+    return max(n for n in known if isinstance(n, int))

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import argument_name, around_late_backward, on_recompile_limit
-from sp_compile.config import Ranks, SPConfig, resolve, splits_sequence
+from sp_compile._compat import argument_name, around_late_backward, ddp_group, on_recompile_limit
+from sp_compile.config import Ranks, SPConfig, ranks_of, resolve, splits_sequence
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
@@ -175,7 +175,9 @@ class Session:
     @contextmanager
     def compiling(self, gm: GraphModule) -> Iterator[None]:
         """Show the ranks that are done and wait that this one is alive, and the user what it is at."""
-        done, groups = threading.Event(), dict.fromkeys([*self.everyone, self.ranks])
+        replicas = ddp_group()
+        asking = [*self.everyone, self.ranks, *([ranks_of(replicas)] if replicas is not None else [])]
+        done, groups = threading.Event(), dict.fromkeys(asking)
 
         def beat() -> None:
             while not done.wait(BEAT):

@@ -54,12 +54,14 @@ FEW = 8  # integers of an exchange whose memory is kept for the next one
 POLL = 0.005  # seconds between looks for ranks that have not connected
 ANSWERS = 2.0  # seconds within which the store answers: it may lie in a rank that has stopped
 STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
+LONG = 4  # timeouts for which a rank that waits shows signs of life over other groups
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
 LIKELY = (
     "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, a shorter loop) or has destroyed "
     "its process group, runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another "
-    "backend, a mode as FlopCounterMode is, after which torch compiles this code no more), or has caught an exception "
-    "of this step and gone on"
+    "backend, a mode as FlopCounterMode is, after which torch compiles this code no more), has caught an exception of "
+    "this step and gone on, or has begun a collective of its own over the group (a barrier or all_reduce under "
+    "`if rank == 0`)"
 )
 TWO_THREADS = (
     "two threads of this process call programs over one process group, whose exchanges would meet in any order: call "
@@ -102,6 +104,7 @@ class Wire:
 
     talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model;
     apart: and on how many of these ranks had moved weights in different ways.
+    replicas: all ranks over which a DDP has summed gradients of these.
     later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
     of its parameters each model that was called and is alive, two of one class too; known: how many there were.
     beats: of the last wait when it began, and how many signs of life were seen, the last of them when. warned: the
@@ -119,6 +122,7 @@ class Wire:
     thread: int = 0
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
     apart: Counter[tuple[str, int]] = field(default_factory=Counter)
+    replicas: Ranks | None = None
     later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
     talks: int = 0
@@ -160,6 +164,7 @@ class Wire:
         if self.broken:
             raise SpError(f"this group of ranks is broken since\n{self.broken}")
         begun, finished = time.monotonic(), False
+        _waiting[:] = [self]
         try:
             if self.gloo is None:
                 self._meet(saying, begun)
@@ -175,6 +180,7 @@ class Wire:
                 raise
             raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
         finally:
+            _waiting.clear()
             if not finished:  # an interrupt, too, leaves the others' words on the way
                 if not self.broken:
                     self.broken = f"rank {dist.get_rank()} {saying} and was interrupted"
@@ -295,10 +301,19 @@ class Wire:
         return now - self.beats[2] < 4 * BEAT
 
     def beat(self) -> None:
-        """Show a sign of life: this rank compiles."""
-        if not _in_a_child():
+        """Show a sign of life: this rank compiles, or waits over another group for one that does."""
+        if not _in_a_child() and not any(one is self or not one.hears() for one in _waiting):
             with suppress(RuntimeError):  # the rank that keeps the store is gone
                 self.store.add("compiles", 1)
+
+    def hears(self) -> bool:
+        """Has the wait that is on heard of a rank that compiles? Not for ever: two may hear of each other."""
+        begun, _, last = self.beats
+        now = time.monotonic()
+        return now - last < 4 * BEAT and now - begun < LONG * self.timeout.total_seconds()
+
+
+_waiting: list[Wire] = []  # over which this rank waits for others
 
 
 def _forget(models: dict[tuple[int, ...], Any], key: tuple[int, ...], gone: Any) -> None:

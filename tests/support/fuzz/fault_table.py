@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from support.fuzz import fault_replicas as replicas
+from support.fuzz import fault_training as training
 from support.fuzz.fault_acts import (
     Acts,
     a_child_calls,
@@ -89,7 +92,7 @@ class Fault:
     every rank's backend. own: what the fault raises, which the loop catches. ends: the odd rank tells nothing after it.
     deaf: the odd rank runs no program of ours that could tell it. anew: it is met when a program is compiled again.
     late: only on a later step, where values are known to be equal on all ranks since the program was compiled.
-    connected: with a process group from the beginning.
+    connected: with a process group from the beginning. ranks: how many; None: two or three.
     """
 
     hears: str
@@ -104,6 +107,7 @@ class Fault:
     anew: bool = False
     late: bool = False
     connected: bool = True
+    ranks: int | None = None
 
 
 # Before the first step.
@@ -143,6 +147,12 @@ def weight_from_the_start(loop: Loop) -> None:
 def buffer_from_the_start(loop: Loop) -> None:
     loop.honest = False
     loop.net.scale.add_(1)
+
+
+def another_mode(loop: Loop) -> None:
+    """Of Inductor's, where other ranks have none."""
+    mode = "max-autotune-no-cudagraphs" if loop.is_odd else None
+    loop.run = torch.compile(loop.net, backend="sp", mode=mode)
 
 
 def two_meshes(loop: Loop) -> None:
@@ -226,6 +236,10 @@ ASTRAY = "about to do different things"
 WAITS = "for ranks that did not come"
 STOPPED = f"{WAITS}|broken since"
 MEASURED = {"cost": None}
+TRAINS: Any = {"prepares": training.trains}
+REPLICAS: Any = {"prepares": replicas.of_replicas(), "ranks": replicas.RANKS}
+UNUSED: Any = {"prepares": replicas.of_replicas(find_unused_parameters=True), "ranks": replicas.RANKS}
+ANEW = f"{VALUES}|different|compiles the program anew|{ASTRAY}"
 PARALLEL: Any = {"prepares": tensor_parallel}
 CAUGHT = (MemoryError, KeyboardInterrupt)
 
@@ -346,4 +360,116 @@ FAULTS: dict[str, Fault] = {
     "nothing, under DDP": Fault("", slow, prepares=under_ddp),
     "no_sync": Fault("mode.*no_sync", without_sync, prepares=under_ddp),
     "another default device": Fault("", other_default_device),
+    # Around the steps of a training loop.
+    "clipped gradients": Fault(f"{VALUES}.*weight", training.between(training.clips), late=True, **TRAINS),
+    "gradients that are none": Fault(
+        f"{VALUES}.*weight", training.between(training.nan_gradients), late=True, **TRAINS
+    ),
+    "another learning rate": Fault(f"{VALUES}.*weight", training.between(training.other_rate), **TRAINS),
+    "weight decay": Fault(f"{VALUES}.*weight", training.between(training.decays), **TRAINS),
+    "a lost momentum": Fault(f"{VALUES}.*weight", training.between(training.forgets_momentum), late=True, **TRAINS),
+    "a step that a scaler skips": Fault(f"{VALUES}.*weight", training.scaler_skips, **TRAINS),
+    "gradients that are kept": Fault(f"{VALUES}.*weight", training.keeps_gradients, late=True, **TRAINS),
+    "an error in the optimizer": Fault(
+        f"{VALUES}.*weight", training.fails_in_optimizer(ZeroDivisionError), own=(ZeroDivisionError,), **TRAINS
+    ),
+    "an interrupt in the optimizer": Fault(
+        f"{VALUES}.*weight", training.fails_in_optimizer(KeyboardInterrupt), own=CAUGHT, **TRAINS
+    ),
+    "averages that stay": Fault(f"{VALUES}.*weight", training.averages, late=True),
+    "averages and back": Fault("", training.averages_and_back),
+    "another checkpoint": Fault(f"{VALUES}.*weight", training.loads_other, late=True),
+    "a checkpoint whose tensors become weights": Fault(
+        f"{ASTRAY}.*not called it with before", training.assigns, late=True
+    ),
+    "tied weights": Fault(ANEW, training.ties, late=True),
+    "a model in float32": Fault(ANEW, training.casts(torch.float32), late=True),
+    "a model in bfloat16": Fault(ANEW, training.casts(torch.bfloat16), late=True),
+    "a cast to what it is": Fault("", training.casts(torch.float64)),
+    "a token more": Fault(ANEW, training.adds_a_token, late=True),
+    "an adapter that is merged": Fault(ANEW, training.merges, prepares=training.adapted, late=True),
+    "an adapter that is added": Fault(ANEW, training.adapts, late=True),
+    "tokens in int32": Fault(ANEW, training.narrow_tokens, late=True),
+    "an input that is a parameter": Fault(ANEW, training.as_parameter, late=True),
+    "arguments by name": Fault("", training.by_name),
+    "a length that is marked": Fault(ANEW, training.marks_dynamic, late=True),
+    "NaN in an input": Fault(f"{VALUES}.*noise", training.nan_input),
+    "NaN in an input of all ranks": Fault("", everyone=training.nan_input),
+    "NaN in a loss": Fault("other gradients", training.nan_loss),
+    "NaN in a weight": Fault(f"{VALUES}.*weight", training.nan_weight),
+    "a buffer that is replaced": Fault(f"{VALUES}.*scale", training.other_buffer),
+    "another default dtype": Fault(
+        ANEW, training.sets(partial(torch.set_default_dtype, torch.float64)), prepares=training.makes_numbers, late=True
+    ),
+    "more threads": Fault("", training.sets(partial(torch.set_num_threads, 2)), late=True),
+    "another precision of products": Fault(
+        "", training.sets(partial(torch.set_float32_matmul_precision, "medium")), late=True
+    ),
+    "logs": Fault("", training.sets(partial(torch._logging.set_logs, recompiles=True)), late=True),
+    "the environment": Fault("", training.sets(training.of_environment)),
+    "a profiler": Fault("", training.profiles),
+    "warnings that are errors": Fault("", training.warnings_are_errors),
+    "no more files": Fault("", training.few_files, late=True),
+    "a shallow stack": Fault("", training.shallow, late=True),
+    "anomaly detection": Fault("", under(partial(torch.autograd.detect_anomaly, check_nan=False))),
+    "activations on the CPU": Fault("", under(torch.autograd.graph.save_on_cpu)),
+    "another mode": Fault("mode", begins=lambda loop: None, prepares=another_mode, options=MEASURED),
+    "another compiler for a model that is compiled again": Fault(
+        "option compiler", everyone=training.compiles_again(compiler="aot_eager"), late=True
+    ),
+    "other param_grads for a model that is compiled again": Fault(
+        "option param_grads", everyone=training.compiles_again(param_grads="partial"), late=True
+    ),
+    "a hook on a module": Fault("", training.hooks_module, late=True),
+    "a hook on a weight": Fault(f"{VALUES}.*weight", training.hooks_weight, **TRAINS),
+    "two calls before their backwards": Fault(f"{ASTRAY}|{STOPPED}", training.both_then_backwards),
+    "a backward in a thread": Fault("", training.backward_in_a_thread),
+    "a sum of its own": Fault(f"{ASTRAY}|{STOPPED}", training.reduces, own=(RuntimeError,)),
+    "a sum of its own meanwhile": Fault(STOPPED, training.reduces_meanwhile),
+    "tensors from rank to rank": Fault("", everyone=training.sends),
+    "a rank that destroys its group": Fault(STOPPED, training.destroys, deaf=True),
+    "gradients that are forgotten": Fault("mode", training.forgets_gradients),
+    "os._exit": Fault(STOPPED, training.exits, ends=True),
+    "SIGTERM": Fault(STOPPED, kill(signal.SIGTERM), ends=True),
+    "an error in the loss": Fault(
+        f"{ASTRAY}|{STOPPED}", training.fails_in_loss(ZeroDivisionError), own=(ZeroDivisionError,)
+    ),
+    "KeyboardInterrupt in the loss": Fault(
+        f"{ASTRAY}|{STOPPED}", training.fails_in_loss(KeyboardInterrupt), own=CAUGHT
+    ),
+    "SystemExit that is caught": Fault(
+        f"{VALUES}|{ASTRAY}|{STOPPED}", training.fails_before(SystemExit), own=(SystemExit,)
+    ),
+    "a copy of what is compiled": Fault("", everyone=training.copied_by(copy.deepcopy)),
+    "a copy of what is compiled, on one rank": Fault(
+        f"{ASTRAY}.*not called it with before", training.copied_by(copy.deepcopy), late=True
+    ),
+    "a pickle of what is compiled": Fault("", everyone=training.copied_by(training.pickled)),
+    "a file of what is compiled": Fault("", everyone=training.copied_by(training.saved)),
+    # Two replicas of two ranks each, under DDP.
+    "nothing, replicas": Fault("", slow, **REPLICAS),
+    "a skipped call, replicas": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step, **REPLICAS),
+    "a skipped backward, replicas": Fault(f"{ASTRAY}|{STOPPED}", skip_backward, **REPLICAS),
+    "other tokens, replicas": Fault(f"{VALUES}.*ids", other_input(0), **REPLICAS),
+    "another scale of the loss, replicas": Fault("other gradients", other_scale, **REPLICAS),
+    "no_sync, replicas": Fault("mode.*no_sync", without_sync, **REPLICAS),
+    "an evaluation of the model on one rank, replicas": Fault(
+        "mode", replicas.evaluates_alone(lambda loop: loop.net), **REPLICAS
+    ),
+    "an evaluation on one rank, replicas": Fault("mode", replicas.evaluates_alone(lambda loop: loop.run), **REPLICAS),
+    "SIGKILL, replicas": Fault(STOPPED, kill(signal.SIGKILL), ends=True, **REPLICAS),
+    "an error in the loss, replicas": Fault(
+        f"{ASTRAY}|{STOPPED}", training.fails_in_loss(ZeroDivisionError), own=(ZeroDivisionError,), **REPLICAS
+    ),
+    "an evaluation of one replica": Fault(
+        "", everyone=replicas.by_replica(replicas.evaluates_alone(lambda loop: loop.net), replicas.trained), **REPLICAS
+    ),
+    "one more batch in no_sync, of one replica": Fault(
+        "", everyone=replicas.by_replica(replicas.accumulates, replicas.trained), **REPLICAS
+    ),
+    "one more batch and join": Fault("", everyone=replicas.joins, **REPLICAS),
+    "nothing, replicas that look for unused parameters": Fault("", slow, **UNUSED),
+    "a skipped call, replicas that look for unused parameters": Fault(
+        f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step, **UNUSED
+    ),
 }

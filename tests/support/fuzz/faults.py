@@ -40,7 +40,7 @@ def run(name: str) -> Result:
 def made(fault: str, seed: int, folder: str) -> Scene:
     """The scene of a seed."""
     random, late = Random(seed), FAULTS[fault].anew or FAULTS[fault].late
-    world = random.choice([2, 2, 3])
+    world = random.choice([2, 2, 3]) if FAULTS[fault].ranks is None else FAULTS[fault].ranks
     at_first = FAULTS[fault].begins or not (FAULTS[fault].acts or FAULTS[fault].everyone)
     step = 0 if at_first else random.randrange(1 if late else 0, STEPS - 1)
     return Scene(fault, world, random.randrange(world), step, random.random() < 0.5, folder)

@@ -77,7 +77,7 @@ class Loop:
     """The loop of one rank. options: of the backend. length: tokens of a step.
 
     raises: what the compiled program, or the compiler before there is one, raises once. shift: batches that this rank
-    is ahead. passed: what the model was given last. honest: may its results be compared with one device's?
+    is ahead. honest: may its results be compared with one device's? optimizers: of the model and of the one beside it.
     """
 
     def __init__(self, scene: Scene, rank: int, options: dict[str, Any]) -> None:
@@ -92,6 +92,7 @@ class Loop:
         self.shift = 0
         self.honest = True
         self.run: Callable[..., Tensor] = self.net
+        self.optimizers: list[torch.optim.Optimizer] = []
 
     @property
     def is_odd(self) -> bool:
@@ -132,14 +133,20 @@ class Loop:
         generator = torch.Generator().manual_seed(number)
         return [ids, labels, torch.randn(*ids.shape, DIM, dtype=torch.float64, generator=generator)]
 
-    def train(self, step: int, batch: Sequence[Tensor] | None = None) -> None:
-        """One step as every rank makes it, of these arguments."""
+    def train(
+        self, step: int, batch: Sequence[Tensor] | None = None, between: Callable[[], None] | None = None
+    ) -> None:
+        """One step as every rank makes it, of these arguments. between: what comes before the optimizers' step."""
         given = self.batch(step) if batch is None else batch
         self.net.zero_grad()
         loss = self.run(*given)
         if loss.requires_grad:
             loss.backward()
         self.compare(loss, given)
+        if between is not None:
+            between()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def compare(self, loss: Tensor, given: Sequence[Tensor]) -> None:
         """Raise Wrong if the step gave something else than one device gives."""
@@ -154,8 +161,12 @@ class Loop:
             right = [self._part(p.grad, like) for p, like in zip(self.alone.parameters(), self.net.parameters())]
             largest = max(g.abs().max().item() for g in right if g is not None)
             errors += [difference(a, b, floor=1e-6 * largest) for a, b in zip(found, right)]
-        if not max(errors) <= TOLERANCE:
-            raise Wrong(f"relative error {max(errors):.1e} in entry {errors.index(max(errors))}")
+        self.refuse(max(errors), f"entry {errors.index(max(errors))}")
+
+    def refuse(self, error: float, where: str) -> None:
+        """Raise Wrong if this is none of rounding."""
+        if not error <= TOLERANCE:
+            raise Wrong(f"relative error {error:.1e} in {where}")
 
     def _part(self, grad: Tensor | None, like: nn.Parameter) -> Tensor | None:
         """What a parameter that is cut over the ranks has of a gradient."""
