@@ -114,7 +114,7 @@ class LocalArgs(AttentionArgs):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dq, dk, dv (and of the mask) from these keys; `given`: the cotangent, and the row's global out and lse.
 
-        packed: dk and dv as one, in the place of dk, as they are to be sent: "last" or "rows".
+        packed: dk and dv as one, in the place of dk, as they are to be sent: "last", "stack" or "rows".
         """
         grad, out, lse = given
         args = replace(self, k_span=k_span).flat()

@@ -22,7 +22,8 @@ from .args import LocalArgs
 from .case import Kernel, Need
 from .kernels import KERNELS
 from .masking import CallMask
-from .merge import Average, Sum, merge
+from .merge import Average, Sum, merge, rows_of_heads
+from .ring import unpacked
 
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
 """The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is
@@ -128,21 +129,22 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     args, (mask_grad, *others) = LocalArgs.of(rest)
     dtype = accumulation_dtype(q.dtype)
-    dq, dmask = (q.new_empty(shape, dtype=dtype) for shape in (q.shape, _shape_of_grad(args.mask, mask_grad)))
-    return dq, *_of_keys(k, v, dtype, *others[1:]), dmask
+    dmask = q.new_empty(_shape_of_grad(args.mask, mask_grad), dtype=dtype)
+    return rows_of_heads(q, dtype), *_of_keys(k, v, dtype, *others[1:]), dmask
 
 
 def _of_keys(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tuple[Tensor, Tensor]:
     """Where the gradients of keys and values are written: apart, or both in one, and nothing."""
     if not packed:
-        dk, dv = (k.new_empty(x.shape, dtype=dtype) for x in (k, v))
+        dk, dv = (rows_of_heads(x, dtype) for x in (k, v))
         return dk, dv
     batch, heads, rows, width = k.shape
-    width += v.shape[3]
-    if packed == "rows":
-        both = k.new_empty((rows, batch, heads, width), dtype=dtype).permute(1, 2, 0, 3)
+    if packed == "stack":
+        both = k.new_empty((2, *k.shape), dtype=dtype)
+    elif packed == "rows":
+        both = k.new_empty((rows, batch, heads, width + v.shape[3]), dtype=dtype).permute(1, 2, 0, 3)
     else:
-        both = k.new_empty((batch, heads, rows, width), dtype=dtype)
+        both = k.new_empty((batch, heads, rows, width + v.shape[3]), dtype=dtype)
     return both, k.new_empty((0,), dtype=dtype)
 
 
@@ -196,14 +198,14 @@ def attend_backward(
     exactly. Bytes: none; ``after`` as above.
 
     packed: "" or how dk and dv are to be sent: as one, (B, Hkv, Sk, D + E), in the place of dk, and dv empty (0,).
-    "last": contiguous; "rows": the keys' dim is the outermost in memory.
+    "last": contiguous; "rows": the keys' dim is the outermost in memory. "stack": (2, B, Hkv, Sk, D), of one width.
     """
     args, (mask_grad, *others) = LocalArgs.of(rest)
     q, sign, scale = _scaled(q, args.scale)
     masking, dtype = CallMask.of(q, k, args), accumulation_dtype(q.dtype)
     grad, out = grad.to(q.dtype), out.to(q.dtype)
     sent = _of_keys(k, v, dtype, *others[1:]) if any(others[1:]) else None
-    places = (None, None) if sent is None else sent[0].split([k.shape[3], v.shape[3]], 3)
+    places = (None, None) if sent is None else unpacked(sent[0], k, v)
     dq, dk, dv = (Sum(x, dtype, place) for x, place in zip((q, k, v), (None, *places)))
     wanted = args.mask is not None and mask_grad
     dmask = q.new_zeros(_shape_of_grad(args.mask, mask_grad), dtype=dtype)

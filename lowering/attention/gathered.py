@@ -12,7 +12,7 @@ causal part of a contiguous or zigzag shard is cut into full blocks and diagonal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,9 +24,7 @@ from sp_compile.lowering.masks.spans import Span, halves, whole
 
 from .args import SEQUENCE, LocalArgs
 from .merge import merge
-from .ring import added, keys_and_values
-
-Cat = Callable[[list[Tensor], int], Tensor]
+from .ring import Cat, added, after, keys_and_values
 
 
 class GatheredKeys(NamedTuple):
@@ -52,7 +50,7 @@ class GatheredKeys(NamedTuple):
         self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dq, of_keys = None, []
-        for keys, values, where in self._parts(k, v, args, lambda xs, dim: torch.ops.sp.pack(xs, dim, given[0])):
+        for keys, values, where in self._parts(k, v, args, after(given[0])):
             packed = "rows" if self.n > 1 and self.frame is not None else ""
             dq_, dk, dv, dmask = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
             dq = added(dq, dq_)

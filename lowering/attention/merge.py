@@ -148,15 +148,21 @@ class Sum:
 
     def _buffer(self) -> Tensor:
         if self._total is None:
-            self._total = self._like.new_empty(self._like.shape, dtype=self._dtype)
+            self._total = rows_of_heads(self._like, self._dtype)
         return self._total
 
     def total(self) -> Tensor:
-        """What was added, 0 elsewhere; contiguous if it was not given a place."""
+        """What was added, 0 elsewhere; if it was not given a place, as `rows_of_heads` lie."""
         total = self._buffer()
         for gap in self._written.gaps(self._like.shape[2]):
             total.narrow(2, *gap).zero_()
-        return total if self._fixed else total.contiguous()
+        return total if self._fixed else total.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def rows_of_heads(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty (B, H, s, D) that lies in memory as (B, s, H, D), as flash kernels give gradients and models take them."""
+    batch, heads, rows, width = like.shape
+    return like.new_empty((batch, rows, heads, width), dtype=dtype).transpose(1, 2)
 
 
 class Average:

@@ -11,7 +11,7 @@ needed at all (causal, zigzag, windows, documents) is decided when the step runs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import FrameArg
+from sp_compile.lowering.frames import FrameArg, known
 from sp_compile.lowering.masks.spans import Span, span
 
 from .args import LocalArgs
+
+Cat = Callable[[list[Tensor], int], Tensor]
 
 
 def hops_of_window(window: int, rows: int, n: int) -> int:
@@ -54,7 +56,7 @@ class RingKeys(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
         out = lse = None
-        for keys, values, where, coming in self._rounds(k, v, _pack(k, v) if self.steps > 1 else None):
+        for keys, values, where, coming in self._rounds(k, v, torch.cat):
             block = args.attend(q, keys, values, where, _made(coming, out))
             if out is None:
                 # The accumulator of several blocks; a single one stays as it is.
@@ -69,9 +71,8 @@ class RingKeys(NamedTuple):
         dq: Tensor | None = None
         dmask: Tensor | None = None
         carried = _WAYS_HOME["travel" if self.steps < self.size else self.grads](self)
-        packed = "last" if self.steps > 1 else ""
-        both = torch.ops.sp.pack([k, v], 3, given[0]) if self.steps > 1 else None
-        for keys, values, where, coming in self._rounds(k, v, both):
+        packed = "" if self.steps == 1 else "stack" if _stacks(k, v) else "last"
+        for keys, values, where, coming in self._rounds(k, v, after(given[0])):
             before = _made(coming, carried.coming, dq)
             dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, where, mask_grad, before, packed)
             dq, dmask = added(dq, dq_), added(dmask, dmask_) if mask_grad else dmask_
@@ -82,15 +83,17 @@ class RingKeys(NamedTuple):
         assert dq is not None
         return dq, dk_, dv_, dmask
 
-    def _rounds(self, k: Tensor, v: Tensor, both: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Span, Any]]:
-        """Keys, values and their span in each step, and what is on its way meanwhile. both: k and v packed."""
-        keys, values = k, v
+    def _rounds(self, k: Tensor, v: Tensor, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span, Any]]:
+        """Keys, values and their span in each step, and what is on its way meanwhile."""
+        if self.steps == 1:
+            yield k, v, span(self.frame, self.n, self.stride), None
+            return
+        both = _pack(k, v, cat)
         for step in range(self.steps):
             coming = current().start_shift(both, self.shift(1)) if step < self.steps - 1 else None
-            yield keys, values, span(self.frame, self.n, self.stride, step), coming
+            yield *keys_and_values(both, k, v), span(self.frame, self.n, self.stride, step), coming
             if coming is not None:
                 both = current().wait(coming)
-                keys, values = keys_and_values(both, k, v)
 
 
 def _made(*tensors: Tensor | None) -> list[Tensor]:
@@ -106,14 +109,27 @@ def added(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """(B, Hkv, s, D) and (B, Hkv, s, E) -> (B, Hkv, s, D + E): one copy, whatever the strides are."""
-    return torch.cat([k, v], 3)
+def after(made: Tensor) -> Cat:
+    """A concatenation that waits for a tensor; see ``pack.py``."""
+    return lambda xs, dim: torch.ops.sp.pack(xs, dim, made)
+
+
+def _stacks(k: Tensor, v: Tensor) -> bool:
+    return known(k.shape[3] == v.shape[3])
+
+
+def _pack(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
+    """(B, Hkv, s, D) and (B, Hkv, s, E), copied once, whatever the strides are.
+
+    As wide as each other: (2, B, Hkv, s, D), because kernels read rows that follow each other faster. Else
+    (B, Hkv, s, D + E).
+    """
+    return cat([k.unsqueeze(0), v.unsqueeze(0)], 0) if _stacks(k, v) else cat([k, v], 3)
 
 
 def keys_and_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Undo `_pack`, for any number of rows; views."""
-    keys, values = both.split([k.shape[3], v.shape[3]], 3)
+    """The parts of k and of v in what was stacked or is side by side, for any number of rows; views."""
+    keys, values = both.unbind(0) if both.ndim > k.ndim else both.split([k.shape[3], v.shape[3]], 3)
     return keys, values
 
 
