@@ -193,9 +193,9 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of ``attend`` over some of the keys, given ``out`` and ``lse`` over all of them.
 
-    Shapes: grad and out (B, Hq, Sq, E), lse (B, Hq, Sq) -> dq, dk, dv as q, k, v and dmask as mask (empty (0,)
-    without ``mask_grad``), contiguous, in float32 for half types. The results of disjoint sets of keys add up
-    exactly. Bytes: none; ``after`` as above.
+    Shapes: grad and out (B, Hq, Sq, E), lse (B, Hq, Sq) -> dq, dk, dv as q, k, v, heads behind the sequence in
+    memory, and dmask as mask (empty (0,) without ``mask_grad``), in float32 for half types. The results of disjoint
+    sets of keys add up exactly. Bytes: none; ``after`` as above.
 
     packed: "" or how dk and dv are to be sent: as one, (B, Hkv, Sk, D + E), in the place of dk, and dv empty (0,).
     "last": contiguous; "rows": the keys' dim is the outermost in memory. "stack": (2, B, Hkv, Sk, D), of one width.

@@ -31,8 +31,6 @@ def _around(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps
         return folded([out], args.n, args.group, back=True)[0]
     if stride > 1:
         q, k, v = to_heads(q, k, v, args, stride)
-    if steps > 1 and q.device.type == "cpu":
-        q = q.contiguous()  # read in every step: one copy is less than what rows that lie apart take
     keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
     out = attention(q, k, v, args.local(q, stride), keys, args.own_sinks(stride))
     return to_sequence(out, args, stride) if stride > 1 else out

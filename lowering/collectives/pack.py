@@ -28,7 +28,7 @@ def pack(xs: list[Tensor], dim: int, after: Tensor) -> Tensor:
 def pack_by_owner(parts: list[Tensor], stride: int, group: str) -> Tensor:
     """Gradients of the keys and values that started 0, 1, ... steps back on a ring of every stride-th rank.
 
-    Shapes: n times (B, H, s, D + E) -> (n, B, H, s, D + E), entry j those of the ring's rank j.
+    Shapes: n times one shape -> (n, ...) of it, entry j those of the ring's rank j.
     """
     n = len(parts)
     rank = current().rank(group) // stride % n
