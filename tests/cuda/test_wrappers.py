@@ -34,11 +34,12 @@ rank
 kernel
 product
 kernel
-1 = shift:1:1 bfloat16[1, 4, 131072, 256]
+1 = shift:1:1 bfloat16[2, 1, 4, 131072, 128]
 product
+kernel
 attend step 0 of 1
 wait 1
-2 = shift:1:1 bfloat16[1, 4, 131072, 256]
+2 = shift:1:1 bfloat16[2, 1, 4, 131072, 128]
 kernel
 attend step 1 of 1, 2
 merge_into
@@ -55,27 +56,27 @@ kernel
 kernel
 product
 pack
-1 = shift:1:1 bfloat16[1, 4, 131072, 256]
+1 = shift:1:1 bfloat16[2, 1, 4, 131072, 128]
 attend_backward step 0 of 1
-2 = shift:1:1 float32[1, 4, 131072, 256]
+2 = shift:1:1 float32[2, 1, 4, 131072, 128]
 product
 wait 1
-3 = shift:1:1 bfloat16[1, 4, 131072, 256]
+3 = shift:1:1 bfloat16[2, 1, 4, 131072, 128]
 attend_backward step 1 of 1, 3, 2
 add_into
 wait 2
 kernel
-4 = shift:1:1 float32[1, 4, 131072, 256]
+4 = shift:1:1 float32[2, 1, 4, 131072, 128]
 wait 3
 attend_backward step 2 of 3, 4
 add_into
 wait 4
 kernel
-5 = shift:-2:1 float32[1, 4, 131072, 256]
+5 = shift:-2:1 float32[2, 1, 4, 131072, 128]
 wait 5
 kernel
 product
-kernel
+kernel x 2
 product
 kernel
 6 = all_reduce bfloat16[3145728]
@@ -238,7 +239,7 @@ wait 4
 wait 3
 kernel
 product
-kernel
+kernel x 2
 product
 kernel
 5 = all_reduce bfloat16[3145728]
@@ -258,7 +259,8 @@ kernel
 1 = among:2 bfloat16[2, 131072, 1024]
 wait 1
 kernel x 2
-2 = shift:1:2 bfloat16[1, 2, 262144, 256]
+2 = shift:1:2 bfloat16[2, 1, 2, 262144, 128]
+kernel
 attend step 0 of 2
 wait 2
 kernel
@@ -282,15 +284,15 @@ product
 wait 1
 kernel
 pack
-2 = shift:1:2 bfloat16[1, 2, 262144, 256]
+2 = shift:1:2 bfloat16[2, 1, 2, 262144, 128]
 attend_backward step 0 of 2
-3 = shift:1:2 float32[1, 2, 262144, 256]
+3 = shift:1:2 float32[2, 1, 2, 262144, 128]
 wait 2
 attend_backward step 1 of 2, 3
 add_into
 wait 3
 kernel
-4 = shift:-1:2 float32[1, 2, 262144, 256]
+4 = shift:-1:2 float32[2, 1, 2, 262144, 128]
 wait 4
 kernel
 5 = among:2 bfloat16[2, 2, 67108864]
