@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile.cost.fused import fuse_on_meta
 from sp_compile.cost.liveness import nbytes_of
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory, state_per_weight
 from sp_compile.graph.call import tensors_of
@@ -266,6 +267,7 @@ def _step_of(lowered: RankProgram, given: SPConfig, hosted: bool) -> GraphStep:
     given_to = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
     inputs = sum(nbytes_of(x) for node in given_to for x in tensors_of(node))
     local, transform = copied(lowered.graph), joint if lowered.config.has_place else None
+    fuse_on_meta(local)
     with memory_budget(given.activation_memory_budget), ask_policies(local):
         forward, backward = partitioned(local, lowered.inputs, transform, fused, first)
 

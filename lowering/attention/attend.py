@@ -23,7 +23,7 @@ from .case import Kernel, Need
 from .kernels import KERNELS
 from .masking import CallMask
 from .merge import Average, Sum, merge, rows_of_heads
-from .ring import unpacked
+from .ring import keys_and_values
 
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
 """The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is
@@ -205,7 +205,7 @@ def attend_backward(
     masking, dtype = CallMask.of(q, k, args), accumulation_dtype(q.dtype)
     grad, out = grad.to(q.dtype), out.to(q.dtype)
     sent = _of_keys(k, v, dtype, *others[1:]) if any(others[1:]) else None
-    places = (None, None) if sent is None else unpacked(sent[0], k, v)
+    places = (None, None) if sent is None else keys_and_values(sent[0], k, v)
     dq, dk, dv = (Sum(x, dtype, place) for x, place in zip((q, k, v), (None, *places)))
     wanted = args.mask is not None and mask_grad
     dmask = q.new_zeros(_shape_of_grad(args.mask, mask_grad), dtype=dtype)

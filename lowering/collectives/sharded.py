@@ -25,6 +25,7 @@ from sp_compile._compat import (
     in_backward,
     in_transform,
     is_batch,
+    is_compiling,
     no_torch_function,
     process_group,
     pytree,
@@ -158,6 +159,11 @@ class Sharded(Tensor):
     def data_ptr(self) -> int:
         """Of the whole."""
         return self.full().data_ptr()
+
+    @torch.compiler.disable
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of the whole; torch's compilers, which ask whether values share memory, get that of nothing."""
+        return super().untyped_storage() if is_compiling() else self.held.read().untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full().__reduce_ex__(protocol)

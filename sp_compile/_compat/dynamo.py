@@ -18,7 +18,7 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule, Node
 
 
@@ -51,7 +51,6 @@ def is_module_state(node: Node) -> bool:
 def compiled_frame() -> tuple[int, int | None]:
     """Numbers of the code that is compiled now, the same each time until Dynamo is reset; the second None outside."""
     from torch._dynamo.callback import callback_handler
-    from torch._guards import CompileContext
 
     if _not_reset not in callback_handler.start_callbacks:  # a reset forgets them, and counts code from 0 again
         callback_handler.register_start_callback(_not_reset)
@@ -65,6 +64,11 @@ def _not_reset(told: Any) -> None:
 
 
 _resets = [0]
+
+
+def is_compiling() -> bool:
+    """Does Dynamo compile something in this thread, backends included?"""
+    return CompileContext.try_get() is not None
 
 
 def is_fragment(gm: GraphModule) -> bool:

@@ -179,6 +179,8 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "view": lambda y: y.view(-1, 3),
     "full": lambda y: y.full(),
     "data_ptr": lambda y: y.data_ptr(),
+    "storage": lambda y: list(y.storage()),
+    "its bytes": lambda y: y.untyped_storage().tolist(),
     "dlpack": lambda y: torch.from_dlpack(y),
     "shared memory": lambda y: y.share_memory_().sum(),
     "a comparison": lambda y: torch.testing.assert_close(y, y.clone()),

@@ -129,3 +129,37 @@ def test_eight_billion_at_a_million(ranks: int) -> None:
     assert decision.chosen.legal is None
     assert decision.chosen.memory <= memory.left <= 80e9
     assert 0.05 < decision.chosen.seconds < 60
+
+
+class Attends(nn.Module):
+    """One attention between two layers. mask: a tensor of it. kv_heads: 4 query heads share them."""
+
+    def __init__(self, kv_heads: int, masked: bool) -> None:
+        super().__init__()
+        self.kv_heads, self.masked = kv_heads, masked
+        self.inner, self.out = nn.Linear(32, 32 + 16 * kv_heads, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.inner(x).split([32, 8 * self.kv_heads, 8 * self.kv_heads], -1)
+        q, k, v = (one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in (q, k, v))
+        given = {"attn_mask": mask} if self.masked else {"is_causal": True}
+        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=self.kv_heads < 4, **given)
+        return self.out(y.transpose(1, 2).flatten(2)).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "masked"),
+    [(torch.bfloat16, 2, False), (torch.float32, 4, False), (torch.bfloat16, 4, True)],
+)
+def test_attention_on_the_meta_device_keeps_no_scores(dtype: torch.dtype, kv_heads: int, masked: bool) -> None:
+    """torch traces it there as products; a GPU has a kernel for it, also behind Ulysses' exchange."""
+    length = 2048
+    with torch.device("meta"):
+        model = Attends(kv_heads, masked).to(dtype)
+        x, mask = torch.zeros(1, length, 32, dtype=dtype), torch.zeros(1, 1, length, length, dtype=torch.bool)
+    report = sp_compile.explain(model, x, mask, sp=2, attention="ulysses", memory=True)
+    assert report.step is not None
+    scores = 2 * length * length * x.element_size()  # of this rank's heads
+    bias = mask.numel() * x.element_size() if masked else 0
+    assert kinds(report) == {"ulysses"}
+    assert report.step.values < scores / 4 + 2 * bias, (report.step.values, scores)
