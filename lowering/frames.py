@@ -93,6 +93,11 @@ def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
     return ((blocks[:, None] + rows)[:, :, None] * inner + within).reshape(-1)
 
 
+def along(vector: Tensor, dim: int, ndim: int) -> Tensor:
+    """A vector as a tensor of so many dims, all but this one of size 1: a view."""
+    return vector.view([-1 if d == dim else 1 for d in range(ndim)])
+
+
 def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Bool, broadcastable to the sharded ``x``: True at positions that the window does not hold."""
     outer, _, start, length = frame[:4]
@@ -103,7 +108,7 @@ def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
         outside = outside | (positions < start)
     if not known(outer * inner == 1):
         outside = outside[:, None].expand(outer, -1, inner).reshape(-1)
-    return outside.view([-1 if d == dim else 1 for d in range(x.ndim)])
+    return along(outside, dim, x.ndim)
 
 
 def rows_first(x: Tensor, dim: int, outer: int) -> Tensor:

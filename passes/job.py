@@ -57,8 +57,7 @@ class Settings:
 
     def machine_of(self, node: Node) -> Machine:
         """The cost model's, for the device of the node."""
-        known = self.machine if self.cost is None else None
-        return known or Machine.of(tensors_of(node)[0].device.type, self.cost)
+        return Machine.of(tensors_of(node)[0].device.type, self.cost, self.machine)
 
 
 OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(Settings)} - {"seq_dims", "inputs"}

@@ -62,12 +62,10 @@ def explain(
     """
     if optimizer is not None and not memory:
         raise SpError("optimizer: explain says nothing of its state without memory=True")
-    refused = {name: why for name, why in IN_A_LOOK.items() if not ((memory or passes) and name in OF_MEMORY)}
+    refused = IN_A_LOOK if memory or passes else IN_A_LOOK | OF_MEMORY
     steps = [StepMemory(ModelBytes.of(model), state_per_weight(optimizer))] if memory else None
     with working("explain"):
-        (report,) = _each_graph(
-            "explain", refused, model, args, [sp], *_sorted_out(model, config), None, steps, behind=passes
-        )
+        (report,) = _each_graph("explain", refused, model, args, [sp], config, steps=steps, behind=passes)
     report.show_passes = passes
     return report
 
@@ -80,9 +78,8 @@ def explain_each(
     per_weight: bytes of the optimizer's state for a byte of parameters. config: as for `explain`.
     """
     weights = ModelBytes.of(model)
-    refused = {name: why for name, why in IN_A_LOOK.items() if name not in OF_MEMORY}
     steps = [StepMemory(weights, per_weight) for _ in ranks]
-    return _each_graph("plan", refused, model, args, ranks, *_sorted_out(model, config), None, steps, hosted=True)
+    return _each_graph("plan", IN_A_LOOK, model, args, ranks, config, steps=steps, hosted=True)
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
@@ -104,22 +101,24 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
                 worst[name] = max(worst.get(name, 0.0), error)
         lowered.report.errors = list(worst.items())
 
-    refused = dict.fromkeys(BEHIND, "compiles nothing: leave it out") | IN_A_COMPARISON
     with working("verify"):
-        (report,) = _each_graph("verify", refused, model, args, [sp], *_sorted_out(model, config), compare)
+        (report,) = _each_graph("verify", IN_A_COMPARISON, model, args, [sp], config, compare)
     if not report.errors:
         why = "the program splits no sequence, and its own exchanges are not simulated; explain shows those"
         raise SpError(f"verify: nothing was compared: {why}")
     return report
 
 
-_WHOLE = "compares whole results and gradients: leave it out"
-OF_MEMORY = dict.fromkeys(("activation_memory_budget", "offload"), "says nothing of what is kept for a backward")
-IN_A_LOOK = {
-    **{name: f"{why}: leave it out" for name, why in OF_MEMORY.items()},
-    "check_every": "has one process, with nobody to compare with: leave it out",
+IN_A_LOOK = {"check_every": "has one process, with nobody to compare with: leave it out"}
+OF_MEMORY = dict.fromkeys(
+    ("activation_memory_budget", "offload"), "says nothing of what is kept for a backward: leave it out"
+)
+IN_A_COMPARISON = {
+    **dict.fromkeys(BEHIND, "compiles nothing: leave it out"),
+    **IN_A_LOOK,
+    **OF_MEMORY,
+    **dict.fromkeys(("inputs", "outputs", "param_grads"), "compares whole results and gradients: leave it out"),
 }
-IN_A_COMPARISON = {**IN_A_LOOK, "inputs": _WHOLE, "outputs": _WHOLE, "param_grads": _WHOLE}
 """Options that `explain` and `verify` refuse, and why."""
 
 
@@ -129,19 +128,20 @@ def _each_graph(
     model: Callable[..., Any],
     args: Any,
     ranks: Sequence[int | None],
-    config: Mapping[str, Any],
-    kwargs: Mapping[str, Any],
-    compare: Callable[..., None] | None,
+    asked: Mapping[str, Any],
+    compare: Callable[..., None] | None = None,
     steps: Sequence[StepMemory] | None = None,
     hosted: bool = False,
     behind: bool = False,
 ) -> list[Report]:
     """Lower every graph that Dynamo finds in the model, for each number of ranks, and merge the reports of each.
 
+    refused: options that say nothing here, and why. asked: options, and keyword arguments of the model.
     compare: what to do with each that was split, over simulated ranks; None: the ranks of a mesh are taken as they are.
     steps: are told of each graph's forward and backward. hosted: and of what they are with all on the host. behind:
     run the passes on these, whoever is told of it.
     """
+    config, kwargs = _sorted_out(model, asked)
     options = given = SPConfig.of(config)
     given.refuse(entry, **refused)
     for sp in ranks:
@@ -223,14 +223,14 @@ def _constants_on_meta(entry: str) -> Iterator[None]:
         ) from error
 
 
-def _sorted_out(model: Callable[..., Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sorted_out(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fields of SPConfig, keyword arguments of the model).
 
     What is neither a field nor in the model's signature goes to a model that takes any, unless it looks like a field
     that is misspelt.
     """
-    kwargs = dict(given.pop("kwargs", {}))
-    config: dict[str, Any] = {}
+    given = dict(given)
+    kwargs, config = dict(given.pop("kwargs", {})), dict[str, Any]()
     known = [field.name for field in fields(SPConfig)]
     try:
         parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()

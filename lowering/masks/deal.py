@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,18 +95,8 @@ def _continued(table: Ints) -> Ints:
     return table[:, np.append(True, ~goes_on)]
 
 
-def _fake_deal(
-    vectors: Sequence[Tensor],
-    predicates: Sequence[str],
-    weights: Sequence[int],
-    sizes: Sequence[int],
-    length: int,
-    front: Sequence[int],
-    behind: Sequence[int],
-    n: int,
-    stride: int,
-    device: torch.device,
-) -> list[Tensor]:
+def _fake_deal(vectors: Sequence[Tensor], *given: Any) -> list[Tensor]:
+    length, device = given[3], given[-1]
     orders = [torch.empty([length], dtype=torch.int64, device=device) for _ in range(2)]
     lengths = [length, *2 * [x.shape[1] for x in vectors]]
     return [*orders, *(torch.empty([table_size(x)], dtype=torch.int64, device="cpu") for x in lengths)]

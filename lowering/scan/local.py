@@ -97,15 +97,13 @@ def local_linear_scan(
     return h.view(b.shape)
 
 
-def _fake_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
-    shape = _total_shape(b, dim)
-    return b.new_empty(shape, dtype=accumulate), b.new_empty(shape, dtype=accumulate)
-
-
 @opaque(
     "local_linear_total(Tensor a, Tensor b, int dim, bool reverse, bool lagged, ScalarType accumulate) "
     "-> (Tensor, Tensor)",
-    _fake_linear_total,
+    lambda a, b, dim, reverse, lagged, accumulate: (
+        b.new_empty(_total_shape(b, dim), dtype=accumulate),
+        b.new_empty(_total_shape(b, dim), dtype=accumulate),
+    ),
 )
 def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
     """factor and state of the map that a linear scan makes of what it starts from: factor * initial + state.

@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload, schema_of
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, results_read
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.sizes import same, size, sizes
 from sp_compile.passes.base import Spelling, register
@@ -270,7 +270,7 @@ class _Uses:
 
 def _region(node: Node, call: Call) -> _Uses:
     """All that is made of the sort, as far as it is known what it is."""
-    results = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+    results = results_read(node)
     alone = is_tensor(node)
     order, keys = (node, None) if alone else (results.get(1, node), results.get(0))
     region = _Uses(call.operands[0], order, keys, call["descending"])

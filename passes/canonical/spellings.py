@@ -22,6 +22,7 @@ that are tensors, and repeats of the flattened operand.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Explicit(Spelling):
     provides = frozenset({"canonical", "explicit"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        changes = 0
+        changes = _by_one_name(gm)
         for node in list(gm.graph.nodes):
             spelling = _SPELLINGS[node.target](node) if node.target in _SPELLINGS else None
             if spelling is REMOVED:
@@ -57,6 +58,17 @@ class Explicit(Spelling):
                 self.drop(*before)
             changes += spelling is not None
         return changes
+
+
+def _by_one_name(gm: GraphModule) -> int:
+    """Call the ops of a graph, and of the bodies of its regions, by the one name that they have here; how many."""
+    found = [node for node in gm.graph.nodes if node.target in _ONE_NAME]
+    for node in found:
+        node.target = _ONE_NAME[node.target]
+    if found:
+        gm.recompile()
+    bodies = [body for _, body in gm.named_children() if isinstance(body, GraphModule)]
+    return len(found) + sum(map(_by_one_name, bodies))
 
 
 def _made_like(target: Any, fill: bool = False) -> Any:
@@ -147,25 +159,22 @@ def _taken(op: Any) -> list[tuple[str, bool]]:
     return [(str(argument.type), argument.kwarg_only) for argument in schema_of(op).arguments]
 
 
-def _as(op: Any) -> Any:
-    return lambda node: (op, node.args, node.kwargs)
+def _overloads(packet: Any) -> list[Any]:
+    return [getattr(packet, overload) for overload in packet.overloads()]
 
 
-def _aliases() -> dict[Any, Any]:
-    """Each overload as the one of the other name that takes the same."""
-    found = {}
+def _aliases() -> Iterator[tuple[Any, Any]]:
+    """Each overload, and the one of the other name that takes the same."""
     for name, packet in _ALIASES.items():
-        others = [getattr(packet, overload) for overload in packet.overloads()]
-        for overload in getattr(aten, name).overloads():
-            alias = getattr(getattr(aten, name), overload)
-            same = [other for other in others if _taken(other) == _taken(alias)]
+        for alias in _overloads(getattr(aten, name)):
+            same = [other for other in _overloads(packet) if _taken(other) == _taken(alias)]
             if same and not schema_of(alias).is_mutable:
-                found[alias] = _as(same[0])
-    return found
+                yield alias, same[0]
 
+
+_ONE_NAME = dict(_aliases())
 
 _SPELLINGS = {
-    **_aliases(),
     aten._assert_tensor_metadata.default: lambda node: REMOVED,
     aten.cat.default: _cat,
     aten.dstack.default: _join(2),

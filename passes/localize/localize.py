@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import keep_calling_convention
 from sp_compile.errors import SpError, at
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, results_read
 from sp_compile.graph.edit import INHERITED, Editor, drop_dead
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.record import mark, record
@@ -165,7 +165,7 @@ class _Localizer(Editor):
     def _cut(self, node: Node, local: Node) -> None:
         """A shorter window is the same local value, unless the rows that it cuts off could spoil a gradient."""
         if isinstance(node.meta["val"], (list, tuple)):
-            pieces = {u.args[1]: u for u in node.users}
+            pieces = results_read(node)
             self.aliases[node] = tuple(
                 self._windowed(pieces[i], p, local) if i in pieces else local
                 for i, p in enumerate(self.plan.placements[node])

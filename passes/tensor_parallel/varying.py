@@ -26,6 +26,7 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes, name_axes
+from sp_compile.sharding.matchers import behind
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
 from sp_compile.sharding.rule import Factors, lookup, transfer_of, unchanged
 from sp_compile.spmd.inputs import Facts
@@ -259,6 +260,4 @@ def moves(node: Node) -> bool:
 
 def moved_from(node: Node) -> Node:
     """The value that views, permutations and casts have made this one of."""
-    while node.op == "call_function" and moves(node):
-        node = Call(node).operands[0]
-    return node
+    return behind(node, moves)

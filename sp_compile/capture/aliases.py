@@ -6,10 +6,10 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node, map_arg
+from torch.fx import Graph, Node
 
 from sp_compile._compat import is_functorch_tensor, set_grad_enabled, storage_of
-from sp_compile.graph.call import overloads, tensors_of
+from sp_compile.graph.call import nodes_in, overloads, tensors_of
 from sp_compile.graph.mutation import SILENT
 from sp_compile.graph.record import record
 
@@ -99,13 +99,6 @@ class Aliases:
     def receive_gradient(self, target: Node) -> None:
         """`target` has been changed to something differentiable."""
         self._wants_grad |= {target} if target in self._cut else {target, self.root(target)}
-
-
-def nodes_in(args: Any) -> list[Node]:
-    """The nodes of a nest of arguments, each once, in order."""
-    found: dict[Node, None] = {}
-    map_arg(args, lambda n: found.setdefault(n))
-    return list(found)
 
 
 def _storages(node: Node) -> set[int]:

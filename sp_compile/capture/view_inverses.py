@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compile.graph.strides import inverse, is_identity
 from sp_compile.sharding.matchers import keeps_order, order_of, piece_of
 
 aten = torch.ops.aten
@@ -65,10 +66,10 @@ def _narrow(view: View, new: Node, emit: Emit) -> Node:
 
 def _permuted(view: View, new: Node, order: tuple[int, ...], emit: Emit) -> Node:
     """An op that copies only where it must shares storage, and so is seen here, only where it did not copy."""
-    back = tuple(order.index(d) for d in range(len(order)))
-    if back == tuple(range(len(order))):
+    back = inverse(order)
+    if is_identity(order):
         return new
-    return emit(view.node.target, new, *view.args) if back == order else emit(aten.permute.default, new, list(back))
+    return emit(view.node.target, new, *view.args) if back == [*order] else emit(aten.permute.default, new, back)
 
 
 def _expand(view: View, new: Node, emit: Emit) -> Node | None:

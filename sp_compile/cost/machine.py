@@ -64,11 +64,14 @@ class Machine:
                 raise SpError(f"machine: {f.name}={value!r}: expected {expected}")
 
     @staticmethod
-    def of(device_type: str, override: Mapping[str, Any] | None = None) -> Machine:
-        """The default constants of a device type ("cpu", else those of a GPU), with some replaced.
+    def of(device_type: str, override: Mapping[str, Any] | None = None, measured: Machine | None = None) -> Machine:
+        """The constants as they were measured; or the defaults of a device type ("cpu", else a GPU), some replaced.
 
+        override: what the option `cost` replaces, beside which nothing that was measured counts.
         Raises SpError: an unknown constant, a value out of range.
         """
+        if override is None and measured is not None:
+            return measured
         known = [f.name for f in fields(Machine)]
         for name in override or {}:
             if name not in known:

@@ -25,7 +25,7 @@ from .machine import Machine
 
 sp = torch.ops.sp
 SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
-INDEX = 8
+INDEX_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def message_bytes(call: Call, folds: int, extent: Callable[[Any], Size] = size) 
     if linear:
         return 2 * inner.itemsize * rows, recurrence
     if call.node.target is sp.extremes.default:
-        return (inner.itemsize + INDEX) * rows, recurrence
+        return (inner.itemsize + INDEX_BYTES) * rows, recurrence
     forward, flags = inner.itemsize * rows, _segments(call, dim, folds, extent)
     backward = forward + flags[1] if op == "sum" else recurrence
     return forward + sum(flags), backward

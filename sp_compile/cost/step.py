@@ -22,11 +22,10 @@ from tabulate import tabulate
 from torch import nn
 from torch.fx import Graph, Node
 
-from sp_compile._compat import storage_of
 from sp_compile.graph.call import tangents_of, tensors_of
 from sp_compile.graph.sizes import product, same, sizes
 
-from .liveness import Alive, Moment, Walk, is_on_host, nbytes_of, walk
+from .liveness import Alive, Moment, Walk, is_on_host, memory_of, walk
 from .memory import GIB
 from .offload import OnHost
 
@@ -113,7 +112,6 @@ class GraphStep:
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
         """Walk both. inputs: bytes that the program is given, besides what is the model's own."""
-        given = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
         first = walk(forward, fused)
         if backward is None:
             return GraphStep(first, None, inputs, first.end)
@@ -122,12 +120,11 @@ class GraphStep:
         outputs = forward.output_node().args[0]
         results = [n for n in outputs[: len(outputs) - len(values)] if isinstance(n, Node)]
         # What the caller has, too, stays when the backward has read it.
-        others = given | {storage_of(x) for n in results for x in tensors_of(n)}
-        saved = [n for n in values if not (is_on_host(n) or others & {storage_of(x) for x in tensors_of(n)})]
+        others = memory_of([*forward.find_nodes(op="placeholder"), *results]).keys()
+        saved = [n for n in values if not is_on_host(n) and others.isdisjoint(memory_of([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
         second = walk(backward, fused, [*saved, *tangents])
-        kept, given_to, theirs = (sum({storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}.values())
-                        for nodes in (saved, tangents, copied))  # fmt: skip
+        kept, given_to, theirs = (sum(memory_of(nodes).values()) for nodes in (saved, tangents, copied))
         return GraphStep(first, second, inputs, max(0, first.end - kept), kept, given_to, theirs)
 
 

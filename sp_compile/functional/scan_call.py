@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.config import Ranks
+from sp_compile.cost.scan import INDEX_BYTES
 from sp_compile.errors import SpError
 from sp_compile.lowering.scan import ops
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype, scannable
@@ -30,7 +31,6 @@ from .call import (
 from .scan_shards import Shards, may_overflow, never_overflows, ungrouped, wrapped
 
 sp = torch.ops.sp
-INDEX = 8  # bytes
 UNGROUPED = (
     "segment_ids are not grouped: an id comes again after another one. Sort x by them or, if every run of equal ids is "
     "a segment of its own, pass runs=True"
@@ -111,7 +111,7 @@ class ScanCall(ShardCall):
         self.require()
         x = self.x.to(self.result)
         extremes = ops.extremes if transformed(x) else sp.extremes
-        return extremes(x, self.dim, self.op, self.reverse, *self.arguments(x, x.element_size() + INDEX))
+        return extremes(x, self.dim, self.op, self.reverse, *self.arguments(x, x.element_size() + INDEX_BYTES))
 
     def require(self) -> None:
         super().require()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 from sp_compile._compat import pytree, schema_of
 
@@ -19,6 +20,13 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 def is_tensor(node: Any) -> bool:
     """Is it a node whose value is a single tensor?"""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def nodes_in(args: Any) -> list[Node]:
+    """The nodes of a nest of arguments, each once, in order."""
+    found: dict[Node, None] = {}
+    map_arg(args, lambda n: found.setdefault(n))
+    return list(found)
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
@@ -34,6 +42,11 @@ def packet_of(node: Node) -> Any:
 def tangents_of(graph: Graph) -> list[Node]:
     """The gradients of results that a joint graph of AOTAutograd takes; no other graph has any."""
     return [n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
+
+
+def results_read(node: Node) -> dict[int, Node]:
+    """What is read of a node with several results, by their numbers."""
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}
 
 
 def result_number(getitem: Node) -> int:

@@ -9,10 +9,12 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.fx import Node, map_arg
+from torch.fx import Node
 
 from sp_compile._compat import OpOverload, schema_of
 from sp_compile.errors import SpError, at
+
+from .call import nodes_in
 
 aten = torch.ops.aten
 
@@ -54,9 +56,7 @@ def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     given = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
     unsaid = ("running_mean", "running_var") if op in SILENT and given[SILENT[op]] else ()
     names = [a.name for a in arguments if a.is_write or a.name in unsaid]
-    targets: dict[Node, None] = {}
-    map_arg([given.get(name) for name in names], lambda n: targets.setdefault(n))
-    return list(targets)
+    return nodes_in([given.get(name) for name in names])
 
 
 def is_view_change(node: Node) -> bool:

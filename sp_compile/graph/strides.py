@@ -29,7 +29,7 @@ def restore(graph: Graph, node: Node, value: Tensor) -> Node:
 def restored(graph: Graph, node: Node, value: Tensor) -> Node:
     """Right behind the node: its values, contiguous in the order of the strides of `value`."""
     order = order_of_strides(sizes(value.stride()))
-    back = [order.index(d) for d in range(len(order))]
+    back = inverse(order)
     dense = {"memory_format": torch.contiguous_format}
     last, value = node, node.meta["val"]
     for target, args, kwargs in (
@@ -37,7 +37,7 @@ def restored(graph: Graph, node: Node, value: Tensor) -> Node:
         (aten.clone.default, (), dense),
         (aten.permute.default, (back,), {}),
     ):
-        if args and order == sorted(order):
+        if args and is_identity(order):
             continue
         with graph.inserting_after(last):
             last = graph.call_function(target, (last, *args), kwargs)
@@ -51,6 +51,16 @@ def strides_differ(x: Tensor, y: Tensor) -> bool:
     """Do two tensors of a shape lie otherwise in memory? The strides of dims of size 1 say nothing."""
     pairs = zip(sizes(x.shape), sizes(x.stride()), sizes(y.stride()))
     return any(not same(a, b) for extent, a, b in pairs if not same(extent, 1))
+
+
+def is_identity(order: Sequence[int]) -> bool:
+    """Does a permutation leave every dim where it is?"""
+    return all(d == i for i, d in enumerate(order))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes one."""
+    return [order.index(d) for d in range(len(order))]
 
 
 def order_of_strides(strides: Sequence[Size]) -> list[int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure, is_written
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, all_same, from_front, product, same, size, sizes
+from sp_compile.graph.strides import is_identity
 
 from .factors import Factors, flat
 from .rule import lookup
@@ -93,7 +94,7 @@ def source_of(node: Any) -> Node | None:
 def is_cast(node: Any) -> bool:
     """Is the result the operand in another dtype, or on another device?"""
     found = _movement(node)
-    return found is not None and not _same_type(found[0], node) and _is_identity(_order(node, *found))
+    return found is not None and not _same_type(found[0], node) and _stays(_order(node, *found))
 
 
 def uncast(node: Any) -> Node | None:
@@ -113,7 +114,7 @@ def is_copy(node: Any) -> bool:
 
     A detach is one where no gradient would pass.
     """
-    return _is_identity(order_of(node))
+    return _stays(order_of(node))
 
 
 def _same_type(a: Node, b: Node) -> bool:
@@ -121,8 +122,8 @@ def _same_type(a: Node, b: Node) -> bool:
     return x.dtype == y.dtype and x.device == y.device
 
 
-def _is_identity(order: tuple[int, ...] | None) -> bool:
-    return order is not None and order == tuple(range(len(order)))
+def _stays(order: tuple[int, ...] | None) -> bool:
+    return order is not None and is_identity(order)
 
 
 def order_of(node: Any) -> tuple[int, ...] | None:
@@ -162,6 +163,13 @@ def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | 
     if rule.window is not None:
         coords[rule.window] += rule.spans[0][0]
     return source, tuple(coords)
+
+
+def behind(node: Node, passes: Callable[[Node], bool]) -> Node:
+    """The value that ops of one operand, those that `passes` lets through, have made this one of."""
+    while node.op == "call_function" and passes(node):
+        node = Call(node).operands[0]
+    return node
 
 
 def before_reshapes(node: Node) -> Node:
@@ -205,7 +213,7 @@ def _undone(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
     order, at = order_of(node), operand
     while order is not None and rearranges(at) and (inner := order_of(at)) is not None:
         order, at = tuple(inner[d] for d in order), Call(at).operands[0]
-        if _is_identity(order):
+        if is_identity(order):
             return found[at]
     at = operand
     while keeps_order(node):

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.strides import is_identity
 
 from .matchers import order_of, source_of
 from .rule import lookup
@@ -42,14 +43,14 @@ class Factor:
     def settled(self) -> Factor:
         """Without the transpose that the order would undo."""
         source, behind = source_of(self.node), order_of(self.node)
-        if source is None or behind is None or self.order == tuple(range(len(self.order))):
+        if source is None or behind is None or is_identity(self.order):
             return self
         return Factor(source, tuple(behind[d] for d in self.order)).settled()
 
     def made(self, editor: Editor, like: Node) -> Node:
         """The operand as a node whose dims are in order."""
         found = self.settled()
-        if found.order == tuple(range(len(found.order))):
+        if is_identity(found.order):
             return found.node
         return editor.compute(aten.permute.default, (found.node, list(found.order)), like)
 
@@ -66,7 +67,7 @@ class Product:
     @property
     def is_straight(self) -> bool:
         """Are the result's dims (leading dims, m, n)?"""
-        return self.order == tuple(range(len(self.order)))
+        return is_identity(self.order)
 
 
 def product_of(node: Node) -> Product | None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from sp_compile.lowering.scan.monoids import MONOIDS, Monoid, Pair, accumulate_dtype
 from sp_compile.lowering.scan.table import SMALL, Problem, register
 
-DIM = 1
+from .generic import DIM
+
 OF_TORCH = True
 SHORT = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up
 

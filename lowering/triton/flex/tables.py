@@ -69,7 +69,7 @@ def kinds_of_tiles(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tenso
         if block.kind is Kind.FULL:
             states[full_rows, full_columns] = FULL
         elif block.kind is Kind.CAUSAL:
-            below = _below(block, full_rows, full_columns, queries, tile)
+            below = _below(block, full_rows, full_columns, tile)
             states[full_rows, full_columns] = states[full_rows, full_columns].masked_fill(below, FULL)
     return states
 
@@ -90,7 +90,7 @@ def _touched(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
     return (first <= last[:, None]).to(torch.uint8)
 
 
-def _below(block: Block, rows: slice, columns: slice, queries: int, tile: int) -> Tensor:
+def _below(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
     """Whether a tile's first query of a causal block sees its last key."""
     first = torch.arange(rows.start, rows.stop) * tile - block.q_off
     last = (torch.arange(columns.start + 1, columns.stop + 1) * tile).clamp(max=block.k_off + block.k_len) - 1

@@ -29,6 +29,7 @@ from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.modes import autocast_at, same_autocast
 from sp_compile.graph.sizes import Size, all_same, product, same, sizes
+from sp_compile.graph.strides import inverse, is_identity
 from sp_compile.lowering.dtypes import HALF
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
@@ -127,8 +128,7 @@ class EagerAttention(Spelling):
             q = self.compute(aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor), last)
         out = self._op((q, k, v), mask, sinks, weights.dropout, scores.scale, last)
         out = self.reshaped(out, (*front, *sizes(out.meta["val"].shape)[-2:]), last)
-        back = [order.index(d) for d in range(len(order))]
-        return out if back == sorted(back) else self.compute(aten.permute.default, (out, back), last)
+        return out if is_identity(order) else self.compute(aten.permute.default, (out, inverse(order)), last)
 
     def _op(
         self, qkv: Sequence[Node], mask: Node | None, sinks: Sinks | None, dropout: float, scale: float, like: Node
@@ -202,8 +202,7 @@ def _weights(softmax: Node, reading: SoftmaxSource) -> Weights:
 def _times_values(product: Product, weights: Node) -> Product | None:
     """The product with the weights on the left, if they are its operand in their own order and only once."""
     for one in (product, transposed(product)):
-        ndim = len(one.left.order)
-        if one.left.node is weights and one.left.order == tuple(range(ndim)) and one.right.node is not weights:
+        if one.left.node is weights and is_identity(one.left.order) and one.right.node is not weights:
             return one if one.scale == 1 else None
     return None
 

@@ -170,7 +170,7 @@ def _add(p: Positions, call: Call, at: Coords) -> Element:
     return by_cases(lambda x, y: x + (-alpha if "sub" in name else alpha) * y, a, b)
 
 
-_pointwise(lambda a, b: a * b, "mul", "multiply")
+_pointwise(lambda a, b: a * b, "mul")
 _pointwise(lambda a: -a, "neg")
 _pointwise(sympy.Abs, "abs")
 _pointwise(sympy.Max, "maximum")
@@ -210,11 +210,11 @@ def _related(p: Positions, relation: Compare, x: sympy.Expr, y: sympy.Expr) -> A
 
 
 _compare(lambda box, x, y: box.zero(x - y), "eq")
-_compare(lambda box, x, y: Not(box.zero(x - y)), "ne", "not_equal")
-_compare(lambda box, x, y: box.at_least_zero(y - x), "le", "less_equal")
-_compare(lambda box, x, y: box.at_least_zero(y - x - 1), "lt", "less")
-_compare(lambda box, x, y: box.at_least_zero(x - y), "ge", "greater_equal")
-_compare(lambda box, x, y: box.at_least_zero(x - y - 1), "gt", "greater")
+_compare(lambda box, x, y: Not(box.zero(x - y)), "ne")
+_compare(lambda box, x, y: box.at_least_zero(y - x), "le")
+_compare(lambda box, x, y: box.at_least_zero(y - x - 1), "lt")
+_compare(lambda box, x, y: box.at_least_zero(x - y), "ge")
+_compare(lambda box, x, y: box.at_least_zero(x - y - 1), "gt")
 
 
 def _logical(function: Callable[..., Any], *names: str) -> None:

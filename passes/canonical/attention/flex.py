@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import FakeTensor, flex_attention_op
 from sp_compile.errors import SpError
+from sp_compile.graph.call import results_read
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.fakes import traced
 from sp_compile.graph.sizes import Size, same, sizes
@@ -48,7 +49,6 @@ class FlexAttention(Masks):
     provides = frozenset({"canonical", "attention is fused"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        self.said: dict[Any, Mask | str] = {}  # layers share mask_mods
         self.written: list[Node] = []
         found = self.graph.find_nodes(op="call_function", target=flex_attention_op)
         for body in [_body(ref) for node in found for ref in (node.args[3], node.args[4][-1])]:
@@ -73,7 +73,7 @@ class FlexAttention(Masks):
         q, k, v, _, block_mask, *_ = node.args
         values = [x.meta["val"] for x in (q, k, v)]
         shapes = [sizes(x.shape) for x in values]
-        if set(_results(node)) != {0} and _sunk(node) is None:
+        if set(results_read(node)) != {0} and _sunk(node) is None:
             return "its log-sum-exp or its greatest scores are read"
         if len({x.dtype for x in values}) > 1 or not same_in_front(shapes, grouped=True):
             return "q, k and v have other dtypes or batches"
@@ -84,7 +84,7 @@ class FlexAttention(Masks):
     def _attention(self, node: Node, mask: Mask, score: str, heads: list[Node]) -> None:
         """Raises NotSymbolic or SpError, and leaves the graph as it was."""
         q, k, v, *_ = node.args
-        sunk, results = _sunk(node), _results(node)
+        sunk, results = _sunk(node), results_read(node)
         out = results[0] if sunk is None else sunk.result
         queries, keys = (sizes(x.meta["val"].shape)[1] for x in (q, k))
         options = {"scale": node.args[5], "enable_gqa": not same(queries, keys)}
@@ -112,19 +112,15 @@ class FlexAttention(Masks):
         q, k, _, _, block_mask, *_, reads = node.args
         shape = (*sizes(q.meta["val"].shape)[:3], sizes(k.meta["val"].shape)[2])
         body = _body(block_mask[-1])
-        key = (body.code, *reads, shape)
-        if key not in self.said:
-            try:
-                with self.graph.inserting_before(node):
-                    indices = [self._indices(length, node) for length in shape]
-                    self.written += [self._over_all(body, [*indices, *reads], node), *indices]
-                self.said[key] = understood(self.written[-5], shape)
-            except (NotSymbolic, SpError) as why:
-                self.said[key] = str(why)
-        found = self.said[key]
-        if isinstance(found, str):
-            raise NotSymbolic(found)
-        return found
+
+        def read() -> Mask:
+            with self.graph.inserting_before(node):
+                indices = [self._indices(length, node) for length in shape]
+                allowed = self._over_all(body, [*indices, *reads], node)
+            self.written += [allowed, *indices]
+            return understood(allowed, shape)
+
+        return self.once((body.code, *reads, shape), read)
 
     def _indices(self, length: Size, like: Node) -> Node:
         kind = {"dtype": torch.int64, "device": like.args[0].meta["val"].device}
@@ -143,14 +139,9 @@ class FlexAttention(Masks):
         return self.inline(spread, operands, like)
 
 
-def _results(node: Node) -> dict[int, Node]:
-    """What is read of the result, the log-sum-exp and the greatest scores."""
-    return {user.args[1]: user for user in node.users if user.target is operator.getitem}
-
-
 def _sunk(node: Node) -> SinkAttention | None:
     """The attention with sinks, if that is what its log-sum-exp, which torch's op has in base 2, is read for."""
-    results = _results(node)
+    results = results_read(node)
     (natural,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)
     if natural is None or natural.target is not aten.mul.Tensor or natural.args != (results[1], math.log(2)):
         return None

@@ -12,7 +12,7 @@ unless sinks take such a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -133,9 +133,7 @@ class Masks(base.Spelling):
 
     def edit(self, graph: Graph) -> Self:
         self.vectors: dict[tuple[Any, ...], Node] = {}
-        self.masks: dict[
-            tuple[Node, tuple[Size, ...], bool], Mask | str
-        ] = {}  # layers share theirs, or why there is none
+        self.masks: dict[tuple[Any, ...], Mask | str] = {}  # layers share theirs, or why there is none
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: Job) -> int:
@@ -159,7 +157,8 @@ class Masks(base.Spelling):
         shapes = [call.shape(i) for i in range(3)]
         if call.get("is_causal") or not same_in_front(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have other batches or heads, or it comes with is_causal")
-        self.say(node, self._understood(data, (*shapes[0][:-1], shapes[1][-2]), keeps_no_weight(call)))
+        shape, settled = (*shapes[0][:-1], shapes[1][-2]), keeps_no_weight(call)
+        self.say(node, self.once((data, shape, settled), lambda: understood(data, shape, settled)))
 
     def say(self, node: Node, mask: Mask, score: str = "", heads: Sequence[Node] = ()) -> None:
         """Let an attention do with this in place of its mask. Raises NotSymbolic or SpError if no predicate says it.
@@ -178,13 +177,12 @@ class Masks(base.Spelling):
         else:
             self._predicate(node, call, mask, scores)
 
-    def _understood(self, node: Node, shape: tuple[Size, ...], settled: bool) -> Mask:
-        """As `understood`, once for all layers."""
-        key = (node, shape, settled)
+    def once(self, key: tuple[Any, ...], read: Callable[[], Mask]) -> Mask:
+        """What is read of a mask, once for all layers. Raises NotSymbolic wherever there is none."""
         if key not in self.masks:
             try:
-                self.masks[key] = understood(node, shape, settled)
-            except NotSymbolic as why:
+                self.masks[key] = read()
+            except (NotSymbolic, SpError) as why:
                 self.masks[key] = str(why)  # the exception itself would keep every frame
         mask = self.masks[key]
         if isinstance(mask, str):

@@ -19,7 +19,7 @@ from torch.fx import Node
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
 from sp_compile.graph.sizes import Size, all_same, same, sizes
-from sp_compile.sharding.matchers import dies_with, is_cast, is_copy, keeps_order, source_of
+from sp_compile.sharding.matchers import behind, dies_with, is_cast, is_copy, keeps_order
 
 from .proofs import BATCH, HEAD, QUERY
 from .sinks import Sinks, of_heads
@@ -53,9 +53,7 @@ def renormalised(out: Node, lse: Node) -> SinkAttention | None:
 
 def _core(x: Node) -> Node:
     """Without casts, copies and changes of the shape."""
-    while is_cast(x) or is_copy(x) or keeps_order(x):
-        x = source_of(x)
-    return x
+    return behind(x, lambda n: is_cast(n) or is_copy(n) or keeps_order(n))
 
 
 def _sinks_of(share: Node, lse: Node, rows: tuple[Size, ...]) -> tuple[Node, tuple[Any, ...]] | None:
