@@ -13,7 +13,7 @@ from tabulate import tabulate
 from sp_compile.cost.decision import Decision, merged
 from sp_compile.cost.exchanges import Exchange
 from sp_compile.cost.memory import Memory
-from sp_compile.cost.step import WIDTH, StepMemory, short, written
+from sp_compile.cost.step import COLUMN, StepMemory, short, written
 from sp_compile.graph.sizes import Size
 from sp_compile.passes.job import Lap, RegionInTiles, laps_by_pass
 
@@ -91,11 +91,11 @@ class Report:
             yield f"Results that stay in shards: {', '.join(self.sharded_outputs)}"
         if self.notes:
             rows = _grouped((note.done, short(note.where), note.why) for note in self.notes)
-            yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=WIDTH)
+            yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=COLUMN)
         if self.layers:
             rows = [(short(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers]
             headers = ("linear + all_reduce at", "mode", "rows of", "cut along", "ops on rows", "why")
-            yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTH)
+            yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=COLUMN)
         if limits := [str(one) for one in self.memory if not math.isinf(one.device)]:
             yield "Memory of a rank, predicted\n" + "\n".join(f"  {one}" for one in limits)
         if self.step is not None:
@@ -107,14 +107,14 @@ class Report:
             totals = [_bytes(sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
             headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
             rows = [*_grouped(sent), ("", "total", "", *totals, "")]
-            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTH)
+            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=COLUMN)
         if self.show_passes:
             rows = [
                 (lap.name, _words(lap.requires), _words(lap.provides), lap.changes, lap.nodes, f"{lap.seconds:.3f}")
                 for lap in laps_by_pass(self.passes)
             ]
             headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
-            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=WIDTH)
+            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=COLUMN)
         if self.errors:
             yield tabulate(self.errors, headers=("against one device", "largest relative error"), floatfmt=".2e")
 

@@ -62,7 +62,7 @@ def explain(
     """
     if optimizer is not None and not memory:
         raise SpError("optimizer: explain says nothing of its state without memory=True")
-    refused = IN_A_LOOK if memory or passes else IN_A_LOOK | OF_MEMORY
+    refused = LOOK_OPTIONS if memory or passes else LOOK_OPTIONS | MEMORY_OPTIONS
     steps = [StepMemory(ModelBytes.of(model), state_per_weight(optimizer))] if memory else None
     with working("explain"):
         (report,) = _each_graph("explain", refused, model, args, [sp], config, steps=steps, behind=passes)
@@ -79,7 +79,7 @@ def explain_each(
     """
     weights = ModelBytes.of(model)
     steps = [StepMemory(weights, per_weight) for _ in ranks]
-    return _each_graph("plan", IN_A_LOOK, model, args, ranks, config, steps=steps, hosted=True)
+    return _each_graph("plan", LOOK_OPTIONS, model, args, ranks, config, steps=steps, hosted=True)
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
@@ -102,21 +102,21 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
         lowered.report.errors = list(worst.items())
 
     with working("verify"):
-        (report,) = _each_graph("verify", IN_A_COMPARISON, model, args, [sp], config, compare)
+        (report,) = _each_graph("verify", COMPARISON_OPTIONS, model, args, [sp], config, compare)
     if not report.errors:
         why = "the program splits no sequence, and its own exchanges are not simulated; explain shows those"
         raise SpError(f"verify: nothing was compared: {why}")
     return report
 
 
-IN_A_LOOK = {"check_every": "has one process, with nobody to compare with: leave it out"}
-OF_MEMORY = dict.fromkeys(
+LOOK_OPTIONS = {"check_every": "has one process, with nobody to compare with: leave it out"}
+MEMORY_OPTIONS = dict.fromkeys(
     ("activation_memory_budget", "offload"), "says nothing of what is kept for a backward: leave it out"
 )
-IN_A_COMPARISON = {
+COMPARISON_OPTIONS = {
     **dict.fromkeys(BEHIND, "compiles nothing: leave it out"),
-    **IN_A_LOOK,
-    **OF_MEMORY,
+    **LOOK_OPTIONS,
+    **MEMORY_OPTIONS,
     **dict.fromkeys(("inputs", "outputs", "param_grads"), "compares whole results and gradients: leave it out"),
 }
 """Options that `explain` and `verify` refuse, and why."""

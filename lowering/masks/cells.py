@@ -89,13 +89,13 @@ class CellPair(NamedTuple):
     band: Band | None = None
     """The i-th query attends to the keys from i + band[0] to i + band[1] and no other; None if that is not known."""
     parts: tuple[CellPair, ...] = ()
-    """Of which pairs it is made, if of several and at most PARTS."""
+    """Of which pairs it is made, if of several and at most MOST_PARTS."""
 
 
-PARTS, ROWS = 4, 128
-"""Two stretches of queries and two of keys: a rank's share of the zigzag layout. Of at least ROWS queries any number: a
-document's share of the balanced one."""
-PAIRS = 8
+MOST_PARTS, LONG_ROWS = 4, 128
+"""Two stretches of queries and two of keys: a rank's share of the zigzag layout. Of at least LONG_ROWS queries any
+number: a document's share of the balanced one."""
+MOST_PAIRS = 8
 """Where cells meet more than so many others, on the average, they are not looked at by pairs."""
 
 
@@ -134,7 +134,7 @@ class MeetingCells:
     def _met(self) -> tuple[Ints, Ints] | None:
         """Pairs of cells (queries, keys), by queries, with all that meet among them: by an equation if there is one."""
         n, m = len(self._q.offsets), len(self._k.offsets)
-        most, best = PAIRS * (n + m), None
+        most, best = MOST_PAIRS * (n + m), None
         if n * m <= most:
             return np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
         for one, sums in zip(self._linears, self._sums):
@@ -232,5 +232,5 @@ def _merged(met: list[CellPair]) -> Iterator[CellPair]:
 
 
 def _few(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
-    long = all(pair.q[1] - pair.q[0] >= ROWS for pair in parts)
-    return parts if long or len(parts) <= PARTS else ()
+    long = all(pair.q[1] - pair.q[0] >= LONG_ROWS for pair in parts)
+    return parts if long or len(parts) <= MOST_PARTS else ()

@@ -17,10 +17,10 @@ import numpy as np
 
 from .pieces import Ints
 
-ENOUGH = 1.05
+EVEN_ENOUGH = 1.05
 """The work of the busiest rank over the mean from which on nothing is cut further."""
-MOST, ROWS, ALWAYS = 64, 128, 4
-"""A rank has at most MOST chunks, and more than ALWAYS only if they have at least so many rows."""
+MOST_CHUNKS, CHUNK_ROWS, FEW_CHUNKS = 64, 128, 4
+"""A rank has at most MOST_CHUNKS chunks, and more than FEW_CHUNKS only if they have at least so many rows."""
 
 WorkBefore = Callable[[Sequence[int]], Sequence[int]]
 """The work of all queries before each of these positions, which are in order."""
@@ -46,13 +46,13 @@ class ChunkOrder(NamedTuple):
 def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> ChunkOrder:
     """`length` positions for n ranks of `rows` each, the last of which may hold fewer.
 
-    The fewest chunks a rank with which the busiest has at most ENOUGH times the mean, or else the best there are.
+    The fewest chunks a rank with which the busiest has at most EVEN_ENOUGH times the mean, or else the best there are.
 
     front, behind: how many positions at the beginning and at the end keep their place.
     """
     best = contiguous = _dealt(work, length, n, rows, 1, front, behind)
-    for chunks in _numbers(min(rows, MOST, max(rows // ROWS, ALWAYS))):
-        if best.imbalance <= ENOUGH:
+    for chunks in _numbers(min(rows, MOST_CHUNKS, max(rows // CHUNK_ROWS, FEW_CHUNKS))):
+        if best.imbalance <= EVEN_ENOUGH:
             break
         best = min(best, _dealt(work, length, n, rows, chunks, front, behind), key=lambda one: one.imbalance)
     return best._replace(undealt=contiguous.imbalance)

@@ -30,9 +30,9 @@ from sp_compile.lowering.library import opaque
 
 Ints = NDArray[np.int64]
 
-CELL, MOST = 256, 8
-"""Where more than MOST pieces start in a cell of CELL positions, one that bounds their values stands for them."""
-FAR = 1 << 58
+CELL, MOST_PIECES = 256, 8
+"""Where more than MOST_PIECES start in a cell of CELL positions, one piece that bounds their values stands for them."""
+FAR_VALUE = 1 << 58
 """Values from here on tell nothing, so that sums of a few of them are still int64."""
 _CHUNK = 1 << 15  # positions that are compared at a time, in a cache
 _HEADER = 5  # pieces, batch, length, and 16 bytes that tell tables apart
@@ -127,7 +127,7 @@ def pieces_of(x: Tensor) -> Pieces:
 
 def table_size(length: Any) -> Any:
     """The int64 words of a table for so many positions: 0.14 a position, and 41."""
-    return _HEADER + 4 * (MOST + 1) * (length // CELL + 1)
+    return _HEADER + 4 * (MOST_PIECES + 1) * (length // CELL + 1)
 
 
 def _fake_pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -218,9 +218,9 @@ def _hulls(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, In
     lows = np.where(alike, first.min(0), np.minimum(first, last).min(0))
     highs = np.where(alike, first.max(0), np.maximum(first, last).max(0))
     sizes = np.abs(np.stack([first, last, slopes * 1.0 * spans], dtype=np.float64)).max((0, 1))
-    wild = sizes >= FAR
+    wild = sizes >= FAR_VALUE
     known = np.where(alike & ~wild, slopes[0], 0)
-    return np.where(wild, -FAR, lows), np.where(wild, FAR, highs), known
+    return np.where(wild, -FAR_VALUE, lows), np.where(wild, FAR_VALUE, highs), known
 
 
 def _extremes(table: Ints, length: int) -> tuple[Ints, Ints]:
@@ -232,7 +232,7 @@ def _extremes(table: Ints, length: int) -> tuple[Ints, Ints]:
 
 def _coarse(table: Ints, length: int) -> Ints:
     """One piece, which only bounds, for each cell of too many; those that say the same as their neighbour go."""
-    busy = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MOST
+    busy = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MOST_PIECES
     if not busy.any():
         return table
     edges = np.flatnonzero(busy[1:] | busy[:-1]) + 1

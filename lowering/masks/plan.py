@@ -34,14 +34,14 @@ from .blocks import (
     sized,
     split,
 )
-from .cells import PARTS, Band, CellPair, MeetingCells, Range, cells_of
+from .cells import MOST_PARTS, Band, CellPair, MeetingCells, Range, cells_of
 from .pieces import Pieces
 from .predicate import Verdict, is_of_query
 from .spans import Rows, boundaries, extent, intervals
 
 TILE = 128
 """Query rows below which a tile is not cut for the sake of skipped keys; keys are skipped in such units."""
-WORTH = 0.9
+WORTH_CUTTING = 0.9
 """Cut a tile, or skip keys inside it, when at most this share of its work is left."""
 MASK_ELEMENTS = 1 << 22
 """The largest mask of a block; beyond it the tile is cut."""
@@ -131,7 +131,7 @@ class _Planner:
         seen = list[Block]()
         for block in every:
             seen.append(block)
-            if len(seen) > PARTS or any_masked(seen):
+            if len(seen) > MOST_PARTS or any_masked(seen):
                 return self._bands() or (*seen, *every)
         return tuple(seen)
 
@@ -292,7 +292,7 @@ class _Planner:
         if q[1] - q[0] < 2 * TILE:
             return None
         halves = self._needed((q[0], cut), k) + self._needed((cut, q[1]), k)
-        return cut if halves <= WORTH * self._needed(q, k) else None
+        return cut if halves <= WORTH_CUTTING * self._needed(q, k) else None
 
     def _cut(self, q: Range) -> int:
         """A middle row: where a vector's value or the order of rows changes, if that is anywhere near."""
@@ -319,7 +319,7 @@ class _Planner:
     def _skipping(self, q: Range, k: Range, left: tuple[str, ...]) -> list[Range]:
         """k, or the parts of it that are needed when much of it is not."""
         parts = self._parts(q, k) if left else [k]
-        return parts if sum(high - low for low, high in parts) <= WORTH * (k[1] - k[0]) else [k]
+        return parts if sum(high - low for low, high in parts) <= WORTH_CUTTING * (k[1] - k[0]) else [k]
 
     def _parts(self, q: Range, k: Range) -> list[Range]:
         """The parts of k to which q may attend, in units of about TILE."""

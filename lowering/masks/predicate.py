@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 
-from .text import ARITHMETIC, SHOWN, Language, power, read_text
+from .text import ARITHMETIC, SHOWN_CHARACTERS, Language, power, read_text
 
 Bounds = tuple[Any, Any]
 """The least and the greatest value, both inclusive."""
@@ -275,11 +275,11 @@ def parse(text: str) -> Any:
     try:
         expr = read_text(text, _LANGUAGE)
     except ValueError as error:
-        raise SpError(f"not a mask predicate: {text[:SHOWN]!r} ({error})") from error
+        raise SpError(f"not a mask predicate: {text[:SHOWN_CHARACTERS]!r} ({error})") from error
     compared = [side for relation in expr.atoms(sympy.core.relational.Relational) for side in relation.args]
     if not _is_condition(expr) or any(map(_is_condition, compared)):
         why = "it compares conditions" if any(map(_is_condition, compared)) else "it is not a condition"
-        raise SpError(f"not a mask predicate: {text[:SHOWN]!r} ({why})")
+        raise SpError(f"not a mask predicate: {text[:SHOWN_CHARACTERS]!r} ({why})")
     return expr
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 
-from .text import ARITHMETIC, SHOWN, Language, read_text
+from .text import ARITHMETIC, SHOWN_CHARACTERS, Language, read_text
 
 SCORE = sympy.Symbol("s", real=True)
 _SYMBOL = re.compile(r"s|q|k|head\d+")
@@ -57,7 +57,7 @@ def parse(text: str) -> Any:
     try:
         return read_text(text, _LANGUAGE)
     except ValueError as error:
-        raise SpError(f"not a text about scores: {text[:SHOWN]!r} ({error})") from error
+        raise SpError(f"not a text about scores: {text[:SHOWN_CHARACTERS]!r} ({error})") from error
 
 
 @lru_cache(maxsize=1024)

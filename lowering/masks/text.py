@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SHOWN = 1000  # characters of a text, in an error message
+SHOWN_CHARACTERS = 1000  # characters of a text, in an error message
 
 
 def power(base: Any, exponent: Any) -> Any:

@@ -24,12 +24,12 @@ from .chunks import Recurrence, ScanJob
 from .monoids import MONOIDS, Pair, accumulate_dtype, result_dtype
 
 sp = torch.ops.sp
-_ACROSS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
+_SHARD_ARGUMENTS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
 Cuts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class ScanShards(NamedTuple):
-    """How ranks share operands and results: the last arguments of every operator here (``_ACROSS``)."""
+    """How ranks share operands and results: the last arguments of every operator here (``_SHARD_ARGUMENTS``)."""
 
     frame: FrameArg | None = None
     exchange: str = "gather"
@@ -58,7 +58,7 @@ class ScanShards(NamedTuple):
 
 @composite(
     "scan(Tensor x, Tensor? segments, int dim, str op, bool exclusive=False, bool reverse=False, "
-    f"ScalarType? dtype=None, ScalarType? accumulate=None, {_ACROSS}) -> Tensor"
+    f"ScalarType? dtype=None, ScalarType? accumulate=None, {_SHARD_ARGUMENTS}) -> Tensor"
 )
 def scan(
     x: Tensor,
@@ -98,7 +98,7 @@ def scan(
     return shards.window(out.flatten(way.dim, way.rows).to(dtype), way.dim)
 
 
-@composite(f"extremes(Tensor x, int dim, str op, bool reverse=False, {_ACROSS}) -> (Tensor, Tensor)")
+@composite(f"extremes(Tensor x, int dim, str op, bool reverse=False, {_SHARD_ARGUMENTS}) -> (Tensor, Tensor)")
 def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) -> Pair:
     """Shard(dim) -> Shard(dim), Shard(dim): the running max or min, and its position in the window, int64.
 
@@ -122,7 +122,7 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
 
 @composite(
     "linear_scan(Tensor a, Tensor b, Tensor? initial, int dim, bool reverse=False, ScalarType? accumulate=None, "
-    f"{_ACROSS}) -> Tensor"
+    f"{_SHARD_ARGUMENTS}) -> Tensor"
 )
 def linear_scan(
     a: Tensor,

@@ -47,7 +47,7 @@ class Problem(NamedTuple):
         return cls(kind, x.device.type, outer, length, inner, x.dtype, result, accumulate, **options)
 
 
-SMALL = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
+SMALL_SCAN = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
 
 
 LOWERINGS: Table[Any] = Table("scan: the lowering table")

@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from sp_compile.lowering.library import composite, opaque
 
-from .program import ANY, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
+from .program import ANY_LENGTH, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
 
 sp = torch.ops.sp
 Given = list[Tensor]
-OPERANDS = "Tensor[] rows, Tensor[] whole, int tiles, str program, Tensor? seed"
+TILE_ARGUMENTS = "Tensor[] rows, Tensor[] whole, int tiles, str program, Tensor? seed"
 
 
 def tile_length(rows: int, tiles: int) -> int:
@@ -32,14 +32,14 @@ def tile_length(rows: int, tiles: int) -> int:
 def _tiles(program: TileProgram, rows: Given, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
     """(what runs it, its first row, how many rows) of each tile."""
     total, first = _rows(program, rows), 0
-    if ANY in program.bodies:  # tiles of one row would be other programs: sizes of 1 broadcast
+    if ANY_LENGTH in program.bodies:  # tiles of one row would be other programs: sizes of 1 broadcast
         few = min(tiles, max(1, total // 2))
         lengths = [total // few + (i < total % few) for i in range(few)]
     else:
         length = tile_length(total, tiles)
         lengths = [min(length, total - at) for at in range(0, total, length)]
     for length in lengths:
-        yield program.bodies.get(length) or program.bodies[ANY], first, length
+        yield program.bodies.get(length) or program.bodies[ANY_LENGTH], first, length
         first += length
 
 
@@ -104,7 +104,7 @@ def _fake(rows: Given, name: str, *kinds: str) -> Given:
 
 
 @opaque(
-    f"tiles_forward({OPERANDS}) -> Tensor[]",
+    f"tiles_forward({TILE_ARGUMENTS}) -> Tensor[]",
     lambda rows, whole, tiles, program, seed: _fake(rows, program, "results"),
     replays=False,  # what a tile draws begins at a seed of the call
 )
@@ -118,7 +118,7 @@ def tiles_forward(rows: Given, whole: Given, tiles: int, program: str, seed: Ten
 
 
 @opaque(
-    f"tiles_at_once({OPERANDS}) -> Tensor[]",
+    f"tiles_at_once({TILE_ARGUMENTS}) -> Tensor[]",
     lambda rows, whole, tiles, program, seed: _fake(rows, program, "results", "gradients"),
     replays=False,
 )
@@ -132,7 +132,7 @@ def tiles_at_once(rows: Given, whole: Given, tiles: int, program: str, seed: Ten
 
 
 @opaque(
-    f"tiles_backward(Tensor[] cotangents, {OPERANDS}) -> Tensor[]",
+    f"tiles_backward(Tensor[] cotangents, {TILE_ARGUMENTS}) -> Tensor[]",
     lambda cotangents, rows, whole, tiles, program, seed: _fake(rows, program, "gradients"),
     replays=False,
 )
@@ -205,7 +205,7 @@ def _in_place_of(operands: Sequence[Any], program: TileProgram, made: Given) -> 
     return [found.get(i) for i in range(len(operands))]
 
 
-@composite(f"tiled({OPERANDS}) -> Tensor[]")
+@composite(f"tiled({TILE_ARGUMENTS}) -> Tensor[]")
 def tiled(rows: Given, whole: Given, tiles: int, program: str, seed: Tensor | None) -> Given:
     """The program on all rows, tile by tile, differentiable once.
 

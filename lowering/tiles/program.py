@@ -123,8 +123,8 @@ class TileBody:
 class TileProgram:
     """What is done with the rows of one tile.
 
-    bodies: by the length of a tile, of which there are two at most, or one for ANY. rows: the dim of the rows in each
-    operand that has them. wanted: the operands, rows and then whole ones, that have a gradient; gradients: theirs.
+    bodies: by the length of a tile, of which there are two at most, or one for ANY_LENGTH. rows: the dim of the rows in
+    each operand that has them. wanted: the operands, rows and then whole ones, that have a gradient; gradients: theirs.
     at_once: are these made with the results, for a cotangent of 1 of the only differentiable one?
     """
 
@@ -146,7 +146,7 @@ class TileProgram:
                 part.compile(compiler, key)
 
 
-ANY = 0
+ANY_LENGTH = 0
 """The length of tiles whose number of rows is a symbol."""
 
 PROGRAMS: dict[str, TileProgram] = {}

@@ -30,7 +30,7 @@ from sp_compile.lowering.triton.device import on_device
 WIDEST = 16  # bytes that a thread moves at once
 LINE = 128  # bytes of a run that needs no neighbours
 TILE = 16384  # bytes
-LOOPS = 4
+MOST_LOOPS = 4
 
 
 class Stride(NamedTuple):
@@ -41,7 +41,7 @@ class Stride(NamedTuple):
     written: int
 
 
-NONE = Stride(1, 0, 0)
+NO_STRIDE = Stride(1, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def tiling(
     distances = [run, *(d for dim in others for d in (dim.read, dim.written))]
     unit = math.gcd(WIDEST, aligned, *(d * itemsize for d in distances))
     run, others = run * itemsize // unit, [Stride(size, *(d * itemsize // unit for d in far)) for size, *far in others]
-    rows = min(others, key=lambda dim: dim.written, default=NONE)
+    rows = min(others, key=lambda dim: dim.written, default=NO_STRIDE)
     others = [dim for dim in others if dim is not rows]
-    columns = NONE
+    columns = NO_STRIDE
     if run * unit < LINE:
-        columns = min((dim for dim in others if dim.read), key=lambda dim: dim.read, default=NONE)
-        columns = NONE if rows.read and rows.read < columns.read else columns
+        columns = min((dim for dim in others if dim.read), key=lambda dim: dim.read, default=NO_STRIDE)
+        columns = NO_STRIDE if rows.read and rows.read < columns.read else columns
     loops = tuple(dim for dim in others if dim is not columns)
-    if len(loops) > LOOPS:
+    if len(loops) > MOST_LOOPS:
         return None
     return Tiling(unit, run, rows, columns, loops, _tile(run, rows.size, columns.size, unit))
 
@@ -213,7 +213,7 @@ def from_peers(target: Tensor, peers: Tensor, offset: int, strides: Sequence[int
 
 
 def _launch(plan: Tiling, target: Tensor, source: int, peers: Tensor | None, first: int, per_peer: int) -> None:
-    loops = [*(NONE for _ in range(LOOPS - len(plan.loops))), *plan.loops]
+    loops = [*(NO_STRIDE for _ in range(MOST_LOOPS - len(plan.loops))), *plan.loops]
     count = 1 if peers is None else len(peers)
     rows, columns, run = plan.tile
     with on_device(target):

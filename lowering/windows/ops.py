@@ -24,7 +24,7 @@ from sp_compile.lowering.library import composite
 
 from .halo import around, around_ring, ring_shifts
 
-AS_SHARDS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
+SHARD_ARGUMENTS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
 
 
 def _reach(before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int) -> tuple[int, int, int]:
@@ -46,7 +46,7 @@ def window_shifts(
 
 
 class Where(NamedTuple):
-    """Where the operand and the result lie (``AS_SHARDS``), and how a window reads the one for the other."""
+    """Where the operand and the result lie (``SHARD_ARGUMENTS``), and how a window reads the one for the other."""
 
     frame: FrameArg | None = None
     result: FrameArg | None = None
@@ -77,7 +77,7 @@ def _padded(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor
     return torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [before, after], fill)
 
 
-@composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {AS_SHARDS}")
+@composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {SHARD_ARGUMENTS}")
 def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any) -> Tensor:
     """Row i of the result is row i - before of x, or ``fill`` where x has none.
 
@@ -90,7 +90,7 @@ def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any
 
 @composite(
     "conv1d(Tensor x, Tensor weight, Tensor? bias, int before, int after, int stride=1, int dilation=1, "
-    f"int groups=1, {AS_SHARDS}"
+    f"int groups=1, {SHARD_ARGUMENTS}"
 )
 def conv1d(
     x: Tensor,
@@ -117,7 +117,7 @@ def conv1d(
     return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
 
 
-@composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {AS_SHARDS}")
+@composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {SHARD_ARGUMENTS}")
 def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *where: Any) -> Tensor:
     """Means of ``width`` rows, zeros at the ends included.
 
@@ -129,7 +129,7 @@ def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *whe
 
 
 @composite(
-    f"max_pool1d(Tensor x, int before, int after, Scalar fill, int width, int stride, int dilation=1, {AS_SHARDS}"
+    f"max_pool1d(Tensor x, int before, int after, Scalar fill, int width, int stride, int dilation=1, {SHARD_ARGUMENTS}"
 )
 def max_pool1d(
     x: Tensor, before: int, after: int, fill: float, width: int, stride: int, dilation: int = 1, *where: Any
@@ -143,7 +143,7 @@ def max_pool1d(
     return lies.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
 
 
-@composite(f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {AS_SHARDS}")
+@composite(f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {SHARD_ARGUMENTS}")
 def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int, stride: int, *where: Any) -> Tensor:
     """Every window of ``width`` rows, as a last dim.
 

@@ -128,7 +128,7 @@ def _recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -
     return None
 
 
-UNKNOWN = "its combine function is no sum, product, maximum, minimum, log-sum-exp or linear recurrence"
+UNKNOWN_FUNCTION = "its combine function is no sum, product, maximum, minimum, log-sum-exp or linear recurrence"
 
 
 @dataclass
@@ -158,7 +158,7 @@ class AssociativeScans(Spelling):
                 self._rewrite(node, found)
                 changes += 1
             else:
-                mark(node, no_rule=UNKNOWN)
+                mark(node, no_rule=UNKNOWN_FUNCTION)
         return changes
 
     def _fits(self, node: Node, one: CombineFunction) -> bool:

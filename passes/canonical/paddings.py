@@ -182,7 +182,7 @@ def _reading(user: Node, node: Node, padded: Pad) -> WindowCall | None:
     if slides is None or slides.op in (sp.roll.default, sp.shift.default) or reads > 1:
         return None
     fill: Any = 0
-    if slides.op in READS_FILL:
+    if slides.op in FILL_READERS:
         if not _pads(slides.sliding, call.shape()[padded.dim]):
             slides = replace(slides, tail=(padded.fill, *slides.tail[1:]))
         fill = slides.tail[0]
@@ -190,7 +190,7 @@ def _reading(user: Node, node: Node, padded: Pad) -> WindowCall | None:
     return replace(slides, sliding=replace(slides.sliding, before=before)) if fill == padded.fill else None
 
 
-READS_FILL = (sp.max_pool1d.default, sp.unfold.default)
+FILL_READERS = (sp.max_pool1d.default, sp.unfold.default)
 
 
 def _pads(sliding: SlidingRows, rows: Size) -> bool:

@@ -21,7 +21,7 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import origin, steps_to, uncast
 
 aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
-STEPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detach.default)
+PASSED_OPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detach.default)
 
 
 @register
@@ -60,7 +60,7 @@ def _reductions(body: GraphModule, results: Any) -> list[str] | None:
         return None
     value = tensors[0]
     chain: list[Node] = []
-    while (source := uncast(value) or origin(value)) is not value or value.target in STEPS:
+    while (source := uncast(value) or origin(value)) is not value or value.target in PASSED_OPS:
         chain[:0] = steps_to(value, source) or [value]
         value = source if source is not value else value.args[0]
     inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]

@@ -41,9 +41,9 @@ from .paddings import padding, rows_along, uncut
 from .scan_ops import CUMULATIVE, flips_along, has_scan, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
-ADDS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
-PARTS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
-SHIFTS = ((1, -1), (-1, 1))
+SIGNS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
+SCAN_OPS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
+BY_ONE_ROW = ((1, -1), (-1, 1))
 
 
 def shifted(node: Node) -> Pad | None:
@@ -55,7 +55,7 @@ def shifted(node: Node) -> Pad | None:
             return None
         behind = rows_along(piece.source, pad.dim) - piece.start - piece.length
         pad = replace(pad, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
-    while pad is not None and (pad.before, pad.after) not in SHIFTS:
+    while pad is not None and (pad.before, pad.after) not in BY_ONE_ROW:
         pad = uncut(pad) if dies_with(pad.source, node) else None
     return pad
 
@@ -98,7 +98,7 @@ class ScanIdioms(Spelling):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         changes = 0
-        if not any(node.target in PARTS for node in self.graph.nodes):
+        if not any(node.target in SCAN_OPS for node in self.graph.nodes):
             return changes
         for node in list(self.graph.nodes):
             if node.op != "call_function" or not is_tensor(node):
@@ -207,7 +207,7 @@ def _flipped(node: Node) -> ScanForm | None:
 
 def _combined(node: Node) -> ScanForm | None:
     """A sum of a scan, what it scans and its total, with signs."""
-    if node.target not in ADDS:
+    if node.target not in SIGNS:
         return None
     terms = _terms(node)
     scans = [s for s in map(scan_form, terms) if s is not None and s.op == "sum"]
@@ -241,14 +241,14 @@ def _terms(root: Node) -> Counter[Node]:
     terms: Counter[Node] = Counter()
 
     def adds(node: Node) -> bool:
-        if node.target not in ADDS or node.kwargs.get("alpha", 1) != 1:
+        if node.target not in SIGNS or node.kwargs.get("alpha", 1) != 1:
             return False
         return all(map(is_tensor, node.args)) and (node is root or dies_with(node, root))
 
     def visit(node: Node, sign: int) -> None:
         if adds(node):
             visit(origin(node.args[0]), sign)
-            visit(origin(node.args[1]), sign * ADDS[node.target])
+            visit(origin(node.args[1]), sign * SIGNS[node.target])
         else:
             terms[node] += sign
 

@@ -15,8 +15,8 @@ from sp_compile.lowering.scan.monoids import result_dtype, scannable
 aten, sp = torch.ops.aten, torch.ops.sp
 CUMULATIVE = {aten.cumsum.default: "sum", aten.cumprod.default: "prod", aten.logcumsumexp.default: "logsumexp"}
 EXTREMES = {aten.cummax.default: "max", aten.cummin.default: "min"}
-TORCH = {**CUMULATIVE, **EXTREMES}
-OURS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
+TORCH_SCANS = {**CUMULATIVE, **EXTREMES}
+SP_SCANS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
 
 
 def to_sp_scan(editor: Editor, node: Node) -> Node:
@@ -24,10 +24,10 @@ def to_sp_scan(editor: Editor, node: Node) -> Node:
 
     A running maximum whose indices nobody reads is an sp::scan.
     """
-    if node.target in OURS:
+    if node.target in SP_SCANS:
         return node
     call, value = Call(node), node.meta["val"]
-    x, op = call.operands[0], TORCH[node.target]
+    x, op = call.operands[0], TORCH_SCANS[node.target]
     with editor.graph.inserting_before(node):
         if node.target in CUMULATIVE:
             fresh = scan(editor, x, call.dim(), op, value, node)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, overloads
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
@@ -26,17 +26,10 @@ from sp_compile.sharding.matchers import Piece, order_of, origin, piece_of, slic
 from sp_compile.sharding.windows import plain
 
 aten = torch.ops.aten
-COMBINED = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.default: "logsumexp"}
+COMBINATIONS = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.default: "logsumexp"}
 SCANS = {"prod": aten.cumprod.default, "sum": aten.cumsum.default, "logsumexp": aten.logcumsumexp.default}
-HANDED_ON = (
-    aten.slice.Tensor,
-    aten.cat.default,
-    aten.stack.default,
-    aten.flatten.using_ints,
-    aten.pad.default,
-    aten.constant_pad_nd.default,
-)
-ZERO, UNKNOWN = 0, 1
+MOVEMENTS = overloads("slice.Tensor cat stack flatten.using_ints pad constant_pad_nd")
+ZERO_TERM, UNKNOWN_TERM = 0, 1
 Term = tuple[Any, ...]
 """(op, leaf, i, j): its rows i to j by the op, None of one row alone; ("carried", a, b, i, j, k): what a linear
 recurrence of a and b carries from its rows i to j over to row k."""
@@ -93,14 +86,14 @@ class ScanRounds(Spelling):
         inputs = node.all_input_nodes
         if node.op != "call_function" or not inputs or any(i not in self.values for i in inputs):
             return None
-        if node.target in HANDED_ON:
+        if node.target in MOVEMENTS:
             return self._handed_on(node)
-        if node.target not in COMBINED or len(node.args) != 2 or len(inputs) != 2 or node.kwargs:
+        if node.target not in COMBINATIONS or len(node.args) != 2 or len(inputs) != 2 or node.kwargs:
             return None
         left, right = (self.values[x] for x in node.args)
         if left.shape != right.shape:
             return None
-        op = COMBINED[node.target]
+        op = COMBINATIONS[node.target]
         pairs = zip(left.flatten().tolist(), right.flatten().tolist())
         return _numbers([self._combined(op, a, b) for a, b in pairs], left.shape)
 
@@ -120,12 +113,12 @@ class ScanRounds(Spelling):
         return found if fits else None
 
     def _combined(self, op: str, a: int, b: int) -> int:
-        if ZERO in (a, b) and op != "logsumexp":
-            return ZERO if op == "prod" else max(a, b)
-        if min(a, b) <= UNKNOWN:
-            return UNKNOWN
+        if ZERO_TERM in (a, b) and op != "logsumexp":
+            return ZERO_TERM if op == "prod" else max(a, b)
+        if min(a, b) <= UNKNOWN_TERM:
+            return UNKNOWN_TERM
         term = _combine(op, self.terms[a], self.terms[b]) or _combine(op, self.terms[b], self.terms[a])
-        return UNKNOWN if term is None else self._numbered(term)
+        return UNKNOWN_TERM if term is None else self._numbered(term)
 
     def _scan(self, node: Node) -> tuple[Any, Node] | None:
         """(op, leaf) if row t of the value combines the leaf's rows 0 to t."""
@@ -165,7 +158,7 @@ def _numbers(values: list[int], shape: Sequence[int]) -> Tensor:
 
 def _leaves(node: Node) -> dict[Node, int]:
     """What may be scanned, and along which dim: the sources of two slices that start elsewhere and are combined."""
-    if node.op != "call_function" or node.target not in COMBINED or len(node.args) != 2:
+    if node.op != "call_function" or node.target not in COMBINATIONS or len(node.args) != 2:
         return {}
     one, other = (piece_of(origin(x)) if is_tensor(x) else None for x in node.args)
     if one is None or other is None or not (one.keeps and other.keeps):

@@ -35,9 +35,9 @@ from sp_compile.sharding.rule import lookup
 aten, sp = torch.ops.aten, torch.ops.sp
 SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
-LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
-EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)  # of the numbers of groups
-GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+FACTORIES_LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
+EXACT_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # of the numbers of groups
+GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 """Products of rows (R, I), matrices (E, I, O) and where the rows of each end (E,)."""
 
 
@@ -186,7 +186,7 @@ class _Uses:
 
     def _put(self, node: Node) -> bool:
         """The inverse, or rows put back: either is written everywhere, whatever was there."""
-        if node.target in LIKE and node.args[0] is self.order:
+        if node.target in FACTORIES_LIKE and node.args[0] is self.order:
             self.shapes.add(node)
             return True
         if node.target in SORTS[2:] and node.args[0] is self.order and not Call(node)["descending"]:
@@ -234,7 +234,7 @@ class _Uses:
     def _product(self, node: Node) -> bool:
         name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
         ascending = not self.descending and not self.ids.meta["val"].is_floating_point()
-        if name not in GROUPED or len(node.args) != 3 or node.kwargs or not ascending:
+        if name not in GROUPED_PRODUCTS or len(node.args) != 3 or node.kwargs or not ascending:
             return False
         x, w, ends = node.args
         if x not in self.rows or self.knows(w) or not self._ends(ends, _length(w)):
@@ -289,7 +289,7 @@ def _before_casts(node: Node) -> Node:
     """The numbers before they were cast to what holds them, too, on the same device."""
     node = origin(node)
     source, value = source_of(node) if is_cast(node) else None, node.meta["val"]
-    if source is None or value.dtype not in EXACT or source.meta["val"].device != value.device:
+    if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:
         return node
     return _before_casts(source)
 

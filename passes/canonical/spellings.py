@@ -36,7 +36,7 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import uncast
 
 aten = torch.ops.aten
-REMOVED = object()
+NO_CALL = object()
 CallForm = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 
@@ -50,7 +50,7 @@ class Explicit(Spelling):
         changes = _by_one_name(gm)
         for node in list(gm.graph.nodes):
             spelling = _SPELLINGS[node.target](node) if node.target in _SPELLINGS else None
-            if spelling is REMOVED:
+            if spelling is NO_CALL:
                 gm.graph.erase_node(node)
             elif spelling is not None:
                 before = node.all_input_nodes
@@ -175,7 +175,7 @@ def _aliases() -> Iterator[tuple[Any, Any]]:
 _ONE_NAME = dict(_aliases())
 
 _SPELLINGS = {
-    aten._assert_tensor_metadata.default: lambda node: REMOVED,
+    aten._assert_tensor_metadata.default: lambda node: NO_CALL,
     aten.cat.default: _cat,
     aten.dstack.default: _join(2),
     aten.fliplr.default: _flip(1),

@@ -23,8 +23,8 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import size
 from sp_compile.sharding.placement import REPLICATE, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
-from sp_compile.sharding.rules.pointwise import SMOOTH
-from sp_compile.sharding.windows import ON_SHARDS
+from sp_compile.sharding.rules.pointwise import SMOOTH_OPS
+from sp_compile.sharding.windows import SHARD_WINDOWS
 
 # As DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward.
 BUCKET_BYTES = 25 << 20
@@ -135,9 +135,9 @@ def stays_smooth(node: Node, plan: Plan) -> bool:
 def _readers(node: Node, plan: Plan) -> list[Node]:
     """Who computes with the value, but who takes constants for what is outside: cotangents there are exact zeros."""
     found = [u for u in node.users if u in plan.wants and transfer_of(u.target) is None]
-    return [u for u in found if u.target not in ON_SHARDS or Call(u)["frame"] is None]
+    return [u for u in found if u.target not in SHARD_WINDOWS or Call(u)["frame"] is None]
 
 
 def _is_smooth(node: Node) -> bool:
     _, rule = lookup(node) or (None, None)
-    return (rule is not None and rule.lazy) or node.target in SMOOTH
+    return (rule is not None and rule.lazy) or node.target in SMOOTH_OPS

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile._compat import keep_calling_convention
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call, is_tensor, results_read
-from sp_compile.graph.edit import INHERITED, Editor, drop_dead
+from sp_compile.graph.edit import INHERITED_META, Editor, drop_dead
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, size
@@ -33,7 +33,7 @@ from .gradients import before_first_use, buckets, differentiable_nodes, enters_s
 from .prove import local_shape
 
 sp, aten = torch.ops.sp, torch.ops.aten
-KEPT_META = (*INHERITED, "original_aten", "seq_nr")
+KEPT_META = (*INHERITED_META, "original_aten", "seq_nr")
 
 
 class Localize(Pass):

@@ -18,7 +18,7 @@ from sp_compile.graph.call import Call
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.scan.table import Problem, is_of_torch
 from sp_compile.passes.base import Pass
-from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH, has_scan, to_sp_scan
+from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH_SCANS, has_scan, to_sp_scan
 from sp_compile.passes.job import Job
 
 LARGE_CARRY = 1 << 14  # elements; below them the call is what takes time
@@ -33,11 +33,11 @@ class SlowScans(Pass):
     def apply(self, gm: GraphModule, job: Job) -> int:
         """Replace the slow ones."""
         waiting = {d.node for d in job.plan(gm).demands}
-        nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH]
+        nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH_SCANS]
         slow = [n for n in nodes if n not in waiting and is_slow(n)]
         for node in slow:
             fresh = to_sp_scan(self, node)
-            why = f"{TORCH[node.target]} along dim {Call(fresh).dim()}, which torch is slow at"
+            why = f"{TORCH_SCANS[node.target]} along dim {Call(fresh).dim()}, which torch is slow at"
             self.note(fresh, why, done="scan")
         return len(slow)
 
@@ -45,7 +45,7 @@ class SlowScans(Pass):
 def is_slow(node: Node) -> bool:
     """Would the lowering table run the scan by anything but torch?"""
     call, result = Call(node), Call(node).results()[0]
-    op, dim, extents = TORCH[node.target], call.dim(), [size_hint(s) for s in result.shape]
+    op, dim, extents = TORCH_SCANS[node.target], call.dim(), [size_hint(s) for s in result.shape]
     if math.prod(extents) < LARGE_CARRY or not extents or not has_scan(call):
         return False
     wide = accumulate_dtype(op, result.dtype, result.device)

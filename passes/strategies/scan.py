@@ -36,7 +36,7 @@ from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH, has_scan, reads_indices, scan, to_sp_scan
+from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH_SCANS, has_scan, reads_indices, scan, to_sp_scan
 from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import DEALT, Demand, Plan, Shard
@@ -85,8 +85,8 @@ def is_flat(shard: Shard) -> bool:
 
 def _cannot(node: Node) -> str | None:
     call = Call(node)
-    op, value = TORCH.get(node.target) or call.get("op", ""), call.results()[0]
-    known = node.target in (sp.scan.default, *TORCH) and has_scan(call)
+    op, value = TORCH_SCANS.get(node.target) or call.get("op", ""), call.results()[0]
+    known = node.target in (sp.scan.default, *TORCH_SCANS) and has_scan(call)
     if not known or call.get("segments") is not None or (node.target in EXTREMES and reads_indices(node)):
         return "its dim holds more than the sequence, and its parts cannot be put together from two scans"
     if op not in COMBINE or (op in ("max", "min") and value.is_floating_point()):

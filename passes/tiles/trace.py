@@ -26,7 +26,7 @@ from sp_compile.graph.modes import autocast_at
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.lowering.tiles.ops import tile_length
-from sp_compile.lowering.tiles.program import ANY, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
+from sp_compile.lowering.tiles.program import ANY_LENGTH, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
 from sp_compile.sharding.matchers import is_cast, order_of, source_of
 from sp_compile.sharding.placement import Shard
 from sp_compile.sharding.rule import lookup
@@ -118,7 +118,7 @@ def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
         mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
     else:
         mode, length = symbolic_mode(max(2, length))
-        lengths = {ANY: length}
+        lengths = {ANY_LENGTH: length}
     operands = (*region.rows, *region.whole)
     wanted = tuple(i for i, x in enumerate(operands) if _wants_gradient(x))
     with _tracing(view.source[first], mode):

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from sp_compile._compat import is_functorch_tensor, set_grad_enabled, storage_of
 from sp_compile.graph.call import nodes_in, overloads, tensors_of
-from sp_compile.graph.mutation import SILENT
+from sp_compile.graph.mutation import SILENT_WRITERS
 from sp_compile.graph.record import record
 
 aten = torch.ops.aten
@@ -93,7 +93,7 @@ class Aliases:
 
     def any_differentiable(self, node: Node) -> bool:
         """Does a gradient reach an argument of `node`, or the memory that one lies in, and so what it writes?"""
-        read = [] if node.target in SILENT else nodes_in(self.calls[node])
+        read = [] if node.target in SILENT_WRITERS else nodes_in(self.calls[node])
         return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in read)
 
     def receive_gradient(self, target: Node) -> None:

@@ -22,23 +22,23 @@ from sp_compile._compat import on_recompile_limit
 
 log = logging.getLogger(__name__)
 
-EAGER = (
+RUNS_EAGERLY = (
     "%s runs eagerly, whole on every rank, though it was compiled with backend='sp': torch.compile left its code "
     "(%s:%d) to Python: %s. %s"
 )
-CURE = "Call it in the forward of a module of yours and compile that one, or take torch.compile(module)"
-DISABLED = "it is under torch.compiler.disable"
-OF_DISABLED = "Take that away, or do not compile it"
-OF_LIMIT = (
+CURE_OF_TORCHS_OWN = "Call it in the forward of a module of yours and compile that one, or take torch.compile(module)"
+DISABLED_REASON = "it is under torch.compiler.disable"
+CURE_OF_DISABLED = "Take that away, or do not compile it"
+CURE_OF_LIMIT = (
     "TORCH_LOGS=recompiles says what differs from call to call: pass equal shapes and types, compile with "
     "dynamic=True, or raise torch._dynamo.config.recompile_limit"
 )
-OF_BREAK = (
+CURE_OF_BREAK = (
     "TORCH_LOGS=graph_breaks says where: take what it names out of loops, try and with, or out of the block; "
     "fullgraph=True makes it an error"
 )
 
-RUNS = "it runs {} otherwise than compiled with backend='sp' ({})"
+RUNS_OTHERWISE = "it runs {} otherwise than compiled with backend='sp' ({})"
 
 _told: set[tuple[str, CodeType]] = set()
 
@@ -60,20 +60,20 @@ def told_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: st
     if isinstance(what, torch.nn.Module):
         own = getattr(inspect.unwrap(what.forward), "__code__", code)
     in_full = _limits.pop() if _limits and "recompile limit" in reason else reason
-    told_of_other_call(say, what, in_full if own is code else DISABLED, goes_on=not compiled)
+    told_of_other_call(say, what, in_full if own is code else DISABLED_REASON, goes_on=not compiled)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank > 0 or (name, own) in _told:
         return
     _told.add((name, own))
     if own is not code:
-        reason, advice = DISABLED, OF_DISABLED
+        reason, advice = DISABLED_REASON, CURE_OF_DISABLED
     elif "skipfiles" in reason:
-        reason, advice = "it is torch's own", CURE
+        reason, advice = "it is torch's own", CURE_OF_TORCHS_OWN
     elif "recompile limit" in reason:
-        advice = OF_LIMIT
+        advice = CURE_OF_LIMIT
     else:
-        advice = OF_BREAK
-    log.warning(EAGER, name, own.co_filename, own.co_firstlineno, reason, advice)
+        advice = CURE_OF_BREAK
+    log.warning(RUNS_EAGERLY, name, own.co_filename, own.co_firstlineno, reason, advice)
 
 
 def told_of_other_call(say: Callable[..., Any], what: Any, reason: str, goes_on: bool = True) -> None:
@@ -82,7 +82,7 @@ def told_of_other_call(say: Callable[..., Any], what: Any, reason: str, goes_on:
     If it then trains the model, before it comes to them again, it does so in place of that: they need not wait for it.
     say: as `spmd.wire.stop` is, which gives back what it has said. what: a module, or the name of a function.
     """
-    words = RUNS.format(named(what), reason)
+    words = RUNS_OTHERWISE.format(named(what), reason)
     said = say(words, goes_on=goes_on)
     if said is not None and goes_on and isinstance(what, torch.nn.Module) and torch.is_grad_enabled():
         _watch_steps()

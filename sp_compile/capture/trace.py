@@ -34,7 +34,7 @@ from sp_compile._compat import (
     versions,
 )
 from sp_compile.errors import SpError, at
-from sp_compile.graph.edit import INHERITED
+from sp_compile.graph.edit import INHERITED_META
 
 from .regions import inline_regions
 
@@ -179,7 +179,7 @@ class _Lower(Interpreter):
             detached = [v.detach() if isinstance(v := values[i], torch.Tensor) else v for i in free]
             plain = make_fx(region, tracing_mode="real")(*detached)
         plain.graph.eliminate_dead_code()
-        keep = {k: first.meta[k] for k in INHERITED if k in first.meta}
+        keep = {k: first.meta[k] for k in INHERITED_META if k in first.meta}
         for n in plain.graph.nodes:
             n.meta = dict(keep)
         results = Interpreter(plain).run(*[values[i] for i in free])

@@ -21,7 +21,7 @@ from sp_compile.graph.sizes import Size, product, size, sizes
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import HEADS
 from sp_compile.sharding.attention import strategy_of
-from sp_compile.sharding.windows import ON_SHARDS, shifts_of
+from sp_compile.sharding.windows import SHARD_WINDOWS, shifts_of
 
 from .line import bytes_of
 from .scan import SCAN_OPS, bytes_to_send, message_bytes, rounds_of
@@ -137,5 +137,5 @@ def declare_routes(local: GraphModule, ranks: Ranks) -> None:
             call = Call(node)
             stepped = call["frame"] is not None and call["exchange"] == "steps"
             routes.declare_shifts(ranks.group, [1 << k for k in range(rounds_of(ranks.n))] if stepped else [])
-        elif node.target in ON_SHARDS:
+        elif node.target in SHARD_WINDOWS:
             routes.declare_shifts(ranks.group, [further for further, _ in shifts_of(Call(node), ranks.n)])

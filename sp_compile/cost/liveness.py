@@ -43,7 +43,7 @@ Key = int
 TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
 ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.default})
 """They make nothing, and what they are given stays until then."""
-IN_PLACE = frozenset({torch.ops._c10d_functional.all_reduce.default})
+IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default})
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
 """Inductor lets these write into what they are given."""
 CAT = torch.ops.aten.cat.default
@@ -67,9 +67,9 @@ ELEMENTWISE = frozenset(
         "triu tril new_zeros new_full new_ones new_empty copy masked_fill.Scalar index_select expand view permute"
     )
 )
-TWICE = frozenset({torch.ops.sp.attend.default, torch.ops.sp.attend_backward.default})
+RESULTS_TWICE = frozenset({torch.ops.sp.attend.default, torch.ops.sp.attend_backward.default})
 """Opaque ops that have their results twice: as a kernel lays them out, and contiguous."""
-TILED = {
+TILE_LOOPS = {
     torch.ops.sp.tiles_forward.default: (0, "forward", ("results",)),
     torch.ops.sp.tiles_at_once.default: (0, "gradients", ("results", "gradients")),
     torch.ops.sp.tiles_backward.default: (1, "gradients", ("gradients",)),
@@ -90,7 +90,7 @@ ATTENTIONS = frozenset(
         "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward"
     )
 ).union(FLASH_OF_CPU)
-SPLITS, KEYS_OF_SPLIT = ((768, 256), (192, 64), (0, 32)), 512
+QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
 """(queries from which on, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
 PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())
 
@@ -174,10 +174,10 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
         idle = sum(held.nbytes for held in live if held.origin == "reuse")
         product = is_product(node)
         found.moments.append(Moment(node.name, at(node), total, results, idle, product))
-        found.flops += flops_of(node) if node.target in MATRIX_PRODUCTS or node.target in TILED else 0
+        found.flops += flops_of(node) if node.target in MATRIX_PRODUCTS or node.target in TILE_LOOPS else 0
         if not product:
             found.traffic += places.traffic(node)
-        if node.target in TILED:
+        if node.target in TILE_LOOPS:
             one = _TileLoop.of(node)
             found.traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
     found.end = sum(held.nbytes for held in places.left.values())
@@ -205,7 +205,7 @@ class _TileLoop:
 
     @staticmethod
     def of(node: Node) -> _TileLoop:
-        first, part, kinds = TILED[node.target]
+        first, part, kinds = TILE_LOOPS[node.target]
         rows, _, tiles, name, _ = node.args[first:]
         program: TileProgram = PROGRAMS[name]
         sums = [value for kind in kinds for value in getattr(program, kind) if value.dim is None]
@@ -251,15 +251,15 @@ def _tile(part: TilePart, fused: bool) -> Walk:
 
 def _inside(node: Node, fused: bool) -> int:
     """Bytes that an op has while it runs, besides what it is given and gives."""
-    if node.target in TILED:
+    if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
-    own = sum(map(nbytes_of, tensors_of(node))) if node.target in TWICE else 0
+    own = sum(map(nbytes_of, tensors_of(node))) if node.target in RESULTS_TWICE else 0
     operands = [x for one in node.all_input_nodes for x in tensors_of(one)]
     if node.target not in FLASH_OF_CPU or operands[0].device.type != "cpu":
         return own
     first = FLASH_OF_CPU[node.target] - 1  # a backward is given the gradient in front
     rows, keys = (size_hint(x.shape[-2]) for x in operands[first : first + 2])
-    block = next(size for least, size in SPLITS if rows >= least) * min(keys, KEYS_OF_SPLIT)
+    block = next(size for least, size in QUERY_BLOCKS if rows >= least) * min(keys, KEY_BLOCK)
     return own + FLASH_OF_CPU[node.target] * torch.get_num_threads() * block * max(4, operands[0].element_size())
 
 
@@ -464,7 +464,7 @@ class _Places:
     def _join(self, node: Node) -> None:
         """What is waited for, or written in place, lies where it lay."""
         before: list[Node] = []
-        if node.target is WAIT or (self.fused and node.target in IN_PLACE and len(node.args[0].users) == 1):
+        if node.target is WAIT or (self.fused and node.target in IN_PLACE_COLLECTIVES and len(node.args[0].users) == 1):
             before = [node.args[0]]
         elif self.fused and node.target in MUTATIONS:
             before = node.kwargs.get("_all_bases", [])

@@ -35,7 +35,7 @@ from sp_compile.lowering.masks.spans import whole
 from .line import Line, bytes_of, fitted
 from .machine import Machine
 
-VERSION = 2  # of what is kept on disk
+FILE_VERSION = 2  # of what is kept on disk
 CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
 GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
 MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
@@ -279,7 +279,7 @@ def _path(group: Any, device: torch.device) -> Path:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     members = dist.get_process_group_ranks(group)
     key = (
-        VERSION,
+        FILE_VERSION,
         platform.node(),
         f"{device.type} {gpu}",
         [rank - members[0] for rank in members],

@@ -31,10 +31,10 @@ from .offload import OnHost
 
 PHASES = ("forward", "loss", "backward")
 ADAMW = 2.0
-OF_OTHERS = "results, their gradients, and what other graphs keep"
-LINES = 6
+OTHER_VALUES_HELD = "results, their gradients, and what other graphs keep"
+ALIVE_LINES = 6
 """Of a report, for what is alive at a peak."""
-WIDTH = 56
+COLUMN = 56
 """Characters of a column of a table."""
 
 
@@ -228,7 +228,7 @@ class StepMemory:
         found = run.alive(point.index)
         if of_backward:
             found = [replace(held, origin="gradient") if held.origin == "result" else held for held in found]
-        return [*found, Alive("results", OF_OTHERS, others, "result")] if others > 0 else found
+        return [*found, Alive("results", OTHER_VALUES_HELD, others, "result")] if others > 0 else found
 
     @property
     def values(self) -> int:
@@ -269,7 +269,7 @@ class StepMemory:
         lines.append(f"peak of a rank {written(self.peak)}; with FSDP over {n} ranks {written(self.fsdp(n))}")
         return "\n".join(lines)
 
-    def summary(self, point: Point, most: int = LINES) -> list[tuple[str, str, int, str]]:
+    def summary(self, point: Point, most: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
         """(what it is, user's line, bytes, how many values) of what is alive, by line, the largest first."""
         total: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
@@ -289,7 +289,7 @@ def _last_product(moments: Sequence[Moment]) -> int | None:
 
 def short(where: str) -> str:
     """As much as a column of a table has."""
-    return where if len(where) <= WIDTH else where[: WIDTH - 3] + "..."
+    return where if len(where) <= COLUMN else where[: COLUMN - 3] + "..."
 
 
 def written(nbytes: float) -> str:

@@ -41,7 +41,7 @@ from sp_compile.lowering.attention.masked import autocast
 from sp_compile.lowering.attention.ring import hops_of_window
 from sp_compile.lowering.frames import FrameArg
 from sp_compile.lowering.library import tag_programs
-from sp_compile.sharding.attention import FILL
+from sp_compile.sharding.attention import LEAST_FILL
 
 from .call import LAYOUTS, RankCall, frame, needs_gradient, unknown, wrong_choice
 
@@ -77,7 +77,7 @@ class Options:
         return vectors, vectors, [], sizes, " & ".join(parts)
 
 
-NAMES = tuple(f.name for f in fields(Options))
+OPTION_NAMES = tuple(f.name for f in fields(Options))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class AttentionCall(RankCall):
 
     def problems(self) -> Iterator[str]:
         for name in self.others:
-            yield unknown("option", name, NAMES)
+            yield unknown("option", name, OPTION_NAMES)
         yield from self._wrong_operands()
         yield from self._wrong_layout()
         yield from self._wrong_heads()
@@ -226,7 +226,7 @@ class AttentionCall(RankCall):
 
     def description(self) -> str:
         grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask, self.options.sinks)]
-        given = {name: getattr(self.options, name) for name in NAMES if name != "seed"}
+        given = {name: getattr(self.options, name) for name in OPTION_NAMES if name != "seed"}
         options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in given.items()]
         how = f"{self.way.name} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
         wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
@@ -237,7 +237,7 @@ def _holds_fills(mask: Tensor) -> bool:
     """Numbers such as finfo.min: a float32 has lost the logarithm of how many there are."""
     if torch.compiler.is_compiling():
         return False
-    return bool(((mask <= -FILL) & mask.isfinite()).any())
+    return bool(((mask <= -LEAST_FILL) & mask.isfinite()).any())
 
 
 def _hybrid(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
@@ -303,8 +303,8 @@ def _attend(
     width: int | None,
     kv_grads: str = "travel",
 ) -> Tensor:
-    others = [name for name in options if name not in NAMES]
-    given = Options(**{name: value for name, value in options.items() if name in NAMES})
+    others = [name for name in options if name not in OPTION_NAMES]
+    given = Options(**{name: value for name, value in options.items() if name in OPTION_NAMES})
     if given.attn_mask is not None and given.attn_mask.ndim < 4:
         given = replace(given, attn_mask=given.attn_mask[(None,) * (4 - given.attn_mask.ndim)])
     q, k, v = autocast(q, k, v)

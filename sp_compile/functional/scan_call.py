@@ -14,7 +14,7 @@ from sp_compile.cost.scan import INDEX_BYTES
 from sp_compile.errors import SpError
 from sp_compile.lowering.scan import ops
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype, scannable
-from sp_compile.lowering.scan.table import SMALL
+from sp_compile.lowering.scan.table import SMALL_SCAN
 
 from .call import (
     RankCall,
@@ -31,7 +31,7 @@ from .call import (
 from .scan_shards import Shards, may_overflow, never_overflows, ungrouped, wrapped
 
 sp = torch.ops.sp
-UNGROUPED = (
+UNGROUPED_IDS = (
     "segment_ids are not grouped: an id comes again after another one. Sort x by them or, if every run of equal ids is "
     "a segment of its own, pass runs=True"
 )
@@ -120,7 +120,7 @@ class ScanCall(ShardCall):
             return
         if shards.ungrouped(ids, self._dim_of(ids)):
             # All ranks see the same ids, so all of them raise.
-            raise SpError(f"{self.name}: {UNGROUPED}")
+            raise SpError(f"{self.name}: {UNGROUPED_IDS}")
 
     def description(self) -> str:
         x, ids = self.x, self.segments
@@ -146,7 +146,7 @@ class ScanCall(ShardCall):
             return False
         if self.segments is not None or self.shards is not None or accumulate is not None:
             return False
-        if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() > SMALL:
+        if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() > SMALL_SCAN:
             return False
         if x.ndim == 0 or self.dim not in (-1, x.ndim - 1) or not x.is_contiguous():
             return False
@@ -227,7 +227,7 @@ class ScanCall(ShardCall):
         yield from self._wrong_shape_of(ids)
         here = self.check and not self.runs and ids.ndim > 0 and self.compared is None
         if here and observable(ids) and ungrouped(ids, self._dim_of(ids)):
-            yield UNGROUPED
+            yield UNGROUPED_IDS
 
     def _wrong_shape_of(self, ids: Tensor) -> Iterator[str]:
         x, shape = self.x, [1] * (self.x.ndim - ids.ndim) + list(ids.shape)

@@ -15,7 +15,7 @@ from .mutation import is_pure
 from .sizes import Size, Sizes, all_same, sizes
 
 aten = torch.ops.aten
-INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "custom")
+INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "custom")
 
 
 class Editor:
@@ -32,7 +32,7 @@ class Editor:
     def emit(self, target: Any, args: tuple[Any, ...], value: Any, like: Node, kwargs: Any = None) -> Node:
         """Append a node at the graph's insertion point; `value`: its result in the global view."""
         node = self.graph.call_function(target, args, kwargs or {})
-        node.meta.update({k: v for k, v in like.meta.items() if k in INHERITED})
+        node.meta.update({k: v for k, v in like.meta.items() if k in INHERITED_META})
         node.meta["val"] = value
         return node
 

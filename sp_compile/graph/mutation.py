@@ -23,7 +23,7 @@ NewValue = Callable[[Any, Any, Callable[..., Node]], Node]
 
 _NORMS = [aten.batch_norm, aten.native_batch_norm, aten._batch_norm_impl_index, aten.cudnn_batch_norm]
 _UPDATES = [aten.batch_norm_update_stats, aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts]
-SILENT: dict[OpOverload, str] = {
+SILENT_WRITERS: dict[OpOverload, str] = {
     **{op.default: "training" for op in (*_NORMS, aten.miopen_batch_norm)},
     **{op.default: "input" for op in _UPDATES},
     aten.instance_norm.default: "use_input_stats",
@@ -46,15 +46,15 @@ class Mutation:
 def is_mutation(node: Node) -> bool:
     """Does the node's op change an argument?"""
     op = node.target
-    silently = op in SILENT and bool(_targets(op, node.args, node.kwargs))
+    silently = op in SILENT_WRITERS and bool(_targets(op, node.args, node.kwargs))
     return silently or (isinstance(op, OpOverload) and schema_of(op).is_mutable)
 
 
 def _targets(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
-    """What a call changes: what the op's schema says, and what `SILENT` does."""
+    """What a call changes: what the op's schema says, and what `SILENT_WRITERS` does."""
     arguments = schema_of(op).arguments
     given = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
-    unsaid = ("running_mean", "running_var") if op in SILENT and given[SILENT[op]] else ()
+    unsaid = ("running_mean", "running_var") if op in SILENT_WRITERS and given[SILENT_WRITERS[op]] else ()
     names = [a.name for a in arguments if a.is_write or a.name in unsaid]
     return nodes_in([given.get(name) for name in names])
 
@@ -121,7 +121,7 @@ def functional_form(target: OpOverload) -> OpOverload | None:
     if target.namespace != "aten":
         return None
     base = _base_name(schema_of(target).name.split("::")[1])
-    packet = getattr(aten, _RENAMED.get(base, base), None) if base else None
+    packet = getattr(aten, _OTHER_NAMES.get(base, base), None) if base else None
     for overload in packet.overloads() if packet else ():
         found = getattr(packet, overload)
         if not schema_of(found).is_mutable and _signature(found) == _signature(target):
@@ -134,7 +134,7 @@ def _signature(op: OpOverload) -> list[tuple[str, str]]:
 
 
 # Where the op without underscore is another one.
-_RENAMED = {"normal": "normal_functional"}
+_OTHER_NAMES = {"normal": "normal_functional"}
 
 
 def _base_name(name: str) -> str | None:
@@ -144,8 +144,8 @@ def _base_name(name: str) -> str | None:
 
 
 def _value_of(target: OpOverload) -> NewValue | None:
-    if target in _SPECIAL:
-        return _SPECIAL[target]
+    if target in _NEW_VALUES:
+        return _NEW_VALUES[target]
     op = functional_form(target)
     if op is None:
         return None
@@ -164,7 +164,7 @@ def _drawn(args: Any, kwargs: Any, emit: Callable[..., Node], op: OpOverload) ->
     return emit(op, emit(aten.detach.default, args[0]), *args[1:], **kwargs)
 
 
-_SPECIAL: dict[OpOverload, NewValue] = {
+_NEW_VALUES: dict[OpOverload, NewValue] = {
     aten.copy_.default: _copied,
     aten.zero_.default: lambda args, kwargs, emit: emit(aten.full_like.default, args[0], 0),
     aten.fill_.Scalar: lambda args, kwargs, emit: emit(aten.full_like.default, *args),

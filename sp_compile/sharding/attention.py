@@ -64,7 +64,7 @@ def keeps_no_weight(call: Call) -> bool:
     return sinks is not None and sinks not in filling_nodes(sinks.graph.owning_module)
 
 
-FILL = 1e4  # from here on a float32 loses some of log(count)
+LEAST_FILL = 1e4  # from here on a float32 loses some of log(count)
 SLICE_ENDS = 2**40
 
 
@@ -91,5 +91,5 @@ def _floats(node: Node) -> bool:
 def _large(leaf: Any) -> bool:
     """A float of either sign, for `(mask - 1) * 1e9`; an int only if it is negative and no end of a slice."""
     if isinstance(leaf, float):
-        return math.isfinite(leaf) and abs(leaf) >= FILL
-    return isinstance(leaf, int) and -SLICE_ENDS < leaf <= -FILL
+        return math.isfinite(leaf) and abs(leaf) >= LEAST_FILL
+    return isinstance(leaf, int) and -SLICE_ENDS < leaf <= -LEAST_FILL

@@ -37,13 +37,13 @@ from .windows import slides_of
 
 aten = torch.ops.aten
 Number = int | float
-ALL_OF: dict[Any, Number] = {
+FULL_OF: dict[Any, Number] = {
     **dict.fromkeys(overloads("zeros zeros_like new_zeros"), 0),
     **dict.fromkeys(overloads("ones ones_like new_ones"), 1),
 }
 FILLS = overloads("full full_like new_full")
 LITERALS = overloads("lift_fresh lift_fresh_copy")  # of a number that the program writes down
-ENDS = {*LITERALS, aten.detach.default}  # no gradient goes past them
+GRADIENT_ENDS = {*LITERALS, aten.detach.default}  # no gradient goes past them
 JOINS = overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PADS = overloads("constant_pad_nd pad")
 NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
@@ -76,7 +76,7 @@ def _stops_gradient(node: Node) -> bool:
 
 def carries_gradient(node: Node) -> bool:
     """Is it made of floats that may need a gradient?"""
-    made_of = reached([node], lambda n: n.all_input_nodes if _floats(n) and n.target not in ENDS else ())
+    made_of = reached([node], lambda n: n.all_input_nodes if _floats(n) and n.target not in GRADIENT_ENDS else ())
     leaves = (n for n in made_of if n.op in ("placeholder", "get_attr") and is_tensor(n) and _floats(n))
     return any(record(leaf).requires_grad is not False for leaf in leaves)
 
@@ -361,8 +361,8 @@ def constant_of(node: Any) -> Number | None:
         return None
     if node.op == "get_attr":
         return _held(node) if not node.meta["val"].ndim else None
-    if node.op != "call_function" or node.target in ALL_OF:
-        return ALL_OF.get(node.target)
+    if node.op != "call_function" or node.target in FULL_OF:
+        return FULL_OF.get(node.target)
     if node.target in FILLS or node.target is aten.scalar_tensor.default:
         fill = Call(node)["fill_value" if node.target in FILLS else "s"]
         held = fill if isinstance(fill, Number) else constant_of(fill)

@@ -126,7 +126,7 @@ class WindowCall:
 
 def slides_of(call: Call) -> Mapping[int, WindowCall]:
     """By dim of the first operand: how the call slides along it. Empty where it does not, or not in known steps."""
-    function = SLIDING.get(call.node.target)
+    function = WINDOW_CALLS.get(call.node.target)
     found = function(call) if function is not None else {}
     return {d: s for d, s in found.items() if _known(s.sliding, call.shape()[d])}
 
@@ -249,23 +249,23 @@ def _ours(call: Call) -> Along:
     return {at: WindowCall(sliding, op, head, tail)}
 
 
-ON_SHARDS = tuple(op.default for op in (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold))
+SHARD_WINDOWS = tuple(op.default for op in (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold))
 """The ops that take shards, if their frame says where these lie."""
 
-SLIDING: Mapping[Any, Callable[[Call], Along]] = {
+WINDOW_CALLS: Mapping[Any, Callable[[Call], Along]] = {
     **dict.fromkeys(overloads("conv1d conv1d.padding convolution"), _conv),
     **dict.fromkeys(overloads("constant_pad_nd pad"), _pad),
     aten.avg_pool1d.default: _avg_pool,
     aten.max_pool1d.default: _max_pool,
     aten.roll.default: _roll,
     aten.unfold.default: _unfold,
-    **dict.fromkeys(ON_SHARDS, _ours),
+    **dict.fromkeys(SHARD_WINDOWS, _ours),
 }
 
 
 def shifts_of(call: Call, n: int) -> list[tuple[int, Any]]:
     """(ranks further on, rows) of every shift in the forward of a call on shards; those of the backward go back."""
-    if call.node.target not in ON_SHARDS or call["frame"] is None or n == 1:
+    if call.node.target not in SHARD_WINDOWS or call["frame"] is None or n == 1:
         return []
     ((_, slides),) = _ours(call).items()
     lies = (call["frame"], call.get("result") or call["frame"])

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Monoid, Pair, accumulate_dtype
-from sp_compile.lowering.scan.table import SMALL, Problem, register
+from sp_compile.lowering.scan.table import SMALL_SCAN, Problem, register
 
 from .generic import DIM
 
 OF_TORCH = True
-SHORT = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up
+SHORT_LINE = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up
 
 
 def fits(problem: Problem) -> bool:
@@ -25,9 +25,9 @@ def fits(problem: Problem) -> bool:
 
 def _rank(problem: Problem) -> int:
     """First of what takes longer to launch from Python, and of many short lines on a CPU that need little computing."""
-    small = problem.outer * problem.length * problem.inner <= SMALL
+    small = problem.outer * problem.length * problem.inner <= SMALL_SCAN
     simple = problem.kind == "scan" and problem.op != "logsumexp" and not problem.reverse
-    short = problem.device == "cpu" and problem.inner == 1 and problem.length < SHORT and simple
+    short = problem.device == "cpu" and problem.inner == 1 and problem.length < SHORT_LINE and simple
     return 0 if small or short else 30
 
 

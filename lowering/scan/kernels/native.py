@@ -33,8 +33,8 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 ELEMENTS = {dtype: number for number, dtype in enumerate((*_FLOATS, *_INTEGERS))}  # as in native_tensors.cpp
 ELEMENTS[torch.bool] = ELEMENTS[torch.uint8]
-COMPUTED = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t"}
-COMBINING = {"sum": "Add", "prod": "Multiply", "max": "Larger", "min": "Smaller"}
+COMPUTE_TYPES = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t"}
+COMBINE_TYPES = {"sum": "Add", "prod": "Multiply", "max": "Larger", "min": "Smaller"}
 
 GRAIN = 1 << 15
 """Elements from which on threads are worth their start."""
@@ -71,17 +71,17 @@ def _computed(problem: Problem) -> torch.dtype | None:
 @cache
 def _steps(kind: str, op: str, compute: torch.dtype) -> str:
     """The machine of native_steps.cpp."""
-    c = COMPUTED[compute]
+    c = COMPUTE_TYPES[compute]
     if kind == "scan":
-        return "LogSumExp" if op == "logsumexp" else f"Scan<{c}, {COMBINING[op]}>"
+        return "LogSumExp" if op == "logsumexp" else f"Scan<{c}, {COMBINE_TYPES[op]}>"
     if kind == "extremes":
-        return f"Extremes<{c}, {COMBINING[op]}>"
+        return f"Extremes<{c}, {COMBINE_TYPES[op]}>"
     return f"Linear<{c}>" if kind == "linear" else f"LinearTotal<{c}>"
 
 
 def _kernel(problem: Problem) -> EntryPoint | None:
     compute = _computed(problem)
-    if compute not in COMPUTED:
+    if compute not in COMPUTE_TYPES:
         return None
     with _lock:
         return _compiled(_steps(problem.kind, problem.op, compute))

@@ -19,7 +19,7 @@ from sp_compile.lowering.masks.blocks import BlockPlan
 from sp_compile.lowering.masks.predicate import is_of_query
 from sp_compile.lowering.masks.spans import Rows
 
-SMALL = 1 << 24
+SMALL_INDEX = 1 << 24
 """Below it, sums of a few indices and sizes are 32-bit integers."""
 _AXES = "bhqk"
 
@@ -92,7 +92,7 @@ def asked(pairs: Pairs, queries: int, keys: int, device: torch.device) -> tuple[
     """The functions, and what they read. queries, keys: rows of the local tensors."""
     numbers = [abs(size) for size in pairs.sizes.values()]
     ends = [segment.first + segment.length for rows in (pairs.q_rows, pairs.k_rows) for segment in rows]
-    dtype = torch.int32 if max([*numbers, *ends], default=0) < SMALL else torch.int64
+    dtype = torch.int32 if max([*numbers, *ends], default=0) < SMALL_INDEX else torch.int64
     reads = {"q": _places(pairs.q_rows, queries, dtype, device), "k": _places(pairs.k_rows, keys, dtype, device)}
     for name in sorted(language.symbols(pairs.predicate) - {"q", "k"}):
         if name in pairs.sizes:

@@ -35,8 +35,8 @@ Coords: TypeAlias = tuple[sympy.Expr, ...]
 Handler: TypeAlias = Callable[["Positions", Call, Coords], Element]
 HANDLERS: Table[Handler] = Table("elements of ops")
 MOST_CASES = 8
-LEAVES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-WIDE = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every position; half types do not
+LEAF_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+POSITION_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every position; half types do not
 
 
 class NotSymbolic(Exception):
@@ -109,7 +109,7 @@ class Positions:
 
     def _leaf(self, node: Node, coords: Coords) -> Element:
         value = node.meta["val"]
-        if value.dtype not in LEAVES:
+        if value.dtype not in LEAF_DTYPES:
             raise NotSymbolic(f"holds {value.dtype} that no position gives")
         which = [self._index(c, s) for c, s in zip(coords, sizes(value.shape))]
         used = [index for index in which if index is not None]
@@ -187,7 +187,7 @@ def cast(value: Element, dtype: torch.dtype) -> Element:
     found = cases(value)
     for _, v in found:
         constant = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
-        position = v.is_integer and dtype in WIDE and not (dtype == torch.float32 and v.has(AppliedUndef))
+        position = v.is_integer and dtype in POSITION_DTYPES and not (dtype == torch.float32 and v.has(AppliedUndef))
         if not constant and not position:
             raise NotSymbolic(f"might round or wrap as {dtype}")
     return found

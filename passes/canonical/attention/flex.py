@@ -37,7 +37,7 @@ from .renormalised import SinkAttention, renormalised
 from .score_mods import score_text
 
 aten = torch.ops.aten
-EVERYTHING = 1 << 30
+WHOLE_BLOCK = 1 << 30
 """The block size of the tables that torch makes where the user gives no BlockMask: one block."""
 
 
@@ -77,7 +77,7 @@ class FlexAttention(Masks):
             return "its log-sum-exp or its greatest scores are read"
         if len({x.dtype for x in values}) > 1 or not same_in_front(shapes, grouped=True):
             return "q, k and v have other dtypes or batches"
-        if constant_of(_result(_body(block_mask[-1]))) is not None and block_mask[-2] != EVERYTHING:
+        if constant_of(_result(_body(block_mask[-1]))) is not None and block_mask[-2] != WHOLE_BLOCK:
             return "its BlockMask has no mask_mod but tables, which no predicate says"
         return None
 

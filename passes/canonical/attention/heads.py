@@ -148,7 +148,7 @@ def same_value(a: Any, b: Any) -> bool:
     )
 
 
-HEADS = -3
+HEADS_DIM = -3
 
 
 @register
@@ -203,7 +203,7 @@ class GroupHeads(Spelling):
 
 
 def _heads(node: Node) -> Size:
-    return sizes(node.meta["val"].shape)[HEADS]
+    return sizes(node.meta["val"].shape)[HEADS_DIM]
 
 
 def _before_repeat(node: Node) -> Node | None:
@@ -211,7 +211,7 @@ def _before_repeat(node: Node) -> Node | None:
     node = origin(node)
     if node.target is aten.repeat_interleave.self_int:
         call = Call(node)
-        return call.operands[0] if call["dim"] is not None and call.dim() == call.ndim() + HEADS else None
+        return call.operands[0] if call["dim"] is not None and call.dim() == call.ndim() + HEADS_DIM else None
     expanded = before_reshapes(node)
     if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
         return None

@@ -33,7 +33,7 @@ from .elements import Element, NotSymbolic, Positions
 from .proofs import BATCH, HEAD, INDICES, KEY, QUERY, Boolean, Box
 
 aten, sp = torch.ops.aten, torch.ops.sp
-FINITE = -1e9  # fills from here down leave nothing of a key's probability, unless all keys are filled
+LARGEST_FILL = -1e9  # fills from here down leave nothing of a key's probability, unless all keys are filled
 CAUSAL = sympy.Le(KEY, QUERY)
 
 
@@ -82,8 +82,8 @@ def _allowed(value: Element) -> tuple[Boolean, bool]:
     """(where a query may attend, whether the others are filled with a finite number)"""
     if not isinstance(value, tuple):
         return value, False
-    if not all(v == 0 or (v.is_number and v <= FINITE) for _, v in value):
-        raise NotSymbolic(f"a bias of other numbers than 0 and fills from {FINITE:g} down")
+    if not all(v == 0 or (v.is_number and v <= LARGEST_FILL) for _, v in value):
+        raise NotSymbolic(f"a bias of other numbers than 0 and fills from {LARGEST_FILL:g} down")
     zero = [c for c, v in value if v == 0]
     return (zero[0] if zero else sympy.false), any(v.is_finite for _, v in value if v != 0)
 

@@ -26,8 +26,8 @@ from sp_compile.sharding.matchers import carries_gradient, constant_of, source_o
 from .elements import NotSymbolic
 
 aten = torch.ops.aten
-HEAD = sympy.Symbol("h")
-BATCH = sympy.Symbol("b")
+HEAD_NUMBER = sympy.Symbol("h")
+BATCH_NUMBER = sympy.Symbol("b")
 _OPS: dict[Any, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -48,12 +48,12 @@ def score_text(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]
     body: of the score, b, h, q and k, all of no dims, and of what else it reads. Raises NotSymbolic for all else.
     """
     inputs = body.graph.find_nodes(op="placeholder")
-    places = [score.SCORE, BATCH, HEAD, score.symbol("q"), score.symbol("k")]
+    places = [score.SCORE, BATCH_NUMBER, HEAD_NUMBER, score.symbol("q"), score.symbol("k")]
     reader = _Reader(dict(zip(inputs, [*places, *reads])))
     found = reader.value(body.graph.output_node().args[0])
     if found == score.SCORE:
         return "", []
-    if found.free_symbols & {BATCH, HEAD}:
+    if found.free_symbols & {BATCH_NUMBER, HEAD_NUMBER}:
         raise NotSymbolic("its score_mod computes with the number of a head or a batch entry")
     text = str(found)
     try:
@@ -109,7 +109,7 @@ class _Reader:
     def _looked_up(self, call: Call) -> sympy.Expr:
         """vector[h], a number of each head."""
         vector, indices = self.env.get(call["self"]), [self.env.get(i) for i in call["indices"]]
-        if not isinstance(vector, Node) or indices != [HEAD] or call.ndim("self") != 1:
+        if not isinstance(vector, Node) or indices != [HEAD_NUMBER] or call.ndim("self") != 1:
             raise NotSymbolic("its score_mod looks up more than a number of each head")
         return self._given(vector)
 

@@ -17,24 +17,18 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, overloads
 from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, origin, scalar, source_of, steps_to
 from sp_compile.sharding.products import Product, product_of, transposed
 
-from .masks import FINITE
+from .masks import LARGEST_FILL
 
 aten = torch.ops.aten
-MASKS = (
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.where.ScalarOther,
-    aten.where.ScalarSelf,
-    aten.where.self,
-)
-STEPS = 12  # between a product and the softmax; attention has half as many
-HANDLED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor, *MASKS)
+MASKS = overloads("masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.self")
+MOST_STEPS = 12  # between a product and the softmax; attention has half as many
+SCORE_OPS = [*overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar add.Tensor sub.Tensor"), *MASKS]
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ def _filled(call: Call, x: Node) -> Scores | None:
         scores, number = (call["other"], call["self"]) if swapped else (call["self"], call["other"])
         filled = swapped
     number = scalar(number, x.meta["val"].dtype)
-    if number is None or FINITE < number != torch.finfo(x.meta["val"].dtype).min:
+    if number is None or LARGEST_FILL < number != torch.finfo(x.meta["val"].dtype).min:
         return None
     inner = scores_of(scores, x)
     if inner is None:
@@ -145,7 +139,7 @@ def _reaches(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool:
     def onwards(node: Node) -> Iterable[Node]:
         return [n for n in following(node) if is_tensor(n) and n.op == "call_function"]
 
-    near = islice(reached([start], onwards), 1, STEPS + 1)
+    near = islice(reached([start], onwards), 1, MOST_STEPS + 1)
     return any(product_of(node) is not None for node in near)
 
 
@@ -157,7 +151,7 @@ def why_no_scores(x: Node) -> str:
             return f"something else reads the scores ({node.name})"
         inner = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function" and _scores(i)]
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and source_of(node) is None
-        if not inner or (node.target not in HANDLED and pointwise):
+        if not inner or (node.target not in SCORE_OPS and pointwise):
             break
         node = inner[0]
     if product_of(node) is not None:

@@ -96,13 +96,13 @@ def _greatest(difference: Node) -> list[Node]:
             return []
         found.insert(0, node)
         node = node.args[0]
-    if node.target not in _GREATEST or node.args[0] is not row or not _of_rows(Call(node)):
+    if node.target not in _MAXIMA or node.args[0] is not row or not _of_rows(Call(node)):
         return []
     unread = [user for user in node.users if user not in found and not user.users]  # where the greatest stands
     return [node, *unread, *found] if len(node.users) == 1 + len(unread) else []
 
 
-_GREATEST = (aten.max.dim, aten.amax.default)
+_MAXIMA = (aten.max.dim, aten.amax.default)
 
 
 def _of_rows(call: Call) -> bool:

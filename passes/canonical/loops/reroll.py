@@ -34,7 +34,7 @@ from .steps import Column, Loop, NotALoop, Operand, Read, Ref, SeededList, readi
 from .vectorize import Steps, Value
 
 aten = torch.ops.aten
-WAITS = object()
+NOT_YET = object()
 
 
 class Roll:
@@ -100,7 +100,7 @@ class Roll:
         if form is not None and form.state not in self.values:
             return False
         leaves = [self._leaf(x, column) for x in column.operands]
-        if any(x is WAITS for x in leaves):
+        if any(x is NOT_YET for x in leaves):
             return False
         if not any(isinstance(x, Affine) for x in leaves):
             self.values[column] = self.editor.batched(column.node, leaves)
@@ -116,7 +116,7 @@ class Roll:
         return True
 
     def _leaf(self, x: Operand, column: Column) -> Any:
-        """A value, an Affine, or WAITS."""
+        """A value, an Affine, or NOT_YET."""
         rest = x.rest if isinstance(x, SeededList) else x
         if not isinstance(rest, Ref) or rest.column in self.values:
             return self.value(x, column.first, column.end)
@@ -124,9 +124,9 @@ class Roll:
         if isinstance(x, SeededList):
             before = self.seeds.setdefault(source, x.seed)
             starts = rest.lag == 1 and source.first == column.first and _is(before, x.seed)
-            return Affine(source, 1, 0) if starts else WAITS
+            return Affine(source, 1, 0) if starts else NOT_YET
         together = rest.lag == 0 and (source.first, source.end) == (column.first, column.end)
-        return self.forms.get(source, WAITS) if together else WAITS
+        return self.forms.get(source, NOT_YET) if together else NOT_YET
 
     def value(self, x: Operand, first: int, end: int) -> Value:
         """An operand of steps first, ..., end - 1."""

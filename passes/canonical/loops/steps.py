@@ -27,7 +27,7 @@ from sp_compile.graph.sizes import sizes
 from sp_compile.sharding.matchers import is_copy, origin, piece_of, same_call
 
 aten = torch.ops.aten
-COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
+COMMUTATIVE_OPS = (aten.add.Tensor, aten.mul.Tensor)
 
 
 class NotALoop(Exception):
@@ -117,7 +117,7 @@ class Loop:
         if any(spec != flat[0][1] for _, spec in flat[1:]):
             raise NotALoop("arguments of another form")
         leaves = [[_behind_views(x) for x in found] for found, _ in flat]
-        if column.node.target in COMMUTING and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
+        if column.node.target in COMMUTATIVE_OPS and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
             leaves[0] = leaves[0] if leaves[-1][1] == leaves[0][1] else leaves[0][::-1]  # 0.0 * x is x * 0.0
         column.operands = [self._operand(values, column.first) for values in zip(*leaves)]
 

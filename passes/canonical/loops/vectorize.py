@@ -32,7 +32,7 @@ from .steps import NotALoop
 
 aten = torch.ops.aten
 MATMULS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
-DIMS = {"dim", "dim0", "dim1", "dim2"}
+DIM_ARGUMENTS = {"dim", "dim0", "dim1", "dim2"}
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _along(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value | None
         return None
     call = Call(node)
     named = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
-    if not named or not DIMS.issuperset(named):
+    if not named or not DIM_ARGUMENTS.issuperset(named):
         return None
     ndim = x.ndim + (node.target is aten.unsqueeze.default)
     moved = pytree.tree_map(lambda d: _shifted(d, x.time, ndim), named)

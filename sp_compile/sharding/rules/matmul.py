@@ -104,7 +104,7 @@ def _reduce(kind: str) -> RuleFunction:
     return instantiate
 
 
-_WHOLE = overloads("""
+_REDUCTIONS = overloads("""
     all all.dim all.dims amax amin aminmax any any.dim any.dims argmax argmin kthvalue linalg_vector_norm
     logsumexp max max.dim median median.dim min min.dim mode nanmean nanmedian nanmedian.dim norm.Scalar
     norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype prod prod.dim_int special_logsumexp
@@ -113,7 +113,7 @@ _WHOLE = overloads("""
 """)
 rule_of(*overloads("mean mean.dim"))(_reduce("mean"))
 rule_of(*overloads("count_nonzero count_nonzero.dim_IntList nansum sum sum.dim_IntList"))(_reduce("sum"))
-rule_of(*_WHOLE)(_reduce("whole"))
+rule_of(*_REDUCTIONS)(_reduce("whole"))
 
 rule_of(aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)(whole_dims)
 rule_of(aten.topk.default)(resized_dims("dim"))

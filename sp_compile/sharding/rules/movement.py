@@ -129,12 +129,12 @@ def _repeat_interleave(call: Call) -> Factors | None:
     return _whole_at(call, [call.dim()], replaced(names(call.ndim()), [call.dim()], "new"))
 
 
-ALONG = {"r": 0, "v": 0, "h": 1, "d": 2}
+DIM_BY_LETTER = {"r": 0, "v": 0, "h": 1, "d": 2}
 """By their first letters, the dims of row_stack, vstack, hsplit, dsplit, ..."""
 
 
 def _dim_of(call: Call, ndim: int) -> int:
-    return wrap(call["dim"], ndim) if "dim" in call.args else min(ALONG[str(call.node.target)[5]], ndim - 1)
+    return wrap(call["dim"], ndim) if "dim" in call.args else min(DIM_BY_LETTER[str(call.node.target)[5]], ndim - 1)
 
 
 @rule_of(*overloads("hstack vstack row_stack dstack"))

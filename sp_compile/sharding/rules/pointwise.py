@@ -1,8 +1,8 @@
 """Ops that act on each element alone, with broadcasting: whatever is tagged pointwise, and what torch forgot to tag.
 
-SMOOTH are ops whose derivative is finite wherever their value is. A slice of a sharded sequence keeps the rows that it
-cuts off: the same local value, under a shorter window. One device never computes on those rows. Behind these ops that
-does no harm: their cotangents are zero and stay so. Any other op may turn them into 0 * inf (the square root of a
+SMOOTH_OPS are ops whose derivative is finite wherever their value is. A slice of a sharded sequence keeps the rows that
+it cuts off: the same local value, under a shorter window. One device never computes on those rows. Behind these ops
+that does no harm: their cotangents are zero and stay so. Any other op may turn them into 0 * inf (the square root of a
 zero), so `passes/localize` replaces the rows first.
 """
 
@@ -17,7 +17,7 @@ from ._build import along, bind, names
 
 aten = torch.ops.aten
 
-LAZY = overloads("""
+LAZY_OPS = overloads("""
     alias clone contiguous detach empty_like full_like lift lift_fresh lift_fresh_copy ones_like rand_like
     randint_like randint_like.low_dtype randn_like to.device to.dtype to.dtype_layout _to_copy zeros_like
 """) + [torch.ops.prims.convert_element_type.default]
@@ -29,10 +29,10 @@ def pointwise_rule(call: Call) -> Factors | None:
         return None
     operands = ", ".join("..." for _ in call.operands)
     results = ", ".join("..." for _ in call.results())
-    return bind(call, f"{operands} -> {results}", lazy=call.node.target in LAZY)
+    return bind(call, f"{operands} -> {results}", lazy=call.node.target in LAZY_OPS)
 
 
-UNTAGGED = overloads("""
+UNTAGGED_OPS = overloads("""
     __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor _conj absolute alpha_dropout arccos arccosh
     arcsin arcsinh arctan arctan2 arctanh complex conj divide.Scalar divide.Tensor divide.Tensor_mode
     dropout fill.Scalar fill.Tensor fix float_power.Scalar float_power.Tensor_Scalar
@@ -45,7 +45,7 @@ UNTAGGED = overloads("""
     special_xlogy subtract.Scalar subtract.Tensor true_divide.Scalar where.Scalar where.ScalarOther
     where.ScalarSelf where.self
 """)
-rule_of(POINTWISE, *LAZY, *UNTAGGED)(pointwise_rule)
+rule_of(POINTWISE, *LAZY_OPS, *UNTAGGED_OPS)(pointwise_rule)
 
 rule(aten.copy.default, "..., ... -> ...")
 rule([aten.feature_alpha_dropout.default, aten.feature_dropout.default], "n c ... -> n c ...", whole="...")
@@ -70,7 +70,7 @@ def _view_dtype(call: Call) -> Factors:
     return along(call, [last], (*names(last), "new"), lazy=True)
 
 
-SMOOTH = overloads("""
+SMOOTH_OPS = overloads("""
     add.Tensor addmm baddbmm bmm cos cross_entropy_loss dropout einsum gelu layer_norm linear
     log_softmax.int masked_fill.Scalar matmul mean mean.dim mm mse_loss mul.Scalar mul.Tensor neg
     nll_loss_nd relu sigmoid silu sin softmax.int sub.Tensor sum sum.dim_IntList tanh where.self

@@ -16,7 +16,7 @@ import torch
 from sp_compile.graph.call import Call, overloads
 from sp_compile.sharding.placement import Placement, Replicate, Shard
 from sp_compile.sharding.rule import Dims, Factors, rule, rule_of
-from sp_compile.sharding.windows import ON_SHARDS, SLIDING, slides_of
+from sp_compile.sharding.windows import SHARD_WINDOWS, WINDOW_CALLS, slides_of
 
 from ._build import along, names, resized_dims
 from .exchanges import frame_of
@@ -52,7 +52,7 @@ rule_of(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)(resized_dims(n
 rule(aten.grid_sampler.default, "n c h w, n y x xy -> n c y x", whole="h w xy")
 
 # What the ops do to dims, if windows could not be followed.
-_DIMS: dict[Any, Callable[[Call], Any]] = {
+_RULES_OF_DIMS: dict[Any, Callable[[Call], Any]] = {
     **dict.fromkeys(overloads("constant_pad_nd pad"), pad),
     **dict.fromkeys(overloads("avg_pool1d max_pool1d"), resized_dims(ndim=1)),
     **dict.fromkeys((sp.avg_pool1d.default, sp.max_pool1d.default), resized_dims(ndim=1)),
@@ -63,10 +63,10 @@ _DIMS: dict[Any, Callable[[Call], Any]] = {
 }
 
 
-@rule_of(*SLIDING)
+@rule_of(*WINDOW_CALLS)
 def _sliding(call: Call) -> Factors | None:
     """The dims that a window slides over keep their names; so they do in the result, whatever its length is."""
-    rule: Factors | None = _DIMS[call.node.target](call)
+    rule: Factors | None = _RULES_OF_DIMS[call.node.target](call)
     if rule is None or rule.spans:
         return rule
     operand, result, kinds, slides = rule.operands[0], list(rule.results[0]), dict(rule.kinds), {}
@@ -76,7 +76,7 @@ def _sliding(call: Call) -> Factors | None:
         kinds[operand[at]] = "halo"
         slides[operand[at]] = found.sliding
     rule = replace(rule, results=(tuple(result),), kinds=kinds, slides=slides)
-    return _framed(call, rule) if call.node.target in ON_SHARDS and call["frame"] is not None else rule
+    return _framed(call, rule) if call.node.target in SHARD_WINDOWS and call["frame"] is not None else rule
 
 
 def _framed(call: Call, rule: Factors) -> Factors:

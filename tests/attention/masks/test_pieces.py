@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.attention.attending import packed
 from torch import Tensor
 
-from sp_compile.lowering.masks.pieces import CELL, FAR, MOST, pieces_of, table_size
+from sp_compile.lowering.masks.pieces import CELL, FAR_VALUE, MOST_PIECES, pieces_of, table_size
 
 
 def vectors() -> st.SearchStrategy[Tensor]:
@@ -21,7 +21,9 @@ def vectors() -> st.SearchStrategy[Tensor]:
         lambda line: [line[0] + line[1] * i for i in range(line[2])]
     )
     noise = st.lists(st.integers(-3, 3), min_size=1, max_size=100)
-    wild = st.lists(st.sampled_from([-(2**63), 2**63 - 1, 2**62, 0, -1, FAR, FAR - 1]), min_size=1, max_size=6)
+    wild = st.lists(
+        st.sampled_from([-(2**63), 2**63 - 1, 2**62, 0, -1, FAR_VALUE, FAR_VALUE - 1]), min_size=1, max_size=6
+    )
     row = st.lists(st.one_of(lines, noise, wild), min_size=1, max_size=6).map(lambda parts: [*chain(*parts)])
     return st.lists(row, min_size=1, max_size=3).map(
         lambda rows: torch.tensor([row[: min(map(len, rows))] for row in rows])
@@ -34,7 +36,7 @@ def test_values_are_within_their_pieces(x: Tensor, data: st.DataObject) -> None:
     found, values = pieces_of(x), x.numpy()
     length = x.shape[1]
     low, high, _ = found.lines(np.arange(length))
-    tame = np.abs(values.astype(np.float64)) < FAR / 2
+    tame = np.abs(values.astype(np.float64)) < FAR_VALUE / 2
     assert ((low <= values) & (values <= high) | ~tame).all()
     known = low == high
     assert (values[:, known] == low[known]).all()
@@ -48,7 +50,7 @@ def test_values_are_within_their_pieces(x: Tensor, data: st.DataObject) -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(CELL // MOST, 400), min_size=1, max_size=40))
+@given(st.lists(st.integers(CELL // MOST_PIECES, 400), min_size=1, max_size=40))
 def test_documents_and_positions_have_a_piece_each(lengths: list[int]) -> None:
     documents, positions = packed(lengths)
     assert len(pieces_of(documents).starts) <= len(lengths)
@@ -63,7 +65,7 @@ def test_documents_and_positions_have_a_piece_each(lengths: list[int]) -> None:
         ([0, 0, 0, 1, 1, 1, 1, 2, 2], [(0, 0, 0, 0), (3, 1, 1, 0), (7, 2, 2, 0)]),
         ([0, 1, 2, 0, 1, 2, 3, 0, 1], [(0, 0, 0, 1), (3, 0, 0, 1), (7, 0, 0, 1)]),
         ([0, 0, 0, 1, 1, 2, 2, 3, 3, 3], [(0, 0, 0, 0), (3, 1, 1, 0), (5, 2, 2, 0), (7, 3, 3, 0)]),
-        ([2**63 - 1, -(2**63), 5, 5, 5], [(0, -FAR, FAR, 0), (2, 5, 5, 0)]),
+        ([2**63 - 1, -(2**63), 5, 5, 5], [(0, -FAR_VALUE, FAR_VALUE, 0), (2, 5, 5, 0)]),
     ],
 )
 def test_pieces(values: list[int], pieces: list[tuple[int, ...]]) -> None:
@@ -95,9 +97,9 @@ def test_tables_fit_whatever_a_vector_holds(kind: str) -> None:
         found = pieces_of(x)
         assert found.batch == x.shape[0]
         if length > CELL:
-            assert len(found.starts) <= length // CELL + MOST
+            assert len(found.starts) <= length // CELL + MOST_PIECES
     if kind in ("bits", "alternating"):  # but for the last positions, which are no whole cell
-        assert len(found.starts) <= 1 + MOST
+        assert len(found.starts) <= 1 + MOST_PIECES
 
 
 def test_equal_tables_are_equal_pieces() -> None:

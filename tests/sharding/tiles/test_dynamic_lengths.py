@@ -13,7 +13,7 @@ from support.ranks import Ranks, mesh
 from sp_compile import backend
 from sp_compile._compat import SYMBOLIC_GRAPHS
 from sp_compile.backend import RankProgram
-from sp_compile.lowering.tiles.program import ANY, TileProgram
+from sp_compile.lowering.tiles.program import ANY_LENGTH, TileProgram
 from sp_compile.passes.tiles.tiles import programs_of
 
 LENGTHS = (16, 23, 9, 40, 7)
@@ -48,8 +48,8 @@ def compare(compiler: str, tiles: int, **options: object) -> list[TileProgram]:
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_lengths(compiler: str) -> None:
     (program,) = compare(compiler, 3)
-    assert list(program.bodies) == [ANY]
-    (fits,) = [part.fits for part in program.bodies[ANY].parts if part.fits]
+    assert list(program.bodies) == [ANY_LENGTH]
+    (fits,) = [part.fits for part in program.bodies[ANY_LENGTH].parts if part.fits]
     assert all(fits.values())
     assert {2, 3, 5, 6, 7, 8, 13, 14} <= fits.keys()  # a process has one program, whoever compiles it
 
@@ -66,7 +66,7 @@ def test_lengths_on_ranks(ranks: Ranks, n: int) -> None:
 
 def test_a_tile_that_no_guard_lets_through_runs_as_it_was_traced() -> None:
     (program,) = compare("aot_eager", 2)
-    part = program.bodies[ANY].gradients
+    part = program.bodies[ANY_LENGTH].gradients
     assert part is not None
     given = [
         torch.zeros([5 if isinstance(s, torch.SymInt) else s for s in x.shape], dtype=x.dtype) for x in part.inputs

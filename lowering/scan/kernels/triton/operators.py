@@ -174,5 +174,5 @@ def scan_segments(flag, p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
     return flag, p, q
 
 
-LEAVES = {"logsumexp": "exponentials", "linear": "linear", "argmax": "indexed", "argmin": "indexed"}
+LEAF_KINDS = {"logsumexp": "exponentials", "linear": "linear", "argmax": "indexed", "argmin": "indexed"}
 """What makes the state of one element, see `tiles._leaf`; of the other operations it is its "value"."""

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .operators import LEAVES, combine
+from .operators import LEAF_KINDS, combine
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def last(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.sum(tl.where(row == STEPS - 1, x, 0), 0, keep_dims=True)
 
 
-TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
+TRITON_TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
 RUN_BYTES = 128
 """Of neighbouring lines a tile is at least this wide, where the tensor is."""
 
@@ -206,9 +206,9 @@ class Tile:
 class Sweep:
     """An inclusive scan over places of x (outer, length, inner), or of what lies a place earlier if shift.
 
-    op: "sum", "prod", "max", "min", or one of LEAVES. neutral: its identity in x; of "linear", whose x are the
+    op: "sum", "prod", "max", "min", or one of LEAF_KINDS. neutral: its identity in x; of "linear", whose x are the
     factors, 1. second: what a recurrence adds, or the indices of x where they are not its times. compute: a key of
-    TYPES, of all states. index: int32 or int64. starts: bool or int8, (outer|1, length, inner|1).
+    TRITON_TYPES, of all states. index: int32 or int64. starts: bool or int8, (outer|1, length, inner|1).
     """
 
     x: Tensor
@@ -223,7 +223,7 @@ class Sweep:
 
     @property
     def leaf(self) -> str:
-        return LEAVES.get(self.op, "value")
+        return LEAF_KINDS.get(self.op, "value")
 
     @property
     def length(self) -> int:
@@ -288,8 +288,8 @@ class Sweep:
             "LEAF": self.leaf,
             "PAIR": self.leaf != "value",
             "NEUTRAL": self.neutral,
-            "ACC": TYPES[self.compute],
-            "INDEX": TYPES[self.index],
+            "ACC": TRITON_TYPES[self.compute],
+            "INDEX": TRITON_TYPES[self.index],
             "GIVEN": self.leaf == "indexed" and self.second is not None,
             "UNIT": math.gcd(self.x.shape[2], 16),
             "FLAT": self.x.shape[0] == 1,

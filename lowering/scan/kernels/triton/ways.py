@@ -31,7 +31,7 @@ class TileSizes:
     enough: int = 4
 
 
-INTERPRETED = TileSizes((128, 1), programs=2, enough=2)
+INTERPRETER_SIZES = TileSizes((128, 1), programs=2, enough=2)
 """In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
 
 
@@ -56,7 +56,7 @@ def using_way(name: str, sizes: TileSizes | None = None) -> AbstractContextManag
 def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
     """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
     way, sizes = _forced.value or ("", None)
-    sizes = sizes or (INTERPRETED if triton.knobs.runtime.interpret else TileSizes())
+    sizes = sizes or (INTERPRETER_SIZES if triton.knobs.runtime.interpret else TileSizes())
     held, warps = sizes.walk
     tile = sweep.tile(1 << (held // sweep.state_bytes).bit_length() - 1, warps)
     across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
