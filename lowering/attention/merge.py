@@ -160,7 +160,7 @@ class Sum:
 
 
 def rows_of_heads(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty (B, H, s, D) that lies in memory as (B, s, H, D), as flash kernels give gradients and models take them."""
+    """An empty (B, H, s, D), in memory as (B, s, H, D), as flash kernels give gradients and models take them."""
     batch, heads, rows, width = like.shape
     return like.new_empty((batch, rows, heads, width), dtype=dtype).transpose(1, 2)
 

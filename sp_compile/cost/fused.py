@@ -20,7 +20,10 @@ from sp_compile.graph.edit import Editor
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
-FLASH, EFFICIENT = aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default
+FLASH, EFFICIENT = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+)
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
 """Numbers of a head that flash attention takes."""

@@ -148,8 +148,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_heads", "masked"),
-    [(torch.bfloat16, 2, False), (torch.float32, 4, False), (torch.bfloat16, 4, True)],
+    ("dtype", "kv_heads", "masked"), [(torch.bfloat16, 2, False), (torch.float32, 4, False), (torch.bfloat16, 4, True)]
 )
 def test_attention_on_the_meta_device_keeps_no_scores(dtype: torch.dtype, kv_heads: int, masked: bool) -> None:
     """torch traces it there as products; a GPU has a kernel for it, also behind Ulysses' exchange."""
