@@ -93,7 +93,7 @@ def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
     return ((blocks[:, None] + rows)[:, :, None] * inner + within).reshape(-1)
 
 
-def along(vector: Tensor, dim: int, ndim: int) -> Tensor:
+def column_along(vector: Tensor, dim: int, ndim: int) -> Tensor:
     """A vector as a tensor of so many dims, all but this one of size 1: a view."""
     return vector.view([-1 if d == dim else 1 for d in range(ndim)])
 
@@ -108,7 +108,7 @@ def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
         outside = outside | (positions < start)
     if not known(outer * inner == 1):
         outside = outside[:, None].expand(outer, -1, inner).reshape(-1)
-    return along(outside, dim, x.ndim)
+    return column_along(outside, dim, x.ndim)
 
 
 def rows_first(x: Tensor, dim: int, outer: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.frames import along
+from sp_compile.lowering.frames import column_along
 
 from .across import ExchangeWay, carry_of_extremes, carry_of_recurrence, carry_of_scan
 from .monoids import MONOIDS, selecting
@@ -106,7 +106,7 @@ def met(cuts: Tensor, cut: Tensor, way: ExchangeWay) -> Tensor:
 
 def _index(x: Tensor, way: ExchangeWay) -> Tensor:
     """Of the rows, int64, broadcasts to x."""
-    return along(torch.arange(x.shape[way.rows], device=x.device), way.rows, x.ndim)
+    return column_along(torch.arange(x.shape[way.rows], device=x.device), way.rows, x.ndim)
 
 
 def _unbroken(begins: Tensor, cut: Tensor | None, way: ExchangeWay) -> Tensor:
@@ -128,7 +128,7 @@ def selected(x: Tensor, op: str, way: ExchangeWay) -> tuple[Tensor, Tensor, Tens
     if way.alone:
         return best, index, None
     first = way.own(x.device) * x.shape[way.rows]
-    index = index + along(first, way.dim, x.ndim)
+    index = index + column_along(first, way.dim, x.ndim)
     carry = carry_of_extremes(end(best, way), end(index, way), op, way)
     value, position = (row(x, way) for x in carry)
     best, index = selecting(op)((value, position), (best, index))

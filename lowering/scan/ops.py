@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_compile._compat import is_functorch_tensor
-from sp_compile.lowering.frames import FrameArg, along, folds_of, is_padded, known
+from sp_compile.lowering.frames import FrameArg, column_along, folds_of, is_padded, known
 from sp_compile.lowering.library import composite
 
 from . import autograd
@@ -166,7 +166,7 @@ def _chunked(x: Tensor, way: ExchangeWay) -> Tensor:
 def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
     """The ids with as many dims as x; of sizes that broadcast, and S in dim."""
     if segments.ndim == 1:
-        segments = along(segments, dim, x.ndim)
+        segments = column_along(segments, dim, x.ndim)
     segments = segments.view([1] * (x.ndim - segments.ndim) + list(segments.shape))
     return segments.expand([x.shape[d] if d == dim else segments.shape[d] for d in range(x.ndim)])
 

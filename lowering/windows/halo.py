@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current, off_the_wire, on_the_wire
-from sp_compile.lowering.frames import FrameArg, along, known, rows_held
+from sp_compile.lowering.frames import FrameArg, column_along, known, rows_held
 from sp_compile.lowering.library import LinearMap
 
 
@@ -105,7 +105,7 @@ def _filled(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: flo
     outside = positions < start if early else positions >= start + length
     if early and late:
         outside = outside | (positions >= start + length)
-    return x.masked_fill(along(outside, dim, x.ndim), fill)
+    return x.masked_fill(column_along(outside, dim, x.ndim), fill)
 
 
 # The pair of linear maps: rows come, and their cotangents go home.

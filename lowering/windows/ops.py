@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.collectives.collectives import window
-from sp_compile.lowering.frames import FrameArg, along, folds_of, is_padded, known, own_positions, rows_held
+from sp_compile.lowering.frames import FrameArg, column_along, folds_of, is_padded, known, own_positions, rows_held
 from sp_compile.lowering.library import composite
 
 from .halo import around, around_ring, ring_shifts
@@ -210,4 +210,4 @@ def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int 
     turned = _padded(turned, dim, turn.low, s - turn.high, 0)
     positions = own_positions(frame, n, group, x.device)
     here = (positions >= turn.first) & (positions < turn.last)
-    return window(torch.where(along(here, dim, x.ndim), turned, rows), dim, frame, n, group)
+    return window(torch.where(column_along(here, dim, x.ndim), turned, rows), dim, frame, n, group)

@@ -19,8 +19,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import Size, same, size
+from sp_compile.graph.call import Call, shape_of
+from sp_compile.graph.sizes import Size, same
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import Pad, constant_of, join_of, origin, pad_of, readers, slice_of
@@ -48,10 +48,10 @@ class Paddings(Spelling):
         pad = padding(node)
         if pad is None:
             return False
-        length, padded = rows_along(node, pad.dim), pad
+        length, padded = shape_of(node)[pad.dim], pad
         while (wider := uncut(padded)) is not None:
             padded = wider
-        rows = rows_along(padded.source, padded.dim)
+        rows = shape_of(padded.source)[padded.dim]
         whole = _shift(padded, 0, length)
         shifts = _fits(length, padded) and (join_of(node) is not None or padded is not pad)
         if shifts and _spelt(whole, rows):
@@ -86,14 +86,10 @@ class Paddings(Spelling):
     def _slide(self, nodes: list[Node], x: Node, dim: int, slides: WindowCall, before: Node | None = None) -> None:
         """One call in the place of nodes that are all the same."""
         with self.graph.inserting_before(before or nodes[0]):
-            args = (x, *slides.args(rows_along(x, dim)))
+            args = (x, *slides.args(shape_of(x)[dim]))
             new = self.emit(slides.op, args, nodes[0].meta["val"], nodes[0])
         for node in nodes:
             self.replace(node, new)
-
-
-def rows_along(x: Node, dim: int) -> Size:
-    return size(x.meta["val"].shape[dim])
 
 
 def _shift(padded: Pad, start: Size, length: Size) -> WindowCall:
@@ -113,7 +109,7 @@ def uncut(pad: Pad) -> Pad | None:
     if piece is None or piece.dim != pad.dim:
         return None
     source = origin(piece.source)
-    behind = plain(rows_along(source, pad.dim) - piece.start - piece.length)
+    behind = plain(shape_of(source)[pad.dim] - piece.start - piece.length)
     if not _hides(pad.before, piece.start) or not _hides(pad.after, behind):
         return None
     return replace(pad, source=source, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
@@ -129,7 +125,7 @@ def _fits(length: Size, padded: Pad) -> bool:
     source = padded.source
     while (piece := slice_of(source)) is not None:
         source = origin(piece.source)
-    return SlidingRows(length).fits(rows_along(source, padded.dim))
+    return SlidingRows(length).fits(shape_of(source)[padded.dim])
 
 
 def padding(node: Node) -> Pad | None:

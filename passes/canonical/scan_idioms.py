@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.sizes import all_same, same, sizes
 from sp_compile.lowering.scan.monoids import MONOIDS
 from sp_compile.passes.base import Spelling, register
@@ -37,7 +37,7 @@ from sp_compile.sharding.matchers import (
 )
 from sp_compile.sharding.windows import plain
 
-from .paddings import padding, rows_along, uncut
+from .paddings import padding, uncut
 from .scan_ops import CUMULATIVE, flips_along, has_scan, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -53,7 +53,7 @@ def shifted(node: Node) -> Pad | None:
     if piece is not None and pad is not None:
         if pad.dim != piece.dim or not dies_with(origin(piece.source), node):
             return None
-        behind = rows_along(piece.source, pad.dim) - piece.start - piece.length
+        behind = shape_of(piece.source)[pad.dim] - piece.start - piece.length
         pad = replace(pad, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
     while pad is not None and (pad.before, pad.after) not in BY_ONE_ROW:
         pad = uncut(pad) if dies_with(pad.source, node) else None
@@ -270,7 +270,7 @@ def _is_cast_of(term: Node, scan: ScanForm) -> bool:
 
 def _is_total_of(term: Node, scan: ScanForm) -> bool:
     """Is it the sum of all that is scanned, kept as a dim of size 1?"""
-    shape, held = sizes(scan.node.meta["val"].shape), sizes(term.meta["val"].shape)
+    shape, held = shape_of(scan.node), shape_of(term)
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
     if not all_same(held, wanted):
         return False

@@ -23,9 +23,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload, schema_of
-from sp_compile.graph.call import Call, is_tensor, results_read
+from sp_compile.graph.call import Call, is_tensor, results_read, shape_of
 from sp_compile.graph.mutation import is_pure
-from sp_compile.graph.sizes import same, size, sizes
+from sp_compile.graph.sizes import Size, same, size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.factors import flat
@@ -91,7 +91,7 @@ class SortedRows(Spelling):
         back = self.emit(sp.from_sorted.default, (rows, order), rows.meta["val"], old)
         if old not in region.added:
             return back
-        shape = (_length(old), region.added[old], *sizes(rows.meta["val"].shape)[1:])
+        shape = (shape_of(old)[0], region.added[old], *shape_of(rows)[1:])
         together = self.compute(aten.sum.dim_IntList, (self.reshaped(back, shape, old), [1]), old)
         return self.compute(aten.add.Tensor, (old.args[0], together), old)
 
@@ -124,6 +124,11 @@ class _Uses:
     products: dict[Node, str] = field(default_factory=dict)
     left: Node | None = None
 
+    @property
+    def length(self) -> Size:
+        """How many rows are sorted."""
+        return shape_of(self.order)[0]
+
     def knows(self, node: Any) -> bool:
         """Is it in the keys' order, or made of that order?"""
         sets = (self.rows, self.tokens, self.spread, self.inverse, self.shapes, self.views)
@@ -150,7 +155,7 @@ class _Uses:
             self.back[node] = x
             return True
         times = self.tokens.get(at)
-        if times is None or self.knows(x) or not same(_length(x) * times, _length(self.order)):
+        if times is None or self.knows(x) or not same(shape_of(x)[0] * times, self.length):
             return False
         self.taken[node] = times
         self.rows.add(node)
@@ -165,21 +170,21 @@ class _Uses:
         times = self.tokens.get(at)
         if times is None or self.knows(into) or rows not in self.rows or Call(node).get("alpha", 1) != 1:
             return False
-        if not same(_length(into) * times, _length(self.order)):
+        if not same(shape_of(into)[0] * times, self.length):
             return False
         self.back[node], self.added[node] = rows, times
         return True
 
     def _spreads(self, node: Node) -> bool:
         """(R,) -> (R, 1) -> (R, columns)."""
-        source, shape = node.args[0], sizes(node.meta["val"].shape) if is_tensor(node) else ()
+        source, shape = node.args[0], shape_of(node) if is_tensor(node) else ()
         if node.target is aten.expand.default:
             at = self.spread.get(source)
         elif len(shape) == 2 and same(shape[1], 1) and keeps_order(node):
             at = source if source in self.tokens else None
         else:
             return False
-        if at is None or not same(shape[0], _length(self.order)):
+        if at is None or not same(shape[0], self.length):
             return False
         self.spread[node] = at
         return True
@@ -195,12 +200,12 @@ class _Uses:
         if node.target not in PUTS or Call(node)["accumulate"] or node.args[1] != [self.order]:
             return False
         into, _, values = node.args[:3]
-        if not same(_length(into), _length(self.order)) or (self.knows(into) and into not in self.shapes | self.rows):
+        if not same(shape_of(into)[0], self.length) or (self.knows(into) and into not in self.shapes | self.rows):
             return False
         if _counts_up(values):
             self.inverse.add(node)
             return True
-        if values not in self.rows or not same(_length(values), _length(self.order)):
+        if values not in self.rows or not same(shape_of(values)[0], self.length):
             return False
         self.back[node] = values
         return into.meta["val"].dtype == values.meta["val"].dtype
@@ -237,7 +242,7 @@ class _Uses:
         if name not in GROUPED_PRODUCTS or len(node.args) != 3 or node.kwargs or not ascending:
             return False
         x, w, ends = node.args
-        if x not in self.rows or self.knows(w) or not self._ends(ends, _length(w)):
+        if x not in self.rows or self.knows(w) or not self._ends(ends, shape_of(w)[0]):
             return False
         self.products[node] = name
         self.rows.add(node)
@@ -292,10 +297,6 @@ def _before_casts(node: Node) -> Node:
     if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:
         return node
     return _before_casts(source)
-
-
-def _length(node: Node) -> Any:
-    return size(node.meta["val"].shape[0])
 
 
 def _counts_up(node: Any) -> bool:

@@ -29,8 +29,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import schema_of
-from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import size, sizes
+from sp_compile.graph.call import Call, shape_of
+from sp_compile.graph.sizes import size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import uncast
@@ -89,12 +89,12 @@ def _cast(node: Node) -> CallForm | None:
 
 def _squeeze(node: Node) -> CallForm:
     source = Call(node).operands[0]
-    ones = [d for d, s in enumerate(sizes(source.meta["val"].shape)) if s == 1]
+    ones = [d for d, s in enumerate(shape_of(source)) if s == 1]
     return aten.squeeze.dims, (source, ones), {}
 
 
 def _cat(node: Node) -> CallForm | None:
-    parts = [p for p in Call(node).operands if sizes(p.meta["val"].shape) != (0,)]
+    parts = [p for p in Call(node).operands if shape_of(p) != (0,)]
     alone = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
     return (aten.clone.default, (parts[0],), {}) if alone else None
 

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import namespace_of, size_hint
 from sp_compile.errors import SpError, at
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, shape_of
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, product, same, size, sizes
 from sp_compile.lowering.masks.deal import dealt
@@ -169,7 +169,7 @@ class Deal(Pass):
                 tables += known
             mask = call["mask"]
             for dim, frame in ((2, "q_frame"), (3, "k_frame")):
-                if mask is not None and frame in moved_frames and not same(sizes(mask.meta["val"].shape)[dim], 1):
+                if mask is not None and frame in moved_frames and not same(shape_of(mask)[dim], 1):
                     mask = self._reordered(mask, dim, moved_frames[frame], node)
         given = {"pieces": tables} if None not in tables else {}  # `Lookups` makes what is missing
         predicate = _renamed(call["predicate"], names)
@@ -208,7 +208,7 @@ def _now(value: Any) -> int:
 
 
 def _of_length(vector: Node, length: Size) -> bool:
-    return same(sizes(vector.meta["val"].shape)[1], length)
+    return same(shape_of(vector)[1], length)
 
 
 def _renamed(predicate: str, names: dict[str, str]) -> str:

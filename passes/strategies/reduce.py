@@ -13,20 +13,15 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.sizes import Size, product, sizes
+from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
+from sp_compile.graph.sizes import Size, product
 from sp_compile.lowering.dtypes import HALF, accumulation_dtype
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Partial
+from sp_compile.sharding.rules.norms import NONE, SUM
 
 sp, aten = torch.ops.sp, torch.ops.aten
-NONE, SUM = 0, 2
-CLASS_LOSSES = (
-    aten.cross_entropy_loss.default,
-    aten.nll_loss.default,
-    aten.nll_loss2d.default,
-    aten.nll_loss_nd.default,
-)
+CLASS_LOSSES = overloads("cross_entropy_loss nll_loss nll_loss2d nll_loss_nd")
 MEANS = (aten.mean.default, aten.mean.dim)
 
 
@@ -63,7 +58,7 @@ class Means(Rewrite):
         args, kwargs = call.rebuild(call.operands, reduction=NONE)
         each = self.compute(node.target, args, node, kwargs)
         total = self._sum(each, node)
-        out = self._divide(total, product(sizes(each.meta["val"].shape)), node) if mean else total
+        out = self._divide(total, product(shape_of(each)), node) if mean else total
         return self.cast(out, node.meta["val"].dtype, node)
 
     def _class_loss(self, node: Node) -> Node:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile.graph.call import shape_of
 from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import product, sizes
+from sp_compile.graph.sizes import product
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 from sp_compile.passes.localize.gradients import buckets
@@ -66,7 +67,7 @@ def _reduce_together(editor: Editor, bucket: list[Node], end: Node) -> None:
     made = set().union(*(_made_of(node)[0] for node in bucket))
     with graph.inserting_before(end):
         parts = [node.args[0] for node in bucket]
-        shapes = [sizes(node.meta["val"].shape) for node in bucket]
+        shapes = [shape_of(node) for node in bucket]
         rows = [editor.compute(aten.reshape.default, (part, [-1]), part) for part in parts]
         flat = editor.compute(aten.cat.default, (rows,), first)
         total = editor.emit(sp.all_reduce.default, (flat, *first.args[1:]), flat.meta["val"], first)

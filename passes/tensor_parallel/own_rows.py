@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.config import Ranks
-from sp_compile.graph.sizes import sizes
+from sp_compile.graph.call import shape_of
 from sp_compile.passes.base import Pass
 from sp_compile.passes.collectives.merge.chains import chunks_behind
 from sp_compile.passes.collectives.permute.tidy import placed
@@ -68,7 +68,7 @@ def _slices(gm: GraphModule, n: int) -> Iterator[tuple[Node, Piece]]:
         piece = piece_of(node)
         if piece is not None and piece.keeps and piece.step == 1:
             start, length = piece.start, piece.length
-            extent = sizes(piece.source.meta["val"].shape)[piece.dim]
+            extent = shape_of(piece.source)[piece.dim]
             if isinstance(start, int) and isinstance(length, int) and length and length * n == extent:
                 yield node, piece
 
@@ -80,7 +80,7 @@ def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[tuple[Node, Piece]]:
         found = placed(padded) if group_of(node) == ranks.group and node.args[1] == "sum" else None
         if wait is None or found is None or not found.keeps or len(padded.users) != 1:
             continue
-        if found.length * ranks.n == sizes(padded.meta["val"].shape)[found.dim]:
+        if found.length * ranks.n == shape_of(padded)[found.dim]:
             yield wait, found
 
 

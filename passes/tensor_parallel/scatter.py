@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import known_process_group, process_group
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
+from sp_compile.graph.call import shape_of
 from sp_compile.graph.edit import copied
-from sp_compile.graph.sizes import Sizes, sizes
+from sp_compile.graph.sizes import Sizes
 from sp_compile.passes.base import Pass, Passes
 from sp_compile.passes.job import Job, Note
 from sp_compile.passes.localize.localize import Localize
@@ -64,7 +65,7 @@ class Scatter(Pass):
 
 
 def _layer(node: Node, chosen: Mapping[Node, Shard | None]) -> Layer:
-    shape, shard = sizes(node.meta["val"].shape), chosen.get(node)
+    shape, shard = shape_of(node), chosen.get(node)
     if shard is not None:
         return Layer(node.name, at(node), "scattered", shape, shard.dim, 0)
     why = "its rows have no axis to be cut along" if node in chosen else "no linear's result is summed"

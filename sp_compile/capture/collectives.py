@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
+from sp_compile.graph.call import shape_of
 from sp_compile.graph.edit import Editor
-from sp_compile.graph.sizes import quotient, sizes
+from sp_compile.graph.sizes import quotient
 
 aten = torch.ops.aten
 
@@ -35,9 +36,9 @@ def functional_collectives(gm: GraphModule) -> None:
 def _shares(editor: Editor, node: Node, n: int) -> list[list[Any]] | None:
     """How many rows come from each rank, and go to it; None where that is not known."""
     out, x, _, *given = node.args[:5]
-    shape = sizes(x.meta["val"].shape)
+    shape = shape_of(x)
     each = quotient(shape[0], n)
-    if sizes(out.meta["val"].shape) != shape or (each is None and not all(given)):
+    if shape_of(out) != shape or (each is None and not all(given)):
         return None
     with editor.graph.inserting_before(node):
         return [list(share) or editor.sizes.list([each] * n) for share in given]

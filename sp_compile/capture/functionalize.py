@@ -210,7 +210,7 @@ class _Renaming:
         if value.meta["val"].dtype != expected.dtype:
             value = emit(aten.to.dtype, value, expected.dtype)
         if value.meta["val"].shape != expected.shape:
-            value = emit(aten.expand.default, value, view_inverses.shape_of(args[0], emit))
+            value = emit(aten.expand.default, value, view_inverses.shape_in_graph(args[0], emit))
         # A later view may need the strides of what was written to.
         if expected.is_contiguous() and not value.meta["val"].is_contiguous():
             value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)

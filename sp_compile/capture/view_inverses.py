@@ -41,7 +41,7 @@ def invert(view: View, new: Node, emit: Emit) -> Node | None:
     return _reshape(view, new, emit) if keeps_order(view.node) else None
 
 
-def shape_of(node: Node, emit: Emit) -> list[Any]:
+def shape_in_graph(node: Node, emit: Emit) -> list[Any]:
     """`node`'s shape as numbers, or as sym_size nodes where it is symbolic."""
     return [
         int(s) if isinstance(s, int) or s.node.expr.is_number else emit(aten.sym_size.int, node, d)
@@ -50,7 +50,7 @@ def shape_of(node: Node, emit: Emit) -> list[Any]:
 
 
 def _reshape(view: View, new: Node, emit: Emit) -> Node:
-    return emit(aten.reshape.default, new, shape_of(view.base, emit))
+    return emit(aten.reshape.default, new, shape_in_graph(view.base, emit))
 
 
 def _scatter(op: Any) -> Callable[[View, Node, Emit], Node]:

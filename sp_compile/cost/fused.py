@@ -36,8 +36,8 @@ def fuse_on_meta(gm: GraphModule) -> None:
         if node.meta["val"].device.type == "meta":
             with gm.graph.inserting_before(node):
                 fused = _fused(edit, node)
-            if fused is not None:
-                edit.replace(node, edit.emit(operator.getitem, (fused, 0), fused.meta["val"][0], node))
+                if fused is not None:
+                    edit.replace(node, edit.emit(operator.getitem, (fused, 0), fused.meta["val"][0], node))
 
 
 def _fused(edit: Editor, node: Node) -> Node | None:

@@ -153,11 +153,6 @@ def nbytes_of(value: torch.Tensor) -> int:
     return size_hint(value.untyped_storage().nbytes())
 
 
-def memory_of(nodes: Iterable[Node]) -> dict[Key, int]:
-    """The memory that the values of nodes lie in, each once, and its bytes."""
-    return {storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}
-
-
 def is_on_host(node: Node) -> bool:
     """Is it an input that waits in the host's memory?"""
     return bool(node.users) and all(user.target is FROM_HOST for user in node.users)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -22,10 +22,11 @@ from tabulate import tabulate
 from torch import nn
 from torch.fx import Graph, Node
 
+from sp_compile._compat import storage_of
 from sp_compile.graph.call import tangents_of, tensors_of
 from sp_compile.graph.sizes import product, same, sizes
 
-from .liveness import Alive, Moment, Walk, is_on_host, memory_of, walk
+from .liveness import Alive, Key, Moment, Walk, is_on_host, nbytes_of, walk
 from .memory import GIB
 from .offload import OnHost
 
@@ -120,12 +121,17 @@ class GraphStep:
         outputs = forward.output_node().args[0]
         results = [n for n in outputs[: len(outputs) - len(values)] if isinstance(n, Node)]
         # What the caller has, too, stays when the backward has read it.
-        others = memory_of([*forward.find_nodes(op="placeholder"), *results]).keys()
-        saved = [n for n in values if not is_on_host(n) and others.isdisjoint(memory_of([n]))]
+        others = _memory_of([*forward.find_nodes(op="placeholder"), *results]).keys()
+        saved = [n for n in values if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
         second = walk(backward, fused, [*saved, *tangents])
-        kept, given_to, theirs = (sum(memory_of(nodes).values()) for nodes in (saved, tangents, copied))
+        kept, given_to, theirs = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
         return GraphStep(first, second, inputs, max(0, first.end - kept), kept, given_to, theirs)
+
+
+def _memory_of(nodes: Iterable[Node]) -> dict[Key, int]:
+    """The memory that the values of nodes lie in, each once, and its bytes."""
+    return {storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}
 
 
 def _is_row_major(x: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from .call import is_tensor
+from .call import is_tensor, shape_of
 from .record import record
 from .sizes import all_same, sizes
 
@@ -32,4 +32,4 @@ def packed_in(node: Node) -> Node | None:
     if len(parts) != len(lengths) or not all(is_tensor(p) and p.meta["val"].ndim == 1 for p in parts):
         return None
     pairs = zip(parts, split.meta["val"])
-    return parts[index] if all(all_same(sizes(p.meta["val"].shape), sizes(v.shape)) for p, v in pairs) else None
+    return parts[index] if all(all_same(shape_of(p), sizes(v.shape)) for p, v in pairs) else None

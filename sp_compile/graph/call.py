@@ -34,6 +34,11 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
 
 
+def shape_of(node: Node) -> tuple[Size, ...]:
+    """The shape of a tensor's node."""
+    return sizes(node.meta["val"].shape)
+
+
 def packet_of(node: Node) -> Any:
     """The op that the node calls, whichever of its overloads; what else it calls as it is; None if it calls nothing."""
     return getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
@@ -95,8 +100,7 @@ class Call:
 
     def shape(self, operand: int | str = 0) -> tuple[Size, ...]:
         """The global shape of an operand, by its number among the operands or by its name in the schema."""
-        node = self.operands[operand] if isinstance(operand, int) else self.args[operand]
-        return sizes(node.meta["val"].shape)
+        return shape_of(self.operands[operand] if isinstance(operand, int) else self.args[operand])
 
     def ndim(self, operand: int | str = 0) -> int:
         """The number of dims of an operand, named as in `shape`."""

@@ -10,9 +10,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import keep_calling_convention
 
+from .call import shape_of
 from .fakes import infer
 from .mutation import is_pure
-from .sizes import Size, Sizes, all_same, sizes
+from .sizes import Size, Sizes, all_same
 
 aten = torch.ops.aten
 INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "custom")
@@ -42,7 +43,7 @@ class Editor:
 
     def reshaped(self, x: Node, shape: Sequence[Size], like: Node) -> Node:
         """x in this shape; x itself where it has it."""
-        if all_same(sizes(x.meta["val"].shape), shape):
+        if all_same(shape_of(x), shape):
             return x
         return self.compute(aten.reshape.default, (x, self.sizes.list(shape)), like)
 
@@ -52,7 +53,7 @@ class Editor:
 
     def repeat_each(self, x: Node, dim: int, times: Size, like: Node) -> Node:
         """repeat_interleave(x, times, dim), spelt (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)."""
-        shape = sizes(x.meta["val"].shape)
+        shape = shape_of(x)
         before, after = shape[:dim], shape[dim:][1:]
         behind = dim + 1 if dim >= 0 else dim
         each = self.compute(aten.unsqueeze.default, (x, behind), like)

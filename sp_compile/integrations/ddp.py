@@ -59,7 +59,7 @@ def compile_under_ddp(
     SPConfig.of(given)  # raises here, not at the first call
 
     def check() -> None:
-        before_ddp(meet)
+        before_ddp(meet_replicas)
         if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError(WITHOUT_DDP)
 
@@ -67,6 +67,6 @@ def compile_under_ddp(
     return model
 
 
-def meet(group: dist.ProcessGroup) -> None:
+def meet_replicas(group: dist.ProcessGroup) -> None:
     """Wait, in words, for the ranks that a DDP hands its buffers to. Raises SpError where some do not come."""
     agree(ranks_of(group), Message(CALLS, REPLICAS), "", "")

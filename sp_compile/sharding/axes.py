@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from sp_compile.errors import SpError
-from sp_compile.graph.call import Call, is_tensor, result_number
+from sp_compile.graph.call import Call, is_tensor, result_number, shape_of
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, product, same, size, sizes, typical
+from sp_compile.graph.sizes import Size, product, same, size, typical
 
 from .attention import ATTENTION_OF_TORCH, attending_nodes
 from .factors import Dims, Factors, parts
@@ -173,7 +173,7 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
     """Fill `axes.sequences`: the user's dims if given, else what attention attends over, else what scans run along."""
     if seq_dims is not None:
         for node, dim in seq_dims.items():
-            shape = sizes(node.meta["val"].shape)
+            shape = shape_of(node)
             if not -len(shape) <= dim < len(shape):
                 raise SpError(f"seq_dims: {node.name!r} has {len(shape)} dims, so it has no dim {dim}")
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])

@@ -24,11 +24,11 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import FakeTensor
-from sp_compile.graph.call import Call, is_tensor, overloads
+from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure, is_written
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, all_same, from_front, product, same, size, sizes
+from sp_compile.graph.sizes import Size, all_same, from_front, product, same, size
 from sp_compile.graph.strides import is_identity
 
 from .factors import Factors, flat
@@ -135,7 +135,7 @@ def order_of(node: Any) -> tuple[int, ...] | None:
 def _order(node: Node, source: Node, rule: Factors) -> tuple[int, ...] | None:
     before, after = rule.operands[0], rule.results[0]
     if rule.reshapes or rule.spans:
-        return tuple(range(len(after))) if _same_shape(source, node) else None
+        return tuple(range(len(after))) if _sameshape_of(source, node) else None
     permuted = "" not in before and sorted(before) == sorted(after)
     return tuple(before.index(f) for f in after) if permuted else None
 
@@ -147,7 +147,7 @@ def keeps_order(node: Any) -> bool:
         return False
     source, rule = found
     kept = flat(rule.operands[0]) == flat(rule.results[0])
-    return rule.reshapes or (kept and same(product(_shape(source)), product(_shape(node))))
+    return rule.reshapes or (kept and same(product(shape_of(source)), product(shape_of(node))))
 
 
 def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
@@ -180,12 +180,8 @@ def before_reshapes(node: Node) -> Node:
     return node
 
 
-def _shape(node: Node) -> tuple[Size, ...]:
-    return sizes(node.meta["val"].shape)
-
-
-def _same_shape(a: Node, b: Node) -> bool:
-    return all_same(_shape(a), _shape(b))
+def _sameshape_of(a: Node, b: Node) -> bool:
+    return all_same(shape_of(a), shape_of(b))
 
 
 def origin(node: Any) -> Any:
@@ -217,7 +213,7 @@ def _undone(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
             return found[at]
     at = operand
     while keeps_order(node):
-        if _same_shape(at, node):
+        if _sameshape_of(at, node):
             return found[at]
         if not rearranges(at) or not keeps_order(at):
             break
@@ -311,7 +307,7 @@ def nth_piece(of: Node, which: Any) -> Piece | None:
 def _strided(call: Call) -> Piece | None:
     """A slice that leaves rows out, where numbers tell which."""
     dim, start, step = call.dim(), call["start"] or 0, call["step"]
-    extent, length = call.shape()[dim], _shape(call.node)[dim]
+    extent, length = call.shape()[dim], shape_of(call.node)[dim]
     if step == 1 or not all(isinstance(n, int) for n in (start, step, extent)):
         return None
     return Piece(call.operands[0], dim, min(max(from_front(start, extent), 0), extent), length, step)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from sp_compile.graph.call import shape_of
 from sp_compile.graph.edit import Editor
-from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.sizes import Size, same
 from sp_compile.graph.strides import is_identity
 
 from .matchers import order_of, source_of
@@ -33,7 +34,7 @@ class Factor:
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        shape = sizes(self.node.meta["val"].shape)
+        shape = shape_of(self.node)
         return tuple(shape[d] for d in self.order)
 
     def swapped(self) -> Factor:

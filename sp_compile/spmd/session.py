@@ -175,13 +175,13 @@ class Session:
     @contextmanager
     def compiling(self, gm: GraphModule) -> Iterator[None]:
         """Show the ranks that are done and wait that this one is alive, and the user what it is at."""
-        replicas = ddp_group()
-        asking = [*self.everyone, self.ranks, *([ranks_of(replicas)] if replicas is not None else [])]
-        done, groups = threading.Event(), dict.fromkeys(asking)
+        done = threading.Event()
 
         def beat() -> None:
             while not done.wait(BEAT):
-                for wire in filter(None, map(wire_of, groups)):
+                replicas = ddp_group()
+                asking = [*self.everyone, self.ranks, *([ranks_of(replicas)] if replicas is not None else [])]
+                for wire in filter(None, map(wire_of, dict.fromkeys(asking))):
                     wire.beat()
 
         thread = threading.Thread(target=beat, daemon=True)

@@ -40,8 +40,8 @@ def accelerate() -> Any:
 )
 def test_sizes_that_fit(accelerate: Any, replicas: int, share: int, processes: int, expected: tuple[int, int]) -> None:
     config = accelerate.ParallelismConfig(dp_replicate_size=replicas, sp_size=share)
-    assert accelerate.sizes(config, processes) == expected
-    assert accelerate.sizes(None, processes) == (1, processes)
+    assert accelerate.axis_sizes(config, processes) == expected
+    assert accelerate.axis_sizes(None, processes) == (1, processes)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_sizes_that_fit(accelerate: Any, replicas: int, share: int, processes: i
 )
 def test_sizes_that_do_not_fit(accelerate: Any, given: dict[str, int], words: str) -> None:
     with pytest.raises(SpError, match=words):
-        accelerate.sizes(accelerate.ParallelismConfig(**given), 4)
+        accelerate.axis_sizes(accelerate.ParallelismConfig(**given), 4)
 
 
 def test_the_backend_is_known_meanwhile(accelerate: Any) -> None:

@@ -26,9 +26,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.modes import autocast_at, same_autocast
-from sp_compile.graph.sizes import Size, all_same, product, same, sizes
+from sp_compile.graph.sizes import Size, all_same, product, same
 from sp_compile.graph.strides import inverse, is_identity
 from sp_compile.lowering.dtypes import HALF
 from sp_compile.passes.base import Spelling, register
@@ -127,7 +127,7 @@ class EagerAttention(Spelling):
         for factor, dividing in scores.factors:
             q = self.compute(aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor), last)
         out = self._op((q, k, v), mask, sinks, weights.dropout, scores.scale, last)
-        out = self.reshaped(out, (*front, *sizes(out.meta["val"].shape)[-2:]), last)
+        out = self.reshaped(out, (*front, *shape_of(out)[-2:]), last)
         return out if is_identity(order) else self.compute(aten.permute.default, (out, inverse(order)), last)
 
     def _op(
@@ -226,7 +226,7 @@ def _one_of_each_head(sinks: Sinks | None, reading: SoftmaxSource, scores: Score
     if sinks is None:
         return reading.sinks is None
     masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
-    if sinks.groups and any(not same(product(sizes(mask.meta["val"].shape)[:-2]), 1) for mask in masks):
+    if sinks.groups and any(not same(product(shape_of(mask)[:-2]), 1) for mask in masks):
         return False
     return scores.masked is None or all_same(scores.masked[:-2], sinks.lead)
 

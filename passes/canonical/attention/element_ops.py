@@ -13,8 +13,8 @@ import torch
 from sympy import And, Not, Or, Xor
 
 from sp_compile._compat import schema_of
-from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.call import Call, is_tensor, shape_of
+from sp_compile.graph.sizes import Size, same
 
 from .elements import Coords, Element, NotSymbolic, Positions, by_cases, cases, handles, number, truth, where
 
@@ -87,7 +87,7 @@ def _pieces(p: Positions, parts: list[Any], at: Coords, dim: int) -> Element:
     start: Size = 0
     found: list[tuple[Any, Element]] = []
     for part in parts:
-        extent = sizes(part.meta["val"].shape)[dim]
+        extent = shape_of(part)[dim]
         before_end = p.box.at_least_zero(start + extent - 1 - at[dim])
         after_start = p.box.at_least_zero(at[dim] - start)
         if And(before_end, after_start) != sympy.false:

@@ -22,7 +22,7 @@ from sympy.core.function import AppliedUndef
 from torch.fx import Node
 
 from sp_compile._compat import OpOverload, schema_of
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.sizes import same, size, sizes
 from sp_compile.lowering.table import Table
 from sp_compile.sharding.matchers import Piece, constant_of, element_of, origin, piece_of
@@ -138,7 +138,7 @@ class Positions:
         """The element of a pointwise op's operand, which may broadcast or be a number."""
         if not is_tensor(x):
             return number(x)
-        shape = sizes(x.meta["val"].shape)
+        shape = shape_of(x)
         own = coords[len(coords) - len(shape) :]
         return self.at(x, tuple(0 if s == 1 else c for s, c in zip(shape, own)))
 

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import FakeTensor, flex_attention_op
 from sp_compile.errors import SpError
-from sp_compile.graph.call import results_read
+from sp_compile.graph.call import results_read, shape_of
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.fakes import traced
 from sp_compile.graph.sizes import Size, same, sizes
@@ -86,7 +86,7 @@ class FlexAttention(Masks):
         q, k, v, *_ = node.args
         sunk, results = _sunk(node), results_read(node)
         out = results[0] if sunk is None else sunk.result
-        queries, keys = (sizes(x.meta["val"].shape)[1] for x in (q, k))
+        queries, keys = (shape_of(x)[1] for x in (q, k))
         options = {"scale": node.args[5], "enable_gqa": not same(queries, keys)}
         with self.graph.inserting_before(node):
             every = [self.sizes(queries)]
@@ -110,7 +110,7 @@ class FlexAttention(Masks):
     def _mask(self, node: Node) -> Mask:
         """What the mask_mod says of all indices. Raises NotSymbolic or SpError."""
         q, k, _, _, block_mask, *_, reads = node.args
-        shape = (*sizes(q.meta["val"].shape)[:3], sizes(k.meta["val"].shape)[2])
+        shape = (*shape_of(q)[:3], shape_of(k)[2])
         body = _body(block_mask[-1])
 
         def read() -> Mask:

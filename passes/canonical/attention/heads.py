@@ -28,7 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import OpOverload, pytree
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.modes import autocast_at, same_autocast
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark
@@ -82,7 +82,7 @@ class StackHeads(Spelling):
                 out = self.compute(aten.movedim.int, (out, 1, dim), cat) if dim != 1 else out
             else:
                 out = self.compute(aten.transpose.int, (out, 1, 2), cat)
-                batch, length, count, width = sizes(out.meta["val"].shape)
+                batch, length, count, width = shape_of(out)
                 out = self.reshaped(out, (batch, length, product((count, width))), cat)
         cat.replace_all_uses_with(out)
         self.erase([*heads, *(step for x, h in zip(given, heads) for step in steps_to(x, h)), cat])
@@ -172,9 +172,9 @@ class GroupHeads(Spelling):
         if call["enable_gqa"] or call.ndim() != 4:
             return False
         key, value = (_before_repeat(operand) or self._turned(operand) for operand in call.operands[1:3])
-        if key is None or value is None or not same(_heads(key), _heads(value)):
+        if key is None or value is None or not same(shape_of(key)[HEADS_DIM], shape_of(value)[HEADS_DIM]):
             return False
-        if quotient(_heads(call.operands[0]), _heads(key)) is None:
+        if quotient(call.shape()[HEADS_DIM], shape_of(key)[HEADS_DIM]) is None:
             return False
         node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
         mark(node, grouped=True)  # by us, so that passes/strategies/attention/expand_heads.py may undo it
@@ -187,10 +187,10 @@ class GroupHeads(Spelling):
         if expanded is None or expanded.target is not aten.expand.default:
             return None
         single, order = expanded.args[0], Call(moved)["dims"]
-        before, after = (sizes(n.meta["val"].shape) for n in (single, expanded))
+        before, after = (shape_of(n) for n in (single, expanded))
         grown = [d for d, extent in enumerate(after) if len(before) != len(after) or not same(before[d], extent)]
-        batch, heads, length, width = sizes(node.meta["val"].shape)
-        shape = sizes(moved.meta["val"].shape)
+        batch, heads, length, width = shape_of(node)
+        shape = shape_of(moved)
         at = order.index(grown[0]) if len(grown) == 1 else len(shape)
         fewer = product(shape[:at])
         if not all_same(shape[at + 1 :], (length, width)) or not same(fewer * shape[at], batch * heads):
@@ -202,10 +202,6 @@ class GroupHeads(Spelling):
             return self.reshaped(turned, (1, fewer, length, width), moved)
 
 
-def _heads(node: Node) -> Size:
-    return sizes(node.meta["val"].shape)[HEADS_DIM]
-
-
 def _before_repeat(node: Node) -> Node | None:
     """x, if the node is x with every head repeated r times in place: (B, h, S, D) -> (B, h*r, S, D)."""
     node = origin(node)
@@ -215,7 +211,7 @@ def _before_repeat(node: Node) -> Node | None:
     expanded = before_reshapes(node)
     if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
         return None
-    batch, heads, repeats, length, width = sizes(expanded.meta["val"].shape)
+    batch, heads, repeats, length, width = shape_of(expanded)
     single = (batch, heads, 1, length, width)
     if not _has_shape(expanded.args[0], single) or not _has_shape(node, (batch, heads * repeats, length, width)):
         return None
@@ -228,4 +224,4 @@ def _before_repeat(node: Node) -> Node | None:
 
 
 def _has_shape(node: Node, wanted: Sequence[Size]) -> bool:
-    return all_same(sizes(node.meta["val"].shape), wanted)
+    return all_same(shape_of(node), wanted)

@@ -22,8 +22,8 @@ from sympy.core.function import AppliedUndef
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.errors import SpError
-from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.call import Call, shape_of
+from sp_compile.graph.sizes import Size, same
 from sp_compile.passes import base
 from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import attention_nodes, keeps_no_weight
@@ -57,7 +57,7 @@ def recognise(node: Node, shape: tuple[Size, ...], settled: bool = False) -> Mas
 
 def understood(node: Node, shape: tuple[Size, ...], settled: bool = False) -> Mask:
     """As `recognise`. Raises NotSymbolic, which says why the mask stays data. settled: see `keeps_no_weight`."""
-    own = sizes(node.meta["val"].shape)
+    own = shape_of(node)
     if len(shape) not in (3, 4) or len(own) > len(shape):
         raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(own)}")
     indices = [i for i in INDICES if i != HEAD or len(shape) == 4]
@@ -216,7 +216,7 @@ class Masks(base.Spelling):
 
     def _cut(self, source: Node, coords: Any, index: sympy.Symbol, length: Size, like: Node) -> Node:
         x = source
-        for dim, (coord, extent) in reversed(list(enumerate(zip(coords, sizes(source.meta["val"].shape))))):
+        for dim, (coord, extent) in reversed(list(enumerate(zip(coords, shape_of(source))))):
             start = _size(coord - index) if coord.has(index) else None
             if start is not None and not same(length, extent):
                 span = self.sizes.list((start, _size(start + length)))
@@ -227,7 +227,7 @@ class Masks(base.Spelling):
         if kept == [index, BATCH]:
             return self.compute(aten.transpose.int, (x, 0, 1), like)
         if index not in kept:
-            shape = [self.sizes(extent) for extent in sizes(x.meta["val"].shape)] or [1]
+            shape = [self.sizes(extent) for extent in shape_of(x)] or [1]
             x = self.compute(aten.reshape.default, (x, [*shape, 1]), like)
             return self.compute(aten.expand.default, (x, [*shape, self.sizes(length)]), like)
         return x if len(kept) == 2 else self.compute(aten.unsqueeze.default, (x, 0), like)

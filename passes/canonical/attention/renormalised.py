@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.closure import closure
-from sp_compile.graph.sizes import Size, all_same, same, sizes
+from sp_compile.graph.sizes import Size, all_same, same
 from sp_compile.sharding.matchers import behind, dies_with, is_cast, is_copy, keeps_order
 
 from .proofs import BATCH, HEAD, QUERY
@@ -42,8 +42,8 @@ def renormalised(out: Node, lse: Node) -> SinkAttention | None:
     if result is None or result.target is not aten.mul.Tensor or not dies_with(lse, result):
         return None
     share = next((x for x in Call(result).operands if x is not out), None)
-    rows = sizes(out.meta["val"].shape)[:-1]
-    if share is None or not all_same(sizes(share.meta["val"].shape), (*rows, 1)):
+    rows = shape_of(out)[:-1]
+    if share is None or not all_same(shape_of(share), (*rows, 1)):
         return None
     found = _sinks_of(_core(share), lse, rows)
     sinks = of_heads(*found, rows[:2]) if found is not None and len(rows) == 3 else None
@@ -74,7 +74,7 @@ def _sinks_of(share: Node, lse: Node, rows: tuple[Size, ...]) -> tuple[Node, tup
         if len(both) != 2 or [d % (last + 1) for d in Call(other)["dim"]] != [last] or Call(joined).dim() != last:
             return None
         other = next((x for x in both if _core(x) is not lse), None)
-        if other is None or last != len(at) - 1 or not all(same(sizes(x.meta["val"].shape)[-1], 1) for x in both):
+        if other is None or last != len(at) - 1 or not all(same(shape_of(x)[-1], 1) for x in both):
             return None
     at = at[len(at) - other.meta["val"].ndim :]
     return other, at
@@ -82,5 +82,5 @@ def _sinks_of(share: Node, lse: Node, rows: tuple[Size, ...]) -> tuple[Node, tup
 
 def _each_alone(ours: Node, rows: tuple[Size, ...]) -> bool:
     """Does the lse stand at (b, h, q), or (b, h, q, 0)? Regrouped, a number of each head may be one of each query."""
-    shape = sizes(ours.meta["val"].shape)
+    shape = shape_of(ours)
     return all_same(shape, rows) or all_same(shape, (*rows, 1))

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call, is_tensor, overloads
+from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, origin, scalar, source_of, steps_to
@@ -72,7 +72,7 @@ def keeps_matrices(x: Node) -> bool:
     source = source_of(x) if keeps_order(x) else None
     if source is None:
         return False
-    before, after = (sizes(n.meta["val"].shape) for n in (source, x))
+    before, after = (shape_of(n) for n in (source, x))
     return min(len(before), len(after)) >= 3 and all(same(a, b) for a, b in zip(before[-2:], after[-2:]))
 
 
@@ -86,7 +86,7 @@ def _scaled(call: Call, x: Node) -> Scores | None:
         number = scalar(factor, dtype)
         if number is not None and number > 0:
             return replace(inner, scale=inner.scale / number if dividing else inner.scale * number)
-        if is_tensor(factor) and not inner.fills and set(sizes(factor.meta["val"].shape)[-2:]) <= {1}:
+        if is_tensor(factor) and not inner.fills and set(shape_of(factor)[-2:]) <= {1}:
             return _masked(inner, x, factor, factors=(*inner.factors, (factor, dividing)))
     return None
 
@@ -123,7 +123,7 @@ def _filled(call: Call, x: Node) -> Scores | None:
 
 def _masked(inner: Scores, x: Node, mask: Node, **changed: Any) -> Scores | None:
     """With a tensor that must broadcast to the scores, in the one grouping of leading dims that all of them know."""
-    shape, own = sizes(x.meta["val"].shape), sizes(mask.meta["val"].shape)
+    shape, own = shape_of(x), shape_of(mask)
     before = sizes(inner.chain[-1].meta["val"].shape)
     if before != shape or len(own) > len(shape) or inner.masked not in (None, shape):
         return None

@@ -20,9 +20,9 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.edit import Editor
-from sp_compile.graph.sizes import Size, product, same, sizes
+from sp_compile.graph.sizes import Size, product, same
 from sp_compile.sharding.matchers import before_reshapes, element_of, is_cast, is_copy, join_of, slice_of, source_of
 
 from .proofs import BATCH, HEAD, INDICES
@@ -45,7 +45,7 @@ class SoftmaxSource:
 
     def of_heads(self) -> Sinks | None:
         """The sinks of scores (B, H, Q, K)."""
-        lead = sizes(self.sinks.meta["val"].shape)[:-2] if self.sinks is not None else ()
+        lead = shape_of(self.sinks)[:-2] if self.sinks is not None else ()
         return of_heads(self.sinks, INDICES, lead) if len(lead) == 2 else None
 
     def behind(self, *chain: Node) -> SoftmaxSource:
@@ -56,7 +56,7 @@ class SoftmaxSource:
         piece = slice_of(node) if self.sinks is not None else None
         if piece is None or piece.dim != piece.source.meta["val"].ndim - 1:
             return False
-        every = sizes(piece.source.meta["val"].shape)[-1]
+        every = shape_of(piece.source)[-1]
         return same(piece.start, int(self.first)) and same(piece.length, every - 1)
 
 
@@ -72,7 +72,7 @@ def read_by(x: Any, *readers: Node) -> SoftmaxSource:
         return read_by(Call(x).operands[0], greatest[0], x).behind(*greatest, x)
     joined = Call(x).operands
     if x.target is aten.cat.default and len(joined) == 2 and _along_last(x):
-        widths = [sizes(part.meta["val"].shape)[-1] for part in joined]
+        widths = [shape_of(part)[-1] for part in joined]
         for first in (False, True):
             scores, sinks = joined[::-1] if first else joined
             if same(widths[1 - first], 1) and not same(widths[first], 1):
@@ -128,7 +128,7 @@ class Sinks:
 
     def vector(self, editor: Editor, like: Node) -> Node:
         """(H,)."""
-        count, (_, heads) = product(sizes(self.held.meta["val"].shape)), self.batch_and_heads
+        count, (_, heads) = product(shape_of(self.held)), self.batch_and_heads
         found = editor.reshaped(self.held, (count,), like)
         if same(count, heads):
             return found
@@ -140,7 +140,7 @@ def of_heads(sinks: Node, coords: Sequence[Any], lead: tuple[Size, ...]) -> Sink
     at: tuple[Node, Sequence[Any]] | None = (sinks, coords)
     while at is not None:
         node, coords = at
-        shape = sizes(node.meta["val"].shape)
+        shape = shape_of(node)
         held = [c for c, extent in zip(coords, shape, strict=True) if not same(extent, 1)]
         if held in ([], [HEAD]) and (not held or same(product(shape), lead[1])):
             return Sinks(node, lead)

@@ -21,8 +21,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import varlen_attention
-from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import same, sizes
+from sp_compile.graph.call import Call, shape_of
+from sp_compile.graph.sizes import same
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 
@@ -60,7 +60,7 @@ class VarlenAttention(Spelling):
                 place = "row1"
             heads_first = [self._turned(x, node) for x in (q, k, v)]
             predicate = " & ".join(["Eq(row0, col0)", *_sees(place, *window)])
-            grouped = not same(sizes(q.meta["val"].shape)[1], sizes(k.meta["val"].shape)[1])
+            grouped = not same(shape_of(q)[1], shape_of(k)[1])
             args = (*heads_first, rows, cols, [], predicate, 0.0, call["scale"], grouped)
             fresh = self.compute(sp.masked_attention.default, args, node)
             fresh = self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (fresh, [0]), node), 0, 1), node)
@@ -73,7 +73,7 @@ class VarlenAttention(Spelling):
 
     def _documents(self, x: Node, ends: Node, like: Node) -> Node:
         """The number of each token's document: int64 (1, T)."""
-        length = sizes(x.meta["val"].shape)[0]
+        length = shape_of(x)[0]
         if (ends, length) not in self.documents:
             kind = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
             tokens = self.compute(aten.arange.default, (self.sizes(length),), like, kind)
@@ -86,7 +86,7 @@ class VarlenAttention(Spelling):
         """The key that is as far from its document's last as the query from its own: int64 (1, T)."""
         key = (documents, q_ends, k_ends)
         if key not in self.documents:
-            length = sizes(documents.meta["val"].shape)[1]
+            length = shape_of(documents)[1]
             kind = {"dtype": torch.int64, "device": documents.meta["val"].device}
             tokens = self.compute(aten.arange.default, (self.sizes(length),), like, kind)
             further = self.compute(aten.sub.Tensor, (k_ends, q_ends), like)

@@ -22,10 +22,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, shape_of
 from sp_compile.graph.modes import autocast_at
 from sp_compile.graph.mutation import is_written
-from sp_compile.graph.sizes import sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 
@@ -274,7 +273,7 @@ def _values(listed: Node) -> list[Node]:
     values = list(listed.args[0])
     if listed.target is aten.cat.default:
         dim = Call(listed)["dim"]
-        if len({sizes(v.meta["val"].shape)[dim] for v in values}) > 1:
+        if len({shape_of(v)[dim] for v in values}) > 1:
             return []
     return values if len(set(values)) == len(values) > 1 else []
 

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import pytree
-from sp_compile.graph.call import is_tensor
+from sp_compile.graph.call import is_tensor, shape_of
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.sizes import sizes
 from sp_compile.sharding.matchers import is_copy, origin, piece_of, same_call
@@ -201,7 +201,7 @@ def reading(node: Any) -> tuple[Node, int, int, int] | None:
     piece = piece_of(node)
     if piece is None or not isinstance(piece.start, int) or not isinstance(piece.length, int) or not piece.length:
         return None
-    if not isinstance(sizes(piece.source.meta["val"].shape)[piece.dim], int):
+    if not isinstance(shape_of(piece.source)[piece.dim], int):
         return None
     rows = piece.length if piece.keeps else 0
     if rows > 1 and (piece.step != 1 or piece.start % rows):

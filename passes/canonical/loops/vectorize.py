@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import pytree
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.fakes import traced
 from sp_compile.graph.sizes import Size, all_same, quotient, same, sizes
@@ -55,7 +55,7 @@ class Steps:
     @property
     def shape(self) -> tuple[Size, ...]:
         """Of the value of one step."""
-        shape = sizes(self.node.meta["val"].shape)
+        shape = shape_of(self.node)
         return (*shape[: self.time], *shape[self.time + 1 :])
 
 
@@ -97,7 +97,7 @@ class BatchedOps(Editor):
         """Rows as steps of `rows` rows: (N * rows) -> (N, rows)."""
         if rows == 1:
             return Steps(self.unsqueezed(x.node, x.time + 1), x.time)
-        shape = list(sizes(x.node.meta["val"].shape))
+        shape = list(shape_of(x.node))
         shape[x.time : x.time + 1] = [quotient(shape[x.time], rows), rows]
         return Steps(self.reshaped(x.node, shape, x.node), x.time)
 

@@ -37,7 +37,7 @@ from sp_compile.sharding.placement import DEALT, Plan, Shard
 
 from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
 from .layouts import BALANCED, orders, seconds_to_deal, why_better_not, why_not_dealt
-from .memory import memory_of
+from .memory import memory_needed
 
 MANY = 1 << 20
 """Rows of a block, where all that asks for many is satisfied."""
@@ -63,7 +63,7 @@ class ChooseAttention(Pass):
         shapes = {n: _shape(n, job.ranks.n, n in trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
         if nodes:
-            taken = memory_of(gm, plan, job.ranks.n, trained, machines[nodes[0]].memory)
+            taken = memory_needed(gm, plan, job.ranks.n, trained, machines[nodes[0]].memory)
             job.memory.append(taken)
             machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
         tried = orders(list(shapes.values()), plan, job)

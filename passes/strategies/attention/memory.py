@@ -29,7 +29,7 @@ LOSSES = frozenset({aten.cross_entropy_loss.default})
 """Ops that keep log_softmax of their first operand, in float32 or wider."""
 
 
-def memory_of(gm: GraphModule, plan: Plan, n: int, trained: set[Node], device: float) -> Memory:
+def memory_needed(gm: GraphModule, plan: Plan, n: int, trained: set[Node], device: float) -> Memory:
     """Of one of n ranks, for a graph in the global view. trained: the nodes that gradients reach."""
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
     weights = [node for node in inputs if node.op == "get_attr" or record(node).parameter]
