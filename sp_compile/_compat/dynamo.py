@@ -265,15 +265,24 @@ def before_ddp(act: Callable[[dist.ProcessGroup], None]) -> None:
     ddp = _ddp()
     if ddp is not None and ddp not in _met:
         _met.add(ddp)
-        ddp.register_forward_pre_hook(functools.partial(_before_buffers, act), prepend=True)
+        ddp.register_forward_pre_hook(_BeforeBuffers(act), prepend=True)
 
 
 _met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-def _before_buffers(act: Callable[[dist.ProcessGroup], None], ddp: Any, args: Any) -> None:
-    if ddp.will_sync_module_buffers() and not ddp._join_config.enable:
-        act(ddp.process_group)
+class _BeforeBuffers:
+    """A hook of a DDP, which a copy of that goes without until it is called itself."""
+
+    def __init__(self, act: Callable[[dist.ProcessGroup], None] | None = None) -> None:
+        self.act = act
+
+    def __call__(self, ddp: Any, args: Any) -> None:
+        if self.act is not None and ddp.will_sync_module_buffers() and not ddp._join_config.enable:
+            self.act(ddp.process_group)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _BeforeBuffers, ()
 
 
 def _summing() -> list[dist.ProcessGroup]:

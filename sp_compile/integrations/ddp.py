@@ -19,7 +19,7 @@ from sp_compile._compat import before_ddp, compile_in_place, is_compiled, is_und
 from sp_compile.backend import sp
 from sp_compile.config import SPConfig, ranks_of, resolve
 from sp_compile.errors import SpError
-from sp_compile.spmd.agree import agree
+from sp_compile.spmd.agree import meet_replicas
 from sp_compile.spmd.check_run import REPLICAS
 from sp_compile.spmd.message import CALLS, Message
 
@@ -58,15 +58,15 @@ def compile_under_ddp(
     given = {"mesh": mesh, "param_grads": "partial", **options}
     SPConfig.of(given)  # raises here, not at the first call
 
+    def meet(group: dist.ProcessGroup) -> None:
+        ranks = resolve(mesh, None)
+        if ranks.exchanges:
+            meet_replicas(ranks, ranks_of(group), Message(CALLS, REPLICAS))
+
     def check() -> None:
-        before_ddp(meet_replicas)
+        before_ddp(meet)
         if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError(WITHOUT_DDP)
 
     compile_in_place(model, check, backend=sp, options=given, fullgraph=fullgraph, dynamic=dynamic)
     return model
-
-
-def meet_replicas(group: dist.ProcessGroup) -> None:
-    """Wait, in words, for the ranks that a DDP hands its buffers to. Raises SpError where some do not come."""
-    agree(ranks_of(group), Message(CALLS, REPLICAS), "", "")

@@ -22,6 +22,7 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import ABOUT
 
 from .message import COMPILES, READS, STOPS, TOGETHER, Message
+from .settings import mode
 from .wire import gather, wire_of
 
 CLOSE = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
@@ -92,6 +93,7 @@ def meeting(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]
 
 
 ASKED = "asks replicas"  # of fields: whether all replicas hear of what is wrong with a call or a backward
+OTHER_MODES = "the ranks of this group are in different modes", "all ranks of a replica train, or all evaluate"
 OF_REPLICA = "another replica stops here, and with it all whose gradients are summed with its own"
 
 
@@ -114,6 +116,19 @@ def agree_with_replicas(replicas: Ranks, mine: Message) -> str:
     failed = {one.error: rank for rank, one in zip(numbers, everyone) if one.error}
     each = "\n".join(f"rank {rank}: {error}" for error, rank in failed.items())
     return f"{OF_REPLICA}:\n{each}" if failed else astray(everyone)
+
+
+def meet_replicas(ranks: Ranks, replicas: Ranks, mine: Message) -> None:
+    """A barrier of all ranks of all replicas. ranks: those that share a sequence, whose words always come first.
+
+    Raises SpError, on all of them, where one is about to do something else, or in another mode than its own replica.
+    """
+    everyone = exchanged(ranks, replace(mine, fields={ASKED: "yes", "mode": mode()}))
+    problem = difference(everyone, *OTHER_MODES) if everyone is not None else ""
+    if replicas.n > ranks.n:
+        problem = agree_with_replicas(replicas, replace(mine, error=problem))
+    if problem:
+        raise SpError(problem)
 
 
 def difference(everyone: Sequence[Message], what: str, advice: str) -> str:

@@ -1,4 +1,7 @@
-"""What a compilation decides is one decision on all ranks that the program connects, whatever each of them measured."""
+"""What a compilation decides is one decision on all ranks that the program connects, whatever each of them measured.
+
+Numbers of Python's are no part of that where each rank has data of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
+from support import ranks as worker
 from support.parallel.parallel_models import Split, build, tokens
 from support.parallel.parallel_training import Trained, watched
+from support.parity import sp
 from support.ranks import Ranks
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from sp_compile.cost import measure
@@ -39,3 +46,47 @@ def measured_apart() -> list[str]:
 def test_groups_that_measured_apart_split_attention_the_same_way(ranks: Ranks) -> None:
     """Else the tensor-parallel ranks have two programs, and all layers stay full."""
     assert ranks.run(4, measured_apart) == [["ssss"]] * 4
+
+
+CALLS = 6
+NUMBERS = {
+    "offsets that part": lambda rank, call: {"start": call * (rank + 1), "heat": 1.0},
+    "a request that ends": lambda rank, call: {"start": 2 + call % (3 if rank else CALLS), "heat": 1.0},
+    "temperatures": lambda rank, call: {"start": 0, "heat": 1.0 + call * rank},
+}
+
+
+class Experts(nn.Module):
+    """One on each rank, for the tokens of all ranks, which lie behind what each of them has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.expert = nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor, start: int, heat: float) -> Tensor:
+        """(tokens, 8) -> (tokens, 8)"""
+        x = x * torch.cos(0.1 * (torch.arange(x.shape[0]) + start))[:, None] * heat
+        sent = funcol.all_to_all_single_autograd(x, None, None, worker.group())
+        return funcol.all_to_all_single_autograd(self.expert(sent).tanh(), None, None, worker.group())
+
+
+def served(name: str) -> float:
+    """The largest error of calls with a rank's own tokens and numbers, forward and backward."""
+    rank, model, errors = worker.group().rank(), Experts(), []
+    run = sp(model)
+    for call in range(CALLS):
+        x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * call + rank))
+        given, both = NUMBERS[name](rank, call), [x.clone().requires_grad_() for _ in range(2)]
+        found, right = run(both[0], **given), model(both[1], **given)
+        for one in (found, right):
+            one.square().sum().backward()
+        errors += [(found - right).abs().max().item(), (both[0].grad - both[1].grad).abs().max().item()]
+    return max(errors)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_a_rank_with_tokens_of_its_own(ranks: Ranks, name: str) -> None:
+    """A scale that a schedule changes on one rank is refused where all have the same: see tests/tensor_parallel."""
+    assert max(ranks.run(2, served, name)) < 1e-12

@@ -113,6 +113,22 @@ def test_a_compilation_may_take_longer_than_the_timeout(ranks: Ranks) -> None:
     assert first == second == pytest.approx(Halves()(torch.ones(2, 8, 16, dtype=torch.float64)).item())
 
 
+def measures_alone() -> tuple[str, float]:
+    """What rank 0 hears that measures the machine, a part of compiling, where rank 1 never comes."""
+    mesh, begun = impatient("measures"), time.monotonic()
+    if mesh is None or dist.get_rank() == 1:
+        return "", 0.0
+    run = sp(Floats(), mesh=mesh, cost=None)
+    return error_text(lambda: run(torch.ones(2, 8, 16, dtype=torch.float64))), time.monotonic() - begun
+
+
+def test_a_rank_that_waits_while_it_compiles_is_no_sign_of_life_to_itself(ranks: Ranks) -> None:
+    told, seconds = ranks.run(4, measures_alone)[0]
+    assert "measures how fast the ranks are" in told
+    assert "for ranks that did not come" in told
+    assert seconds < 3 * SECONDS
+
+
 def wrong_mesh_dim() -> tuple[str, float]:
     mesh, begun = impatient("mesh"), time.monotonic()
     if mesh is None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.fuzz.fault_acts import Acts
-from support.fuzz.loop import Loop
+from support.fuzz.loop import TIMEOUT, Loop
 from support.parity import difference
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from sp_compile.integrations.ddp import compile_under_ddp
@@ -49,11 +51,21 @@ def of_replicas(**ddp: Any) -> Callable[[Loop], None]:
 
     def prepare(loop: Loop) -> None:
         loop.__class__ = ReplicaLoop
-        mesh = init_device_mesh("cpu", (RANKS // OF_SEQUENCE, OF_SEQUENCE), mesh_dim_names=("dp", "sp"))
+        mesh = impatient_mesh()
         compile_under_ddp(loop.net, mesh["sp"], **loop.options)
         loop.run = DistributedDataParallel(loop.net, **ddp)
 
     return prepare
+
+
+def impatient_mesh() -> DeviceMesh:
+    """Of groups that wait as long as the default one; those of `init_device_mesh` wait for half an hour."""
+    grid = torch.arange(RANKS).view(-1, OF_SEQUENCE)
+    mine = []
+    for rows in (grid.mT, grid):
+        groups = [dist.new_group(row, timeout=timedelta(seconds=TIMEOUT)) for row in rows.tolist()]
+        mine += [one for one in groups if one != dist.GroupMember.NON_GROUP_MEMBER]
+    return DeviceMesh.from_group(mine, "cpu", mesh=grid, mesh_dim_names=("dp", "sp"))
 
 
 def by_replica(act: Acts, goes: Acts) -> Acts:

@@ -186,7 +186,8 @@ def by_name(loop: Loop, step: int) -> None:
 
 def marks_dynamic(loop: Loop, step: int) -> None:
     batch = loop.batch(step)
-    torch._dynamo.mark_dynamic(batch[0], 1)
+    for x in batch:
+        torch._dynamo.mark_dynamic(x, 1)
     loop.train(step, batch)
 
 
