@@ -1,11 +1,13 @@
 """Attention split over ranks, ours and that of the peers that run on a CPU: errors, exchanges and CPU time in one run.
 
-    python benchmarks/peers.py [--ranks 2] [--tokens 4096] [--only "ours|deepspeed"]
+    python benchmarks/peers.py [--ranks 2] [--tokens 4096] [--only "ours|deepspeed"] [--parts]
 
 One forward and backward of causal attention, 8 heads of 64, float32 where a peer has it. Real ranks with Gloo, one
 thread each. In every repeat one device and all ways take turns; CPU seconds are those of all ranks together, their
-exchanges included, and the ratio is the median over the repeats of a way's over one device's in the same repeat. A
-peer that is not installed, or refuses the case, has its reason in the table. To install those that are known:
+exchanges included, and the ratio is the median over the repeats of a way's over one device's in the same repeat; the
+last column is that of Gloo's threads alone. A peer that is not installed, or refuses the case, has its reason in the
+table. --parts: a second table of what the calling threads do, by operators, over one device as well; what is left of
+a step (autograd, Python, the checks before a call) is in none of its columns. To install those that are known:
 
     DS_BUILD_OPS=0 pip install --no-deps deepspeed==0.19.8 yunchang==0.6.4 diffusers==0.42.1 && \\
         pip install py-cpuinfo hjson msgpack einops
@@ -36,6 +38,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -186,13 +189,19 @@ def step(attention: Attention, operands: list[Tensor], grad: Tensor) -> list[Ten
 
 @dataclass
 class Seen:
-    """What one rank saw of a way. seconds, alone: CPU time of each repeat, of the way and of one device."""
+    """What one rank saw of a way.
+
+    seconds, alone: CPU time of each repeat, of the way and of one device; own: of the calling thread, of the way.
+    parts: of one step, by kinds of operators.
+    """
 
     out: float = 0.0
     gradient: float = 0.0
     exchanges: dict[str, int] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
     failed: str = ""
 
 
@@ -239,13 +248,45 @@ def compared(rank: int, given: argparse.Namespace) -> dict[str, Seen]:
         for name, job in jobs.items():
             way = next(way for way in WAYS if way.name == name)
             dist.barrier()
+            begun = time.thread_time()
             seen[name].seconds.append(cpu_seconds(job))
+            seen[name].own.append(time.thread_time() - begun)
             operands = [x.to(way.dtype) for x in whole]
             if rank:
                 continue
             alone = partial(one_device, causal=way.causal)
             seen[name].alone.append(cpu_seconds(partial(step, alone, operands[:3], operands[3])))
+    for name, job in jobs.items() if given.parts else ():
+        dist.barrier()
+        with _Parts() as parts:
+            job()
+        seen[name].parts = dict(parts.seconds)
     return seen
+
+
+KINDS = {
+    "attention": r"attend|scaled_dot_product",
+    "exchanges": r"c10d",
+    "copies": r"clone|copy|cat\b|stack|pack|contiguous|reorder",
+    "sums and merges": "",
+}
+"""Operators by their names: the first that fits."""
+
+
+class _Parts(TorchDispatchMode):
+    """CPU time of the calling thread by kinds of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begun = time.thread_time()
+        try:
+            return op(*args, **kwargs or {})
+        finally:
+            kind = next(kind for kind, names in KINDS.items() if re.search(names, str(op)))
+            self.seconds[kind] += time.thread_time() - begun
 
 
 def _error(true: Tensor, found: Tensor) -> float:
@@ -268,17 +309,30 @@ def cpu_seconds(job: Callable[[], object]) -> float:
 
 
 def report(found: dict[int, dict[str, Seen]], ranks: int) -> Table:
-    table = Table("", "out", "gradients", "exchanges of a rank", "CPU s", "over one device", title=f"{ranks} ranks")
+    columns = "", "out", "gradients", "exchanges of a rank", "CPU s", "over one device", "Gloo's threads"
+    table = Table(*columns, title=f"{ranks} ranks")
     for name in found[0]:
         seen = [found[rank][name] for rank in range(ranks)]
         if failed := next((s.failed for s in seen if s.failed), ""):
-            table.add_row(name, failed, "", "", "", "")
+            table.add_row(name, failed, *[""] * 5)
             continue
         spent = [sum(each) for each in zip(*(s.seconds for s in seen))]
+        own = [sum(each) for each in zip(*(s.own for s in seen))]
         ratio = statistics.median(s / a for s, a in zip(spent, seen[0].alone))
+        others = statistics.median((s - o) / a for s, o, a in zip(spent, own, seen[0].alone))
         calls = ", ".join(f"{count} {what}" for what, count in sorted(seen[0].exchanges.items()))
         errors = [f"{max(getattr(s, part) for s in seen):.0e}" for part in ("out", "gradient")]
-        table.add_row(name, *errors, calls, f"{statistics.median(spent):.3f}", f"{ratio:.3f}")
+        table.add_row(name, *errors, calls, f"{statistics.median(spent):.3f}", f"{ratio:.3f}", f"{others:.3f}")
+    return table
+
+
+def parts_of(found: dict[int, dict[str, Seen]], ranks: int) -> Table:
+    table = Table("", *KINDS, title="CPU time of the calling threads over one device, by operators")
+    for name in found[0]:
+        seen = [found[rank][name] for rank in range(ranks)]
+        if all(one.parts for one in seen):
+            alone = statistics.median(seen[0].alone)
+            table.add_row(name, *(f"{sum(one.parts.get(kind, 0) for one in seen) / alone:.3f}" for kind in KINDS))
     return table
 
 
@@ -288,6 +342,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default="", help="a regular expression")
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     results = mp.get_context("spawn").SimpleQueue()
@@ -297,11 +352,15 @@ def main() -> None:
         while not world.join():
             pass
     table = report(found, given.ranks)
-    Console(width=160).print(table)
+    tables = [table, parts_of(found, given.ranks)] if given.parts else [table]
+    for each in tables:
+        Console(width=160).print(each)
     if given.write:
         about = f"- {date.today()}, {processor()}, torch {torch.__version__}\n- `python benchmarks/peers.py"
         about += f" --ranks {given.ranks} --tokens {given.tokens}`: causal, {HEADS} heads of {WIDTH}"
-        text = f"# Attention beside peers, {given.ranks} ranks\n\n{about}\n\n{markdown(table)}\n"
+        about += f"\n- load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        made = "\n\n".join(map(markdown, tables))
+        text = f"# Attention beside peers, {given.ranks} ranks\n\n{about}\n\n{made}\n"
         (RESULTS / f"peers_{given.ranks}.md").write_text(text)
 
 
