@@ -90,7 +90,7 @@ class Roll:
         column, step = self.loop.owner[node]
         whole = self.values[column]
         if not isinstance(whole, Steps):
-            raise NotALoop("several results")
+            raise NotALoop("something outside of it reads an op of several results")
         index = column.end - 1 - step if self.reverse else step - column.first
         return self.editor.compute(aten.select.int, (whole.node, whole.time, index), node)
 
@@ -295,16 +295,16 @@ def _goes_on(values: list[Node]) -> bool:
 def _anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
     """The last of what is shared; behind it all steps can be computed at once, and before anything reads one."""
     if not shared:
-        raise NotALoop("nothing is read")
+        raise NotALoop("its steps read nothing")
     if any(is_written(node) for node in shared):
         raise NotALoop("what is shared is written in place")
     anchor, tainted = max(shared), set(owned)
     if any(reader < anchor for reader in readers):
-        raise NotALoop("read too early")
+        raise NotALoop("a step is read before all is computed that the steps share")
     node, last = min(anchor, *owned), max(readers)
     while node is not last:
         if node.target in STATE_CALLS:
-            raise NotALoop("another grad mode")
+            raise NotALoop("grad mode or autocast changes between its steps")
         if node not in owned and any(i in tainted for i in node.all_input_nodes):
             tainted.add(node)
         node = node.next

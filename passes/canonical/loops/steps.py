@@ -115,7 +115,7 @@ class Loop:
     def _read_arguments(self, column: Column) -> None:
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
         if any(spec != flat[0][1] for _, spec in flat[1:]):
-            raise NotALoop("arguments of another form")
+            raise NotALoop("steps that differ in the form of an op's arguments")
         leaves = [[_behind_views(x) for x in found] for found, _ in flat]
         if column.node.target in COMMUTATIVE_OPS and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
             leaves[0] = leaves[0] if leaves[-1][1] == leaves[0][1] else leaves[0][::-1]  # 0.0 * x is x * 0.0
@@ -149,7 +149,7 @@ class Loop:
     def _column(self, values: Sequence[Node], first: int) -> Column:
         self.budget -= len(values)
         if self.budget < 0 or any(v in self.owner for v in values):
-            raise NotALoop("nodes of several places")
+            raise NotALoop("a node has several places in its steps, or these are too many to look at")
         column = Column(list(values), first)
         self.columns.append(column)
         self.owner.update({v: (column, first + i) for i, v in enumerate(values)})
