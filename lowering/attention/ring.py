@@ -70,7 +70,7 @@ class RingKeys(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         dq: Tensor | None = None
         dmask: Tensor | None = None
-        carried = _WAYS_HOME["travel" if self.steps < self.size else self.grads](self)
+        carried = WAYS_HOME["travel" if self.steps < self.size else self.grads](self)
         packed = "" if self.steps == 1 else "stack" if _stacks(k, v) else "last"
         for keys, values, where, coming in self._rounds(k, v, after(given[0])):
             before = _made(coming, carried.coming, dq)
@@ -173,7 +173,7 @@ class _ScatteredGradients:
         return current().all_to_all(parts, ring.size, routes.across(ring.group, ring.stride)).sum(0)
 
 
-_WAYS_HOME: dict[str, type[_TravellingGradients] | type[_ScatteredGradients]] = {
+WAYS_HOME: dict[str, type[_TravellingGradients] | type[_ScatteredGradients]] = {
     "travel": _TravellingGradients,
     "scatter": _ScatteredGradients,
 }

@@ -25,7 +25,7 @@ from .machine import Machine
 
 sp = torch.ops.sp
 SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
-INDEX_BYTES = 8
+INDEX_BYTES = 8  # of a position
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,13 @@ from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import ShardArgs
 from sp_compile.lowering.attention.masked import autocast
-from sp_compile.lowering.attention.ring import hops_of_window
+from sp_compile.lowering.attention.ring import WAYS_HOME, hops_of_window
 from sp_compile.lowering.frames import FrameArg
 from sp_compile.lowering.library import tag_programs
 from sp_compile.sharding.attention import LEAST_FILL
 
 from .call import LAYOUTS, RankCall, frame, needs_gradient, unknown, wrong_choice
 
-WAYS_HOME = ("travel", "scatter")
 sp = torch.ops.sp
 
 
@@ -171,7 +170,7 @@ class AttentionCall(RankCall):
         heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
         if kv_heads == 0 or heads % kv_heads:
             yield f"the {kv_heads} key heads do not divide the {heads} query heads ({self._shapes()})"
-        yield from wrong_choice("kv_grads", self.kv_grads, WAYS_HOME)
+        yield from wrong_choice("kv_grads", self.kv_grads, tuple(WAYS_HOME))
         if width is None:
             yield "hybrid_attention: pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
         elif width < 1 or n % width or heads % width:
