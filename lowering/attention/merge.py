@@ -98,7 +98,7 @@ def add_into(total: Tensor, part: Tensor) -> None:
     total.add_(part)
 
 
-class Written:
+class WrittenRows:
     """Which rows of a buffer hold something, as runs that do not touch each other."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Sum:
 
     def __init__(self, like: Tensor, dtype: torch.dtype, place: Tensor | None = None) -> None:
         self._like, self._dtype, self._total, self._fixed = like, dtype, place, place is not None
-        self._written = Written()
+        self._written = WrittenRows()
 
     def add(self, part: Tensor, rows: tuple[int, int]) -> None:
         """Add ``part`` to the rows (offset, length)."""
@@ -171,7 +171,7 @@ class Average:
     def __init__(self, q: Tensor, width: int) -> None:
         self._q, self._shape = q, (*q.shape[:3], width)
         self._total: tuple[Tensor, Tensor] | None = None
-        self._written = Written()
+        self._written = WrittenRows()
 
     def add(self, out: Tensor, lse: Tensor, rows: tuple[int, int]) -> None:
         """Out and its lse, for the rows (offset, length)."""

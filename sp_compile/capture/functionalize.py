@@ -48,11 +48,11 @@ def functionalize(gm: GraphModule) -> GraphModule:
         if isinstance(child, GraphModule):
             functionalize(child)
     if any(is_mutation(n) for n in gm.graph.nodes):
-        _Renaming(gm).run()
+        _Functionalizer(gm).run()
     return gm
 
 
-class _Renaming:
+class _Functionalizer:
     """One walk over the graph. A root's version counts its changes; a view is current if taken at that version."""
 
     def __init__(self, gm: GraphModule) -> None:

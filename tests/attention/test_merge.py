@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.attention.merge import Written, merge
+from sp_compile.lowering.attention.merge import WrittenRows, merge
 
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -51,7 +51,7 @@ def test_runs_of_what_is_written() -> None:
     """Any parts in any order, against a flag for every row."""
     generator = random.Random(0)
     for _ in range(200):
-        written, flags = Written(), [False] * 12
+        written, flags = WrittenRows(), [False] * 12
         for _ in range(generator.randrange(6)):
             start = generator.randrange(12)
             rows = start, generator.randrange(12 - start + 1)

@@ -20,7 +20,7 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.table import Override
 
 from .tables import Tables, tables, tile_of
-from .texts import Asked, Pairs, asked
+from .texts import PairFunctions, Pairs, asked
 
 COMPILER: Override[Any] = Override()
 """What compiles a graph (of fake tensors, without a device) in place of Inductor: for tests."""
@@ -77,14 +77,14 @@ def _fitting(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     return found | {"fwd_num_warps": warps, "bwd_num_warps": 8, "bwd_num_stages": back[2]}
 
 
-def _forward(told: Asked, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
+def _forward(told: PairFunctions, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
     found, reads = Tables(*xs[3:11]), xs[11:]
     q, k, v = xs[:3]
     fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
     return flex_forward(q, k, v, told.scored, told.attends, found, tile, scale, fitting, reads)
 
 
-def _backward(told: Asked, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
+def _backward(told: PairFunctions, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
     (q, k, v, grad, out, lse), found, reads = xs[:6], Tables(*xs[6:14]), xs[14:]
     fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
     return flex_backward(grad, q, k, v, out, lse, told.scored, told.attends, found, tile, scale, fitting, reads)
@@ -100,7 +100,7 @@ def _call(fn: Callable[..., Any], operands: list[Tensor], pairs: Pairs, scale: f
     return _program(partial(fn, told, tile, scale), (fn, told, tile, scale), [*operands, *found, *reads], lengths)
 
 
-def _lengths_of(name: str, told: Asked) -> tuple[int, ...]:
+def _lengths_of(name: str, told: PairFunctions) -> tuple[int, ...]:
     """Which dims of what a text reads are lengths."""
     if name == "data":
         assert told.data is not None

@@ -43,7 +43,7 @@ class Pairs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PairFunctions:
     """The texts as functions of one pair, which flex_attention captures. names: of what they read, in order.
 
     data: which dims of the data are not 1 ("bhqk"), and whether it is added; None without data.
@@ -88,7 +88,7 @@ class Asked:
         return _at(given["data"], *(place[axis] for axis in self.data[0]))
 
 
-def asked(pairs: Pairs, queries: int, keys: int, device: torch.device) -> tuple[Asked, list[Tensor]]:
+def asked(pairs: Pairs, queries: int, keys: int, device: torch.device) -> tuple[PairFunctions, list[Tensor]]:
     """The functions, and what they read. queries, keys: rows of the local tensors."""
     numbers = [abs(size) for size in pairs.sizes.values()]
     ends = [segment.first + segment.length for rows in (pairs.q_rows, pairs.k_rows) for segment in rows]
@@ -107,7 +107,7 @@ def asked(pairs: Pairs, queries: int, keys: int, device: torch.device) -> tuple[
         dims = [dim for dim, extent in enumerate(pairs.data.shape) if extent > 1]
         reads["data"] = pairs.data.reshape([pairs.data.shape[dim] for dim in dims])
         data = "".join(_AXES[dim] for dim in dims), pairs.data.dtype != torch.bool
-    return Asked(pairs.predicate, pairs.score, tuple(reads), data), list(reads.values())
+    return PairFunctions(pairs.predicate, pairs.score, tuple(reads), data), list(reads.values())
 
 
 def _value(name: str, given: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
