@@ -62,7 +62,10 @@ class Sequences(Pass):
         self.notes.append(Note("replicated", "graph", where, why))
 
     def _nothing_sharded(self, job: Job) -> None:
-        why = "no value has the sequence in exactly one dim of more than one position; every rank runs the whole"
+        why = (
+            "nothing computed along the sequence can begin on shards of it: it is in no dim of its own, or attention "
+            "reads whole inputs of which nothing is computed before; every rank runs the whole"
+        )
         if job.fallback == "error":
             raise SpError(f"{why}. fallback='error' forbids that; name the sequence with seq_dims")
         self.notes.append(Note("replicated", "graph", ALL, why))
