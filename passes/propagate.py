@@ -98,7 +98,7 @@ def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     """Does a sequence of floats (or of random draws) begin here? Then run on shards of replicated operands."""
     node, value = call.node, next(iter(call.results()), None)
     random = is_random(node)
-    if value is None or (rule.lazy and not random):
+    if value is None or (rule.lazy and not random and not record(node).begins):
         return None
     shard = axes.shard(node) if value.is_floating_point() or value.is_complex() or random else None
     if shard is None:

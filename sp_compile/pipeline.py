@@ -29,6 +29,7 @@ from sp_compile.passes.strategies.attention.base import attention_passes
 from sp_compile.passes.strategies.attention.checkpoints import KeepAttention
 from sp_compile.passes.strategies.attention.choose import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
+from sp_compile.passes.strategies.begin import BeginAttention
 from sp_compile.passes.strategies.draws import Draws
 from sp_compile.passes.strategies.gather import Gather, Undo
 from sp_compile.passes.strategies.local_scan import SlowScans
@@ -60,6 +61,7 @@ class Pipeline(Passes):
     steps = (
         Canonicalize,
         MarkExchanges,
+        BeginAttention,
         Sequences,
         ChooseAttention,
         Discharge,

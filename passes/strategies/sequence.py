@@ -34,7 +34,7 @@ class MarkExchanges(Pass):
 class Sequences(Pass):
     """Finds the sequences of the inputs. Raises SpError if a whole model has none, or fallback='error' needs one."""
 
-    requires = frozenset({"canonical", "exchanges are marked"})
+    requires = frozenset({"canonical", "exchanges are marked", "attention begins"})
     provides = frozenset({"sequences"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
@@ -63,8 +63,8 @@ class Sequences(Pass):
 
     def _nothing_sharded(self, job: Job) -> None:
         why = (
-            "nothing computed along the sequence can begin on shards of it: it is in no dim of its own, or attention "
-            "reads whole inputs of which nothing is computed before; every rank runs the whole"
+            "nothing computed along the sequence can begin on shards of it, which is in no dim of its own; every rank "
+            "runs the whole"
         )
         if job.fallback == "error":
             raise SpError(f"{why}. fallback='error' forbids that; name the sequence with seq_dims")

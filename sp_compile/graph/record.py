@@ -25,7 +25,8 @@ class Record:
     origin: the node of the global view that a local node stands for.
     result: where an exchange of the program's own leaves its result (a Placement), whatever its rule says.
     no_rule: why a node runs on whole values only.
-    whole: propagation begins no sequence here, of what was gathered. aside: the node names no sequence.
+    whole: propagation begins no sequence here, of what was gathered. begins: it does, though the node does no work.
+    aside: the node names no sequence.
     grouped: canonicalize gave the attention its grouped heads, so expand_heads may undo it.
     choice: how an attention will be split (a cost.attention.Candidate).
     again: does the node do once more what tiles do, for others that read it?
@@ -40,6 +41,7 @@ class Record:
     result: Any = None
     no_rule: str | None = None
     whole: bool = False
+    begins: bool = False
     aside: bool = False
     grouped: bool = False
     choice: Any = None

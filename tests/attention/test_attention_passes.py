@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from support.golden import captured, show
 
-from sp_compile import explain
+from sp_compile import explain, verify
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 from sp_compile.lowering.simulate import GROUP
@@ -162,3 +162,31 @@ def test_a_hybrid_of_what_has_no_heads():
 
     with pytest.raises(SpError, match="no U with 1 < U < 2 divides both the 2 ranks and the 1 query heads"):
         explain(Plain(), torch.randn(1, 5, 3), sp=2, attention="hybrid", seq_dims={"x": 1})
+
+
+def alone(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def projected(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True) @ torch.ones(4, 3, dtype=q.dtype)
+
+
+def of_itself(q, k, v):
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True) + v
+
+
+def slid(q, k, v):
+    i = torch.arange(q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, (i[:, None] >= i) & (i[:, None] - i < 3)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ulysses", "ring", "gather"])
+@pytest.mark.parametrize("program", [alone, projected, of_itself, slid])
+def test_attention_begins_on_shards_of_inputs(program, strategy):
+    q, k, v = (torch.randn(2, 6, 13, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    for n in (2, 3):
+        report = verify(program, q, k, v, sp=n, attention=strategy)
+        assert report.attention
+        assert not report.fallbacks
+        assert report.worst < 1e-9

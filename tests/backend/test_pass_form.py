@@ -263,7 +263,7 @@ def grid(x: Tensor) -> tuple[Tensor, Tensor]:
 REFUSED = {
     "tanh": (step_by_step(lambda h, x, t: torch.tanh(h * x)), "8 steps are no scan: a state that is not affine"),
     "steps": (step_by_step(lambda h, x, t: h * x if t % 2 else h + x), "8 steps are no scan: steps that differ"),
-    "soft-cap": (attention(lambda s: s.tanh().softmax(-1)), r"tanh \(aten.tanh.default\) stands between"),
+    "sine": (attention(lambda s: s.sin().softmax(-1)), r"sin \(aten.sin.default\) stands between"),
     "columns": (attention(lambda s: s.softmax(-2)), "not eager_attention a softmax along dim 2 of 4"),
     "read twice": (
         lambda x: (p := (x @ x.mT).softmax(-1)) @ x + p.sum(),

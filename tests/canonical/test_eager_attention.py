@@ -13,6 +13,7 @@ from support.golden import show
 from support.models import floats
 from support.spellings.eager_spellings import (
     LOWEST,
+    SOFT_CAPS,
     SPELLINGS,
     STAYS,
     Attend,
@@ -29,6 +30,7 @@ from support.spellings.eager_spellings import (
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.sharding.attention import ATTENTION
@@ -98,6 +100,16 @@ def test_spelling(name: str) -> None:
     attend, expected = SPELLINGS[name]
     gm = canonical(attend)
     assert said(gm) == expected
+    assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
+    torch.testing.assert_close(grads(gm), grads(attend), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SOFT_CAPS)
+def test_soft_caps(name: str) -> None:
+    attend, text = SOFT_CAPS[name]
+    gm = canonical(attend)
+    (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
+    assert Call(node)["score"] == text
     assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
     torch.testing.assert_close(grads(gm), grads(attend), rtol=1e-12, atol=1e-12)
 

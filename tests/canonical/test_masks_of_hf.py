@@ -9,6 +9,7 @@ import torch
 from support.capturing import Backend
 from torch import Tensor
 
+from sp_compile.graph.call import Call
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.sharding.attention import ATTENTION
 
@@ -132,12 +133,14 @@ def test_eager_decoder(name: str) -> None:
     assert masks(name, "eager", **inputs()) == SLIDES.get(name, [CAUSAL, CAUSAL])
 
 
-def test_soft_capped_scores_stay() -> None:
+def test_soft_capped_scores() -> None:
     torch._dynamo.reset()
     backend = Backend(lambda gm, _: gm.forward)
     torch.compile(decoder("gemma2", "eager"), backend=backend, fullgraph=True)(**inputs())
     torch._dynamo.reset()
     (gm,) = backend.graphs
     Canonicalize()(gm)
-    assert not [n for n in gm.graph.nodes if n.target in ATTENTION]
-    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.softmax.int)) == 2
+    found = [Call(n) for n in gm.graph.nodes if n.target in ATTENTION]
+    assert [call["score"] for call in found] == ["50*tanh(s)"] * 2
+    assert [call["predicate"] for call in found] == SLIDES["gemma2"]
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.softmax.int)

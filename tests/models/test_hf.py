@@ -145,3 +145,19 @@ def test_logits_are_one_devices(ranks: Ranks) -> None:
     check([step for step, _ in results], TOLERANCE)
     for _, error in results:
         assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ["auto", pytest.param("ring", marks=pytest.mark.slow)])
+def test_gemma_2_as_transformers_trains_it(attention: str) -> None:
+    """Its only attention is spelled out, with soft-caps and windows: nothing is gathered."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "sliding_window": 8}
+    counts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**sizes, **counts, **{**SMALL, "attn_implementation": "eager"}, use_cache=False)
+    )
+    ids = torch.randint(0, VOCAB, (2, 29))
+    report = sp_compile.verify(model, input_ids=ids, labels=ids, sp=3, attention=attention)
+    assert not report.fallbacks
+    assert not [note for note in report.notes if note.done.startswith("not ")]
+    assert report.worst < 1e-5

@@ -1,6 +1,7 @@
 """Attention that is spelled out becomes scaled_dot_product_attention, where that says exactly the same.
 
     s = matmul(q, k.mT) * scale + bias            also einsum, bmm, baddbmm; scale as mul or div; leading dims regrouped
+    s = tanh(s / cap) * cap                       before the mask; -> sp.masked_attention(..., score="cap*tanh(s)")
     s = s.masked_fill(~allowed, -inf)             also where
     p = dropout(softmax(s.float(), -1).to(bf16))
     o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
@@ -9,10 +10,10 @@
 
 A scale on q or k stays there, with scale=1; a tensor that scales the scores scales q instead. Dropout draws other
 numbers than the eager spelling. Sinks, and what else the softmax may read: `sinks.py`. Bytes moved: none.
-Leaves alone: scores or probabilities that something else reads, soft-caps, softmax in less precision than the values
-(float64 models with a float32 softmax), fills with a finite number unless every query provably attends to some key
-(a row of nothing but fills attends to all keys alike) or learned sinks take such a row, parts in different autocast
-regions, and operands that broadcast.
+Leaves alone: scores or probabilities that something else reads, softmax in less precision than the values (float64
+models with a float32 softmax), fills with a finite number unless every query provably attends to some key (a row of
+nothing but fills attends to all keys alike) or learned sinks take such a row, parts in different autocast regions, and
+operands that broadcast.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from sp_compile.graph.modes import autocast_at, same_autocast
 from sp_compile.graph.sizes import Size, all_same, product, same
 from sp_compile.graph.strides import inverse, is_identity
 from sp_compile.lowering.dtypes import HALF
+from sp_compile.lowering.masks.score import SCORE
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import filling_nodes
@@ -126,18 +128,22 @@ class EagerAttention(Spelling):
         q, k, v = (self.reshaped(f.made(self, last), (*lead, *f.shape[-2:]), last) for f in operands)
         for factor, dividing in scores.factors:
             q = self.compute(aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor), last)
-        out = self._op((q, k, v), mask, sinks, weights.dropout, scores.scale, last)
+        out = self._op((q, k, v), mask, sinks, weights.dropout, scores, last)
         out = self.reshaped(out, (*front, *shape_of(out)[-2:]), last)
         return out if is_identity(order) else self.compute(aten.permute.default, (out, inverse(order)), last)
 
     def _op(
-        self, qkv: Sequence[Node], mask: Node | None, sinks: Sinks | None, dropout: float, scale: float, like: Node
+        self, qkv: Sequence[Node], mask: Node | None, sinks: Sinks | None, dropout: float, scores: Scores, like: Node
     ) -> Node:
-        if sinks is None:
+        if sinks is None and scores.score == SCORE:
             args: tuple[Any, ...] = (*qkv, mask, dropout)
-            return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scale})
-        args = (*qkv, [], [], [], "", dropout, scale, False)
-        given = {"attn_mask": mask, "sinks": sinks.vector(self, like)}
+            return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scores.scale})
+        args = (*qkv, [], [], [], "", dropout, scores.scale, False)
+        given: dict[str, Any] = {"attn_mask": mask}
+        if scores.score != SCORE:
+            given |= {"score": str(scores.score), "heads": []}
+        if sinks is not None:
+            given["sinks"] = sinks.vector(self, like)
         return self.compute(sp.masked_attention.default, args, like, given)
 
     def _mask(

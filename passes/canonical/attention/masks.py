@@ -163,9 +163,11 @@ class Masks(base.Spelling):
     def say(self, node: Node, mask: Mask, score: str = "", heads: Sequence[Node] = ()) -> None:
         """Let an attention do with this in place of its mask. Raises NotSymbolic or SpError if no predicate says it.
 
-        score, heads: what becomes of its scores, and what that reads (`lowering/masks/score.py`).
+        score, heads: what becomes of its scores, and what that reads (`lowering/masks/score.py`), if it does not say.
         """
-        call, scores = Call(node), {"score": score, "heads": list(heads)} if score else {}
+        call = Call(node)
+        score, heads = score or call.get("score") or "", heads or call.get("heads") or []
+        scores: dict[str, Any] = {"score": score, "heads": list(heads)} if score else {}
         if call.get("sinks") is not None:
             scores["sinks"] = call["sinks"]
         # torch's own causal kernel returns NaN for a scale that is not positive.

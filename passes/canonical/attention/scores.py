@@ -1,8 +1,8 @@
-"""Attention scores as eager code spells them, read backwards from the softmax: product, scale, biases, fills.
+"""Attention scores as eager code spells them, read backwards from the softmax: product, scale, soft-cap, biases, fills.
 
 And for the report what stands between a product and a softmax that is neither scale nor bias nor fill:
 
-    softmax(tanh(q @ k.mT)) @ v         "tanh (aten.tanh.default) stands between the product and the softmax"
+    softmax(sin(q @ k.mT)) @ v          "sin (aten.sin.default) stands between the product and the softmax"
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -20,6 +21,7 @@ from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.lowering.masks.score import SCORE
 from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, origin, scalar, source_of, steps_to
 from sp_compile.sharding.products import Product, product_of, transposed
 
@@ -28,12 +30,15 @@ from .masks import LARGEST_FILL
 aten = torch.ops.aten
 MASKS = overloads("masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.self")
 MOST_STEPS = 12  # between a product and the softmax; attention has half as many
-SCORE_OPS = [*overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar add.Tensor sub.Tensor"), *MASKS]
+SCORE_OPS = [*overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar add.Tensor sub.Tensor tanh"), *MASKS]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the softmax reads, from the inside out: the product, its scale, then biases and fills."""
+    """What the softmax reads, from the inside out: the product, its scale, what bends it, then biases and fills.
+
+    score: what becomes of a scaled product before these, as `lowering/masks/score.py` has it.
+    """
 
     product: Product
     scale: float
@@ -42,6 +47,7 @@ class Scores:
     biases: tuple[tuple[Node, bool], ...] = ()  # (bias, whether it is subtracted)
     fills: tuple[tuple[Node, bool, float], ...] = ()  # (condition, what it is where the score is filled, the number)
     masked: tuple[Size, ...] | None = None  # the scores' shape where they were masked
+    score: sympy.Expr = SCORE
 
 
 def scores_of(x: Any, *users: Node) -> Scores | None:
@@ -60,6 +66,8 @@ def scores_of(x: Any, *users: Node) -> Scores | None:
         inner = scores_of(steps[0].args[0], steps[0])
     elif x.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         inner = _scaled(call, x)
+    elif x.target is aten.tanh.default:
+        inner = _capped(call, x)
     elif x.target in (aten.add.Tensor, aten.sub.Tensor):
         inner = _biased(call, x)
     elif x.target in MASKS:
@@ -84,11 +92,22 @@ def _scaled(call: Call, x: Node) -> Scores | None:
         if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
             continue
         number = scalar(factor, dtype)
-        if number is not None and number > 0:
+        if number and inner.score != SCORE and not inner.fills:
+            times = sympy.Rational(repr(float(number)))
+            return replace(inner, score=inner.score / times if dividing else inner.score * times)
+        if inner.score == SCORE and number is not None and number > 0:
             return replace(inner, scale=inner.scale / number if dividing else inner.scale * number)
-        if is_tensor(factor) and not inner.fills and set(shape_of(factor)[-2:]) <= {1}:
+        if is_tensor(factor) and not inner.fills and inner.score == SCORE and set(shape_of(factor)[-2:]) <= {1}:
             return _masked(inner, x, factor, factors=(*inner.factors, (factor, dividing)))
     return None
+
+
+def _capped(call: Call, x: Node) -> Scores | None:
+    """Soft caps, before anything masks: c * tanh(score / c)."""
+    inner = scores_of(call["self"], x)
+    if inner is None or inner.biases or inner.fills:
+        return None
+    return replace(inner, score=sympy.tanh(inner.score))
 
 
 def _biased(call: Call, x: Node) -> Scores | None:

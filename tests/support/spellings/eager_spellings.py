@@ -163,11 +163,34 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
     "other width of values": (lambda q, k, v: (q @ k.mT).softmax(-1) @ torch.cat([v, v], -1), ("", 1.0)),
 }
 
+SOFT_CAPS: dict[str, tuple[Attend, str]] = {
+    "divided": (lambda q, k, v: (torch.tanh(q @ k.mT / 5) * 5).softmax(-1) @ v, "5*tanh(s)"),
+    "multiplied": (lambda q, k, v: (5 * torch.tanh(0.2 * (q @ k.mT))).softmax(-1) @ v, "5*tanh(s)"),
+    "masked": (
+        lambda q, k, v: (torch.tanh(q @ k.mT * 0.5 / 5) * 5).masked_fill(~before(), -math.inf).softmax(-1) @ v,
+        "5*tanh(s)",
+    ),
+    "a mask added": (lambda q, k, v: (torch.tanh(q @ k.mT / 5) * 5 + additive(-1e9)).softmax(-1) @ v, "5*tanh(s)"),
+    "twice": (lambda q, k, v: (torch.tanh(torch.tanh(q @ k.mT) * 2) / 4).softmax(-1) @ v, "tanh(2*tanh(s))/4"),
+    "turned": (lambda q, k, v: (torch.tanh(q @ k.mT) * -3).softmax(-1) @ v, "-3*tanh(s)"),
+    "sinks": (
+        lambda q, k, v: torch.cat([torch.tanh(q @ k.mT), sinks(v).expand(B, H, S, 1)], -1).softmax(-1)[..., :-1] @ v,
+        "tanh(s)",
+    ),
+    "values of a head each": (
+        lambda q, k, v: torch.einsum("bhqk,bhkd->bhqd", (torch.tanh(q @ k.mT) * 5).softmax(-1), v),
+        "5*tanh(s)",
+    ),
+}
+"""Spellings of attention whose scores are capped, and the text of that."""
+
 STAYS: dict[str, Attend] = {
     "padding that may fill a row": lambda q, k, v: (
         (q @ k.mT + (v[:, :1, None, :, 0] > 0.2).to(q.dtype) * -1e9).softmax(-1) @ v
     ),
-    "soft-cap": lambda q, k, v: (torch.tanh(q @ k.mT / 5) * 5).softmax(-1) @ v,
+    "soft-cap of masked scores": lambda q, k, v: (
+        (torch.tanh((q @ k.mT).masked_fill(~before(), -5.0) / 5) * 5).softmax(-1) @ v
+    ),
     "probabilities read elsewhere": lambda q, k, v: (lambda p: p @ v + p.sum())((q @ k.mT).softmax(-1)),
     "scores read elsewhere": lambda q, k, v: (lambda s: s.softmax(-1) @ v + s.mean())(q @ k.mT),
     "float32 softmax of float64": lambda q, k, v: F.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
