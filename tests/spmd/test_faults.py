@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks as worker
 from support.parity import VOCAB, Sums, build, sp, text
 from support.ranks import Ranks
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sp_compile import SpError
+from sp_compile.integrations.ddp import compile_under_ddp
 
 RANKS = 2
 STEPS = 4
@@ -231,3 +234,39 @@ def test_every_rank_hears_of_it(ranks: Ranks, case: Callable[[], str], words: st
     heard = ranks.run(RANKS, case)
     assert len(set(heard)) == 1
     assert re.search(words, heard[0], re.DOTALL), heard[0]
+
+
+def of_replicas(name: str) -> tuple[int, str]:
+    """As `loop`, under DDP: two replicas of two ranks, each with tokens of its own."""
+    torch.manual_seed(0)
+    net, replica = build(Model), dist.get_rank() // 2
+    compile_under_ddp(net, worker.mesh2d(2, 2)["sp"], compiler="aot_eager", cost={})
+    ddp = DistributedDataParallel(net, process_group=worker.group())
+    for number in range(STEPS):
+        now = odd() and number == FAULT
+        try:
+            if name == "evaluates" and now:
+                with torch.no_grad():
+                    ddp(*text(8, seed=number))
+            loss = ddp(*text(8, seed=2 * number + replica + 100 * (name == "tokens" and now)))
+            if not (name == "backward" and now):
+                loss.backward()
+        except SpError as error:
+            return number, str(error)
+    return STEPS, ""
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tokens", r"different values.*ids .*Only the data differ"),
+        ("backward", r"about to do different things.*rank 0 runs the backward"),
+        ("evaluates", r"different modes.*mode grad.*mode no_grad"),
+    ],
+)
+def test_every_replica_hears_of_it(ranks: Ranks, name: str, words: str) -> None:
+    for rank, (number, told) in enumerate(ranks.run(4, of_replicas, name)):
+        assert number in (FAULT, FAULT + 1), told
+        assert re.search(words, told, re.DOTALL), told
+        assert told.startswith("another replica stops here") == (rank > 1), told
