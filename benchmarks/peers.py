@@ -224,7 +224,8 @@ def compared(rank: int, given: argparse.Namespace) -> dict[str, Seen]:
         return zigzag(x, rank, n) if layout == "zigzag" else x.chunk(n, 1)[rank].contiguous()
 
     jobs: dict[str, Callable[[], list[Tensor]]] = {}
-    references = {c: step(partial(one_device, causal=c), whole[:3], whole[3]) for c in (True, False)}
+    masks = {way.causal for way in WAYS if way.name in seen}
+    references = {c: step(partial(one_device, causal=c), whole[:3], whole[3]) for c in masks}
     for way in WAYS:
         if way.name not in seen:
             continue
