@@ -144,13 +144,17 @@ def test_opcheck() -> None:
         torch.library.opcheck(
             sp.attend_backward.default, (p.grad, p.q, p.k, p.v, out, lse, *arguments, mask_grad, [out], packed)
         )
+    out, lse = sp.attend(p.q, p.k, p.k, *arguments)
+    given = out, p.q, p.k, p.k, out, lse, *arguments, False, [out], "stack"
+    torch.library.opcheck(sp.attend_backward.default, given)
 
 
-@pytest.mark.parametrize("packed", ["last", "rows"])
+@pytest.mark.parametrize("packed", ["last", "rows", "stack"])
 @pytest.mark.parametrize("name", ["none", "causal", "documents", "nothing"])
 def test_gradients_as_they_are_sent(name: str, packed: str) -> None:
     """Keys' and values' in one, whose memory has never been anything else: no row of it is left as it was."""
-    p = Problem("none" if name == "nothing" else name, 9, 11, key_heads=2, v_width=5)
+    v_width = 8 if packed == "stack" else 5
+    p = Problem("none" if name == "nothing" else name, 9, 11, key_heads=2, v_width=v_width)
     arguments = p.arguments(whole(9), whole(11))
     if name == "nothing":
         arguments = [*arguments[:5], "k < q - 99", *arguments[6:]]
@@ -159,7 +163,7 @@ def test_gradients_as_they_are_sent(name: str, packed: str) -> None:
     dq, dk, dv, _ = sp.attend_backward(*given)
     got, both, nothing, _ = sp.attend_backward(*given, packed)
     assert torch.equal(got, dq)
-    assert torch.equal(both, torch.cat([dk, dv], 3))
+    assert torch.equal(both, torch.stack([dk, dv]) if packed == "stack" else torch.cat([dk, dv], 3))
     assert not nothing.numel()
     order = both.movedim(2, 0) if packed == "rows" else both
     assert order.is_contiguous()
