@@ -31,7 +31,7 @@ from sp_compile._compat import (
     storage_of,
 )
 from sp_compile.errors import at
-from sp_compile.graph.call import WAIT, overloads, tensors_of
+from sp_compile.graph.call import WAIT, is_tensor, overloads, tensors_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
@@ -249,7 +249,7 @@ def _inside(node: Node, fused: bool) -> int:
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
     own = sum(map(nbytes_of, tensors_of(node))) if node.target in RESULTS_TWICE else 0
-    operands = [x for one in node.all_input_nodes for x in tensors_of(one)]
+    operands = [one.meta["val"] for one in node.args if is_tensor(one)]  # queries may be keys, too
     if node.target not in FLASH_OF_CPU or operands[0].device.type != "cpu":
         return own
     first = FLASH_OF_CPU[node.target] - 1  # a backward is given the gradient in front

@@ -52,6 +52,15 @@ def test_views_are_what_they_view() -> None:
     assert max(m.nbytes for m in found.moments) == ROW + 4
 
 
+def test_queries_may_be_keys() -> None:
+    """An attention of one value has one input node, and takes as much inside as one of three."""
+    x = torch.randn(1, 2, 64, 8)
+    own, others = (
+        walked(F.scaled_dot_product_attention, *xs, fused=False).moments[0] for xs in ((x, x, x), (x, x + 1, x + 2))
+    )
+    assert own.nbytes == others.nbytes
+
+
 def test_the_optimizer_as_given() -> None:
     assert state_per_weight() == ADAMW == state_per_weight(torch.optim.AdamW)
     assert state_per_weight(torch.optim.SGD) == 0
