@@ -129,7 +129,7 @@ class MeetingCells:
             possible &= some
             unsure.append(~every)
         rows, keys, left = rows[possible], keys[possible], np.stack(unsure)[:, possible]
-        return list(self._joined(rows, keys, left))
+        return self._joined(rows, keys, left)
 
     def _met(self) -> tuple[Ints, Ints] | None:
         """Pairs of cells (queries, keys), by queries, with all that meet among them: by an equation if there is one."""
@@ -168,7 +168,7 @@ class MeetingCells:
         zero, never = (low == 0) & (high == 0), (low > 0) | (high < 0)
         return (zero, ~never) if one.relation == "==" else (never, ~zero)
 
-    def _joined(self, rows: Ints, keys: Ints, left: Flags) -> Iterator[CellPair]:
+    def _joined(self, rows: Ints, keys: Ints, left: Flags) -> list[CellPair]:
         bands, unsure = self._bands(rows, keys, left), left.T.tolist()
         lows = self._k.offsets[keys]
         stretches = list(zip(lows.tolist(), (lows + self._k.lengths[keys]).tolist()))
@@ -176,7 +176,7 @@ class MeetingCells:
         ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
         starts = self._q.offsets[cells]
         queries = zip(starts.tolist(), (starts + self._q.lengths[cells]).tolist())
-        several: CellPair | None = None
+        tiles, several = list[CellPair](), False  # does the last tile have queries that meet several cells of keys?
         for q, begin, end in zip(queries, begins.tolist(), ends):
             met = [
                 CellPair(q, stretches[i], tuple(compress(self._conditions, unsure[i])), bands[i])
@@ -184,22 +184,19 @@ class MeetingCells:
             ]
             if met[1:]:
                 met = list(_merged(met))
-            k = min(pair.k[0] for pair in met), max(pair.k[1] for pair in met)
             if len(met) == 1:
-                if several is not None:
-                    yield several
-                several = None
-                yield met[0]
-            elif several is not None and several.q[1] == q[0]:
-                k = min(k[0], several.k[0]), max(k[1], several.k[1])
-                parts = (*several.parts, *met) if several.parts else ()
-                several = CellPair((several.q[0], q[1]), k, several.left, None, _few(parts))
-            else:
-                if several is not None:
-                    yield several
-                several = CellPair(q, k, tuple(self._conditions), None, _few(tuple(met)))
-        if several is not None:
-            yield several
+                tiles.append(met[0])
+                several = False
+                continue
+            parts = tuple(met)
+            if several and tiles[-1].q[1] == q[0]:
+                before = tiles.pop()
+                q, met = (before.q[0], q[1]), [before, *met]
+                parts = (*before.parts, *parts) if before.parts else ()
+            k = min(pair.k[0] for pair in met), max(pair.k[1] for pair in met)
+            tiles.append(CellPair(q, k, tuple(self._conditions), None, _few(parts)))
+            several = True
+        return tiles
 
     def _bands(self, rows: Ints, keys: Ints, left: Flags) -> list[Band | None]:
         """The band of each pair of cells; None where it is not all that the conditions say."""

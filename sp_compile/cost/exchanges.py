@@ -24,7 +24,7 @@ from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.windows import SHARD_WINDOWS, shifts_of
 
 from .line import bytes_of
-from .scan import SCAN_OPS, bytes_to_send, message_bytes, rounds_of
+from .scan import SCAN_OPS, bytes_to_send, message_bytes, offsets_of_steps
 
 sp = torch.ops.sp
 FORWARD_AND_BACKWARD = {  # op -> its collective each way
@@ -136,6 +136,6 @@ def declare_routes(local: GraphModule, ranks: Ranks) -> None:
         elif node.target in SCAN_OPS:
             call = Call(node)
             stepped = call["frame"] is not None and call["exchange"] == "steps"
-            routes.declare_shifts(ranks.group, [1 << k for k in range(rounds_of(ranks.n))] if stepped else [])
+            routes.declare_shifts(ranks.group, offsets_of_steps(ranks.n) if stepped else [])
         elif node.target in SHARD_WINDOWS:
             routes.declare_shifts(ranks.group, [further for further, _ in shifts_of(Call(node), ranks.n)])

@@ -67,6 +67,11 @@ def rounds_of(n: int) -> int:
     return (n - 1).bit_length()
 
 
+def offsets_of_steps(n: int) -> list[int]:
+    """How many ranks further on each step of a scan in steps reaches."""
+    return [1 << k for k in range(rounds_of(n))]
+
+
 def message_bytes(call: Call, folds: int, extent: Callable[[Any], Size] = size) -> tuple[Size, Size]:
     """Bytes that one rank has to say of its part of a scan, forward and backward; see lowering/scan/ops.py.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.cost.machine import Machine
-from sp_compile.cost.scan import choose_exchange, rounds_of
+from sp_compile.cost.scan import choose_exchange, offsets_of_steps
 from sp_compile.errors import SpError
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
@@ -161,5 +161,5 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sh
 @torch.compiler.assume_constant_result
 def _prepare(group: str, n: int) -> None:
     """A compiled program may come from a cache, untraced: its routes are known then, and it was made of these ops."""
-    routes.declare_shifts(group, [1 << k for k in range(rounds_of(n))])
+    routes.declare_shifts(group, offsets_of_steps(n))
     tag_programs()
