@@ -130,60 +130,39 @@ def _expected(name: str, value: Any) -> str:
     return f"a number {'from' if least else 'above'} {low:g}" + (", at most 1" if high == 1 else "")
 
 
-# Two to four Gloo processes of one thread each on a shared two-core virtual machine, float32. A transfer is copied by
-# the same cores that compute, so nothing of it hides. dense_efficiency: a soft-cap against none, 4,096 keys of 64.
-CPU = Machine(
-    flops=5e10,
-    block_keys=100,
-    fused_efficiency=1.0,
-    dense_efficiency=0.23,
-    ring_efficiency=1.0,
-    overlap=0.0,
-    call=1e-4,
-    all_to_all_bandwidth=6e8,
-    all_to_all_latency=3e-4,
-    all_gather_bandwidth=5e8,
-    all_gather_latency=3e-4,
-    hop_bandwidth=6e8,
-    hop_latency=3e-4,
-    all_reduce_bandwidth=4e8,
-    all_reduce_latency=2e-4,
-    step_latency=5e-4,
-    inter_node_step_latency=5e-4,
-    inter_node_bandwidth=1e9,
-    ranks_per_node=math.inf,
-    memory_bandwidth=2e10,
-    host_bandwidth=1e10,
-)
-
-# One H100 of a node of eight, bfloat16. flops: causal FlashAttention-3 as published for context parallelism over 8 to
-# 64 of them; block_keys: its published fall towards 1K keys. Links: NVLink at 370 GB/s, 80 % of it in an all-to-all;
-# one 400 Gbit/s NIC per GPU at 90 %. Memory: 85 % of 3.35 TB/s. ring_efficiency: half blocks of 4K keys then run at
-# 82 % of `flops`, which is still 8 to 18 % above published ring throughput. An all-reduce's latencies: those that
-# torch._inductor.comm_analysis has for NCCL. The host: PCIe 5.0 of 16 lanes at 80 %, from pinned memory.
+# Of a CPU: two to four Gloo processes of one thread each on a shared two-core virtual machine, float32. A transfer is
+# copied by the same cores that compute, so nothing of it hides. dense_efficiency: a soft-cap against none, 4,096 keys
+# of 64.
+#
+# Of a GPU: one H100 of a node of eight, bfloat16. flops: causal FlashAttention-3 as published for context parallelism
+# over 8 to 64 of them; block_keys: its published fall towards 1K keys. Links: NVLink at 370 GB/s, 80 % of it in an
+# all-to-all; one 400 Gbit/s NIC per GPU at 90 %. Memory: 85 % of 3.35 TB/s. ring_efficiency: half blocks of 4K keys
+# then run at 82 % of `flops`, which is still 8 to 18 % above published ring throughput. An all-reduce's latencies:
+# those that torch._inductor.comm_analysis has for NCCL. The host: PCIe 5.0 of 16 lanes at 80 %, from pinned memory.
 # fused_efficiency: FlexAttention at 0.9 of FlashAttention-2 as published, and that at 0.55 of cuDNN as measured
 # (`lowering/attention/kernels_cuda.py`). dense_efficiency: 50 bytes read and written for each score of heads of 128.
-GPU = Machine(
-    flops=650e12,
-    block_keys=340,
-    fused_efficiency=0.5,
-    dense_efficiency=0.045,
-    ring_efficiency=0.888,
-    overlap=1.0,
-    call=1e-5,
-    all_to_all_bandwidth=296e9,
-    all_to_all_latency=1e-5,
-    all_gather_bandwidth=370e9,
-    all_gather_latency=1e-5,
-    hop_bandwidth=370e9,
-    hop_latency=1e-5,
-    all_reduce_bandwidth=370e9,
-    all_reduce_latency=7e-6,
-    step_latency=6e-7,
-    inter_node_step_latency=3e-6,
-    inter_node_bandwidth=45e9,
-    ranks_per_node=8,
-    memory_bandwidth=2.85e12,
-    host_bandwidth=50e9,
-    memory=80e9,
-)
+_DEFAULTS = {
+    "flops": (5e10, 650e12),
+    "block_keys": (100, 340),
+    "fused_efficiency": (1.0, 0.5),
+    "dense_efficiency": (0.23, 0.045),
+    "ring_efficiency": (1.0, 0.888),
+    "overlap": (0.0, 1.0),
+    "call": (1e-4, 1e-5),
+    "all_to_all_bandwidth": (6e8, 296e9),
+    "all_to_all_latency": (3e-4, 1e-5),
+    "all_gather_bandwidth": (5e8, 370e9),
+    "all_gather_latency": (3e-4, 1e-5),
+    "hop_bandwidth": (6e8, 370e9),
+    "hop_latency": (3e-4, 1e-5),
+    "all_reduce_bandwidth": (4e8, 370e9),
+    "all_reduce_latency": (2e-4, 7e-6),
+    "step_latency": (5e-4, 6e-7),
+    "inter_node_step_latency": (5e-4, 3e-6),
+    "inter_node_bandwidth": (1e9, 45e9),
+    "ranks_per_node": (math.inf, 8),
+    "memory_bandwidth": (2e10, 2.85e12),
+    "host_bandwidth": (1e10, 50e9),
+    "memory": (math.inf, 80e9),
+}
+CPU, GPU = (Machine(**{name: pair[i] for name, pair in _DEFAULTS.items()}) for i in range(2))

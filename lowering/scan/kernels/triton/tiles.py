@@ -25,7 +25,7 @@ from .operators import LEAF_KINDS, combine
 
 
 @triton.jit
-def lines_in_tile(  # type: ignore[no-untyped-def]
+def tile_lines(  # type: ignore[no-untyped-def]
     tile, lines, length, inner, FLAT: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr
 ):
     """-> the numbers of a tile's lines, whether they exist, and where they begin, (1, LINES)."""

@@ -13,19 +13,7 @@ from sp_compile.lowering.scan.table import strides_of
 from sp_compile.lowering.triton.device import on_device
 
 from .operators import combine_where, scan_segments, scan_states
-from .tiles import (
-    State,
-    Sweep,
-    Tile,
-    last,
-    lines_in_tile,
-    load_state,
-    load_tile,
-    neutral,
-    store_tile,
-    value_of,
-    with_last,
-)
+from .tiles import State, Sweep, Tile, last, load_state, load_tile, neutral, store_tile, tile_lines, value_of, with_last
 
 
 @triton.jit
@@ -40,7 +28,7 @@ def _walk(  # type: ignore[no-untyped-def]
     """Places [k * part, (k + 1) * part) of LINES lines; carry and totals are (parts, lines), in scan order."""
     k = tl.program_id(1).to(tl.int64)
     inner = inner // UNIT * UNIT
-    line, exists, base = lines_in_tile(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
+    line, exists, base = tile_lines(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
     row = tl.arange(0, STEPS)[:, None]
     p, q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
     if CARRY:
