@@ -56,7 +56,7 @@ class Sequences(Pass):
         if not job.fragment:
             raise SpError(
                 "no sequence found: the model has no attention or scan whose dim could be followed to an input. Name "
-                f"it: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {[n.name for n in inputs]}"
+                f"it: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {[argument_name(n) for n in inputs]}"
             )
         where, why = "a piece between graph breaks", "it has no sequence; every rank runs it whole"
         self.notes.append(Note("replicated", "graph", where, why))
