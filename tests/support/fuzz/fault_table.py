@@ -420,6 +420,10 @@ FAULTS: dict[str, Fault] = {
     "other param_grads for a model that is compiled again": Fault(
         "option param_grads", everyone=training.compiles_again(param_grads="partial"), late=True
     ),
+    "a closed cache of Inductor": Fault(
+        "could not be compiled on rank", everyone=training.closes_cache, prepares=training.by_inductor, late=True
+    ),
+    "a damaged cache of Inductor": Fault("", everyone=training.damages_cache, prepares=training.by_inductor, late=True),
     "a hook on a module": Fault("", training.hooks_module, late=True),
     "a hook on a weight": Fault(f"{VALUES}.*weight", training.hooks_weight, **TRAINS),
     "two calls before their backwards": Fault(f"{ASTRAY}|{STOPPED}", training.both_then_backwards),

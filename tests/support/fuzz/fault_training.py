@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -388,3 +389,30 @@ def saved(run: Any) -> Any:
         torch.save(run, disk)
         disk.seek(0)
         return torch.load(disk, weights_only=False)
+
+
+def by_inductor(loop: Loop) -> None:
+    """With a cache of the rank's own."""
+    loop.options["compiler"] = "inductor"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{loop.scene.folder}/cache{loop.rank}"
+
+
+def closes_cache(loop: Loop, step: int) -> None:
+    """Every rank compiles anew, the odd one where a folder cannot be made, as on a disk that is full or read-only."""
+    if loop.is_odd:
+        path = Path(loop.scene.folder, "file")
+        path.touch()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path / "cache")
+    torch._dynamo.reset()
+    loop.train(step)
+
+
+def damages_cache(loop: Loop, step: int) -> None:
+    """Every rank compiles anew from what it has kept, of which the odd one has halves."""
+    kept = [x for x in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "fxgraph").rglob("*") if x.is_file()]
+    for entry in kept if loop.is_odd else ():
+        os.truncate(entry, entry.stat().st_size // 2)
+    if not kept:
+        raise AssertionError("Inductor has kept nothing")
+    torch._dynamo.reset()
+    loop.train(step)
