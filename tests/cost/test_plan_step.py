@@ -54,6 +54,16 @@ def test_nothing_fits() -> None:
         _ = plan.best
 
 
+def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
+    """The samples gather all keys; what a ring holds of them falls with the ranks."""
+    with torch.device("meta"):
+        model, ids = Decoder(plain).bfloat16(), torch.zeros(1, 1 << 16, dtype=torch.int64)
+    plan = sp_compile.plan(model, ids, ranks=[8, 512], attention="ring", tiles="never", offload="never")
+    state = plan.weights.parameters * 2 + ids.nbytes  # each rank is handed the whole input
+    few, many = (min(row.memory for row in plan.rows if row.ranks == n) - state for n in (8, 512))
+    assert 0 < many < few / 32, (few, many)
+
+
 @pytest.mark.slow
 def test_layers_add_up() -> None:
     """One layer and two say what five keep and compute."""

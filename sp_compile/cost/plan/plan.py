@@ -25,7 +25,7 @@ from tabulate import tabulate
 from torch import nn
 
 from sp_compile.config import OFFLOAD, STRATEGIES, SPConfig
-from sp_compile.cost.attention import Candidate, attention_strategies, candidates
+from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.exchanges import collectives_of
 from sp_compile.cost.machine import Machine
@@ -44,6 +44,8 @@ SAMPLES = 2, 4
 ONE = SAMPLES[:1]
 LEAST_FALL = SAMPLES[0] / SAMPLES[1] / 2
 """Of what a layer takes on the second number of ranks for the first: half of what shards do."""
+ROOMY, TIGHT = 1e18, 1.0
+"""Bytes that are left for an attention, where it may take its fastest form, or the one that holds least."""
 TILES = 16
 """That work on rows is done in, where tiles are tried."""
 SHARES = tuple(i / 20 for i in range(1, 21))
@@ -296,10 +298,24 @@ class _AllLayers:
 
     def __call__(self, name: str, n: int) -> float:
         """A part of what a rank of n takes."""
-        found = [self._of_layers([one[i].get(name, 0.0) for one in self.parts]) for i in range(len(SAMPLES))]
-        (a, b), (x, y) = SAMPLES, found
-        slope = (x - y) / (1 / a - 1 / b)
-        return x + slope * (1 / n - 1 / a)
+        falls, stays = self._line(name)
+        return falls / n + stays
+
+    def beside_attention(self, phase: str, n: int) -> float:
+        """The peak of a phase at an attention, without what that takes itself.
+
+        Its keys and their gradients are whole in the samples, whatever is said to be in memory of them: what does not
+        fall with the ranks is that of moments elsewhere.
+        """
+        _, stays = self._line(phase)
+        return self._line(f"{phase} attention")[0] / n + stays
+
+    def _line(self, name: str) -> tuple[float, float]:
+        """What falls with the ranks, of one rank; and what does not."""
+        x, y = (self._of_layers([one[i].get(name, 0.0) for one in self.parts]) for i in range(len(SAMPLES)))
+        a, b = SAMPLES
+        falls = (x - y) / (1 / a - 1 / b)
+        return falls, x - falls / a
 
     def _of_layers(self, values: Sequence[float]) -> float:
         return self.depth.combine(values) if self.depth is not None else values[0]
@@ -341,12 +357,18 @@ def _parts(report: Report) -> dict[str, float]:
     return found
 
 
+def _is_attention(name: str) -> bool:
+    return "attend" in name or "attention" in name
+
+
 def _peaks(step: StepMemory, attention: float, name: str) -> dict[str, float]:
-    """The largest moment of each phase, apart from what an attention itself takes."""
+    """The largest moment of each phase, apart from what an attention itself takes, at whose line keys are whole."""
     found: dict[str, float] = {}
-    for point in step.points():
+    points = list(step.points())
+    lines = {point.moment.where for point in points if _is_attention(point.moment.name)} - {""}
+    for point in points:
         values = point.nbytes - point.gradients - point.moment.idle  # which fills up to the peak, however large that is
-        near = "attend" in point.moment.name or "attention" in point.moment.name
+        near = point.moment.where in lines
         key = f"{name} {point.phase}{' attention' if near else ''}"
         found[key] = max(found.get(key, -math.inf), values - (attention if near else 0.0))
     return found
@@ -364,15 +386,18 @@ class _PlanLook:
 
 
 def _rows(whole: _AllLayers, n: int, machine: Machine, of: _PlanLook) -> list[Variant]:
-    ways = {way: found for way, found in _ways(whole, n, machine).items() if of.asked in ("auto", way[0])}
+    ways = [(way, found) for way, found in _ways(whole, n, machine) if of.asked in ("auto", way[0])]
     weights, learned = whole.weights, whole.weights.learned
     optimizer = whole.per_weight * learned
     resident = weights.buffers + whole.inputs
     out = []
-    for (kind, layout), found in ways.items():
+    for (kind, layout), found in ways:
         largest = max((c.memory for c, _ in found), default=0.0)
         here, there = (
-            {one: max(whole(f"{name} {one}", n), whole(f"{name} {one} attention", n) + largest) for one in PHASES}
+            {
+                phase: max(whole(f"{name} {phase}", n), whole.beside_attention(f"{name} {phase}", n) + largest)
+                for phase in PHASES
+            }
             for name in ("peak", "hosted peak")
         )
         seconds = sum((c.seconds + (c.forward if of.again else 0.0)) * count for c, count in found)
@@ -403,26 +428,33 @@ def _rows(whole: _AllLayers, n: int, machine: Machine, of: _PlanLook) -> list[Va
     return out
 
 
-def _ways(whole: _AllLayers, n: int, machine: Machine) -> dict[tuple[str, str], list[tuple[Candidate, float]]]:
-    """(strategy, layout) -> its candidate for each attention and their number; those that can all be so."""
+def _ways(whole: _AllLayers, n: int, machine: Machine) -> list[tuple[tuple[str, str], list[tuple[Candidate, float]]]]:
+    """(strategy, layout), its candidate for each attention and their number; those that can all be so.
+
+    Each as it is fastest, and as it is where memory is short: a ring holds the gradients of all keys, or hands them on.
+    """
     shapes = whole.attention()
     if not shapes:
-        return {("auto", "auto"): []}
-    out: dict[tuple[str, str], list[tuple[Candidate, float]]] = {}
-    offered = []
-    for decision, count in shapes:
-        shape = replace(decision.shape, n=n, zigzag=False)
-        best: dict[tuple[str, str], Candidate] = {}
-        for c in candidates(shape, replace(machine, memory=1e18)):
-            key = (c.kind, c.layout)
-            if c.legal is None and (key not in best or c.seconds < best[key].seconds):
-                best[key] = c
-        offered.append((best, count))
-    for key in offered[0][0]:
-        found = [(_same_or_contiguous(best, key), count) for best, count in offered]
-        if all(c is not None for c, _ in found):
-            out[key] = [(c, count) for c, count in found if c is not None]
+        return [(("auto", "auto"), [])]
+    out: list[tuple[tuple[str, str], list[tuple[Candidate, float]]]] = []
+    for room in (ROOMY, TIGHT):
+        offered = [(_fastest(replace(d.shape, n=n, zigzag=False), replace(machine, memory=room)), c) for d, c in shapes]
+        for key in offered[0][0]:
+            found = [(_same_or_contiguous(best, key), count) for best, count in offered]
+            way = key, [(c, count) for c, count in found if c is not None]
+            if len(way[1]) == len(found) and way not in out:
+                out.append(way)
     return out
+
+
+def _fastest(shape: Shape, machine: Machine) -> dict[tuple[str, str], Candidate]:
+    """The fastest candidate of each strategy and layout, as it is on such a machine; whether it fits there or not."""
+    best: dict[tuple[str, str], Candidate] = {}
+    for c in candidates(shape, machine):
+        key = (c.kind, c.layout)
+        if (c.legal is None or not c.fits) and (key not in best or c.seconds < best[key].seconds):
+            best[key] = replace(c, legal=None, fits=True)
+    return best
 
 
 def _same_or_contiguous(best: Mapping[tuple[str, str], Candidate], key: tuple[str, str]) -> Candidate | None:
