@@ -11,6 +11,7 @@ longer than any timeout. There is one key for either, however many ranks there a
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -410,6 +411,15 @@ def answered(ask: Callable[[], T], otherwise: T) -> T:
 
 
 _asking: list[threading.Thread] = []  # of the last question to the store, which may be without an answer
+
+
+def _ended() -> None:
+    """Wait for the last question: a thread that comes back from C++ when Python has ended aborts the process."""
+    for thread in _asking:
+        thread.join(ANSWERS)
+
+
+atexit.register(_ended)
 
 
 _parents: list[Any] = []  # the processes of the one that this process was forked from; kept, as their end would wait
