@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -399,12 +400,11 @@ def by_inductor(loop: Loop) -> None:
 
 def closes_cache(loop: Loop, step: int) -> None:
     """Every rank compiles anew, the odd one where a folder cannot be made, as on a disk that is full or read-only."""
-    if loop.is_odd:
-        path = Path(loop.scene.folder, "file")
-        path.touch()
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path / "cache")
+    path, name = Path(loop.scene.folder, "file"), "TORCHINDUCTOR_CACHE_DIR"
+    path.touch()
     torch._dynamo.reset()
-    loop.train(step)
+    with mock.patch.dict(os.environ, {name: str(path / "cache")} if loop.is_odd else {}):
+        loop.train(step)
 
 
 def damages_cache(loop: Loop, step: int) -> None:
