@@ -54,9 +54,10 @@ class Sequences(Pass):
 
     def _none(self, inputs: list[Node], job: Job) -> None:
         if not job.fragment:
+            names = [argument_name(node) for node in inputs]
             raise SpError(
                 "no sequence found: the model has no attention or scan whose dim could be followed to an input. Name "
-                f"it: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {[argument_name(n) for n in inputs]}"
+                f"it: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}"
             )
         where, why = "a piece between graph breaks", "it has no sequence; every rank runs it whole"
         self.notes.append(Note("replicated", "graph", where, why))
