@@ -160,6 +160,8 @@ def astray(everyone: Sequence[Message]) -> str:
     readers = [rank for rank, one in enumerate(everyone) if one.doing == READS]
     if readers and len(readers) < n:
         return f"rank {_listed(readers)} of {n} reads what lies in shards and the others do not. {TOGETHER}:\n{each}"
+    if readers:
+        return f"the {n} ranks of this group read different values that lie in shards. {TOGETHER}:\n{each}"
     return (
         f"the {len(everyone)} ranks of this group are about to do different things; every rank has to run the same "
         f"models and backwards in the same order:\n{each}{_of_new_weights(everyone)}"

@@ -52,7 +52,7 @@ CALLS = 6
 NUMBERS = {
     "offsets that part": lambda rank, call: {"start": call * (rank + 1), "heat": 1.0},
     "a request that ends": lambda rank, call: {"start": 2 + call % (3 if rank else CALLS), "heat": 1.0},
-    "temperatures": lambda rank, call: {"start": 0, "heat": 1.0 + call * rank},
+    "temperatures": lambda rank, call: {"start": 0, "heat": 1.0 + call + rank},
 }
 
 
