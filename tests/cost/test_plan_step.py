@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sp_compile.cost.plan.layers import Depth, checkpointed
 from sp_compile.cost.plan.plan import _AllLayers, _look, bytes_of_text
 from sp_compile.cost.step import ModelBytes
 from sp_compile.errors import SpError
+from sp_compile.passes.report import Report
 
 
 def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -64,34 +66,44 @@ def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
     assert 0 < many < few / 32, (few, many)
 
 
+RING: dict[str, Any] = {"attention": "ring", "cost": {}}
+GUESSED = pytest.mark.xfail(strict=True, reason="with checkpoints it falls less from 2 to 4 ranks: 0.88, and not 0.5")
+
+
+def looks(model: nn.Module, depth: Depth, checkpoint: bool = False) -> list[list[Report]]:
+    """At each of the variants of its layers."""
+    return [_look(model, (tokens(64),), depth, one, checkpoint, 2.0, RING) for one in depth.variants]
+
+
+def layered() -> tuple[nn.Module, Depth]:
+    model = decoder()
+    depth = Depth.of(model)
+    assert depth is not None
+    return model, depth
+
+
 @pytest.mark.slow
 def test_layers_add_up() -> None:
     """One layer and two say what five keep and compute."""
-    model, given = decoder(), {"attention": "ring", "cost": {}}
-    depth = Depth.of(model)
-    assert depth is not None
-    few = _AllLayers([_look(model, (tokens(64),), depth, one, False, 2.0, given) for one in depth.variants], depth,
-                  ModelBytes.of(model), 2.0)  # fmt: skip
-    whole = _AllLayers([_look(model, (tokens(64),), None, (), False, 2.0, given)], None, ModelBytes.of(model), 2.0)
+    model, depth = layered()
+    weights = ModelBytes.of(model)
+    few = _AllLayers(looks(model, depth), depth, weights, 2.0)
+    whole = _AllLayers([_look(model, (tokens(64),), None, (), False, 2.0, RING)], None, weights, 2.0)
     assert few("flops", 2) == whole("flops", 2) > 0
     assert few("kept", 4) == whole("kept", 4) > 0
     assert few("peak loss", 4) == pytest.approx(whole("peak loss", 4), rel=0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="with checkpoints the peak of a layer's backward falls less: 0.88, and not 0.5")
-def test_checkpointed_layers_fall_as_others_do() -> None:
+@pytest.mark.parametrize("part", ["kept", "flops", pytest.param("peak backward", marks=GUESSED)])
+def test_checkpointed_layers_fall_as_others_do(part: str) -> None:
     """A plan looks at a second number of ranks for layers as they are written only."""
-    model, given = decoder(), {"attention": "ring", "cost": {}}
-    depth = Depth.of(model)
-    assert depth is not None
-    few = _AllLayers([_look(model, (tokens(64),), depth, one, False, 2.0, given) for one in depth.variants], depth,
-                  ModelBytes.of(model), 2.0)  # fmt: skip
-    looked = [_look(model, (tokens(64),), depth, one, True, 2.0, given) for one in depth.variants]
+    model, depth = layered()
+    few = _AllLayers(looks(model, depth), depth, ModelBytes.of(model), 2.0)
+    looked = looks(model, depth, checkpoint=True)
     right = _AllLayers(looked, depth, few.weights, 2.0)
     again = _AllLayers([looked[0], looked[1][:1]], depth, few.weights, 2.0, few.falls)
-    for part in ("kept", "flops", "peak backward"):
-        assert again(part, 8) == pytest.approx(right(part, 8), rel=0.05)
+    assert again(part, 8) == pytest.approx(right(part, 8), rel=0.05)
 
 
 def test_kinds_of_layers() -> None:
