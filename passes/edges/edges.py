@@ -46,9 +46,13 @@ class LeaveTickets(Pass):
 
     requires = frozenset({"proved", "late results are taken out"})
 
+    @classmethod
+    def of(cls, job: EdgesJob) -> Pass | None:
+        return cls() if job.splits_only and job.learns and job.ranks.n > 1 else None
+
     def apply(self, gm: GraphModule, job: EdgesJob) -> int:
         leaves, output, found = leaves_of(gm), gm.graph.output_node(), dict[int, int]()
-        for i in job.smooth(gm) if job.learns and job.ranks.n > 1 else []:
+        for i in job.smooth(gm):
             node, late = leaves[i], job.edges.results[i].late
             if late is None and node.op == "call_function" and any(user is not output for user in node.users):
                 ticket = tapped(node)
@@ -78,8 +82,7 @@ class EdgePasses(Passes):
         job.add(shape=shapes)
         own = len(leaves_of(gm))
         changes = super().apply(gm, job)
-        edges = replace(job.edges, own=own + len(job.edges.deal))
-        behind = range(own + len(edges.deal), len(leaves_of(gm)))
-        kept = {i: result for i, result in edges.results.items() if job.ranks.n > 1 or result.late is not None}
-        job.edges = replace(edges, results=kept, rows=edges.rows.union(behind))
+        own += len(job.edges.deal)
+        behind = range(own, len(leaves_of(gm)))
+        job.edges = replace(job.edges, own=own, rows=job.edges.rows.union(behind))
         return changes

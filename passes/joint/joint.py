@@ -106,10 +106,6 @@ class EachGroup(Passes):
 
     steps = (OwnRows, ScatterLayers, LowerExchanges)
 
-    @classmethod
-    def of(cls, job: JointJob) -> Pass | None:
-        return cls() if job.session.groups else None
-
     def apply(self, gm: GraphModule, job: JointJob) -> int:
         check_reductions(gm.graph)
         job.shared, alone, changes = [], job.ranks, 0
@@ -130,10 +126,6 @@ class JoinExchanges(Passes):
     provides = frozenset({"exchanges are final"})
 
     @classmethod
-    def of(cls, job: JointJob) -> Pass | None:
-        return cls() if job.session.groups else None
-
-    @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
         return registered(CollectivePass)
 
@@ -151,10 +143,6 @@ class CompareGradients(Pass):
 
     requires = frozenset({"exchanges are final"})
 
-    @classmethod
-    def of(cls, job: JointJob) -> Pass | None:
-        return cls() if job.shared else None
-
     def apply(self, gm: GraphModule, job: JointJob) -> int:
         shared = [(ranks, names) for ranks, names in job.shared if job.session.compares_gradients(ranks)]
         return sum(self._compare(ranks, names) for ranks, names in shared)
@@ -171,6 +159,22 @@ class CompareGradients(Pass):
         return len(found)
 
 
+class OwnExchanges(Passes):
+    """What becomes of the exchanges that a program brings, and which of them its backward makes."""
+
+    steps = (EachGroup, JoinExchanges, CompareGradients)
+
+    @classmethod
+    def of(cls, job: JointJob) -> Pass | None:
+        return cls() if job.session.groups else None
+
+    def apply(self, gm: GraphModule, job: JointJob) -> int:
+        changes = super().apply(gm, job)
+        backward = closure(tangents_of(gm.graph), lambda node: node.users)
+        job.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
+        return changes
+
+
 JOINT = CAPTURED | {"canonical", "attention is chosen", "checked"}
 """What rewrites require of a graph in which a sequence is found, and every joint graph has."""
 
@@ -179,7 +183,7 @@ class JointPasses(Passes):
     """All that is done to a joint graph, in place. Raises SpError on all ranks of a group that talk."""
 
     name = "joint"
-    steps = (NameSources, StayInCheckpoints, EachGroup, JoinExchanges, CompareGradients)
+    steps = (NameSources, StayInCheckpoints, OwnExchanges)
     given: JointJob
 
     def __init__(self, job: JointJob | None = None) -> None:
@@ -189,11 +193,7 @@ class JointPasses(Passes):
     def apply(self, gm: GraphModule, job: JointJob) -> int:
         for node in gm.graph.find_nodes(op="placeholder"):
             mark(node, requires_grad=False)  # the gradients are in the graph itself: no detach stops any
-        changes = super().apply(gm, job)
-        if job.session.groups:
-            backward = closure(tangents_of(gm.graph), lambda node: node.users)
-            job.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
-        return changes
+        return super().apply(gm, job)
 
     @property
     def report(self) -> Report:

@@ -3,8 +3,8 @@
     scaled_dot_product_attention(q, k, v, is_causal=True)
     ->  scaled_dot_product_attention(clone(q), clone(k), clone(v), is_causal=True)
 
-What is computed token by token begins on shards by itself; attention counts from its first query and mixes tokens, so
-it does not: a program that is an attention and little else would run whole on every rank.
+What is computed token by token begins on shards by itself, and so do the queries of attention that no mask counts; what
+counts from the first query does not: a program that is an attention and little else would run whole on every rank.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark, record
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
-from sp_compile.sharding.factors import flat
+from sp_compile.sharding.attention import attention_nodes, reads_position
 from sp_compile.sharding.placement import REPLICATE
-from sp_compile.sharding.rule import lookup
 
 
 class BeginAttention(Pass):
@@ -27,13 +27,14 @@ class BeginAttention(Pass):
     provides = frozenset({"attention begins"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        if job.ranks.n == 1:
+        found = [n for n in attention_nodes(gm) if reads_position(Call(n)) and not record(n).whole]
+        if job.ranks.n == 1 or not found:
             return 0
         axes, plan = job.axes(gm), job.plan(gm)
-        found = {node: self._mixed(node) for node in gm.graph.nodes if axes.shard(node) is not None}
         made: dict[Node, Node] = {}
-        for node, operands in found.items():
-            if not operands or record(node).whole or any(plan.of(x) != REPLICATE for x in operands):
+        for node in found:
+            operands = dict.fromkeys(Call(node).operands[:3])
+            if axes.shard(node) is None or any(plan.of(x) != REPLICATE for x in operands):
                 continue
             for x in operands:
                 if x not in made:
@@ -42,12 +43,3 @@ class BeginAttention(Pass):
                     mark(made[x], begins=True)
                 node.replace_input_with(x, made[x])
         return len(made)
-
-    def _mixed(self, node: Node) -> list[Node]:
-        """What attention cuts along its sequence: queries, keys and values; [] for any other op."""
-        call, rule = lookup(node) or (None, None)
-        if call is None or rule is None:
-            return []
-        mixing = {f for dims in rule.operands for f in flat(dims) if rule.kind(f) == "attend"}
-        read = [x for i, x in enumerate(call.operands) if i not in rule.masks and mixing & set(flat(rule.operands[i]))]
-        return list(dict.fromkeys(read))

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call
 from sp_compile.graph.edit import Editor
+from sp_compile.lowering.dtypes import HALF
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -24,7 +25,6 @@ FLASH, EFFICIENT = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
 )
-HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
 """Numbers of a head that flash attention takes."""
 

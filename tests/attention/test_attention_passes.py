@@ -190,3 +190,10 @@ def test_attention_begins_on_shards_of_inputs(program, strategy):
         assert report.attention
         assert not report.fallbacks
         assert report.worst < 1e-9
+
+
+def test_attention_that_no_mask_counts_begins_on_queries_alone():
+    q, k, v = (torch.randn(2, 6, 13, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    report = verify(F.scaled_dot_product_attention, q, k, v, sp=2)
+    assert report.worst < 1e-9
+    assert {one.op for one in report.exchanges if one.forward} == {"unshard"}
