@@ -3,17 +3,22 @@
     python benchmarks/compile_time.py
 
 First what compiling forward and backward adds to the first step, with backend="inductor" and with backend="sp" on one
-rank. Then tracing and the passes without Inductor, which should grow in proportion to the layers. In CPU seconds, the
-C++ compiler's included, so that a busy machine does not matter.
+rank. Then tracing and the passes without Inductor, which should grow in proportion to the layers. Then one graph of the
+whole model and one of each block, on real ranks, with Inductor: equal blocks share one, so theirs should not grow. In
+CPU seconds, the C++ compiler's included, so that a busy machine does not matter.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from measuring.gloo_ranks import joined
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -36,16 +41,56 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def compile_seconds(backend: str, layers: int) -> float:
+def first_step(compiled: Callable[[Tensor, Tensor], Tensor], ids: Tensor, labels: Tensor) -> float:
     """CPU seconds that compiling forward and backward adds to the first step."""
-    model, ids, labels = inputs(layers)
-    compiled = torch.compile(model, backend=backend)
     seconds = []
     for _ in range(2):
         start = cpu_seconds()
         compiled(ids, labels).backward()
         seconds.append(cpu_seconds() - start)
     return seconds[0] - seconds[1]
+
+
+def compile_seconds(backend: str, layers: int) -> float:
+    model, ids, labels = inputs(layers)
+    return first_step(torch.compile(model, backend=backend), ids, labels)
+
+
+def by_blocks(model: DecoderLM) -> Callable[[Tensor, Tensor], Tensor]:
+    """The model with each block compiled by itself, and what follows them; what goes between stays in shards."""
+    options = {"outputs": "lazy"}
+    for block in model.blocks:
+        block.compile(backend="sp", options=options)
+
+    @torch.compile(backend="sp", options=options)
+    def loss_of(x: Tensor, labels: Tensor) -> Tensor:
+        logits = model.head(model.norm(x)).float()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        x = model.embed(ids)
+        for block in model.blocks:
+            x = block(x)
+        return loss_of(x, labels)
+
+    return step
+
+
+def rank_seconds(way: str, layers: int, ranks: int) -> float:
+    """CPU seconds of rank 0, with the others in processes of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--measure", way, str(layers), str(ranks), folder]
+        others = [subprocess.Popen([*command, str(rank)], stdout=subprocess.DEVNULL) for rank in range(1, ranks)]
+        seconds = one_rank(way, layers, ranks, folder, 0)
+        if any(other.wait() for other in others):
+            raise SystemExit("a rank failed")
+    return seconds
+
+
+def one_rank(way: str, layers: int, ranks: int, folder: str, rank: int) -> float:
+    with joined(rank, ranks, folder):
+        model, ids, labels = inputs(layers)
+        return first_step(by_blocks(model) if way == "blocks" else torch.compile(model, backend="sp"), ids, labels)
 
 
 def passes_seconds(ranks: int, layers: int) -> tuple[float, float]:
@@ -94,22 +139,36 @@ def show_growth(console: Console, ranks: int) -> None:
     console.print(table)
 
 
+def show_blocks(console: Console, ranks: int) -> None:
+    table = Table("layers", "one graph, CPU s", "block by block, CPU s", title=f"compile time of a rank of {ranks}")
+    with console.status("compiling on ranks"):
+        for layers in (4, 16):
+            whole, blocks = (in_fresh_process(way, str(layers), str(ranks))[0] for way in ("whole", "blocks"))
+            table.add_row(str(layers), f"{whole:.1f}", f"{blocks:.1f}")
+    console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2, help="ranks that the passes are planned for")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     match args.measure:
         case ["compile", backend, layers]:
             print(compile_seconds(backend, int(layers)))
         case ["passes", ranks, layers]:
             print(*passes_seconds(int(ranks), int(layers)))
+        case ["whole" | "blocks" as way, layers, ranks]:
+            print(rank_seconds(way, int(layers), int(ranks)))
+        case ["whole" | "blocks" as way, layers, ranks, folder, rank]:
+            one_rank(way, int(layers), int(ranks), folder, int(rank))
         case _:
             console = Console()
             compare_backends(console, args.layers, args.repeats)
             show_growth(console, args.ranks)
+            show_blocks(console, args.ranks)
 
 
 if __name__ == "__main__":

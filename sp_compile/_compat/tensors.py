@@ -12,8 +12,10 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -97,6 +99,41 @@ def evaluated(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt
     """What an expression of sizes is where its symbols are these, which may be symbols of another program."""
     found: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(values), expr)
     return found
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:
+        return x.trigger_wait().detach()  # of its own, which autograd may mark
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def arrived(x: AsyncCollectiveTensor) -> torch.Tensor:
+    """What a collective that is on its way brings, differentiable: AOTAutograd of torch 2.13 drops the gradient."""
+    found: torch.Tensor = _Arrived.apply(x)
+    return found
+
+
+def wraps_others(x: Any) -> bool:
+    """Is it a tensor without memory of its own, whose values other tensors hold: one of a wrapper subclass?"""
+    return is_traceable_wrapper_subclass(x)
+
+
+def wrapped(x: torch.Tensor) -> torch.Tensor:
+    """The values that a tensor holds, as one with memory: of several in a wrapper their bytes, one behind the other.
+
+    A collective that is still on its way is waited for.
+    """
+    if isinstance(x, AsyncCollectiveTensor):
+        return x.trigger_wait()
+    if not wraps_others(x):
+        return x
+    names, _ = x.__tensor_flatten__()
+    inner = (wrapped(getattr(x, name)) for name in names)
+    return torch.cat([one.detach().contiguous().view(-1).view(torch.uint8) for one in inner])
 
 
 def wrapper_subclass(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:

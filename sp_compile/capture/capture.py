@@ -24,6 +24,7 @@ from sp_compile._compat import (
     keep_source,
     keep_state_sources,
     storage_of,
+    wraps_others,
 )
 from sp_compile.errors import SpError, at
 from sp_compile.graph.edit import drop_dead
@@ -75,8 +76,8 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     def fake(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        if isinstance(x, Sharded):
-            parts = x if isinstance(x.local, FakeTensor) else in_mode(x)
+        if isinstance(x, Sharded) or wraps_others(x):  # the whole, whatever holds it
+            parts = x if isinstance(x, Sharded) and isinstance(x.local, FakeTensor) else in_mode(x)
             with mode:
                 whole = torch.empty_strided(parts.shape, parts.stride(), dtype=x.dtype, device=x.device)
                 whole.requires_grad_(x.requires_grad)

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import (
+    AsyncCollectiveTensor,
     argument_name,
     is_fragment,
     is_module_state,
@@ -204,16 +205,18 @@ def _writes_returned(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[
 def compiled_inputs(
     example_inputs: Sequence[Any], layouts: Mapping[int, Layout] | None = None, graph: GraphModule | None = None
 ) -> list[Any]:
-    """What stands for the inputs when the program of one rank is compiled: of a `Sharded` its rows, or the whole.
+    """What stands for the inputs when the program of one rank is compiled: of a `Sharded` its rows, or the whole, and
+    of what a collective is still to bring that.
 
     layouts, graph: as `global_view` has them; of a program that is not split there are none.
     """
-    if not any(isinstance(x, Sharded) for x in example_inputs):
+    others = Sharded, AsyncCollectiveTensor
+    if not any(isinstance(x, others) for x in example_inputs):
         return list(example_inputs)
     _, fakes = fake_inputs(example_inputs)
     nodes = graph.graph.find_nodes(op="placeholder") if graph is not None else []
     rows = {i: record(nodes[i]).local for i in layouts or ()}
-    return [rows.get(i, fakes[i]) if isinstance(x, Sharded) else x for i, x in enumerate(example_inputs)]
+    return [rows.get(i, fakes[i]) if isinstance(x, others) else x for i, x in enumerate(example_inputs)]
 
 
 def _result_names(gm: GraphModule) -> list[str]:

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import FakeTensor, evaluated
+from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, evaluated
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
 from sp_compile.graph.sizes import Size, size
@@ -39,8 +39,8 @@ def are_traced(args: Sequence[Any]) -> bool:
 
 
 def have_shards(args: Sequence[Any]) -> bool:
-    """Is one of them a value in shards?"""
-    return _has(Sharded, args)
+    """Is one of them a value in shards, or one that a collective is still to bring?"""
+    return _has((Sharded, AsyncCollectiveTensor), args)
 
 
 def _has(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
@@ -49,17 +49,20 @@ def _has(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
 
 
 def taken(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
-    """What the program of one rank takes: of a value in shards its rows, of one that it takes whole the whole.
+    """What the program of one rank takes: of a value in shards its rows, of one that it takes whole the whole, and
+    what a collective brings once it is there.
 
     layouts: by number, how the program takes arguments. Raises SpError where ranks do not all read the same.
     """
     if not have_shards(args):
         return args
-    return [_taken(a, layouts.get(i)) if isinstance(a, Sharded) else a for i, a in enumerate(args)]
+    return [_taken(a, layouts.get(i)) for i, a in enumerate(args)]
 
 
-def _taken(a: Sharded, layout: Layout | None) -> torch.Tensor:
-    return a.full() if layout is None else entering(a, layout)
+def _taken(a: Any, layout: Layout | None) -> Any:
+    if isinstance(a, Sharded):
+        return a.full() if layout is None else entering(a, layout)
+    return arrived(a) if isinstance(a, AsyncCollectiveTensor) else a
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree, summing_group
+from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree, summing_group, wraps_others
 from sp_compile.config import Ranks, ranks_of
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place, place_of
@@ -347,13 +346,13 @@ class CheckedProgram:
         fields = {ASKED: "yes"} if asks else {}
         for i, grad in [(i, grad) for i, grad in enumerate(grads if self.whole else ()) if i not in rows]:
             name = f"gradient of result {i}"
-            if wire is not None and is_away(grad):
+            if not isinstance(grad, torch.Tensor) or isinstance(grad, FakeTensor) or wraps_others(grad):
+                fields[name] = "none" if grad is None else ""
+            elif wire is not None and is_away(grad):
                 call = f"{EARLIER}of the {name} when it {mine}"
                 wire.later.append(([call], sent(summary(grad)[None])))
-            elif isinstance(grad, torch.Tensor) and not isinstance(grad, (FakeTensor, DTensor)):
-                fields[name] = _about(grad)
             else:
-                fields[name] = "none" if grad is None else ""
+                fields[name] = _about(grad)
         everyone = exchanged(self.ranks, replace(mine, fields=fields))
         problem = difference(everyone, OTHER_GRADIENTS, SAME_LOSS) if everyone is not None else ""
         if problem := self._asking_replicas(mine, problem, asks, everyone):

@@ -23,6 +23,7 @@ from sp_compile._compat import (
     known_process_group,
     real_tensors,
     size_hint,
+    wrapped,
 )
 from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
@@ -161,15 +162,16 @@ def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among the inputs; of a DTensor, and of a value in shards, what this rank holds."""
+    """What this rank holds of the tensors among the inputs, see `local_of`."""
     return [local_of(x) for x in inputs if isinstance(x, torch.Tensor)]
 
 
 def local_of(x: Any) -> Any:
-    """What this rank holds of an input."""
+    """What this rank holds of an input: of a DTensor and of a value in shards its part, of a wrapper what is inside."""
     if isinstance(x, Sharded):
         return x.local
-    return x.to_local() if isinstance(x, DTensor) else x
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return wrapped(local) if isinstance(local, torch.Tensor) else local
 
 
 def _labels(inputs: Iterable[Any]) -> list[str]:

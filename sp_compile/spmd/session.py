@@ -27,7 +27,7 @@ from sp_compile.graph.places import places_of
 from sp_compile.passes.progress import show, working
 
 from .agree import meeting
-from .between import Edges, ShardedProgram
+from .between import Edges, ShardedProgram, have_shards, taken
 from .check_compile import Lockstep, check_numbers, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
@@ -292,6 +292,8 @@ class Session:
         elif error is not None and not self.groups:
             stop(str(error), subject=subject)  # whoever they are that this rank will not reach
             run = CheckedProgram(None, ALONE, Program(), [], error)
+        elif run is not None and not self.groups and have_shards(example_inputs):  # which others ask for it
+            run = partial(_run_on_whole, run)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())
             compares = run is not None and ranks.group in common
@@ -318,6 +320,11 @@ class Session:
             run = ShardedProgram(run, self.ranks, subject, edges)
         whole = self.given.get("inputs", "global") == "global"  # what did not compile has no config
         return run if self.groups else OfWorld(run, gm.forward, whole)
+
+
+def _run_on_whole(run: Callable[..., Any], *args: Any) -> Any:
+    """Call a program that takes nothing in shards."""
+    return run(*taken(args, {}))
 
 
 def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from support import ranks as worker
@@ -18,8 +19,10 @@ from support.parity import VOCAB, Block, Outcome, build, check, difference, erro
 from support.ranks import Ranks
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
@@ -429,3 +432,50 @@ def test_tokens_in_shards(ranks: Ranks, n: int) -> None:
     check([step for _, step in results])
     for lie, _ in results:
         assert lie == ["ShardedFalse"] * 3
+
+
+class Brought(torch.autograd.Function):
+    """The sum over the ranks of values that every rank has, as an exchange that nobody has waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return funcol.all_reduce(x, "sum", worker.group())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def given_wrappers(dynamic: bool, wraps: bool) -> tuple[list[Outcome], set[type]]:
+    """A block is given what a collective is still to bring, and weights that are made of other tensors."""
+    block, seen, out = build(lambda: Block(16, 4)), set[type](), list[Outcome]()
+    alone, n = copy.deepcopy(block), dist.get_world_size(worker.group())
+    if wraps:
+        for layer in (module for module in block.modules() if isinstance(module, nn.Linear)):
+            layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
+    options = {"compiler": "aot_eager", "cost": {}, "mesh": worker.mesh()}
+    run = torch.compile(block, backend="sp", dynamic=dynamic or None, options=options)
+    for length in (9, 11):
+        x = torch.linspace(-1, 1, 16 * length, dtype=torch.float64).reshape(1, length, 16).requires_grad_()
+        sources = [(model, [x, *model.parameters()]) for model in (block, alone)]
+        brought = Brought.apply(x * 1)
+        seen |= {type(brought), *map(type, block.parameters())}
+        losses = run(brought).square().mean(), alone(x * n).square().mean()
+        grads = [torch.autograd.grad(loss, wanted) for loss, (_, wanted) in zip(losses, sources, strict=True)]
+        found = [plain(one) for one in (losses[0], *grads[0])]
+        right = [losses[1], grads[1][0] / n, *grads[1][1:]]
+        out.append(outcome(found[0], found[1:], right[0], right[1:]))
+    return out, seen
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.a if isinstance(x, TwoTensor) else x
+
+
+@pytest.mark.parametrize("wraps", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_inputs_without_memory_of_their_own(ranks: Ranks, dynamic: bool, wraps: bool) -> None:
+    outcomes, kinds = zip(*ranks.run(2, given_wrappers, dynamic, wraps), strict=True)
+    for of_length in zip(*outcomes, strict=True):
+        check(of_length)
+    assert {AsyncCollectiveTensor, TwoTensor} - kinds[0] == (set() if wraps else {TwoTensor})

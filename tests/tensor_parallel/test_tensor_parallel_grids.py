@@ -238,3 +238,50 @@ def rows_of_one_half_differ() -> float:
 @pytest.mark.slow
 def test_groups_beside_a_sequence_scatter_the_same_layers(ranks: Ranks) -> None:
     assert max(ranks.run(4, rows_of_one_half_differ)) < 1e-12
+
+
+def by_blocks(names: tuple[str, str], how: dict[str, Any], length: int, tail: bool, asked: dict[str, Any]) -> Trained:
+    """Each block is compiled by itself, and with `tail` what follows; the embedding is not."""
+    mesh, found = grid((2, 2), names), Trained()
+    tp, options = split(mesh), {"compiler": "aot_eager", "cost": {}, "mesh": mesh, "outputs": "lazy", **asked}
+    mine, alone = build(tp, **how), build(Split(), **how)
+    for block in mine.blocks:
+        block.compile(backend="sp", options=options)
+
+    @torch.compile(backend="sp", options=options)
+    def ends(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return mine.loss(mine.norm(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def in_parts(ids: torch.Tensor) -> torch.Tensor:
+        x = mine.embedded(ids)
+        for block in mine.blocks:
+            x = block(x)
+        return ends(x, ids)
+
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (mine, alone)]
+    for number in range(STEPS):
+        args = (tokens(2, length, number),)
+        loss, grads = step(in_parts if tail else mine, mine, args, optimizers[0])
+        right, theirs = step(alone, alone, args, optimizers[1])
+        floor = 1e-6 * max(g.abs().max().item() for g in grads.values())
+        found.take("alone", f"loss {number}", loss, right, 0)
+        for name, parameter in mine.named_parameters():
+            found.take("alone", f"{name} {number}", grads[name], part_of(theirs[name], parameter, tp), floor)
+    return found
+
+
+BLOCKS = {
+    "sequence outside": (("sp", "tp"), {}, 8, False, {}),
+    "sequence inside": (("tp", "sp"), {"layers": 3}, 7, True, {}),
+    "cut embedding and loss": (("sp", "tp"), {"head": "vocab"}, 7, True, {}),  # blocks are given what is on its way
+    "checkpoint": (("sp", "tp"), {"checkpointed": True}, 7, False, {}),
+    "whole results": (("sp", "tp"), {}, 7, False, {"outputs": "gather"}),
+    "ring": (("sp", "tp"), {}, 9, True, {"attention": "ring"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BLOCKS)
+def test_block_by_block_under_the_sequence_passes(ranks: Ranks, case: str) -> None:
+    for one in ranks.run(4, by_blocks, *BLOCKS[case]):
+        assert not one.where, one.where[:5]
