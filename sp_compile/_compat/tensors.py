@@ -122,7 +122,7 @@ def wraps_others(x: Any) -> bool:
     return is_traceable_wrapper_subclass(x)
 
 
-def wrapped(x: torch.Tensor) -> torch.Tensor:
+def in_memory(x: torch.Tensor) -> torch.Tensor:
     """The values that a tensor holds, as one with memory: of several in a wrapper their bytes, one behind the other.
 
     A collective that is still on its way is waited for.
@@ -132,7 +132,7 @@ def wrapped(x: torch.Tensor) -> torch.Tensor:
     if not wraps_others(x):
         return x
     names, _ = x.__tensor_flatten__()
-    inner = (wrapped(getattr(x, name)) for name in names)
+    inner = (in_memory(getattr(x, name)) for name in names)
     return torch.cat([one.detach().contiguous().view(-1).view(torch.uint8) for one in inner])
 
 

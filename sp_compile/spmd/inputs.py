@@ -18,12 +18,12 @@ from torch.utils.data import IterableDataset, Sampler
 
 from sp_compile._compat import (
     argument_name,
+    in_memory,
     is_module_state,
     is_python_number,
     known_process_group,
     real_tensors,
     size_hint,
-    wrapped,
 )
 from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
@@ -171,7 +171,7 @@ def local_of(x: Any) -> Any:
     if isinstance(x, Sharded):
         return x.local
     local = x.to_local() if isinstance(x, DTensor) else x
-    return wrapped(local) if isinstance(local, torch.Tensor) else local
+    return in_memory(local) if isinstance(local, torch.Tensor) else local
 
 
 def _labels(inputs: Iterable[Any]) -> list[str]:
