@@ -34,6 +34,15 @@ CHOICES = {
 }
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the user says of a program's inputs and results, by their names; see `SPConfig`."""
+
+    seq_dims: str | Mapping[str, int] = "auto"
+    inputs: str = "global"
+    outputs: str | Mapping[str | int, str] = "auto"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SPConfig:
     """What the backend may be told; every field has a default that works.
@@ -162,6 +171,15 @@ class SPConfig:
         """Has the compiler a place for passes on collectives?"""
         return self.compiler in JOINT_COMPILERS
 
+    @property
+    def asked(self) -> Asked:
+        """Of the program's inputs and results."""
+        return Asked(self.seq_dims, self.inputs, self.outputs)
+
+    def ranks(self) -> Ranks:
+        """Those that share the sequence; see `resolve`."""
+        return resolve(self.mesh, self.mesh_dim)
+
     def refuse(self, entry: str, **reasons: str) -> None:
         """Raise SpError if an option that `entry` can not honour is not left at its default. reasons: what to do."""
         for option in fields(self):
@@ -170,7 +188,7 @@ class SPConfig:
                 raise SpError(f"{option.name}={value!r}: {entry} {reasons[option.name]}")
 
     @staticmethod
-    def of(options: SPConfig | Mapping[str, Any] | None) -> SPConfig:
+    def of(options: AnyOptions) -> SPConfig:
         """A config from torch.compile's `options`."""
         if isinstance(options, SPConfig):
             return options
@@ -179,6 +197,10 @@ class SPConfig:
             if name not in known:
                 raise SpError(f"unknown option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
         return SPConfig(**(options or {}))
+
+
+AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
+"""What `torch.compile` is given: fields of an `SPConfig`, whose values nobody has looked at yet."""
 
 
 def _is_share(value: Any) -> bool:
@@ -244,6 +266,12 @@ def ranks_of(mesh: Mesh) -> Ranks:
 @torch.compiler.assume_constant_result
 def _resolved(mesh: DeviceMesh | None) -> Ranks:
     return resolve(mesh, None)
+
+
+def unchecked(options: Mapping[str, Any]) -> tuple[DeviceMesh | None, str | None, bool]:
+    """(mesh, mesh_dim, is the sequence named or its mesh?) of options that may be wrong: ranks meet to hear of that."""
+    mesh = options.get("mesh")
+    return mesh, options.get("mesh_dim"), mesh is not None or options.get("seq_dims", "auto") != "auto"
 
 
 def splits_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Sequence[Ranks]) -> bool:
