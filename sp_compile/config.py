@@ -211,7 +211,7 @@ def _is_share(value: Any) -> bool:
 class Ranks:
     """`n` ranks that hold one sequence between them; `group`: the process group's name ("" where there is none).
 
-    ulysses: how many neighbours share heads, where the mesh says so by a (ring, ulysses) pair of axes.
+    ulysses: how many neighbours share heads, where the mesh says so by a pair of axes (`Strategy.axes`).
     """
 
     n: int
@@ -281,8 +281,7 @@ def splits_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Seque
     """
     if not isinstance(mesh, DeviceMesh):
         return mesh is not None
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 1 and mesh_dim is None and "sp" not in names and not {"ring", "ulysses"} <= set(names):
+    if mesh.ndim > 1 and mesh_dim is None and "sp" not in (mesh.mesh_dim_names or ()) and _pair(mesh) is None:
         return False
     return mesh.ndim > 1 or mesh.get_group().group_name not in {r.group for r in others}
 
@@ -290,7 +289,7 @@ def splits_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Seque
 def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     """The sequence-parallel ranks: the mesh's only axis or the named one; without a mesh, the default group.
 
-    A mesh with axes "ring" and "ulysses" (next to others or not) is both of them as one axis, row-major.
+    A mesh with both axes of a strategy (next to others or not) is both of them as one axis, row-major.
 
     Raises SpError: a mesh of several axes without `mesh_dim`, an axis that the mesh lacks, this rank outside the mesh.
     """
@@ -299,16 +298,23 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     if not isinstance(mesh, DeviceMesh):
         raise SpError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     ulysses = None
-    if mesh_dim is None and {"ring", "ulysses"} <= set(mesh.mesh_dim_names or ()):
-        names, ulysses = mesh.mesh_dim_names, mesh["ulysses"].size()
-        if names.index("ring") > names.index("ulysses"):
-            raise SpError(f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours")
-        mesh = flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
+    if mesh_dim is None and (pair := _pair(mesh)) is not None:
+        (outer, inner), names = pair, mesh.mesh_dim_names
+        ulysses = mesh[inner].size()
+        if names.index(outer) > names.index(inner):
+            raise SpError(f"mesh: its axes are {names}; {outer!r} comes before {inner!r}, whose ranks are neighbours")
+        mesh = flat_mesh(mesh[outer, inner], f"sp_{outer}_{inner}")
     mesh = _axis(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
     group = mesh.get_group()
     return Ranks(dist.get_world_size(group), group.group_name, ulysses)
+
+
+def _pair(mesh: DeviceMesh) -> tuple[str, str] | None:
+    """The axes of a mesh that a strategy splits the sequence over together."""
+    pairs: list[tuple[str, str]] = [strategy.axes for strategy in STRATEGIES.values() if strategy.axes]
+    return next((pair for pair in pairs if set(pair) <= set(mesh.mesh_dim_names or ())), None)
 
 
 def _default_group(mesh_dim: str | None) -> Ranks:

@@ -210,6 +210,7 @@ class Strategy:
     declare(call, ranks): makes the routes of the op's exchanges known (`sp_compile.lowering.routes`), if it has any.
     neighbours(call): how many ranks next to each other exchange heads in a call of the op, so that the rows of all of
         them are what one of them attends with.
+    axes: names of two axes of a mesh that split the sequence together, of which the second one's ranks are neighbours.
     always: does it split any attention over any number of ranks, of which each holds its part only?
     options: fields of SPConfig that are for it alone, "auto" where nothing is asked for.
     """
@@ -221,6 +222,7 @@ class Strategy:
     sends: Callable[[Call, int], tuple[Size, Size]] | None = None
     declare: Callable[[Call, Ranks], None] = lambda call, ranks: None
     neighbours: Callable[[Call], int] = lambda call: 1
+    axes: tuple[()] | tuple[str, str] = ()
     always: bool = False
     options: tuple[str, ...] = ()
 

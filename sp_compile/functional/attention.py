@@ -81,7 +81,7 @@ OPTION_NAMES = tuple(f.name for f in fields(Options))
 
 @dataclass(frozen=True)
 class Way:
-    """A way to split attention. run: from a call and what all operators take of it, by the way's own.
+    """A way to split attention, called as its function. run: from a call and what all operators take of it.
 
     merges: by log-sum-exps, of blocks of keys. skips: it asks no rank for keys that no query of a causal window needs.
     """
@@ -175,7 +175,7 @@ class AttentionCall(RankCall):
             yield "hybrid_attention: pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
         elif width < 1 or n % width or heads % width:
             yield (
-                f"{self.way.name}_attention: {width} ranks that share heads must divide the {n} ranks and the {heads} "
+                f"{self.way.name}: {width} ranks that share heads must divide the {n} ranks and the {heads} "
                 "query heads; use ring_attention, gathered_attention, or another hybrid"
             )
 
@@ -247,9 +247,9 @@ def _ring(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
     return sp.ring_attention(*args, call.steps(), call.kv_grads)
 
 
-ULYSSES, HYBRID = Way("ulysses", _hybrid), Way("hybrid", _hybrid, merges=True)
-RING = Way("ring", _ring, merges=True, skips=True)
-GATHERED = Way("gathered", lambda call, args: sp.gathered_attention(*args))
+ULYSSES, HYBRID = Way("ulysses_attention", _hybrid), Way("hybrid_attention", _hybrid, merges=True)
+RING = Way("ring_attention", _ring, merges=True, skips=True)
+GATHERED = Way("gathered_attention", lambda call, args: sp.gathered_attention(*args))
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:
