@@ -34,7 +34,7 @@ class Settings:
     layout: str = "auto"
     machine: Machine | None = None  # of the cost model, as it was measured; the device's defaults if None
     cost: Mapping[str, Any] | None = None  # constants in place of that, which replace the device's defaults
-    folds: int = 1  # chunks of the sequence that a rank holds: 2 for zigzag, or DEALT
+    folds: int = 1  # chunks of the sequence that a rank holds: as `RowOrder` has them
     fallback: str = "gather"
     tiles: str | int = "auto"
     ulysses_chunks: str | int = "auto"

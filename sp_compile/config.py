@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from sp_compile.lowering.frames import LAYOUTS
 from sp_compile.lowering.table import Table
 
 from ._compat import JOINT_COMPILERS, carrier, flat_mesh, known_process_group, process_group
@@ -25,7 +26,7 @@ TILES = ("auto", "never")
 OFFLOAD = ("never", "auto")
 OUTPUTS = ("auto", "lazy", "gather", "local")
 CHOICES = {
-    "layout": ("auto", "contiguous", "zigzag", "balanced"),
+    "layout": ("auto", *LAYOUTS),
     "inputs": ("global", "local"),
     "param_grads": ("reduce", "partial"),
     "fallback": ("gather", "error"),

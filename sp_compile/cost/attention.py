@@ -14,6 +14,7 @@ from sp_compile.config import STRATEGIES, Ranks
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
+from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, RowOrder
 
 from .machine import Machine
 
@@ -24,10 +25,9 @@ class Shape:
 
     n: ranks. causal: query i attends to keys 0..i. window: and, of these, to the last `window` only (without causal:
     to the keys less than `window` away). mask: there is a mask that only data describes. kernel: a "named" one, or what
-    does what none of them knows, "fused" (texts) or "dense" (arithmetic on all scores). zigzag: the whole program may
-    keep the sequence in zigzag order, so that a balanced causal attention costs no exchange. dealt: its chunks are
-    dealt to ranks so that all of them have as much to do. documents: a query sees keys of its own document only; how
-    long these are is not known yet, so they count as `halving` ones. training: gradients flow.
+    does what none of them knows, "fused" (texts) or "dense" (arithmetic on all scores). order: that in which the whole
+    program keeps its sequence, so that attention in it costs no exchange. documents: a query sees keys of its own
+    document only; how long these are is not known yet, so they count as `halving` ones. training: gradients flow.
     """
 
     n: int
@@ -43,8 +43,7 @@ class Shape:
     window: int | None = None
     mask: bool = False
     kernel: str = "named"
-    zigzag: bool = False
-    dealt: bool = False
+    order: RowOrder = CONTIGUOUS
     documents: bool = False
     training: bool = True
 
@@ -120,12 +119,11 @@ class Shape:
         begin, end = (min(max(at - first, 0), length) for at in (start, stop))
         return alone.pairs(begin, end)
 
-    def imbalance(self, parts: int, layout: str = "contiguous") -> float:
+    def imbalance(self, parts: int, layout: str = CONTIGUOUS.name) -> float:
         """The work of the busiest of so many parts of the queries in this layout, over the mean."""
-        even = layout == "balanced" or (layout == "zigzag" and not self.documents)
-        if even or not self.q_len * self.kv_len:
+        folds = LAYOUTS[layout].chunks
+        if LAYOUTS[layout].evens(self.documents) or not self.q_len * self.kv_len:
             return 1.0
-        folds = 2 if layout == "zigzag" else 1
         rows = self.q_len / parts / folds
         work = [self.pairs(i * rows, (i + 1) * rows) for i in range(folds * parts)]
         if folds == 2:
@@ -245,8 +243,8 @@ def candidates(shape: Shape, machine: Machine) -> list[Candidate]:
     """Every way to compute the attention, legal or not, in a fixed order. On one rank nothing is split."""
     # A window leaves little to balance, and zigzag order would spread its few neighbours over all ranks.
     halves = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
-    layouts = ("contiguous", "zigzag") if halves else ("contiguous",)
-    layouts = ("balanced",) if shape.dealt else layouts
+    undealt = (order for order in LAYOUTS.values() if not order.dealt and (order.in_order or halves))
+    layouts = [order.name for order in ([shape.order] if shape.order.dealt else undealt)]
     ways = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
     if shape.kernel != "named":
         machine = replace(machine, flops=machine.flops * getattr(machine, f"{shape.kernel}_efficiency"))
@@ -281,7 +279,7 @@ def _preference(c: Candidate) -> tuple[int, int, bool, int, str]:
 
 def _finished(c: Candidate, shape: Shape, machine: Machine) -> Candidate:
     """With the exchanges of a relayout, what a mask takes, no backward where nothing is trained, and the memory cap."""
-    if c.layout == "zigzag" and not shape.zigzag:
+    if not LAYOUTS[c.layout].in_order and c.layout != shape.order.name:
         extra = _relayout(shape, machine, c.folds_keys)
         rounds = (c.rounds[0] + 2, c.rounds[1] + 2)
         c = replace(c, relayout=True, forward=c.forward + extra, backward=c.backward + extra, rounds=rounds)
