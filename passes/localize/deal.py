@@ -47,6 +47,7 @@ class Deal(Pass):
     """Makes the order, and writes every frame that it is for as a contiguous one of reordered values."""
 
     requires = frozenset({"proved"})
+    provides = frozenset({"dealt"})
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:

@@ -17,12 +17,12 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure
-from sp_compile.lowering.frames import CONTIGUOUS, DEALT, LAYOUTS, RowOrder, row_order
+from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, RowOrder, row_order
 from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.results import asked_of, why_whole
 from sp_compile.sharding.placement import Plan, Replicate, Shard
 
-BALANCED = f"layout={DEALT.name!r}"
+BALANCED = "layout='balanced'"  # as users search for it
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 DEAL, DEAL_ROW = 3e-3, 5e-8
 """CPU seconds to deal a sequence to ranks, and of each of its positions: `benchmarks/plans.py`."""
