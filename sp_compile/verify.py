@@ -262,29 +262,34 @@ def _step_of(lowered: RankProgram, fused: bool, hosted: bool) -> GraphStep:
 
     fused: Inductor would compile it. hosted: both without and with what goes to the host.
     """
-    joint, report, settings = lowered.joint, lowered.report, lowered.settings
     halves = lowered.halves(fused=fused, **({"offload": 1.0} if hosted else {}))
     first = Halves(replace(halves.given, offload="never")) if halves is not None and hosted else halves
-    given_to = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
-    inputs = sum(nbytes_of(x) for node in given_to for x in tensors_of(node))
-    local, transform = copied(lowered.graph), joint if settings.has_place else None
-    fuse_on_meta(local)
-    with memory_budget(settings.activation_memory_budget), ask_policies(local):
-        forward, backward = partitioned(local, lowered.inputs, transform, fused, first)
+    forward, backward = _partition(lowered, fused, first)
+    arguments = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
+    inputs = sum(nbytes_of(x) for node in arguments for x in tensors_of(node))
 
     def walked() -> GraphStep:
         return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, inputs)
 
     step = walked()
-    report.merge(joint.report)
-    if halves is not None and first is not None:
-        if hosted and backward is not None:
-            Offload().run(forward, replace(halves.given, backward=backward, results=first.given.results))
-            step = replace(step, hosted=walked())
-        offloaded = step.hosted or step
-        offloaded.offloaded = next(iter(halves.given.hosted), None)
-        report.passes += halves.given.laps
+    if halves is None or first is None:
+        return step
+    if hosted and backward is not None:
+        Offload().run(forward, replace(halves.given, backward=backward, results=first.given.results))
+        step = replace(step, hosted=walked())
+    (step.hosted or step).offloaded = next(iter(halves.given.hosted), None)
+    lowered.report.passes += halves.given.laps
     return step
+
+
+def _partition(lowered: RankProgram, fused: bool, halves: Halves | None) -> tuple[GraphModule, GraphModule | None]:
+    """The forward and the backward of a copy, behind all passes."""
+    local, settings = copied(lowered.graph), lowered.settings
+    fuse_on_meta(local)
+    with memory_budget(settings.activation_memory_budget), ask_policies(local):
+        found = partitioned(local, lowered.inputs, lowered.joint if settings.has_place else None, fused, halves)
+    lowered.report.merge(lowered.joint.report)
+    return found
 
 
 @contextmanager

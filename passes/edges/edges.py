@@ -28,9 +28,7 @@ class ReturnOrders(Pass):
             return 0
         (dealt,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
         with gm.graph.inserting_before(gm.graph.output_node()):
-            orders = [gm.graph.call_function(operator.getitem, (dealt, i)) for i in (0, 1)]
-        for i, node in enumerate(orders):
-            node.meta["val"] = dealt.meta["val"][i]
+            orders = [self.emit(operator.getitem, (dealt, i), dealt.meta["val"][i], dealt) for i in (0, 1)]
         leaves = leaves_of(gm)
         job.edges = replace(job.edges, deal=(len(leaves), len(leaves) + 1))
         give_back(gm, [*leaves, *orders])
