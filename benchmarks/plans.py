@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring.balance import balance, lengths_of, packed
+from measuring.balance import balance, lengths_of, packed, pieces_of
 from measuring.tables import markdown
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import sp_compile
-from sp_compile.lowering.masks.pieces import pieces_of
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import Segment
 

@@ -7,14 +7,62 @@ A frame argument is ``[outer, size, start, length]``. The dim is a product outer
 A fifth number 2 makes the frame zigzag: the sequence is cut into 2n chunks, and rank r holds chunks r and
 2n - 1 - r, so that ranks share causal attention's work equally (zhuzilin/ring-flash-attention's layout). A fifth
 number 0 says that positions are those of another order, which the program knows when it runs; shapes do not notice.
+`LAYOUTS` has what else is to be known of each.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sp_compile._compat import statically_known_true
+
+from .table import Table
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """An order in which ranks hold the rows of a sequence, under its name a row of `LAYOUTS`.
+
+    folds: the fifth number of its frames. chunks: how many a rank holds. dealt: a table deals positions to ranks when
+    the program runs, so nothing else knows them. evens: have all ranks as much to do of causal attention? in_order: is
+    what a rank holds one run of the sequence? said: of values that lie so, behind the number of ranks.
+    """
+
+    name: str
+    folds: int
+    said: str = ""
+
+    @property
+    def chunks(self) -> int:
+        return self.folds or 1
+
+    @property
+    def dealt(self) -> bool:
+        return self.folds == 0
+
+    @property
+    def in_order(self) -> bool:
+        return self.folds == 1
+
+    def evens(self, documents: bool) -> bool:
+        """documents: queries attend to keys of their own document."""
+        return self.dealt or (self.chunks > 1 and not documents)
+
+
+CONTIGUOUS = RowOrder("contiguous", 1)
+DEALT = RowOrder("balanced", 0, " in an order of its own")
+LAYOUTS: Table[RowOrder] = Table("layout")
+"""By the value of the option that asks for them, those first that are taken where two are as fast."""
+for row in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), DEALT):
+    LAYOUTS.register(row.name, row)
+
+
+def row_order(folds: int) -> RowOrder:
+    """The one of frames with this fifth number."""
+    return next(row for row in LAYOUTS.values() if row.folds == folds)
+
 
 FrameArg = Sequence[int]  # as an operator takes a `Frame`, and the factor outside of it
 

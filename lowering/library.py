@@ -19,35 +19,47 @@ LIBRARY = torch.library.Library("sp", "DEF")
 COMPOSITES: set[OpOverload] = set()
 """Operators whose bodies are ordinary operators; all others are opaque."""
 
+MOVES: dict[OpOverload, tuple[str, str]] = {}
+"""Exchanges of what they are given -> the collectives that they are, forward and backward; "" is none."""
+
+TWICE: set[OpOverload] = set()
+"""Opaque operators whose results lie in memory twice while they run."""
+
 SOURCES: set[Path] = set()
 """The files in which operators are defined, wherever they lie."""
 
 Body = TypeVar("Body", bound=Callable[..., object])
 
 
-def composite(schema: str) -> Callable[[Body], Body]:
+def composite(schema: str, moves: tuple[str, str] | None = None) -> Callable[[Body], Body]:
     """Decorator: register the function as ``sp::<schema>``.
 
     The body is CompositeImplicitAutograd: one node in a rewritten graph, but autograd, fake tensors and
-    AOTAutograd trace through it, so that the collectives inside are visible to the compiler.
+    AOTAutograd trace through it, so that the collectives inside are visible to the compiler. moves: see `MOVES`.
     """
 
     def register(body: Body) -> Body:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = schema.split("(")[0]
         LIBRARY.impl(name, body, "CompositeImplicitAutograd")
-        COMPOSITES.add(getattr(torch.ops.sp, name).default)
+        op = getattr(torch.ops.sp, name).default
+        COMPOSITES.add(op)
+        if moves is not None:
+            MOVES[op] = moves
         _remember(body)
         return body
 
     return register
 
 
-def opaque(schema: str, fake: Callable[..., object], replays: bool = True) -> Callable[[Body], Body]:
+def opaque(
+    schema: str, fake: Callable[..., object], replays: bool = True, twice: bool = False
+) -> Callable[[Body], Body]:
     """Decorator: register the function as ``sp::<schema>``, which no tracer looks into and no autograd derives.
 
     fake: the function on fake tensors. Results must not be views of operands. replays: may a CUDA graph launch again
-    what it launched once? Not if it waits for the device, nor if it launches by what its operands hold.
+    what it launched once? Not if it waits for the device, nor if it launches by what its operands hold. twice: has it
+    its results twice, as a kernel lays them out, and contiguous?
     """
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if not replays else None
     tags = (torch.Tag.pt2_compliant_tag, *([] if unsafe is None else [unsafe]))
@@ -57,6 +69,8 @@ def opaque(schema: str, fake: Callable[..., object], replays: bool = True) -> Ca
         LIBRARY.define(schema, tags=tags)
         LIBRARY.impl(name, torch.no_grad()(body), "CompositeExplicitAutograd")
         torch.library.register_fake(f"sp::{name}", fake, lib=LIBRARY)
+        if twice:
+            TWICE.add(getattr(torch.ops.sp, name).default)
         _remember(body)
         return body
 

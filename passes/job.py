@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sp_compile.config import Ranks, SPConfig
+from sp_compile.config import Asked, Ranks, SPConfig
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.memory import Memory
@@ -23,9 +23,10 @@ from .propagate import propagate
 
 @dataclass
 class Settings:
-    """What passes need to know of the job; the same on every rank."""
+    """What is to be known of the job; the same on every rank."""
 
     ranks: Ranks
+    asked: Asked = field(default_factory=Asked)
     seq_dims: Mapping[str, int] | None = None
     inputs: Mapping[str, Placement] = field(default_factory=dict)
     outputs: str | Sequence[str] = "gather"  # the option, or what it says of each result
@@ -33,35 +34,40 @@ class Settings:
     layout: str = "auto"
     machine: Machine | None = None  # of the cost model, as it was measured; the device's defaults if None
     cost: Mapping[str, Any] | None = None  # constants in place of that, which replace the device's defaults
-    folds: int = 1  # chunks of the sequence that a rank holds: 2 for zigzag, or DEALT
+    folds: int = 1  # chunks of the sequence that a rank holds: as `RowOrder` has them
     fallback: str = "gather"
-    param_grads: str = "reduce"
     tiles: str | int = "auto"
     ulysses_chunks: str | int = "auto"
     aligned: frozenset[str] | None = None  # groups of the program whose ranks hold the same rows; None: all
     sequence_parallel_linear: str = "auto"
     merge_reductions: str = "auto"
     offload: str | float = "never"
+    param_grads: str = "reduce"
+    activation_memory_budget: float | None = None
+    check_every: int = SPConfig.check_every
+    compiler: str | Callable[..., Any] = "inductor"
+    has_place: bool = True  # the compiler, for passes on collectives
     fused: bool = False  # Inductor compiles what becomes of it
 
     @staticmethod
     def of(config: SPConfig, ranks: Ranks, **found: Any) -> Settings:
-        """What the user's options say to passes: the one place where they become settings.
+        """What the user's options say: the one place where they become settings.
 
         found: what graph and ranks say. seq_dims: those of the options by the names of the graph. machine: as it was
         measured on these ranks. Raises SpError: `cost` has a constant that there is none of, or one out of range.
         """
         Machine.of("cpu", config.cost)
         own = {name: getattr(config, name) for name in OPTIONS}
-        return Settings(ranks, **{**own, "fused": config.compiler == "inductor", **found})
+        place = {"has_place": config.has_place, "fused": config.compiler == "inductor"}
+        return Settings(ranks, config.asked, **{**own, **place, **found})
 
     def machine_of(self, node: Node) -> Machine:
         """The cost model's, for the device of the node."""
         return Machine.of(tensors_of(node)[0].device.type, self.cost, self.machine)
 
 
-OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(Settings)} - {"seq_dims", "inputs"}
-"""Of the user, that are settings as they are; the names of a graph's inputs, and what lies in them, are found."""
+OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(Settings)} - set(Asked.__dataclass_fields__)
+"""Of the user, that are settings as they are; what is `Asked` becomes what is found of a graph."""
 
 
 def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:

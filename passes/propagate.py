@@ -47,7 +47,7 @@ def _scaled(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
     if same(extent, product((base.outer, base.frame.length, base.inner))):
         return base.on(dim)
     total = product((base.outer, base.frame.size, base.inner))
-    plain = base.frame.folds == 1 and base.frame.exact(n) and same(base.outer, 1)
+    plain = base.frame.order.in_order and base.frame.exact(n) and same(base.outer, 1)
     return Shard(dim, Frame.full(extent)) if plain and divides(n, total) and divides(n, extent) else None
 
 

@@ -43,7 +43,7 @@ from sp_compile.spmd.session import ALONE, Session
 from sp_compile.spmd.wire import stop
 
 from . import _compat
-from .config import Ranks, SPConfig
+from .config import AnyOptions, Ranks, SPConfig
 from .errors import SpError, did_you_mean
 from .pipeline import run_pipeline
 
@@ -75,20 +75,13 @@ AS_WRITTEN = Note(
 )
 
 
-def sp(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: SPConfig | Mapping[str, Any] | None = None,
-    mode: str | None = None,
-) -> Any:
+def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = None, mode: str | None = None) -> Any:
     """Compile one Dynamo graph for the ranks that share its sequence. `options`: the fields of SPConfig.
 
     mode: a set of Inductor's settings, as `torch.compile` names them; those with CUDA graphs are refused.
     Errors are raised when the graph is first called, on every rank of the group, as SpError.
     """
-    given = vars(options) if isinstance(options, SPConfig) else options or {}
-    session = Session(gm, example_inputs, given, mode=mode)
+    session = Session(gm, example_inputs, options, mode=mode)
     session.open()
     lowered: RankProgram | None = None
     run: Callable[..., Any] | None = None
@@ -96,7 +89,7 @@ def sp(
     try:
         with session.compiling(gm):
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around it
-                lowered = lower(gm, example_inputs, given, session)
+                lowered = lower(gm, example_inputs, options, session)
                 lowered.return_edges()
             run = compile_local(lowered, mode)
     except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
@@ -109,7 +102,7 @@ def sp(
     if lowered is None:
         return session.guard(None, error, gm, example_inputs)
     of_groups = lowered.joint.given.common, lowered.joint.given.backward
-    return session.guard(run, error, gm, example_inputs, lowered.graph, lowered.config, *of_groups, lowered.edges)
+    return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges)
 
 
 _compat.on_eager(sp, partial(told_of_eager, stop))
@@ -127,14 +120,13 @@ def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) 
 
 @dataclass
 class RankProgram:
-    """A Dynamo graph for one rank, by the options in `config`, of which `settings` are those of the passes.
+    """A Dynamo graph for one rank, by these settings.
 
     inputs: what stands for its inputs when it is compiled. edges: what it takes and returns in shards.
     joint: what becomes of it, and of its exchanges over other groups, when AOTAutograd has made a joint graph of it.
     """
 
     graph: GraphModule
-    config: SPConfig
     settings: Settings
     report: Report
     inputs: Sequence[Any]
@@ -162,10 +154,10 @@ class RankProgram:
     def halves(self, **changed: Any) -> Halves | None:
         """What is done to the halves of its joint graph; None: nothing. changed: settings that are others."""
         job = HalvesJob(**{**vars(self.settings), **changed})
-        return Halves(job) if self.config.has_place and (job.offload != "never" or job.ranks.n > 1) else None
+        return Halves(job) if job.has_place and (job.offload != "never" or job.ranks.n > 1) else None
 
 
-def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> RankProgram:
+def lower(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, session: Session) -> RankProgram:
     """Dynamo graph -> graph of one rank, in one of three ways. Runs inside a torch.compile backend.
 
     A program with a sequence is split along it. One that exchanges by itself and has no ranks left for a sequence stays
@@ -174,43 +166,45 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, 
     session.learn(gm, example_inputs)
     if not session.splits:
         return _whole(gm, example_inputs, options, session)
-    if runs_as_written(gm, example_inputs, options):
+    if runs_as_written(gm, example_inputs, session):
         log.info("%s", AS_WRITTEN)
         return _whole(gm, example_inputs, options, Session(), AS_WRITTEN)
     return _split(gm, example_inputs, options, session)
 
 
 def _whole(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session, *notes: Note
+    gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, session: Session, *notes: Note
 ) -> RankProgram:
     """Not split. session: of the groups whose exchanges are looked at."""
     config = SPConfig.of(options)
     if not _compat.is_fragment(gm):  # options of a sequence may be meant for other pieces of a model
         config.refuse("a program that exchanges by itself", **OF_SEQUENCE)
     settings, plain = Settings.of(config, ALONE), compiled_inputs(example_inputs)
-    return RankProgram(gm, config, settings, Report(1, list(notes)), plain, _joint(plain, settings, session))
+    return RankProgram(gm, settings, Report(1, list(notes)), plain, _joint(plain, settings, session))
 
 
-def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any], session: Session) -> RankProgram:
+def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, session: Session) -> RankProgram:
     """Along its sequence, over the ranks of the session."""
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     try:
         config = SPConfig.of(options)
         if has_dtensors(gm, example_inputs):
             raise SpError(WHOLE_DTENSORS)
-        view = global_view(gm, example_inputs, config, session.ranks)
+        view = global_view(gm, example_inputs, config.asked, session.ranks)
         session.ranks.check_carries(device)
     finally:  # with the other ranks, whatever failed on this one
         machine = session.machine(device)
-    found: dict[str, Any] = {
-        "seq_dims": view.seq_dims,
-        "inputs": view.inputs,
-        "outputs": view.outputs,
-        "folds": view.folds,
-    }
-    found |= {"machine": machine, "aligned": session.aligned}
     symbols, plain = symbols_of(view.graph), compiled_inputs(example_inputs, view.layouts, view.graph)
-    settings = Settings.of(config, session.ranks, **found)
+    settings = Settings.of(
+        config,
+        session.ranks,
+        seq_dims=view.seq_dims,
+        inputs=view.inputs,
+        outputs=view.outputs,
+        folds=view.folds,
+        machine=machine,
+        aligned=session.aligned,
+    )
     local, report = run_pipeline(view.graph, settings, view.fragment)
     report.add(_taken_from_others(view, example_inputs))
     declare_routes(local, session.ranks)
@@ -219,7 +213,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str,
     if edges.results:
         written = edges.writes.values()
         report.sharded_outputs = [result.name for i, result in edges.results.items() if i not in written]
-    return RankProgram(local, config, settings, report, plain, _joint(plain, settings, session), edges)
+    return RankProgram(local, settings, report, plain, _joint(plain, settings, session), edges)
 
 
 def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any]) -> Iterator[Note]:
@@ -275,12 +269,12 @@ def _of_mode(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[st
     return known[mode]
 
 
-def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]) -> bool:
+def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], session: Session) -> bool:
     """Is a Dynamo graph a program of its own groups alone? Not where options name the sequence or its ranks.
 
     What the program holds decides, and nobody is asked: all ranks with one program find the same.
     """
-    if options.get("mesh") is not None or options.get("seq_dims", "auto") != "auto" or not exchanges_by_itself(gm):
+    if session.named or not exchanges_by_itself(gm):
         return False
     try:
         graph = capture(gm, example_inputs)
@@ -293,21 +287,21 @@ def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], options: Map
 
 
 def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[..., Any]:
-    """Hand the local graph to Inductor (or the compiler that the config names)."""
-    config, joint, local = lowered.config, lowered.joint, lowered.graph
-    patches = _of_mode(mode, config.compiler)
-    compiler = _compat.compiler(config.compiler, patches)
+    """Hand the local graph to Inductor (or the compiler that the options name)."""
+    settings, joint, local = lowered.settings, lowered.joint, lowered.graph
+    patches, name = _of_mode(mode, settings.compiler), settings.compiler
+    compiler = _compat.compiler(name, patches)
     asks: AbstractContextManager[Any] = nullcontext()
     halves = lowered.halves()
-    if config.has_place and (lowered.exchanges or halves is not None or _compat.has_regions(local)):
-        compiler = _compat.joint_compiler(config.compiler, joint, joint.key(), patches, halves)
+    if settings.has_place and (lowered.exchanges or halves is not None or _compat.has_regions(local)):
+        compiler = _compat.joint_compiler(name, joint, joint.key(), patches, halves)
         asks = ask_policies(local)
     elif lowered.exchanges:
-        log.warning("%s", NO_COLLECTIVE_PASSES.format(config.compiler))
+        log.warning("%s", NO_COLLECTIVE_PASSES.format(name))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
-    with _compat.memory_budget(config.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag), asks:
-        now(f"compiler {config.compiler}" if isinstance(config.compiler, str) else "compiler")
-        inner, key = _compat.nested(_compat.compiler(config.compiler, patches)), (config.compiler, str(patches))
+    with _compat.memory_budget(settings.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag), asks:
+        now(f"compiler {name}" if isinstance(name, str) else "compiler")
+        inner, key = _compat.nested(_compat.compiler(name, patches)), (name, str(patches))
         for program in programs_of(local):
             program.compile(inner, key, learns=torch.is_grad_enabled())
         run = compiler(local, lowered.inputs)

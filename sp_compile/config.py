@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from sp_compile.lowering.frames import LAYOUTS
 from sp_compile.lowering.table import Table
 
 from ._compat import JOINT_COMPILERS, carrier, flat_mesh, known_process_group, process_group
@@ -25,13 +26,22 @@ TILES = ("auto", "never")
 OFFLOAD = ("never", "auto")
 OUTPUTS = ("auto", "lazy", "gather", "local")
 CHOICES = {
-    "layout": ("auto", "contiguous", "zigzag", "balanced"),
+    "layout": ("auto", *LAYOUTS),
     "inputs": ("global", "local"),
     "param_grads": ("reduce", "partial"),
     "fallback": ("gather", "error"),
     "sequence_parallel_linear": ("auto", "never"),
     "merge_reductions": ("auto", "always", "intra_node", "never"),
 }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user says of a program's inputs and results, by their names; see `SPConfig`."""
+
+    seq_dims: str | Mapping[str, int] = "auto"
+    inputs: str = "global"
+    outputs: str | Mapping[str | int, str] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +172,15 @@ class SPConfig:
         """Has the compiler a place for passes on collectives?"""
         return self.compiler in JOINT_COMPILERS
 
+    @property
+    def asked(self) -> Asked:
+        """Of the program's inputs and results."""
+        return Asked(self.seq_dims, self.inputs, self.outputs)
+
+    def ranks(self) -> Ranks:
+        """Those that share the sequence; see `resolve`."""
+        return resolve(self.mesh, self.mesh_dim)
+
     def refuse(self, entry: str, **reasons: str) -> None:
         """Raise SpError if an option that `entry` can not honour is not left at its default. reasons: what to do."""
         for option in fields(self):
@@ -170,7 +189,7 @@ class SPConfig:
                 raise SpError(f"{option.name}={value!r}: {entry} {reasons[option.name]}")
 
     @staticmethod
-    def of(options: SPConfig | Mapping[str, Any] | None) -> SPConfig:
+    def of(options: AnyOptions) -> SPConfig:
         """A config from torch.compile's `options`."""
         if isinstance(options, SPConfig):
             return options
@@ -181,6 +200,10 @@ class SPConfig:
         return SPConfig(**(options or {}))
 
 
+AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
+"""What `torch.compile` is given: fields of an `SPConfig`, whose values nobody has looked at yet."""
+
+
 def _is_share(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
@@ -189,7 +212,7 @@ def _is_share(value: Any) -> bool:
 class Ranks:
     """`n` ranks that hold one sequence between them; `group`: the process group's name ("" where there is none).
 
-    ulysses: how many neighbours share heads, where the mesh says so by a (ring, ulysses) pair of axes.
+    ulysses: how many neighbours share heads, where the mesh says so by a pair of axes (`Strategy.axes`).
     """
 
     n: int
@@ -246,6 +269,12 @@ def _resolved(mesh: DeviceMesh | None) -> Ranks:
     return resolve(mesh, None)
 
 
+def unchecked(options: Mapping[str, Any]) -> tuple[DeviceMesh | None, str | None, bool]:
+    """(mesh, mesh_dim, is the sequence named or its mesh?) of options that may be wrong: ranks meet to hear of that."""
+    mesh = options.get("mesh")
+    return mesh, options.get("mesh_dim"), mesh is not None or options.get("seq_dims", "auto") != "auto"
+
+
 def splits_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Sequence[Ranks]) -> bool:
     """Has a program that already talks over `others` a mesh axis left for its sequence?
 
@@ -253,8 +282,7 @@ def splits_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Seque
     """
     if not isinstance(mesh, DeviceMesh):
         return mesh is not None
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 1 and mesh_dim is None and "sp" not in names and not {"ring", "ulysses"} <= set(names):
+    if mesh.ndim > 1 and mesh_dim is None and "sp" not in (mesh.mesh_dim_names or ()) and _pair(mesh) is None:
         return False
     return mesh.ndim > 1 or mesh.get_group().group_name not in {r.group for r in others}
 
@@ -262,7 +290,7 @@ def splits_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Seque
 def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     """The sequence-parallel ranks: the mesh's only axis or the named one; without a mesh, the default group.
 
-    A mesh with axes "ring" and "ulysses" (next to others or not) is both of them as one axis, row-major.
+    A mesh with both axes of a strategy (next to others or not) is both of them as one axis, row-major.
 
     Raises SpError: a mesh of several axes without `mesh_dim`, an axis that the mesh lacks, this rank outside the mesh.
     """
@@ -271,16 +299,23 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     if not isinstance(mesh, DeviceMesh):
         raise SpError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     ulysses = None
-    if mesh_dim is None and {"ring", "ulysses"} <= set(mesh.mesh_dim_names or ()):
-        names, ulysses = mesh.mesh_dim_names, mesh["ulysses"].size()
-        if names.index("ring") > names.index("ulysses"):
-            raise SpError(f"mesh: its axes are {names}; 'ring' comes before 'ulysses', whose ranks are neighbours")
-        mesh = flat_mesh(mesh["ring", "ulysses"], "sp_ring_ulysses")
+    if mesh_dim is None and (pair := _pair(mesh)) is not None:
+        (outer, inner), names = pair, mesh.mesh_dim_names
+        ulysses = mesh[inner].size()
+        if names.index(outer) > names.index(inner):
+            raise SpError(f"mesh: its axes are {names}; {outer!r} comes before {inner!r}, whose ranks are neighbours")
+        mesh = flat_mesh(mesh[outer, inner], f"sp_{outer}_{inner}")
     mesh = _axis(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
     group = mesh.get_group()
     return Ranks(dist.get_world_size(group), group.group_name, ulysses)
+
+
+def _pair(mesh: DeviceMesh) -> tuple[str, str] | None:
+    """The axes of a mesh that a strategy splits the sequence over together."""
+    pairs: list[tuple[str, str]] = [strategy.axes for strategy in STRATEGIES.values() if strategy.axes]
+    return next((pair for pair in pairs if set(pair) <= set(mesh.mesh_dim_names or ())), None)
 
 
 def _default_group(mesh_dim: str | None) -> Ranks:

@@ -41,7 +41,7 @@ from sp_compile.passes.strategies.windows import Halo
 from sp_compile.passes.tiles.tiles import Tiles
 from sp_compile.sharding.placement import Shard
 
-from .config import Ranks, SPConfig, resolve
+from .config import Ranks, SPConfig
 from .errors import SpError
 
 
@@ -129,15 +129,16 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     """
     options = SPConfig.of({"outputs": "gather", **config})
     options.refuse("parallelize", **BEHIND)
-    if options.outputs not in ("gather", "local"):
-        what = "makes a graph, whose results are tensors as they are: 'gather', which is its default, or 'local'"
-        raise SpError(f"outputs={options.outputs!r}: parallelize {what}")
     if sp is not None:
         options.refuse(f"sp={sp}", mesh="says how many ranks there are: give one of them", mesh_dim="has no mesh")
-    ranks = resolve(options.mesh, options.mesh_dim) if sp is None else Ranks(sp, GROUP)
+    job = Settings.of(options, options.ranks() if sp is None else Ranks(sp, GROUP))
+    seq_dims, outputs = job.asked.seq_dims, job.asked.outputs
+    if outputs not in ("gather", "local"):
+        what = "makes a graph, whose results are tensors as they are: 'gather', which is its default, or 'local'"
+        raise SpError(f"outputs={outputs!r}: parallelize {what}")
     gm = capture_export(program)
-    seq_dims = None if isinstance(options.seq_dims, str) else options.seq_dims
-    local, report = run_pipeline(gm, Settings.of(options, ranks, seq_dims=seq_dims))
+    job = replace(job, seq_dims=None if isinstance(seq_dims, str) else seq_dims, outputs=outputs)
+    local, report = run_pipeline(gm, job)
     local.meta["sp_report"] = report
     return local
 

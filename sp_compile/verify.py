@@ -21,14 +21,14 @@ from sp_compile.graph.call import tensors_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.passes.job import Note
+from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies
 from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
 from sp_compile.spmd.between import as_if_sharded
-from sp_compile.spmd.session import Session
+from sp_compile.spmd.session import ALONE, Session
 
 from ._compat import TorchRuntimeError, memory_budget, partitioned
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower
@@ -144,10 +144,11 @@ def _each_graph(
     config, kwargs = _sorted_out(model, asked)
     options = given = SPConfig.of(config)
     given.refuse(entry, **refused)
+    asked_for = Settings.of(given, ALONE)
     for sp in ranks:
         if sp is not None and sp < 1:
             raise SpError(f"sp={sp}: expected a number of ranks, 1 or more")
-    if options.has_place:
+    if asked_for.has_place:
         options = replace(options, compiler="aot_eager")
     totals = [Report(2 if sp is None else sp, step=step) for sp, step in zip_longest(ranks, steps or [])]
     failure: list[SpError] = []
@@ -156,21 +157,21 @@ def _each_graph(
     def look(
         gm: GraphModule, example_inputs: Sequence[Any], total: Report, sp: int | None
     ) -> tuple[Session, RankProgram]:
-        session = Session(gm, example_inputs, vars(options), measures=False)
+        session = Session(gm, example_inputs, options, measures=False)
         if session.splits:
-            total.n = _look(session, options, sp, simulate=compare is not None)
+            total.n = _look(session, sp, simulate=compare is not None)
         whole = session.splits and compare is not None
         taken = replace(options, outputs="gather") if whole else options
-        lowered = lower(gm, example_inputs, vars(taken), session)
+        lowered = lower(gm, example_inputs, taken, session)
         walks = behind or total.step is not None
-        if lowered.exchanges and compare is None and not lowered.config.has_place:
-            why = NO_COLLECTIVE_PASSES.format(lowered.config.compiler)
+        if lowered.exchanges and compare is None and not asked_for.has_place:
+            why = NO_COLLECTIVE_PASSES.format(asked_for.compiler)
             lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
         elif not lowered.exchanges and compare is None and not walks:
             given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")
-        if walks or (compare is None and lowered.exchanges and lowered.config.has_place):
+        if walks or (compare is None and lowered.exchanges and asked_for.has_place):
             lowered.return_edges()
-            step = _step_of(lowered, given, hosted and given.has_place)
+            step = _step_of(lowered, asked_for.fused, hosted and asked_for.has_place)
             if total.step is not None:
                 total.step.graphs.append(step)
         return session, lowered
@@ -244,46 +245,51 @@ def _sorted_out(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[di
     return config, kwargs
 
 
-def _look(session: Session, options: SPConfig, sp: int | None, simulate: bool) -> int:
+def _look(session: Session, sp: int | None, simulate: bool) -> int:
     """Set the ranks of the sequence for a look without processes; their number."""
     ranks = session.ranks
-    if options.mesh is not None and session.problem is None and sp not in (None, ranks.n):
+    if session.has_mesh and session.problem is None and sp not in (None, ranks.n):
         raise SpError(f"sp={sp}: the mesh has {ranks.n} ranks for the sequence; give one of them")
-    if options.mesh is None:
+    if not session.has_mesh:
         session.ranks = Ranks(2 if sp is None else sp, GROUP)
     elif simulate:
         session.ranks = replace(ranks, group=GROUP)
     return session.ranks.n
 
 
-def _step_of(lowered: RankProgram, given: SPConfig, hosted: bool) -> GraphStep:
+def _step_of(lowered: RankProgram, fused: bool, hosted: bool) -> GraphStep:
     """What one graph holds over a step: its joint graph, walked and not run; the report hears what passes did to it.
 
-    hosted: both without and with what goes to the host.
+    fused: Inductor would compile it. hosted: both without and with what goes to the host.
     """
-    fused, joint, report = given.compiler == "inductor", lowered.joint, lowered.report
     halves = lowered.halves(fused=fused, **({"offload": 1.0} if hosted else {}))
     first = Halves(replace(halves.given, offload="never")) if halves is not None and hosted else halves
-    given_to = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
-    inputs = sum(nbytes_of(x) for node in given_to for x in tensors_of(node))
-    local, transform = copied(lowered.graph), joint if lowered.config.has_place else None
-    fuse_on_meta(local)
-    with memory_budget(given.activation_memory_budget), ask_policies(local):
-        forward, backward = partitioned(local, lowered.inputs, transform, fused, first)
+    forward, backward = _partition(lowered, fused, first)
+    arguments = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
+    inputs = sum(nbytes_of(x) for node in arguments for x in tensors_of(node))
 
     def walked() -> GraphStep:
         return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, inputs)
 
     step = walked()
-    report.merge(joint.report)
-    if halves is not None and first is not None:
-        if hosted and backward is not None:
-            Offload().run(forward, replace(halves.given, backward=backward, results=first.given.results))
-            step = replace(step, hosted=walked())
-        offloaded = step.hosted or step
-        offloaded.offloaded = next(iter(halves.given.hosted), None)
-        report.passes += halves.given.laps
+    if halves is None or first is None:
+        return step
+    if hosted and backward is not None:
+        Offload().run(forward, replace(halves.given, backward=backward, results=first.given.results))
+        step = replace(step, hosted=walked())
+    (step.hosted or step).offloaded = next(iter(halves.given.hosted), None)
+    lowered.report.passes += halves.given.laps
     return step
+
+
+def _partition(lowered: RankProgram, fused: bool, halves: Halves | None) -> tuple[GraphModule, GraphModule | None]:
+    """The forward and the backward of a copy, behind all passes."""
+    local, settings = copied(lowered.graph), lowered.settings
+    fuse_on_meta(local)
+    with memory_budget(settings.activation_memory_budget), ask_policies(local):
+        found = partitioned(local, lowered.inputs, lowered.joint if settings.has_place else None, fused, halves)
+    lowered.report.merge(lowered.joint.report)
+    return found
 
 
 @contextmanager

@@ -9,12 +9,17 @@ from rich.table import Table
 from torch import Tensor
 
 from sp_compile.lowering.masks.deal import dealt, new_order
-from sp_compile.lowering.masks.pieces import pieces_of
+from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
 
 KEY_BYTES = 2 * 8 * 128 * 2
 """Of a token's keys and values: 8 heads of 128 dims in bf16."""
 PREDICATE = "Eq(row0, col0) & (col1 <= row1)"
+
+
+def pieces_of(x: Tensor) -> Pieces:
+    """The pieces of an int or bool vector (B, S)."""
+    return Pieces.of(torch.ops.sp.pieces([x])[0])
 
 
 def lengths_of(kind: str, documents: int) -> Tensor:

@@ -155,6 +155,7 @@ def _of_keys(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tupl
         q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
     ),
     replays=False,  # which kernels it calls, documents tell
+    twice=True,
 )
 @_again_without_fused
 def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -186,6 +187,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     _fake_backward,
     replays=False,
+    twice=True,
 )
 @_again_without_fused
 def attend_backward(

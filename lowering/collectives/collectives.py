@@ -98,7 +98,7 @@ def rank(group: str, device: torch.device) -> Tensor:
     return torch.full((), current().rank(group), dtype=torch.int64, device=device)
 
 
-@composite("shard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+@composite("shard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("", "all_gather"))
 def shard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Invariant -> Shard(dim).
 
@@ -109,7 +109,7 @@ def shard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     return LinearMap.apply(x, _take, _whole, dim % x.ndim, frame, n, group)
 
 
-@composite("unshard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+@composite("unshard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("all_gather", ""))
 def unshard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Shard(dim) -> invariant: for values that every rank goes on to use alike.
 
@@ -120,7 +120,9 @@ def unshard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     return LinearMap.apply(x, _whole, _take_zeroed, dim % x.ndim, frame, n, group)
 
 
-@composite("all_gather(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+@composite(
+    "all_gather(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("all_gather", "reduce_scatter")
+)
 def all_gather(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Shard(dim) -> replicated: for values that each rank uses in its own way, as K and V.
 
@@ -141,7 +143,7 @@ def reduce_scatter(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
     return LinearMap.apply(x, _reduced_values, _whole, dim % x.ndim, frame, n, group)
 
 
-@composite("all_reduce(Tensor x, int n, str group) -> Tensor")
+@composite("all_reduce(Tensor x, int n, str group) -> Tensor", moves=("all_reduce", ""))
 def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
     """Partial(sum) -> invariant.
 
@@ -152,7 +154,7 @@ def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
     return x if n == 1 else LinearMap.apply(x, _sum, _same, n, group)
 
 
-@composite("broadcast(Tensor x, str group) -> Tensor")
+@composite("broadcast(Tensor x, str group) -> Tensor", moves=("broadcast", ""))
 def broadcast(x: Tensor, group: str) -> Tensor:
     """Varying -> invariant: every rank gets rank 0's values, as random draws that must agree need.
 
@@ -163,7 +165,7 @@ def broadcast(x: Tensor, group: str) -> Tensor:
     return LinearMap.apply(x, _first, _same, group)
 
 
-@composite("broadcast_grad(Tensor x, str group) -> Tensor")
+@composite("broadcast_grad(Tensor x, str group) -> Tensor", moves=("", "broadcast"))
 def broadcast_grad(x: Tensor, group: str) -> Tensor:
     """Invariant -> invariant: the identity; every rank gets rank 0's cotangent.
 
@@ -240,7 +242,7 @@ def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor
     return sums
 
 
-@composite("reduce_grad(Tensor[] xs, str how, int n, str group) -> Tensor[]")
+@composite("reduce_grad(Tensor[] xs, str how, int n, str group) -> Tensor[]", moves=("", "all_reduce"))
 def reduce_grad(xs: list[Tensor], how: str, n: int, group: str) -> list[Tensor]:
     """Invariant -> replicated: parameters and other whole values entering sharded computation.
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.frames import row_order
+
 from .late import LateRows
 
 sp = torch.ops.sp
@@ -44,7 +46,7 @@ class Layout:
 
     def __str__(self) -> str:
         part = "a part of " if not self.is_plain else ""
-        return f"along {part}dim {self.dim} over {self.n} ranks{_IN_ORDER.get(self.folds, '')}"
+        return f"along {part}dim {self.dim} over {self.n} ranks{row_order(self.folds).said}"
 
     @property
     def is_plain(self) -> bool:
@@ -86,9 +88,6 @@ class Layout:
         """The same values without gaps in memory, in its order."""
         back = [self.order.index(dim) for dim in range(x.ndim)]
         return x.permute(self.order).contiguous().permute(back)
-
-
-_IN_ORDER = {2: " in zigzag order", 0: " in an order of its own"}
 
 
 def _nobody(words: str) -> None:

@@ -120,11 +120,6 @@ class Pieces:
         return int(self.lows[piece]) + min(rises), int(self.highs[piece]) + max(rises)
 
 
-def pieces_of(x: Tensor) -> Pieces:
-    """The pieces of an int or bool vector (B, S), both >= 1. Reads values: on a GPU this waits for them."""
-    return Pieces.of(torch.ops.sp.pieces([x])[0])
-
-
 def table_size(length: Any) -> Any:
     """The int64 words of a table for so many positions: 0.14 a position, and 41."""
     return _HEADER + 4 * (MOST_PIECES + 1) * (length // CELL + 1)

@@ -9,9 +9,9 @@ import torch
 from torch.fx import GraphModule
 
 from sp_compile.graph.sizes import sizes
+from sp_compile.lowering.frames import row_order
 from sp_compile.passes.base import CAPTURED, Pass, Passes, check_order, passes_in
 from sp_compile.passes.results import RESULTS
-from sp_compile.sharding.placement import DEALT
 
 from .job import EdgesJob, detached, give_back, leaves_of, tapped
 from .late import MakeLate
@@ -24,13 +24,11 @@ class ReturnOrders(Pass):
     provides = frozenset({"orders are returned"})
 
     def apply(self, gm: GraphModule, job: EdgesJob) -> int:
-        if not any(result.layout.folds == DEALT for result in job.edges.results.values()):
+        if not any(row_order(result.layout.folds).dealt for result in job.edges.results.values()):
             return 0
         (dealt,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
         with gm.graph.inserting_before(gm.graph.output_node()):
-            orders = [gm.graph.call_function(operator.getitem, (dealt, i)) for i in (0, 1)]
-        for i, node in enumerate(orders):
-            node.meta["val"] = dealt.meta["val"][i]
+            orders = [self.emit(operator.getitem, (dealt, i), dealt.meta["val"][i], dealt) for i in (0, 1)]
         leaves = leaves_of(gm)
         job.edges = replace(job.edges, deal=(len(leaves), len(leaves) + 1))
         give_back(gm, [*leaves, *orders])

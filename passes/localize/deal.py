@@ -28,12 +28,12 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call, shape_of
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, product, same, size, sizes
+from sp_compile.lowering.frames import DEALT, row_order
 from sp_compile.lowering.masks.deal import dealt
 from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note
 from sp_compile.sharding.attention import strategy_of
-from sp_compile.sharding.placement import DEALT
 
 from .lookups import first_of_each, move_before, vectors_of
 
@@ -47,10 +47,11 @@ class Deal(Pass):
     """Makes the order, and writes every frame that it is for as a contiguous one of reordered values."""
 
     requires = frozenset({"proved"})
+    provides = frozenset({"dealt"})
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
-        return cls() if job.folds == DEALT else None
+        return cls() if row_order(job.folds).dealt else None
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         calls = [(Call(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _dealt(n))]
@@ -121,7 +122,7 @@ class Deal(Pass):
         why = f"the busiest rank has {times}"
         if known != tuple(predicates):
             why = f"what masks look up deals chunks to ranks when the program runs; if it forbids nothing, {why}"
-        self.notes.append(Note("balanced", "layout", "the whole graph", why))
+        self.notes.append(Note(DEALT.name, "layout", "the whole graph", why))
 
     def _write(self, call: Call, frames: Frames) -> None:
         node = call.node
@@ -199,7 +200,7 @@ def _dealt(node: Node) -> Frames:
         return {}
     call = Call(node)
     found = {name: sizes(call.get(name) or ()) for name in FRAMES}
-    return {name: frame for name, frame in found.items() if len(frame) == 5 and frame[4] == DEALT}
+    return {name: frame for name, frame in found.items() if len(frame) == 5 and frame[4] == DEALT.folds}
 
 
 def _now(value: Any) -> int:

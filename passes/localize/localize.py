@@ -105,8 +105,7 @@ class _Localizer(Editor):
             if scale:
                 self.sizes.known[size(record(node).local)] = self.env[node]
                 with self.graph.inserting_after(self.sizes.last):
-                    self.sizes.last = self.graph.call_function(operator.mul, (self.env[node], scale))
-                self.sizes.last.meta["val"] = node.meta["val"]
+                    self.sizes.last = self.emit(operator.mul, (self.env[node], scale), node.meta["val"], node)
                 self.env[node] = self.sizes.last
                 self.sizes.known[size(node.meta["val"])] = self.sizes.last
 

@@ -30,7 +30,8 @@ sp = torch.ops.sp
 class Lookups(Pass):
     """Gives every attention the tables of its vectors."""
 
-    requires = frozenset({"proved"})
+    requires = frozenset({"dealt", "strides are restored"})  # it moves vectors, with their copies, and adds no others
+    provides = frozenset({"tables are made"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         waiting = [n for n in gm.graph.nodes if n.op == "call_function" and _looks_up(n)]

@@ -33,7 +33,8 @@ class RestoreStrides(Pass):
     both were written for the layout of one device. A copy where the layouts differ.
     """
 
-    requires = frozenset({"proved"})
+    requires = frozenset({"proved", "dealt"})  # what is reordered is whole, too
+    provides = frozenset({"strides are restored"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         found = [(n, record(n).origin) for n in gm.graph.nodes if n.target in GIVE_WHOLE]

@@ -39,7 +39,7 @@ from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.canonical.scan_ops import EXTREMES, TORCH_SCANS, has_scan, reads_indices, scan, to_sp_scan
 from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
-from sp_compile.sharding.placement import DEALT, Demand, Plan, Shard
+from sp_compile.sharding.placement import Demand, Plan, Shard
 
 from .local_scan import SlowScans
 
@@ -143,8 +143,8 @@ class Scan(Rewrite):
         if not has_scan(Call(node)):
             return f"there is no scan of {Call(node).results()[0].dtype} on shards"
         shard = scanned_rows(self.plan, node)
-        if shard.frame.folds == DEALT:
-            return "what comes before each row is elsewhere in the balanced layout"
+        if shard.frame.order.dealt:
+            return f"what comes before each row is elsewhere in the {shard.frame.order.name} layout"
         return None if is_flat(shard) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:

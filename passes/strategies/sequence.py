@@ -85,7 +85,7 @@ class LocalOutputs(Pass):
         for node, words in asked_of(gm.graph.output_node(), job.outputs).items():
             why = _why_gathered(node, plan, words)
             if why not in ("", GATHER):
-                self.note(node, why, done="whole")
+                self.note(node.all_input_nodes[0], why, done="whole")  # what was made where the user says it
         job.constraints = _constraints(gm, job.axes(gm), plan, job.ranks.n)
         return 0
 

@@ -121,7 +121,7 @@ class Halo(Rewrite):
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
             return None
         found = place(SlidingRows(have.frame.length), have, self.job.ranks.n)
-        if isinstance(found, str) or have.dim != want.dim or want.frame.folds != 1:
+        if isinstance(found, str) or have.dim != want.dim or not want.frame.order.in_order:
             return None
         alike = same(have.frame.size, want.frame.size) and same(have.frame.length, want.frame.length)
         return (have, want) if alike and same(want.outer, 1) and same(want.inner, 1) else None

@@ -26,7 +26,7 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import Piece, piece_of
 from sp_compile.spmd.named_groups import group_of
 
-from .varying import respell, wait_of
+from .varying import wait_of
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 AskAll = Callable[[list[int]], list[list[int]]]
@@ -51,13 +51,25 @@ class OwnRows(Pass):
         ranks = job.ranks
         blocks = [*_slices(gm, ranks.n), *_pads(gm, ranks)]
         everyone = self.ask_all([block.start for _, block in blocks])
-        found = _mark_gathers(gm, ranks)
+        found = self._mark_gathers(gm, ranks)
         if any(len(starts) != len(blocks) for starts in everyone):
             return found  # not one program: agreement is somebody else's business
         for i, (node, block) in enumerate(blocks):
             if [starts[i] for starts in everyone] == [rank * block.length for rank in range(ranks.n)]:
                 target = sp.all_rows.default if node.target is c10d.wait_tensor.default else sp.own_rows.default
-                respell(gm, node, target, (block.source, block.dim, ranks.n, ranks.group), node)
+                self.respell(node, target, (block.source, block.dim, ranks.n, ranks.group), node)
+                found += 1
+        return found
+
+    def _mark_gathers(self, gm: GraphModule, ranks: Ranks) -> int:
+        found = 0
+        for node in gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+            wait = wait_of(node)
+            if group_of(node) == ranks.group and wait is not None:
+                moved = chunks_behind(wait)  # along another dim than 0
+                aside = moved is not None and moved.away == 0 and len(moved.pieces) == ranks.n
+                end, dim = (moved.cat, moved.onto) if moved is not None and aside else (wait, 0)
+                self.respell(end, sp.all_rows.default, (node.args[0], dim, ranks.n, ranks.group), end)
                 found += 1
         return found
 
@@ -82,16 +94,3 @@ def _pads(gm: GraphModule, ranks: Ranks) -> Iterator[tuple[Node, Piece]]:
             continue
         if found.length * ranks.n == shape_of(padded)[found.dim]:
             yield wait, found
-
-
-def _mark_gathers(gm: GraphModule, ranks: Ranks) -> int:
-    found = 0
-    for node in gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
-        wait = wait_of(node)
-        if group_of(node) == ranks.group and wait is not None:
-            moved = chunks_behind(wait)  # along another dim than 0
-            aside = moved is not None and moved.away == 0 and len(moved.pieces) == ranks.n
-            end, dim = (moved.cat, moved.onto) if moved is not None and aside else (wait, 0)
-            respell(gm, end, sp.all_rows.default, (node.args[0], dim, ranks.n, ranks.group), end)
-            found += 1
-    return found

@@ -38,7 +38,7 @@ from .bucket import BucketReductions
 from .choose import choose_cuts, common_inputs, work_on_rows
 from .gather import GatherOnce
 from .tidy import DrawWhole, DropOverwrites
-from .varying import Layer, MarkVarying, ScatterJob, reductions, respell, wait_of
+from .varying import Layer, MarkVarying, ScatterJob, reductions, wait_of
 
 sp = torch.ops.sp
 IDLE = "all its rows are needed at once"
@@ -61,7 +61,7 @@ class Scatter(Pass):
         wait, frame = wait_of(node), Sizes(self.graph).list(shard.frame_arg())
         assert wait is not None
         args = (node.args[0], shard.dim, frame, self.job.ranks.n, self.job.ranks.group)
-        return respell(self.gm, wait, sp.reduce_scatter.default, args, node)
+        return self.respell(wait, sp.reduce_scatter.default, args, node)
 
 
 def _layer(node: Node, chosen: Mapping[Node, Shard | None]) -> Layer:

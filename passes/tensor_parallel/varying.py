@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,7 +18,6 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import namespace_of
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
-from sp_compile.graph.edit import Editor
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import product, same, sizes, typical
 from sp_compile.passes.base import Pass
@@ -121,15 +119,6 @@ def wait_of(node: Node) -> Node | None:
     users = list(node.users)
     alone = len(users) == 1 and users[0].target is c10d.wait_tensor.default
     return users[0] if alone else None
-
-
-def respell(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:
-    """One call in place of the node, and of all that only the node read; what is known of it is what is of `like`."""
-    editor = Editor().edit(gm.graph)
-    with gm.graph.inserting_before(node):
-        new = editor.emit(target, args, like.meta["val"], like)
-    editor.replace(node, new)
-    return new
 
 
 class MarkVarying(Pass):

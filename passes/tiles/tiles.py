@@ -41,7 +41,7 @@ ONCE = "tiles='auto' does no work again, as its backward would, where the step f
 class Tiles(Pass):
     """Puts one op in the place of each region that is worth it."""
 
-    requires = frozenset({"proved"})
+    requires = frozenset({"proved", "attention is kept"})  # no pass looks into tiles
     provides = frozenset({"tiled"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:

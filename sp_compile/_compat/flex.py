@@ -19,6 +19,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn.attention import flex_attention as public
 from torch.nn.attention.flex_attention import BlockMask
 
+from .compilers import inductor_decompositions
+
 LN2 = math.log(2)
 _ALWAYS = {
     "PRESCALE_QK": False,
@@ -109,8 +111,9 @@ class FlexProgram:
         with torch.inference_mode(False), torch.autocast(xs[0].device.type, enabled=False):
             self._fakes = [_fake(mode, x.detach(), dims) for x, dims in zip(xs, dynamic)]
             with tracing(TracingContext(mode)), torch.no_grad():
+                table = None if compile_graph else inductor_decompositions()
                 with mode:
-                    graph = make_fx(fn, decomposition_table=None if compile_graph else _decompositions())(*self._fakes)
+                    graph = make_fx(fn, decomposition_table=table)(*self._fakes)
                 self._run = (compile_graph or _inductor)(graph, self._fakes)
 
     def fits(self, xs: Sequence[Tensor]) -> bool:
@@ -120,12 +123,6 @@ class FlexProgram:
     def __call__(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         found: Sequence[Tensor] = self._run(list(xs))
         return found
-
-
-def _decompositions() -> Any:
-    from torch._inductor.decomposition import select_decomp_table
-
-    return select_decomp_table()
 
 
 def _inductor(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:

@@ -26,7 +26,7 @@ from sp_compile._compat import (
     refuse_eager_fallback,
     trace_again_with_symbols,
 )
-from sp_compile.config import Ranks, SPConfig
+from sp_compile.config import Asked, Ranks
 from sp_compile.errors import SpError
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import size
@@ -133,22 +133,22 @@ class GlobalView:
         return min((layout.folds for layout in self.layouts.values()), default=1)
 
 
-def global_view(gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig, ranks: Ranks) -> GlobalView:
+def global_view(gm: GraphModule, example_inputs: Sequence[Any], asked: Asked, ranks: Ranks) -> GlobalView:
     """The graph as the passes take it, and what is known of its inputs and results.
 
     Raises SpError: options that name none of them, or that the program cannot honour.
     """
     fragment = is_fragment(gm)
-    if fragment and (config.outputs == "local" or config.inputs == "local"):
+    if fragment and "local" in (asked.inputs, asked.outputs):
         raise SpError(
             "inputs='local' and outputs='local' need a model without graph breaks, where a plain tensor is taken for a "
             "whole one. outputs='lazy' keeps what crosses a break in shards"
         )
     _mark_inputs(gm, example_inputs)
-    seq_dims = None if isinstance(config.seq_dims, str) else _placeholder_names(gm, config.seq_dims, fragment)
+    seq_dims = None if isinstance(asked.seq_dims, str) else _placeholder_names(gm, asked.seq_dims, fragment)
     inputs: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
-    if config.inputs == "local" and ranks.n > 1:
+    if asked.inputs == "local" and ranks.n > 1:
         refuse_eager_fallback()
         graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:
@@ -156,10 +156,10 @@ def global_view(gm: GraphModule, example_inputs: Sequence[Any], config: SPConfig
         inputs, layouts = _in_shards(graph, example_inputs, ranks)
     _mark_inputs(graph, example_inputs)
     names, arguments = _result_names(gm), [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
-    asked, writes = _asked(names, config, fragment), _writes_returned(graph, example_inputs)
+    outputs, writes = _of_results(names, asked.outputs, fragment), _writes_returned(graph, example_inputs)
     names += [arguments[i] for i in writes]
-    asked += ["lazy"] * len(writes)
-    return GlobalView(graph, fragment, arguments, names, asked, seq_dims, inputs, layouts, writes)
+    outputs += ["lazy"] * len(writes)
+    return GlobalView(graph, fragment, arguments, names, outputs, seq_dims, inputs, layouts, writes)
 
 
 def _in_shards(
@@ -225,12 +225,12 @@ def _result_names(gm: GraphModule) -> list[str]:
     return [leaf.name if isinstance(leaf, Node) else "" for leaf in leaves]
 
 
-def _asked(names: Sequence[str], config: SPConfig, fragment: bool) -> list[str]:
+def _of_results(names: Sequence[str], outputs: str | Mapping[str | int, str], fragment: bool) -> list[str]:
     """What the option says of each result. A fragment may lack some that it names."""
-    if isinstance(config.outputs, str):
-        return [config.outputs] * len(names)
-    asked = [SPConfig.outputs if isinstance(SPConfig.outputs, str) else ""] * len(names)
-    for key, word in config.outputs.items():
+    if isinstance(outputs, str):
+        return [outputs] * len(names)
+    asked = ["auto"] * len(names)
+    for key, word in outputs.items():
         found = [i for i, name in enumerate(names) if key in (i, name, re.sub(r"_\d+$", "", name))]
         if not found and not fragment:
             raise SpError(f"outputs: no result is called {key!r}; the graph's results are {names}")

@@ -14,6 +14,7 @@ from sp_compile.config import STRATEGIES, Ranks
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
+from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, RowOrder
 
 from .machine import Machine
 
@@ -24,10 +25,9 @@ class Shape:
 
     n: ranks. causal: query i attends to keys 0..i. window: and, of these, to the last `window` only (without causal:
     to the keys less than `window` away). mask: there is a mask that only data describes. kernel: a "named" one, or what
-    does what none of them knows, "fused" (texts) or "dense" (arithmetic on all scores). zigzag: the whole program may
-    keep the sequence in zigzag order, so that a balanced causal attention costs no exchange. dealt: its chunks are
-    dealt to ranks so that all of them have as much to do. documents: a query sees keys of its own document only; how
-    long these are is not known yet, so they count as `halving` ones. training: gradients flow.
+    does what none of them knows, "fused" (texts) or "dense" (arithmetic on all scores). order: that in which the whole
+    program keeps its sequence, so that attention in it costs no exchange. documents: a query sees keys of its own
+    document only; how long these are is not known yet, so they count as `halving` ones. training: gradients flow.
     """
 
     n: int
@@ -43,8 +43,7 @@ class Shape:
     window: int | None = None
     mask: bool = False
     kernel: str = "named"
-    zigzag: bool = False
-    dealt: bool = False
+    order: RowOrder = CONTIGUOUS
     documents: bool = False
     training: bool = True
 
@@ -120,12 +119,11 @@ class Shape:
         begin, end = (min(max(at - first, 0), length) for at in (start, stop))
         return alone.pairs(begin, end)
 
-    def imbalance(self, parts: int, layout: str = "contiguous") -> float:
+    def imbalance(self, parts: int, layout: str = CONTIGUOUS.name) -> float:
         """The work of the busiest of so many parts of the queries in this layout, over the mean."""
-        even = layout == "balanced" or (layout == "zigzag" and not self.documents)
-        if even or not self.q_len * self.kv_len:
+        folds = LAYOUTS[layout].chunks
+        if LAYOUTS[layout].evens(self.documents) or not self.q_len * self.kv_len:
             return 1.0
-        folds = 2 if layout == "zigzag" else 1
         rows = self.q_len / parts / folds
         work = [self.pairs(i * rows, (i + 1) * rows) for i in range(folds * parts)]
         if folds == 2:
@@ -210,6 +208,7 @@ class Strategy:
     declare(call, ranks): makes the routes of the op's exchanges known (`sp_compile.lowering.routes`), if it has any.
     neighbours(call): how many ranks next to each other exchange heads in a call of the op, so that the rows of all of
         them are what one of them attends with.
+    axes: names of two axes of a mesh that split the sequence together, of which the second one's ranks are neighbours.
     always: does it split any attention over any number of ranks, of which each holds its part only?
     options: fields of SPConfig that are for it alone, "auto" where nothing is asked for.
     """
@@ -221,6 +220,7 @@ class Strategy:
     sends: Callable[[Call, int], tuple[Size, Size]] | None = None
     declare: Callable[[Call, Ranks], None] = lambda call, ranks: None
     neighbours: Callable[[Call], int] = lambda call: 1
+    axes: tuple[()] | tuple[str, str] = ()
     always: bool = False
     options: tuple[str, ...] = ()
 
@@ -243,8 +243,8 @@ def candidates(shape: Shape, machine: Machine) -> list[Candidate]:
     """Every way to compute the attention, legal or not, in a fixed order. On one rank nothing is split."""
     # A window leaves little to balance, and zigzag order would spread its few neighbours over all ranks.
     halves = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
-    layouts = ("contiguous", "zigzag") if halves else ("contiguous",)
-    layouts = ("balanced",) if shape.dealt else layouts
+    undealt = (order for order in LAYOUTS.values() if not order.dealt and (order.in_order or halves))
+    layouts = [order.name for order in ([shape.order] if shape.order.dealt else undealt)]
     ways = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
     if shape.kernel != "named":
         machine = replace(machine, flops=machine.flops * getattr(machine, f"{shape.kernel}_efficiency"))
@@ -279,7 +279,7 @@ def _preference(c: Candidate) -> tuple[int, int, bool, int, str]:
 
 def _finished(c: Candidate, shape: Shape, machine: Machine) -> Candidate:
     """With the exchanges of a relayout, what a mask takes, no backward where nothing is trained, and the memory cap."""
-    if c.layout == "zigzag" and not shape.zigzag:
+    if not LAYOUTS[c.layout].in_order and c.layout != shape.order.name:
         extra = _relayout(shape, machine, c.folds_keys)
         rounds = (c.rounds[0] + 2, c.rounds[1] + 2)
         c = replace(c, relayout=True, forward=c.forward + extra, backward=c.backward + extra, rounds=rounds)

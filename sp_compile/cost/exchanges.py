@@ -20,6 +20,7 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, size, sizes
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import HEADS
+from sp_compile.lowering.library import MOVES
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.windows import SHARD_WINDOWS, shifts_of
 
@@ -27,16 +28,6 @@ from .line import bytes_of
 from .scan import SCAN_OPS, bytes_to_send, message_bytes, offsets_of_steps
 
 sp = torch.ops.sp
-FORWARD_AND_BACKWARD = {  # op -> its collective each way
-    sp.all_to_all.default: ("all_to_all", "all_to_all"),
-    sp.all_gather.default: ("all_gather", "reduce_scatter"),
-    sp.unshard.default: ("all_gather", ""),
-    sp.shard.default: ("", "all_gather"),
-    sp.all_reduce.default: ("all_reduce", ""),
-    sp.reduce_grad.default: ("", "all_reduce"),
-    sp.broadcast.default: ("broadcast", ""),
-    sp.broadcast_grad.default: ("", "broadcast"),
-}
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class Exchange:
 
 def collectives_of(exchange: Exchange) -> tuple[str, str]:
     """Forward and backward, as the cost model calls them; "" for none. What is no such op shifts rows."""
-    return FORWARD_AND_BACKWARD.get(getattr(sp, exchange.op).default, ("shift", "shift"))
+    return MOVES.get(getattr(sp, exchange.op).default, ("shift", "shift"))
 
 
 def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
@@ -78,10 +69,10 @@ def _sent(call: Call, n: int) -> tuple[list[Node], Size, Size] | None:
         row = others * call.operands[0].meta["val"].element_size()
         nbytes = bytes_of("shift", sum((size(rows) for _, rows in shifts), 0) * row, n)
         return call.operands[:1], nbytes, nbytes
-    if op not in FORWARD_AND_BACKWARD:
+    if op not in MOVES:
         return None
     operands = [call.node] if op is sp.shard.default else call.operands
-    there, back = (bytes_of(kind, _bytes(operands), n) if kind else 0 for kind in FORWARD_AND_BACKWARD[op])
+    there, back = (bytes_of(kind, _bytes(operands), n) if kind else 0 for kind in MOVES[op])
     return operands, there, back
 
 

@@ -36,6 +36,7 @@ from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
 from sp_compile.lowering.dtypes import accumulation_dtype
+from sp_compile.lowering.library import TWICE
 from sp_compile.lowering.tiles.flops import flops_of
 from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
 
@@ -67,8 +68,6 @@ ELEMENTWISE = frozenset(
         "triu tril new_zeros new_full new_ones new_empty copy masked_fill.Scalar index_select expand view permute"
     )
 )
-RESULTS_TWICE = frozenset({torch.ops.sp.attend.default, torch.ops.sp.attend_backward.default})
-"""Opaque ops that have their results twice: as a kernel lays them out, and contiguous."""
 TILE_LOOPS = {
     torch.ops.sp.tiles_forward.default: (0, "forward", ("results",)),
     torch.ops.sp.tiles_at_once.default: (0, "gradients", ("results", "gradients")),
@@ -248,7 +247,7 @@ def _inside(node: Node, fused: bool) -> int:
     """Bytes that an op has while it runs, besides what it is given and gives."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
-    own = sum(map(nbytes_of, tensors_of(node))) if node.target in RESULTS_TWICE else 0
+    own = sum(map(nbytes_of, tensors_of(node))) if node.target in TWICE else 0
     operands = [one.meta["val"] for one in node.args if is_tensor(one)]  # queries may be keys, too
     if node.target not in FLASH_OF_CPU or operands[0].device.type != "cpu":
         return own

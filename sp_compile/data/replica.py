@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile.config import Mesh, Ranks, ranks_of, resolve
+from sp_compile.config import STRATEGIES, Mesh, Ranks, ranks_of, resolve
 from sp_compile.errors import SpError
 from sp_compile.spmd.agree import answers
 
-SAME_BATCH = frozenset({"sp", "cp", "ring", "ulysses", "tp", "ep", "etp", "pp"})
-"""Names of mesh axes along which all ranks take the same batch; along any other they take different ones."""
+SAME_BATCH = frozenset({"sp", "cp", "tp", "ep", "etp", "pp"})
+"""Mesh axes along which all ranks take the same batch, with those of strategies; along others they take other ones."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
     """Where this rank stands.
 
     mesh: a DeviceMesh with named axes. data_dims: the axes along which ranks take different batches; by default all but
-    those called as in `SAME_BATCH` and `mesh_dim`. Nobody is asked. With a mesh of one axis, or a group, its ranks take
-    the same batches, and all ranks of the default process group ask each other who else there is, so all have to come.
-    None: the default group is one replica.
+    those of `SAME_BATCH`, of strategies, and `mesh_dim`. Nobody is asked. With a mesh of one axis, or a group, its
+    ranks take the same batches, and all ranks of the default process group ask each other who else there is, so all
+    have to come. None: the default group is one replica.
 
     Raises SpError: a mesh of several axes without names, an axis that it lacks, this rank outside of it, groups that
     are not the default group cut in pieces.
@@ -63,7 +63,8 @@ def _of_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Sequence[s
             raise SpError(f"mesh: it has no axis {name!r}, only {names}")
     if given is not None and mesh_dim in given:
         raise SpError(f"data_dims: {mesh_dim!r} is the axis of the sequence, whose ranks take the same batches")
-    different = set(given) if given is not None else {x for x in names if x not in SAME_BATCH and x != mesh_dim}
+    alike = SAME_BATCH.union({mesh_dim}, *(strategy.axes for strategy in STRATEGIES.values()))
+    different = set(given) if given is not None else set(names) - alike
     if len(different) == len(names):
         raise SpError(f"mesh: none of its axes {names} is one of the sequence: name it by mesh_dim")
     rank, n = 0, 1

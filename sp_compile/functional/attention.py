@@ -39,11 +39,11 @@ from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import ShardArgs
 from sp_compile.lowering.attention.masked import autocast
 from sp_compile.lowering.attention.ring import WAYS_HOME, hops_of_window
-from sp_compile.lowering.frames import FrameArg
+from sp_compile.lowering.frames import LAYOUTS, FrameArg
 from sp_compile.lowering.library import tag_programs
 from sp_compile.sharding.attention import LEAST_FILL
 
-from .call import LAYOUTS, RankCall, frame, needs_gradient, unknown, wrong_choice
+from .call import HELD, RankCall, frame, needs_gradient, unknown, wrong_choice
 
 sp = torch.ops.sp
 
@@ -81,7 +81,7 @@ OPTION_NAMES = tuple(f.name for f in fields(Options))
 
 @dataclass(frozen=True)
 class Way:
-    """A way to split attention. run: from a call and what all operators take of it, by the way's own.
+    """A way to split attention, called as its function. run: from a call and what all operators take of it.
 
     merges: by log-sum-exps, of blocks of keys. skips: it asks no rank for keys that no query of a causal window needs.
     """
@@ -131,7 +131,7 @@ class AttentionCall(RankCall):
         """How often keys are attended to on their way round: where a way skips, fewer times for a causal window."""
         given, n, rows = self.options, self.ranks.n, self.q.shape[2]
         q_frame, k_frame = self.frames()
-        skips = self.way.skips and given.is_causal and given.layout != "zigzag" and q_frame == k_frame
+        skips = self.way.skips and given.is_causal and LAYOUTS[given.layout].in_order and q_frame == k_frame
         if not skips or given.window is None:
             return n // (self.width or 1)
         return 1 + hops_of_window(given.window, rows, n)
@@ -158,9 +158,10 @@ class AttentionCall(RankCall):
 
     def _wrong_layout(self) -> Iterator[str]:
         given, n = self.options, self.ranks.n
-        yield from wrong_choice("layout", given.layout, LAYOUTS)
-        if given.layout == "zigzag" and (self.q.shape[2] % 2 or self.k.shape[2] % 2):
-            yield f"zigzag shards are two equal chunks, but their lengths are odd ({self._shapes()})"
+        yield from wrong_choice("layout", given.layout, HELD)
+        chunks = LAYOUTS[given.layout].chunks
+        if self.q.shape[2] % chunks or self.k.shape[2] % chunks:
+            yield f"{given.layout} shards are two equal chunks, but their lengths are odd ({self._shapes()})"
         for name, x, whole in (("length", self.q, given.length), ("kv_length", self.k, given.kv_length)):
             rows = x.shape[2] * n
             if whole is not None and not 0 < whole <= rows:
@@ -175,7 +176,7 @@ class AttentionCall(RankCall):
             yield "hybrid_attention: pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
         elif width < 1 or n % width or heads % width:
             yield (
-                f"{self.way.name}_attention: {width} ranks that share heads must divide the {n} ranks and the {heads} "
+                f"{self.way.name}: {width} ranks that share heads must divide the {n} ranks and the {heads} "
                 "query heads; use ring_attention, gathered_attention, or another hybrid"
             )
 
@@ -247,9 +248,9 @@ def _ring(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
     return sp.ring_attention(*args, call.steps(), call.kv_grads)
 
 
-ULYSSES, HYBRID = Way("ulysses", _hybrid), Way("hybrid", _hybrid, merges=True)
-RING = Way("ring", _ring, merges=True, skips=True)
-GATHERED = Way("gathered", lambda call, args: sp.gathered_attention(*args))
+ULYSSES, HYBRID = Way("ulysses_attention", _hybrid), Way("hybrid_attention", _hybrid, merges=True)
+RING = Way("ring_attention", _ring, merges=True, skips=True)
+GATHERED = Way("gathered_attention", lambda call, args: sp.gathered_attention(*args))
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:

@@ -16,10 +16,12 @@ from torch import Tensor
 from sp_compile._compat import FakeTensor, is_functorch_tensor
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, did_you_mean
+from sp_compile.lowering.frames import LAYOUTS
 from sp_compile.spmd.agree import agree
 from sp_compile.spmd.message import CALLS, Message
 
-LAYOUTS = ("contiguous", "zigzag")
+HELD = tuple(name for name, order in LAYOUTS.items() if not order.dealt)
+"""The layouts of shards that are held by hand: somebody has cut them, before the call."""
 
 
 def require(name: str, problem: str | None, describe: Callable[[], str], ranks: Ranks | None, same: str = "") -> None:
@@ -76,8 +78,8 @@ class RankCall(ABC):
 
 def frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
     """Where the n ranks' shards of `rows` rows lie; `length` None if no row is padding."""
-    held = rows * n
-    return [1, held, 0, held if length is None else length, *([2] if layout == "zigzag" else [])]
+    held, folds = rows * n, LAYOUTS[layout].folds
+    return [1, held, 0, held if length is None else length, *([folds] if folds > 1 else [])]
 
 
 def observable(x: Tensor) -> bool:

@@ -21,12 +21,12 @@ from sp_compile.cost.scan import choose_exchange, offsets_of_steps
 from sp_compile.errors import SpError
 from sp_compile.lowering import routes
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import in_order
+from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, in_order
 from sp_compile.lowering.library import tag_programs
 from sp_compile.spmd.agree import answers
 from sp_compile.spmd.message import CALLS
 
-from .call import LAYOUTS, frame, wrong_choice
+from .call import HELD, frame, wrong_choice
 
 
 def ungrouped(ids: Tensor, dim: int) -> bool:
@@ -91,7 +91,7 @@ class Shards:
     @property
     def folds(self) -> int:
         """Chunks that a rank holds."""
-        return 2 if self.layout == "zigzag" else 1
+        return LAYOUTS[self.layout].chunks
 
     def problems(self, shape: Sequence[int], dim: int) -> Iterator[str]:
         """What is wrong with shards of this shape along dim."""
@@ -99,11 +99,11 @@ class Shards:
             yield "a tensor of no dims has none that ranks could share"
         rows = shape[dim]
         whole = rows * self.ranks.n
-        yield from wrong_choice("layout", self.layout, LAYOUTS)
+        yield from wrong_choice("layout", self.layout, HELD)
         yield from wrong_choice("exchange", self.exchange, EXCHANGES)
-        if self.folds == 2 and rows % 2:
-            yield f"zigzag shards are two equal chunks, but this one has {rows} rows"
-        if self.folds == 2 and self.exchange == "steps":
+        if rows % self.folds:
+            yield f"{self.layout} shards are two equal chunks, but this one has {rows} rows"
+        if self.folds > 1 and self.exchange == "steps":
             yield "exchange='steps' is for layout='contiguous'; pass 'gather' or 'auto'"
         if self.length is not None and not isinstance(self.length, (int, torch.SymInt)):
             yield f"length is an int, got {type(self.length).__name__}"
@@ -151,7 +151,7 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sh
     """None: x is whole. Raises SpError for options of shards without a group, and what `ranks_of` raises."""
     if group is not None:
         return Shards(ranks_of(group), layout, length, exchange)
-    if layout != "contiguous" or length is not None or exchange != "auto":
+    if layout != CONTIGUOUS.name or length is not None or exchange != "auto":
         raise SpError("scan: layout, length and exchange describe shards; pass group= as well")
     if torch.compiler.is_compiling():
         _prepare("", 1)

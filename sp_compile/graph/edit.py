@@ -83,6 +83,13 @@ class Editor:
             self.graph.erase_node(user)
         self.erase([node])
 
+    def respell(self, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:
+        """One call in place of the node, and of all that only the node read; it has the value of `like`."""
+        with self.graph.inserting_before(node):
+            fresh = self.emit(target, args, like.meta["val"], like)
+        self.replace(node, fresh)
+        return fresh
+
     def inline(self, body: GraphModule, operands: Sequence[Any], like: Node) -> Any:
         """Append the calls of another graph, whose nodes know their values; returns its results."""
         placed = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))

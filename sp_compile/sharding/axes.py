@@ -44,7 +44,7 @@ class Axes:
     dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     sequences: set[int] = field(default_factory=set)
-    folds: int = 1  # of the frames of sequences: 2 for zigzag, or DEALT
+    folds: int = 1  # of the frames of sequences: as `RowOrder` has them
 
     def find(self, name: int) -> int:
         """The name that stands for the whole class of `name`."""

@@ -14,17 +14,15 @@ from dataclasses import dataclass, field, replace
 from torch.fx import Node
 
 from sp_compile.graph.sizes import Size, ceil_div, divides, product, same
-
-DEALT = 0
-"""The `folds` of a sequence whose chunks a table deals to ranks when the program runs."""
+from sp_compile.lowering.frames import RowOrder, row_order
 
 
 @dataclass(frozen=True)
 class Frame:
     """`size` positions shared out over the ranks; the value is valid in [start, start + length).
 
-    folds: 1, a rank holds one run of positions; 2, zigzag: rank r of n holds chunks r and 2n - 1 - r of 2n; DEALT:
-    one run of the positions of an order that is known when the program runs (see `passes.localize.deal`).
+    folds: 1, a rank holds one run of positions; 2, zigzag: rank r of n holds chunks r and 2n - 1 - r of 2n; 0: one
+    run of the positions of an order that is known when the program runs (see `passes.localize.deal`).
     """
 
     size: Size
@@ -37,14 +35,19 @@ class Frame:
         """The frame of a whole sequence of `size` positions."""
         return Frame(size, 0, size, folds)
 
+    @property
+    def order(self) -> RowOrder:
+        """What `folds` stands for."""
+        return row_order(self.folds)
+
     def local(self, n: int) -> Size:
         """How many positions each of `n` ranks holds, padding included."""
-        chunks = self.folds or 1
+        chunks = self.order.chunks
         return chunks * ceil_div(self.size, chunks * n)
 
     def exact(self, n: int) -> bool:
         """Every position of every rank is valid: no padding to mask."""
-        return same(self.start, 0) and same(self.length, self.size) and divides((self.folds or 1) * n, self.size)
+        return same(self.start, 0) and same(self.length, self.size) and divides(self.order.chunks * n, self.size)
 
     def like(self, other: Frame) -> bool:
         """Are both the same window of the same axis, whatever the symbols are?"""

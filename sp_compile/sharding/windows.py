@@ -23,7 +23,7 @@ from sp_compile.graph.call import Call, overloads
 from sp_compile.graph.sizes import Size, divides, mostly, quotient, same, size, typical
 from sp_compile.lowering.windows import ops
 
-from .placement import DEALT, Frame, Shard
+from .placement import Frame, Shard
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -58,8 +58,8 @@ def plain(a: Size) -> Size:
 def place(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     """Where the result lies if the operand lies as in `shard`, or why it has to be whole instead."""
     frame = shard.frame
-    if frame.folds != 1:
-        return f"its neighbours are elsewhere in the {'balanced' if frame.folds == DEALT else 'zigzag'} layout"
+    if not frame.order.in_order:
+        return f"its neighbours are elsewhere in the {frame.order.name} layout"
     if not (same(shard.outer, 1) and same(shard.inner, 1)):
         return "the sequence shares a dim with others"
     if sliding.rolls is not None:

@@ -91,6 +91,7 @@ class CheckedProgram:
     options: Mapping[str, str] = field(default_factory=dict)
     backward: bool = False
     whole: bool = False
+    leaves_partial: bool = False  # the gradients of parameters
     check_every: int = 0
     arguments: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
@@ -303,7 +304,7 @@ class CheckedProgram:
         )
         held = {_shown(self.names[i]) for i in self._held} if everyone[0].number > 1 else set()
         found = explained(everyone, lines, shared, arguments, held)
-        if DRIFTED in found and self.options.get("option param_grads") == "'partial'":
+        if DRIFTED in found and self.leaves_partial:
             found += LEFT_PARTIAL
         return found or (parts and parts + sharded_data())
 

@@ -19,11 +19,12 @@ import torch
 from torch.fx import GraphModule
 
 from sp_compile._compat import argument_name, around_late_backward, ddp_group, on_recompile_limit
-from sp_compile.config import Ranks, SPConfig, ranks_of, resolve, splits_sequence
+from sp_compile.config import AnyOptions, Ranks, SPConfig, ranks_of, resolve, splits_sequence, unchecked
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
 from sp_compile.graph.places import places_of
+from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
 
 from .agree import meeting
@@ -71,17 +72,17 @@ class Session:
         self,
         gm: GraphModule | None = None,
         inputs: Sequence[Any] = (),
-        options: Mapping[str, Any] | None = None,
+        options: AnyOptions = None,
         measures: bool = True,
         mode: str | None = None,
     ) -> None:
-        given = options or {}
-        mesh, mesh_dim = given.get("mesh"), given.get("mesh_dim")
-        self.given, self.mode = given, mode
-        self.options = str({name: given[name] for name in JOINT_OPTIONS if name in given})
+        self.given, self.mode = vars(options) if isinstance(options, SPConfig) else options or {}, mode
+        mesh, mesh_dim, self.named = unchecked(self.given)
+        self.has_mesh = mesh is not None
+        self.options = str({name: self.given[name] for name in JOINT_OPTIONS if name in self.given})
         self.groups = groups_of(gm, inputs) if gm is not None else []
         self.splits = not self.groups or splits_sequence(mesh, mesh_dim, self.groups)
-        asked = self.splits or mesh is None  # an axis of no mesh is an error of any program's
+        asked = self.splits or not self.has_mesh  # an axis of no mesh is an error of any program's
         found, self.problem = _resolved(mesh, mesh_dim) if asked else (ALONE, None)
         self.ranks = found if self.splits else ALONE
         self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
@@ -91,6 +92,14 @@ class Session:
         self.unlike = False
         self.aligned: frozenset[str] | None = None
         self.measures, self.split = measures, False
+
+    @cached_property
+    def _settings(self) -> Settings:
+        """As the options say; the default ones, where they are wrong and `lower` has said so."""
+        try:
+            return Settings.of(SPConfig.of(self.given), ALONE)
+        except Exception:
+            return Settings(ALONE)
 
     @cached_property
     def _talk(self) -> Lockstep:
@@ -250,26 +259,26 @@ class Session:
         gm: GraphModule,
         example_inputs: Sequence[Any],
         local: GraphModule | None = None,
-        config: SPConfig | None = None,
         common: Mapping[str, Collection[str]] = MappingProxyType({}),
         backward: Collection[str] = (),
         edges: Edges | None = None,
     ) -> Callable[..., Any]:
         """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
 
-        run, local, config: what this rank compiled, of which graph and how; None where that failed with `error`, which
-        every call raises on all ranks. common: the groups that share work where values are equal, and the inputs that
+        run, local: what this rank compiled, and of which graph; None where that failed with `error`, which every call
+        raises on all ranks. common: the groups that share work where values are equal, and the inputs that
         have to be for that, as `Facts` call them. backward: the groups that a backward exchanges over.
         edges: what it takes and returns in shards.
         """
-        config, edges = config or SPConfig(), edges or Edges()
+        job, edges = self._settings, edges or Edges()
         subject, options = subject_of(gm), settings({"mode": self.mode, **self.given})
+        asked, partial_sums = job.asked, job.param_grads == "partial"
         exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
         places = places_of(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
         if self.split:
             done = run is not None and local is not None
             program = fingerprint(local, input_names(gm)) if done else Program()
-            equal, arguments = equal_inputs(gm, example_inputs, config.inputs) if done else (frozenset(), frozenset())
+            equal, arguments = equal_inputs(gm, example_inputs, asked.inputs) if done else (frozenset(), frozenset())
             run = CheckedProgram(
                 run,
                 self.ranks,
@@ -280,8 +289,9 @@ class Session:
                 subject=subject,
                 options=options,
                 backward=True,
-                whole=config.outputs != "local",
-                check_every=config.check_every,
+                whole=asked.outputs != "local",
+                leaves_partial=partial_sums,
+                check_every=job.check_every,
                 arguments=arguments,
                 layouts=edges.layouts,
                 sharded=edges.rows,
@@ -310,7 +320,8 @@ class Session:
                 subject=subject,
                 options=options,
                 backward=ranks.group in backward,
-                check_every=config.check_every,
+                leaves_partial=partial_sums,
+                check_every=job.check_every,
                 shared=always | weights,
                 wanted=trained(gm, example_inputs, weights=False),  # of which ranks may hold other ones
                 places=places,
@@ -318,8 +329,7 @@ class Session:
         assert run is not None
         if edges.results or edges.writes:
             run = ShardedProgram(run, self.ranks, subject, edges)
-        whole = self.given.get("inputs", "global") == "global"  # what did not compile has no config
-        return run if self.groups else OfWorld(run, gm.forward, whole)
+        return run if self.groups else OfWorld(run, gm.forward, whole=asked.inputs == "global")
 
 
 def _run_on_whole(run: Callable[..., Any], *args: Any) -> Any:

@@ -92,7 +92,7 @@ DIFFER = {
     _unequal_queries: "rank 1: q [1, 4, 10, 4]",
     _unequal_keys: "rank 1: q [1, 4, 8, 4], k [1, 4, 9, 4]",
     _other_dtype: "rank 1: q [1, 4, 8, 4], k [1, 4, 8, 4], v [1, 4, 8, 4], torch.bfloat16",
-    _other_op: "ulysses over 2 x 1 ranks",
+    _other_op: "ulysses_attention over 2 x 1 ranks",
     _other_option: "window=5",
     _other_gradients: "gradients of q, k, v: [True, False, False]",
 }

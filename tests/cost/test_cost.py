@@ -10,6 +10,7 @@ from sp_compile.cost.attention import Candidate, Shape, candidates, choose, fast
 from sp_compile.cost.decision import described
 from sp_compile.cost.machine import CPU, GPU, Machine
 from sp_compile.errors import SpError
+from sp_compile.lowering.frames import LAYOUTS
 
 LINKS = {f"{kind}_bandwidth": 1.0 for kind in ("all_to_all", "all_gather", "hop")}
 BYTES = replace(  # seconds are bytes: nothing but exchanges costs, and none of them hides
@@ -34,7 +35,7 @@ CHART = {
 def shape(n: int, heads: int = 64, kv_heads: int = 8, rows: int = 1024, **changes: Any) -> Shape:
     """A causal bfloat16 attention of `rows` positions per rank and 128 dims a head."""
     sizes = {"batch": 1, "q_len": n * rows, "kv_len": n * rows, "head_dim": 128, "v_head_dim": 128}
-    given = {**sizes, "element_size": 2, "causal": True, "zigzag": True, **changes}
+    given = {**sizes, "element_size": 2, "causal": True, "order": LAYOUTS["zigzag"], **changes}
     return Shape(n=n, heads=heads, kv_heads=kv_heads, **given)
 
 
@@ -132,7 +133,7 @@ def test_work_of_documents() -> None:
     assert s.imbalance(4, "balanced") == 1
     assert described(s).endswith("causal, documents")
     assert other.imbalance(4) == pytest.approx(4 * (1 / 8) * 3, rel=1e-3)
-    ring = of(candidates(replace(s, dealt=True), BYTES), "ring", layout="balanced")
+    ring = of(candidates(replace(s, order=LAYOUTS["balanced"]), BYTES), "ring", layout="balanced")
     assert ring.seconds == of(candidates(s, BYTES), "ring", layout="contiguous").seconds
 
 
@@ -205,12 +206,12 @@ def test_layouts() -> None:
     assert {c.layout for c in candidates(replace(s, causal=False), GPU)} == {"contiguous"}
     assert {c.layout for c in candidates(replace(s, window=64), GPU)} == {"contiguous"}
     assert {c.layout for c in candidates(replace(s, kv_len=128), GPU)} == {"contiguous"}
-    free, moved = (of(candidates(x, BYTES), "ring", 1, "zigzag") for x in (s, replace(s, zigzag=False)))
+    free, moved = (of(candidates(x, BYTES), "ring", 1, "zigzag") for x in (s, replace(s, order=LAYOUTS["contiguous"])))
     assert not free.relayout
     assert moved.relayout
     assert moved.forward - free.forward == s.q_bytes * (2 * 64 + 2 * 8)
     assert moved.collectives == free.collectives + 4
-    halves = replace(shape(2), zigzag=False)  # of two ranks, each keeps a half
+    halves = replace(shape(2), order=LAYOUTS["contiguous"])  # of two ranks, each keeps a half
     moved = of(candidates(halves, BYTES), "ring", 1, "zigzag")
     assert moved.forward == halves.q_bytes * (2 * 8 + (2 * 64 + 2 * 8) / 2)
 
@@ -254,8 +255,8 @@ def test_ties() -> None:
 
 def test_the_order_of_candidates_does_not_matter() -> None:
     for n in (2, 4, 6, 8, 16):
-        found = candidates(shape(n, 48, 4, zigzag=False), GPU)
-        assert found == candidates(shape(n, 48, 4, zigzag=False), GPU)
+        found = candidates(shape(n, 48, 4, order=LAYOUTS["contiguous"]), GPU)
+        assert found == candidates(shape(n, 48, 4, order=LAYOUTS["contiguous"]), GPU)
         assert choose(found) == choose(found[::-1])
 
 

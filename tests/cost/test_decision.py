@@ -11,13 +11,14 @@ from sp_compile.config import STRATEGIES
 from sp_compile.cost.attention import Strategy, candidates, choose
 from sp_compile.cost.decision import Decision, described, merged, table
 from sp_compile.cost.machine import GPU
+from sp_compile.lowering.frames import LAYOUTS
 from sp_compile.passes.report import Report
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.rule import RULES
 
 
 def test_table() -> None:
-    found = candidates(shape(4, 6, 2, zigzag=False), GPU)
+    found = candidates(shape(4, 6, 2, order=LAYOUTS["contiguous"]), GPU)
     chosen = choose(found)
     lines = table(found, chosen).splitlines()
     assert lines[0].split() == "attention U x R layout forward ms backward ms total ms memory MiB why".split()

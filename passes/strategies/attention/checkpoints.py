@@ -23,7 +23,8 @@ from sp_compile.sharding.attention import attending_nodes
 class KeepAttention(Pass):
     """Marks every attention of a checkpointed region, unless they are too large together."""
 
-    requires = frozenset({"local"})
+    requires = frozenset({"local", "tables are made"})  # attention as it will be
+    provides = frozenset({"attention is kept"})
 
     def apply(self, gm: GraphModule, job: Any) -> int:
         found = [node for node in attending_nodes(gm) if "ac_graph_id" in node.meta and not has_policy(node)]

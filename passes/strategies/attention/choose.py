@@ -27,13 +27,14 @@ from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
 from sp_compile.lowering.attention.case import Need
 from sp_compile.lowering.attention.kernels import KERNELS
+from sp_compile.lowering.frames import LAYOUTS, RowOrder
 from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.predicate import over, symbols, within_documents
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note, Settings
 from sp_compile.passes.localize.gradients import differentiable_nodes
 from sp_compile.sharding.attention import attention_nodes, predicate_of
-from sp_compile.sharding.placement import DEALT, Plan, Shard
+from sp_compile.sharding.placement import Plan, Shard
 
 from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
 from .layouts import BALANCED, orders, seconds_to_deal, why_better_not, why_not_dealt
@@ -67,12 +68,13 @@ class ChooseAttention(Pass):
             job.memory.append(taken)
             machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
         tried = orders(list(shapes.values()), plan, job)
-        made = {folds: _decisions(shapes, machines, folds, plan, job) for folds in tried}
-        folds = self._fastest(gm, made, plan, job)
-        for decision in made[folds]:
+        made = {order: _decisions(shapes, machines, order, plan, job) for order in tried}
+        order = self._fastest(gm, made, plan, job)
+        for decision in made[order]:
             mark(decision.node, choice=decision.chosen)
-        job.decisions += made[folds]
-        if folds == DEALT and _nothing_to_balance(made[folds]):
+        job.decisions += made[order]
+        folds = order.folds
+        if order.dealt and _nothing_to_balance(made[order]):
             why = "every rank has all rows of its heads, or all attention stays whole: there is nothing to balance"
             self._not_balanced(why)
             folds = job.folds
@@ -81,15 +83,16 @@ class ChooseAttention(Pass):
             job.forget()
         return 0
 
-    def _fastest(self, gm: GraphModule, made: Mapping[int, list[NodeDecision]], plan: Plan, job: Job) -> int:
+    def _fastest(self, gm: GraphModule, made: Mapping[RowOrder, list[NodeDecision]], plan: Plan, job: Job) -> RowOrder:
         """The order in which all attention together is fastest, and may be. Raises SpError: what was asked for not."""
-        seconds = {folds: sum(d.chosen.seconds for d in found) for folds, found in made.items()}
-        if made.get(DEALT):
-            seconds[DEALT] += seconds_to_deal(d.shape for d in made[DEALT])
-        best = min(made, key=lambda folds: seconds[folds])
-        if best != DEALT:
+        seconds = {order: sum(d.chosen.seconds for d in found) for order, found in made.items()}
+        for order, found in made.items():
+            if order.dealt and found:
+                seconds[order] += seconds_to_deal(d.shape for d in found)
+        best = min(made, key=lambda order: seconds[order])
+        if not best.dealt:
             return best
-        apart = {d.node for d in made[DEALT] if d.chosen.ring == 1}  # has the program's order between its exchanges
+        apart = {d.node for d in made[best] if d.chosen.ring == 1}  # has the program's order between its exchanges
         error = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
         if error is not None and job.layout != "auto":
             raise error
@@ -97,7 +100,7 @@ class ChooseAttention(Pass):
         if job.layout != "auto" or not why:
             return best
         self._not_balanced(why)
-        return min((folds for folds in made if folds != DEALT), key=lambda folds: seconds[folds])
+        return min((order for order in made if not order.dealt), key=lambda order: seconds[order])
 
     def _not_balanced(self, why: str) -> None:
         self.notes.append(Note("not balanced", "layout", "the whole graph", why))
@@ -108,12 +111,12 @@ def _nothing_to_balance(decisions: Iterable[NodeDecision]) -> bool:
 
 
 def _decisions(
-    shapes: dict[Node, Shape], machines: dict[Node, Machine], folds: int, plan: Plan, job: Settings
+    shapes: dict[Node, Shape], machines: dict[Node, Machine], order: RowOrder, plan: Plan, job: Settings
 ) -> list[NodeDecision]:
     """The best way for every attention if the program keeps its sequence in this order."""
     out = []
     for node, shape in shapes.items():
-        found = _found(replace(shape, zigzag=folds == 2, dealt=folds == DEALT), machines[node])
+        found = _found(replace(shape, order=order), machines[node])
         choice = _choice(found, node, plan, job)
         if choice is not None:
             out.append(NodeDecision(shape, found, choice, node=node))
@@ -122,13 +125,13 @@ def _decisions(
 
 def _found(shape: Shape, machine: Machine) -> list[Candidate]:
     """The candidates in the program's order; in another than its own a window reaches the keys of all ranks."""
-    if shape.dealt:
+    if shape.order.dealt:
         return candidates(replace(shape, window=None), machine)
     found = candidates(shape, machine)
-    if not shape.zigzag or not shape.causal or shape.q_len != shape.kv_len:
+    if shape.order.in_order or not shape.causal or shape.q_len != shape.kv_len:
         return found
     others = candidates(replace(shape, window=None), machine)
-    return [c for c in found if c.ring == 1] + [c for c in others if c.ring > 1 and c.layout == "zigzag"]
+    return [c for c in found if c.ring == 1] + [c for c in others if c.ring > 1 and c.layout == shape.order.name]
 
 
 def _shardable(node: Node, plan: Plan) -> bool:
@@ -174,9 +177,10 @@ def _allows(c: Candidate, job: Settings) -> bool:
         return False
     if 1 < c.ulysses < job.ranks.n and job.ranks.ulysses not in (None, c.ulysses):
         return False
-    if job.layout in ("zigzag", "balanced"):
+    asked = LAYOUTS.get(job.layout)
+    if asked is not None and not asked.in_order:
         return not c.relayout
-    return job.layout == "auto" or c.layout == "contiguous"
+    return asked is None or LAYOUTS[c.layout].in_order
 
 
 def _asked(job: Settings) -> str:

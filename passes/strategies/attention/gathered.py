@@ -23,6 +23,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
 from sp_compile.lowering import routes
+from sp_compile.lowering.frames import LAYOUTS
 
 from .base import ShardedAttention, register
 
@@ -45,7 +46,7 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     compute = machine.attention(shape.flops * busiest, shape.kv_len)
     # A causal mask cuts the keys of a run of queries into a full block and a diagonal one, merged. Zigzag keys come in
     # two runs, too.
-    runs = 2 if layout == "zigzag" else 1
+    runs = LAYOUTS[layout].chunks
     calls = (3 if shape.causal else 1) * runs * machine.call
     again = runs * machine.seconds("all_gather", kv / runs, n) + machine.copy(2 * n * kv)
     wide = kv * shape.widening

@@ -109,6 +109,7 @@ register(
         candidates=_candidates,
         sends=_sends,
         declare=_declare,
+        axes=("ring", "ulysses"),
         neighbours=lambda call: call["ulysses"],
     )
 )

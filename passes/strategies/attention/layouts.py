@@ -17,28 +17,31 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure
+from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, RowOrder, row_order
 from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.results import asked_of, why_whole
-from sp_compile.sharding.placement import DEALT, Plan, Replicate, Shard
+from sp_compile.sharding.placement import Plan, Replicate, Shard
 
-BALANCED = "layout='balanced'"
+BALANCED = "layout='balanced'"  # as users search for it
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 DEAL, DEAL_ROW = 3e-3, 5e-8
 """CPU seconds to deal a sequence to ranks, and of each of its positions: `benchmarks/plans.py`."""
 
 
-def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[int]:
-    """The `folds` that are tried, those first that are taken where two are as fast."""
+def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[RowOrder]:
+    """Those that are tried, those first that are taken where two are as fast."""
+    asked = LAYOUTS.get(job.layout)
     if job.ranks.n == 1:
-        return [1]
-    if job.layout == "balanced" and shapes:
-        return [DEALT]
-    if job.layout == "zigzag" or job.folds == 2:
-        return [2]
-    if job.layout != "auto":
-        return [1]
-    dealt = [DEALT] if any(shape.documents for shape in shapes) else []
-    return [1, *([2] if _permutable(plan, job) else []), *dealt]
+        return [CONTIGUOUS]
+    if asked is not None and asked.dealt and shapes:
+        return [asked]
+    for order in (asked, row_order(job.folds)):
+        if order is not None and order.chunks > 1:
+            return [order]
+    if asked is not None:
+        return [CONTIGUOUS]
+    may = {"dealt": any(shape.documents for shape in shapes), "permuted": _permutable(plan, job)}
+    return [order for order in LAYOUTS.values() if order.in_order or may["dealt" if order.dealt else "permuted"]]
 
 
 def _permutable(plan: Plan, job: Settings) -> bool:

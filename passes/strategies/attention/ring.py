@@ -26,6 +26,7 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.ring import hops_of_window
+from sp_compile.lowering.frames import LAYOUTS
 from sp_compile.lowering.masks.predicate import over, symbols
 from sp_compile.sharding.attention import predicate_of
 
@@ -51,7 +52,7 @@ class Ring(ShardedAttention):
         predicate = predicate_of(call)
         if not predicate or query is None or key is None or self._balance(node):
             return n
-        rows, in_order = query.frame.local(n), query.frame.folds == 1 and query.frame.start == 0
+        rows, in_order = query.frame.local(n), query.frame.order.in_order and query.frame.start == 0
         if not query.matches(key) or not isinstance(rows, int) or not in_order:
             return n
         box = {name: (-math.inf, math.inf) for name in symbols(predicate)}
@@ -76,15 +77,15 @@ def ring_grads(node: Node) -> str:
 
 def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> Candidate:
     """A ring of `n / ulysses` places, each with the rows of `ulysses` neighbours and a share of the heads."""
-    size, zigzag = shape.n // ulysses, layout == "zigzag"
+    size, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
     kv = math.lcm(shape.kv_heads, ulysses) * shape.kv_bytes
     grads = kv * shape.widening
     hops = _hops(shape, size) if ulysses == 1 else size - 1
-    keys = ulysses * shape.kv_rows / (2 if zigzag else 1)
+    keys = ulysses * shape.kv_rows / chunks
     busiest = shape.imbalance(size, layout)
     step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
     # Zigzag: every step is two blocks, and three in four halves of the queries take part in one.
-    blocks, share = (2, 0.75) if zigzag else (1, 1.0)
+    blocks, share = (2, 0.75) if chunks > 1 else (1, 1.0)
     calls = (blocks * (hops + 1) + hops) * machine.call
     hop, hop_grads = machine.seconds("shift", kv, shape.n), machine.seconds("shift", grads, shape.n)
 

@@ -30,6 +30,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, same, sizes
+from sp_compile.lowering.frames import LAYOUTS
 from sp_compile.sharding.attention import ATTENTION
 from sp_compile.sharding.placement import Demand, Placement, Shard
 
@@ -182,7 +183,7 @@ def _by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
 def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
     """Whole sequences are in their own order, whatever that of the shards. In groups of heads where that is faster."""
     n = shape.n
-    if layout == "zigzag":
+    if LAYOUTS[layout].chunks > 1:
         return
     legal = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
     memory = exchanged_memory(shape, n) if n > 1 else 0

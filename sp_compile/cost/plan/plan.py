@@ -33,6 +33,7 @@ from sp_compile.cost.offload import copy_seconds
 from sp_compile.cost.step import PHASES, ModelBytes, StepMemory, state_per_weight, written
 from sp_compile.errors import SpError
 from sp_compile.graph.sizes import typical
+from sp_compile.lowering.frames import CONTIGUOUS
 from sp_compile.passes.report import Report
 from sp_compile.verify import explain_each
 
@@ -328,8 +329,8 @@ class _AllLayers:
         first: dict[Any, Decision] = {}
         for one in self.looked:
             for decision in one[0].attention:
-                first.setdefault(replace(decision.shape, zigzag=False), decision)
-        counts = [{replace(d.shape, zigzag=False): float(d.nodes) for d in one[0].attention} for one in self.looked]
+                first.setdefault(_unmoved(decision.shape), decision)
+        counts = [{_unmoved(d.shape): float(d.nodes) for d in one[0].attention} for one in self.looked]
         return [(d, self._of_layers([count.get(shape, 0.0) for count in counts])) for shape, d in first.items()]
 
 
@@ -438,7 +439,7 @@ def _ways(whole: _AllLayers, n: int, machine: Machine) -> list[tuple[tuple[str, 
         return [(("auto", "auto"), [])]
     out: list[tuple[tuple[str, str], list[tuple[Candidate, float]]]] = []
     for room in (ROOMY, TIGHT):
-        offered = [(_fastest(replace(d.shape, n=n, zigzag=False), replace(machine, memory=room)), c) for d, c in shapes]
+        offered = [(_fastest(replace(_unmoved(d.shape), n=n), replace(machine, memory=room)), c) for d, c in shapes]
         for key in offered[0][0]:
             found = [(_same_or_contiguous(best, key), count) for best, count in offered]
             way = key, [(c, count) for c, count in found if c is not None]
@@ -457,9 +458,14 @@ def _fastest(shape: Shape, machine: Machine) -> dict[tuple[str, str], Candidate]
     return best
 
 
+def _unmoved(shape: Shape) -> Shape:
+    """In a program that keeps its order; what is dealt stays so."""
+    return shape if shape.order.dealt else replace(shape, order=CONTIGUOUS)
+
+
 def _same_or_contiguous(best: Mapping[tuple[str, str], Candidate], key: tuple[str, str]) -> Candidate | None:
     """A window is never in zigzag order."""
-    return best.get(key) or best.get((key[0], "contiguous"))
+    return best.get(key) or best.get((key[0], CONTIGUOUS.name))
 
 
 def _exchanged(whole: _AllLayers, n: int, machine: Machine) -> float:

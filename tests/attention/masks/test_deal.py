@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention.attending import packed
+from support.attention.attending import packed, pieces_of
 
 from sp_compile.lowering.masks.blocks import pairs_before, pairs_of
 from sp_compile.lowering.masks.chunks import EVEN_ENOUGH
 from sp_compile.lowering.masks.deal import dealt, new_order, positions_in_order, reordered
-from sp_compile.lowering.masks.pieces import Pieces, pieces_of
+from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import evaluate
 from sp_compile.lowering.masks.spans import Segment, rows_of

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention.attending import packed
+from support.attention.attending import packed, pieces_of
 from torch import Tensor
 
-from sp_compile.lowering.masks.pieces import CELL, FAR_VALUE, MOST_PIECES, pieces_of, table_size
+from sp_compile.lowering.masks.pieces import CELL, FAR_VALUE, MOST_PIECES, table_size
 
 
 def vectors() -> st.SearchStrategy[Tensor]:

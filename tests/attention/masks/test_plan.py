@@ -10,12 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention.attending import PREDICATES, packed
+from support.attention.attending import PREDICATES, packed, pieces_of
 from support.cuda.attention import told
 from torch import Tensor
 
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
-from sp_compile.lowering.masks.pieces import pieces_of
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import conjuncts, evaluate
 from sp_compile.lowering.masks.spans import Segment, halves, intervals, valid_rows, whole

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.predicate import evaluate
 
 PREDICATES = {
@@ -27,6 +28,11 @@ SIZES = [3, 2]
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 17 * len(shape)), dtype=dtype)
+
+
+def pieces_of(x: Tensor) -> Pieces:
+    """The pieces of an int or bool vector (B, S)."""
+    return Pieces.of(torch.ops.sp.pieces([x])[0])
 
 
 def packed(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,59 @@
+"""What a strategy is called, its mesh axes, and what a layout is called are words of one file each."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+
+from tree.test_layers import FILES
+
+from sp_compile.config import STRATEGIES
+from sp_compile.lowering.frames import LAYOUTS
+
+OTHER_MEANINGS = {
+    "gather": {
+        "sp_compile.config",  # what the options outputs and fallback may be
+        "sp_compile.passes.job",
+        "sp_compile.passes.propagate",
+        "sp_compile.passes.results",
+        "sp_compile.pipeline",
+        "sp_compile.verify",
+        "sp_compile.passes",  # the pass that gathers what no other takes
+        "sp_compile.passes.strategies.gather",
+        "sp_compile.passes.report",
+        "sp_compile.cost.scan",  # how scans exchange
+        "sp_compile.functional.scan_shards",
+        "sp_compile.lowering.scan.across",
+        "sp_compile.lowering.scan.autograd",
+        "sp_compile.lowering.scan.ops",
+        "sp_compile.passes.tensor_parallel.varying",  # a verb
+    }
+}
+"""Files in which the word is not the strategy's name."""
+
+
+def places(words: set[str]) -> dict[str, set[str]]:
+    """The files in which each of these is a string."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, file in FILES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and node.value in words:
+                found[node.value].add(module)
+    return found
+
+
+def test_no_other_file_names_a_strategy() -> None:
+    own = {strategy.name: strategy.candidates.__module__ for strategy in STRATEGIES.values()}
+    axes = {name: {s.candidates.__module__ for s in STRATEGIES.values() if name in s.axes} for name in own}
+    assert {"ring", "ulysses", "hybrid", "gather"} <= set(own)
+    found = places(set(own))
+    assert {name: found[name] - {home} - axes[name] for name, home in own.items()} == {
+        name: OTHER_MEANINGS.get(name, set()) for name in own
+    }
+
+
+def test_no_other_file_names_a_layout() -> None:
+    by_hand = {"sp_compile.functional.attention", "sp_compile.functional.scans"}  # the default of a public signature
+    found = places(set(LAYOUTS))
+    assert found == {name: {"sp_compile.lowering.frames"} | found[name] & by_hand for name in LAYOUTS}
+    assert {name for name in LAYOUTS if found[name] & by_hand} == {"contiguous"}

@@ -1,0 +1,91 @@
+"""Options are read in one place: `Settings.of`; whatever is behind it asks settings.
+
+An `SPConfig` is known by its name: a parameter or field that is annotated so (or `AnyOptions`), or what is assigned from
+`SPConfig(...)`, `SPConfig.of(...)` and `replace` of one. Options that nobody has looked at are known by the key.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+from tree.test_layers import FILES
+
+from sp_compile import SPConfig
+
+FIELDS = {field.name for field in fields(SPConfig)} | {"has_place"}
+UNSEEN = {"options", "given", "config"}  # what mappings of options are called
+READ_THEM = {"sp_compile.config", "sp_compile.passes.job"}
+WRITE_THEM = {"sp_compile.cost.plan.plan"}  # an entry, which asks for several options in place of one
+
+
+def is_config(node: ast.expr | None, known: set[str]) -> bool:
+    """Is the value an `SPConfig`, as far as its text tells?"""
+    if isinstance(node, ast.Call):
+        made = ast.unparse(node.func)
+        return made in ("SPConfig", "SPConfig.of") or (made == "replace" and is_config(node.args[0], known))
+    return node is not None and ast.unparse(node) in known
+
+
+def configs(tree: ast.AST) -> set[str]:
+    """Names of a file that mean one somewhere in it, those of fields behind any object."""
+    found = {"SPConfig"}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.arg | ast.AnnAssign) or node.annotation is None:
+            continue
+        if re.search(r"\b(SPConfig|AnyOptions)\b", ast.unparse(node.annotation)):
+            found.add(node.arg if isinstance(node, ast.arg) else ast.unparse(node.target))
+    for node in ast.walk(tree):  # in the order of the text
+        if isinstance(node, ast.Assign) and is_config(node.value, found):
+            found |= {ast.unparse(target) for target in node.targets}
+    return found
+
+
+def reads(source: str) -> Iterator[str]:
+    """Where a text reads a field of an `SPConfig`, or the option of that name."""
+    tree = ast.parse(source)
+    known = configs(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in FIELDS:
+            holder = ast.unparse(node.value)
+            if holder in known or holder.rpartition(".")[2] in known or is_config(node.value, known):
+                yield ast.unparse(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            holder, key = node.func.value, node.args[0]
+        elif isinstance(node, ast.Subscript):
+            holder, key = node.value, node.slice
+        else:
+            continue
+        name = str(key.value) if isinstance(key, ast.Constant) else ""
+        unseen = ast.unparse(holder).rpartition(".")[2] in UNSEEN and name in FIELDS
+        if unseen or name.removeprefix("option ") in FIELDS - {name}:
+            yield ast.unparse(node)
+
+
+def test_options_become_settings_in_one_place() -> None:
+    found = {module: list(reads(file.read_text())) for module, file in FILES.items()}
+    assert {module for module, where in found.items() if where} == READ_THEM | WRITE_THEM, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(config: SPConfig): return config.layout",
+        "def f(options: SPConfig | None): return options.layout",
+        "class A:\n    config: SPConfig\n\ndef f(a): return a.config.layout",
+        "def f(x):\n    given = chosen = SPConfig.of(x)\n    chosen = replace(given, tiles=2)\n    return chosen.tiles",
+        "SPConfig.check_every",
+        "SPConfig.of(x).check_every",
+        "options.get('layout', 'auto')",
+        "options['option param_grads']",
+    ],
+)
+def test_what_is_a_read(source: str) -> None:
+    assert list(reads(source))
+
+
+def test_settings_are_none() -> None:
+    assert not list(reads("def f(job: Settings): return job.layout"))
