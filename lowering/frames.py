@@ -192,4 +192,6 @@ def pad(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Tensor:
     if edge:
         return x.index_select(dim, nearest_rows(torch.arange(total, device=x.device), frame, inner))
     widths = [0, 0] * (x.ndim - 1 - dim) + [start * inner, (total - start - length) * inner]
+    if not known(total > length):  # by nothing, a kernel keeps x's strides, and fake tensors are contiguous
+        x = x.contiguous()
     return torch.constant_pad_nd(x, widths)

@@ -33,6 +33,7 @@ from sp_compile.passes.joint.joint import JointPasses
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
 from sp_compile.passes.results import RESULTS, why_whole
+from sp_compile.passes.strategies.attention.layouts import KEEP_DEALS, OtherOrder, reason
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
@@ -190,23 +191,35 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, 
         config = SPConfig.of(options)
         if has_dtensors(gm, example_inputs):
             raise SpError(WHOLE_DTENSORS)
-        view = global_view(gm, example_inputs, config.asked, session.ranks)
+        asked = Settings.of(config, session.ranks)
+        deals = asked.layout in KEEP_DEALS and any(isinstance(x, Sharded) and x.lies.is_dealt for x in example_inputs)
+        view = global_view(gm, example_inputs, config.asked, session.ranks, deals)
         session.ranks.check_carries(device)
     finally:  # with the other ranks, whatever failed on this one
         machine = session.machine(device)
-    symbols, plain = symbols_of(view.graph), compiled_inputs(example_inputs, view.layouts, view.graph)
-    settings = Settings.of(
-        config,
-        session.ranks,
-        seq_dims=view.seq_dims,
-        inputs=view.inputs,
-        outputs=view.outputs,
-        folds=view.folds,
-        machine=machine,
-        aligned=session.aligned,
-    )
-    local, report = run_pipeline(view.graph, settings, view.fragment)
-    report.add(_taken_from_others(view, example_inputs))
+
+    def passed(view: GlobalView) -> tuple[list[Any], Settings, GraphModule, Report]:
+        plain = compiled_inputs(example_inputs, view.layouts, view.graph)
+        settings = replace(
+            asked,
+            seq_dims=view.seq_dims,
+            inputs=view.inputs,
+            outputs=view.outputs,
+            folds=view.folds,
+            machine=machine,
+            aligned=session.aligned,
+        )
+        local, report = run_pipeline(view.graph, settings, view.fragment)
+        plain += [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")[len(plain) :]]  # rows' order
+        return plain, settings, local, report
+
+    symbols, why = symbols_of(view.graph), ""
+    try:
+        plain, settings, local, report = passed(view)
+    except OtherOrder as error:
+        why, view = reason(error), global_view(gm, example_inputs, config.asked, session.ranks, not deals)
+        plain, settings, local, report = passed(view)
+    report.add(_taken_from_others(view, example_inputs, why))
     declare_routes(local, session.ranks)
     rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
     edges = Edges(view.layouts, _left_in_shards(local, view, session.ranks), rows, view.writes, symbols)
@@ -216,12 +229,14 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, 
     return RankProgram(local, settings, report, plain, _joint(plain, settings, session), edges)
 
 
-def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any]) -> Iterator[Note]:
-    """What the report says of inputs that earlier graphs left in shards."""
+def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any], why: str) -> Iterator[Note]:
+    """What the report says of inputs that earlier graphs left in shards. why: rows in another order are whole."""
     for i, (name, x) in enumerate(zip(view.arguments, example_inputs, strict=True)):
         if isinstance(x, Sharded):
             stays = f"an earlier graph left it {x.lies}"
             other = f"{stays}, and this one runs on other ranks" if x.lies.is_plain else stays
+            if why:
+                other = f"{stays}, and {why}"
             done, why = ("in shards", stays) if i in view.layouts else ("whole", other)
             yield Note(done, name, f"input {name}", why)
 

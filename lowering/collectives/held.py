@@ -17,10 +17,11 @@ sp = torch.ops.sp
 
 @dataclass(frozen=True, eq=False)
 class Orders:
-    """The order in which ranks hold positions, and its inverse, int64 (S,) each, as ``sp::deal`` makes them."""
+    """The order in which ranks hold positions, its inverse, int64 (S,) each, and its runs: of ``sp::deal``."""
 
     order: Tensor
     inverse: Tensor
+    chunks: Tensor
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,13 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Is the sequence all of the dim, and the dim all of the sequence, in an order that is known ahead?"""
-        return (self.outer, self.inner, self.before, self.after) == (1, 1, 0, 0) and self.folds > 0
+        """Is the sequence all of the dim, and the dim all of the sequence?"""
+        return (self.outer, self.inner, self.before, self.after) == (1, 1, 0, 0)
+
+    @property
+    def is_dealt(self) -> bool:
+        """Does each call tell the order?"""
+        return row_order(self.folds).dealt
 
     def frame(self, length: int) -> list[int]:
         """The frame of a whole whose dim is `length` long, as sp:: ops take it."""

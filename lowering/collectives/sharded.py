@@ -54,6 +54,9 @@ OTHER_DATA = (
 )
 
 
+DEALT_PARTS = "order", "inverse", "chunks"
+
+
 class Sharded(Tensor):
     """The value of one device, of which this rank holds rows until somebody reads it.
 
@@ -179,13 +182,13 @@ class Sharded(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if self.lies.dealt is None:
             return ["local"], self.lies
-        return ["local", "order", "inverse"], replace(self.lies, dealt=None)
+        return ["local", *DEALT_PARTS], replace(self.lies, dealt=None)
 
     @staticmethod
     @torch.compiler.disable
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, shape: Any, strides: Any) -> Sharded:
         if "order" in inner:
-            layout = replace(layout, dealt=Orders(inner["order"], inner["inverse"]))
+            layout = replace(layout, dealt=Orders(*(inner[part] for part in DEALT_PARTS)))
         return Sharded(HeldRows(layout, shape[layout.dim], inner["local"]), shape)
 
     @property
@@ -197,6 +200,11 @@ class Sharded(Tensor):
     def inverse(self) -> Tensor:
         """Of the order."""
         return cast(Orders, self.lies.dealt).inverse
+
+    @property
+    def chunks(self) -> Tensor:
+        """Of the order, one behind the other."""
+        return cast(Orders, self.lies.dealt).chunks
 
     @classmethod
     @torch.compiler.disable

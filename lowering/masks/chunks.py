@@ -42,6 +42,23 @@ class ChunkOrder(NamedTuple):
         """The place of each chunk's first row in the new order."""
         return np.cumsum(self.lengths) - self.lengths
 
+    def words(self, n: int) -> Ints:
+        """(2, most_chunks(n)) for n ranks: firsts and lengths, zeros behind them."""
+        out = np.zeros((2, most_chunks(n)), np.int64)
+        out[:, : len(self.firsts)] = self.firsts, self.lengths
+        return out
+
+    @staticmethod
+    def of(words: Ints) -> ChunkOrder:
+        """Those that `words` tells; nobody knows their work any more."""
+        firsts, lengths = words[:, words[1] > 0]
+        return ChunkOrder(firsts, lengths, 1.0, 1.0)
+
+
+def most_chunks(n: int) -> int:
+    """As many as n ranks can hold, and one at either end that keeps its place."""
+    return n * max(MOST_CHUNKS, FEW_CHUNKS) + 2
+
 
 def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> ChunkOrder:
     """`length` positions for n ranks of `rows` each, the last of which may hold fewer.

@@ -18,7 +18,7 @@ from torch import Tensor
 from sp_compile.lowering.library import opaque
 
 from .blocks import pairs_before
-from .chunks import ChunkOrder, deal
+from .chunks import ChunkOrder, deal, most_chunks
 from .pieces import Ints, Pieces, cut, table_of, table_size
 from .plan import plan
 from .spans import Segment
@@ -71,6 +71,12 @@ def new_order(found: ChunkOrder, device: torch.device) -> tuple[Tensor, Tensor]:
     return order, inverse
 
 
+def undealt(length: int, n: int, device: torch.device) -> list[Tensor]:
+    """(order, inverse, chunks) as of ``sp::deal``, of rows that keep their places."""
+    found = ChunkOrder.of(np.array([[0], [length]]))
+    return [*new_order(found, device), torch.from_numpy(found.words(n))]
+
+
 def positions_in_order(found: ChunkOrder) -> Tensor:
     """The table (see `pieces.py`) of the positions in the new order."""
     alone = np.ones_like(found.firsts)
@@ -95,11 +101,24 @@ def _continued(table: Ints) -> Ints:
     return table[:, np.append(True, ~goes_on)]
 
 
-def _fake_deal(vectors: Sequence[Tensor], *given: Any) -> list[Tensor]:
-    length, device = given[3], given[-1]
+def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:
+    """Stand-ins for (the order, its inverse, the chunks), on which all that dealt values need is told."""
     orders = [torch.empty([length], dtype=torch.int64, device=device) for _ in range(2)]
+    return [*orders, torch.empty([2, most_chunks(n)], dtype=torch.int64, device="cpu")]
+
+
+def _fake_tables(vectors: Sequence[Tensor], length: Any) -> list[Tensor]:
     lengths = [length, *2 * [x.shape[1] for x in vectors]]
-    return [*orders, *(torch.empty([table_size(x)], dtype=torch.int64, device="cpu") for x in lengths)]
+    return [torch.empty([table_size(x)], dtype=torch.int64, device="cpu") for x in lengths]
+
+
+def _fake_deal(vectors: Sequence[Tensor], *given: Any) -> list[Tensor]:
+    length, n, device = given[3], given[-3], given[-1]
+    return [*fake_orders(length, n, device), *_fake_tables(vectors, length)]
+
+
+def _tables(vectors: Sequence[Tensor], found: ChunkOrder, tables: Sequence[Tensor]) -> list[Tensor]:
+    return [positions_in_order(found), *tables, *(reordered(Pieces.of(table), found) for table in tables)]
 
 
 @opaque(
@@ -125,13 +144,28 @@ def deal_rows(
     stride: so many ranks in a row count as one, because they share heads.
 
     Shapes: int or bool (B, length) each -> int64 (length,), the positions in that order; (length,), the places of the
-    positions in it; and tables as of ``sp::pieces``, on the CPU: of the positions in the order, of each vector as it
-    is, and of each vector in the order. The first max(front) and the last max(behind) positions keep their places.
+    positions in it; (2, chunks) on the CPU, the first position and the length of each run; and tables as of
+    ``sp::dealt_tables``. The first max(front) and the last max(behind) positions keep their places.
     Bytes between ranks: none. Waits for the device once, if there are vectors on it.
     """
     tables = torch.ops.sp.pieces(vectors) if vectors else []
     pieces = tuple(map(Pieces.of, tables))
     numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, behind)]
     found = dealt(tuple(predicates), *numbers, pieces, int(length), n, stride, *ends)
-    moved = [reordered(vector, found) for vector in pieces]
-    return [*new_order(found, device), positions_in_order(found), *tables, *moved]
+    return [*new_order(found, device), torch.from_numpy(found.words(n)), *_tables(vectors, found, tables)]
+
+
+@opaque(
+    "dealt_tables(Tensor[] vectors, Tensor chunks, SymInt length) -> Tensor[]",
+    lambda vectors, _, length: _fake_tables(vectors, length),
+    replays=False,
+)
+def dealt_tables(vectors: Sequence[Tensor], chunks: Tensor, length: int) -> list[Tensor]:
+    """Replicate -> Replicate: what masks look up where another graph has dealt the rows.
+
+    Shapes: int or bool (B, length) each, chunks as ``sp::deal`` returns them -> tables as of ``sp::pieces``, on the
+    CPU: of the positions in the order, of each vector as it is, and of each vector in the order. Bytes between ranks:
+    none. Waits for the device once, if there are vectors on it.
+    """
+    tables = torch.ops.sp.pieces(vectors) if vectors else []
+    return _tables(vectors, ChunkOrder.of(chunks.numpy()), tables)

@@ -9,7 +9,6 @@ import torch
 from torch.fx import GraphModule
 
 from sp_compile.graph.sizes import sizes
-from sp_compile.lowering.frames import row_order
 from sp_compile.passes.base import CAPTURED, Pass, Passes, check_order, passes_in
 from sp_compile.passes.results import RESULTS
 
@@ -18,19 +17,22 @@ from .late import MakeLate
 
 
 class ReturnOrders(Pass):
-    """Results whose rows are dealt need the order of each call: that and its inverse are returned, too."""
+    """Results whose rows are dealt need the order of each call: that, its inverse and its runs are returned, too.
+
+    Not where the graph was given rows in that order.
+    """
 
     requires = frozenset({"proved"})
     provides = frozenset({"orders are returned"})
 
     def apply(self, gm: GraphModule, job: EdgesJob) -> int:
-        if not any(row_order(result.layout.folds).dealt for result in job.edges.results.values()):
+        if job.edges.given is not None or not any(one.layout.is_dealt for one in job.edges.results.values()):
             return 0
         (dealt,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
         with gm.graph.inserting_before(gm.graph.output_node()):
-            orders = [self.emit(operator.getitem, (dealt, i), dealt.meta["val"][i], dealt) for i in (0, 1)]
+            orders = [self.emit(operator.getitem, (dealt, i), dealt.meta["val"][i], dealt) for i in range(3)]
         leaves = leaves_of(gm)
-        job.edges = replace(job.edges, deal=(len(leaves), len(leaves) + 1))
+        job.edges = replace(job.edges, deal=tuple(range(len(leaves), len(leaves) + 3)))
         give_back(gm, [*leaves, *orders])
         return 1
 

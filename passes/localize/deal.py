@@ -10,7 +10,8 @@ The order is made once a graph, at its head, from the vectors that predicates lo
 all ranks, which hold them whole. Whole values keep the order of the program, and meet the other one where they are cut
 or put together; an attention's predicate asks for positions where it asked for indices; nothing else notices. The
 tables of all vectors come with the order, so a graph waits once. Bytes moved between ranks: none.
-Where that may be: `strategies.attention.layouts`.
+Where that may be: `strategies.attention.layouts`. A graph that is given dealt rows has their order as three inputs
+more, behind its own, and keeps it.
 """
 
 from __future__ import annotations
@@ -26,18 +27,23 @@ from torch.fx import GraphModule, Node
 from sp_compile._compat import namespace_of, size_hint
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call, shape_of
+from sp_compile.graph.fakes import fake_mode_of
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, product, same, size, sizes
 from sp_compile.lowering.frames import DEALT, row_order
-from sp_compile.lowering.masks.deal import dealt
+from sp_compile.lowering.masks.deal import dealt, fake_orders
 from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note
 from sp_compile.sharding.attention import strategy_of
+from sp_compile.sharding.placement import Shard
 
 from .lookups import first_of_each, move_before, vectors_of
 
 sp = torch.ops.sp
+GIVEN = ("dealt_order", "dealt_inverse", "dealt_chunks")
+KEPT_ENDS = 1
+"""Rows at either end of the sequence that keep their place, for graphs that look at the row beside each: labels."""
 FRAMES = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
 Frames = dict[str, tuple[Size, ...]]
 """The dealt frames among a call's arguments."""
@@ -55,35 +61,35 @@ class Deal(Pass):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         calls = [(Call(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _dealt(n))]
-        if calls:
-            self._order(calls, job.ranks.n)
+        given = [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.dealt]
+        if calls or given:
+            self.ends = KEPT_ENDS if _goes_on(gm, job) else 0
+            self._order(gm, calls, job.ranks.n, given)
         for call, frames in calls:
             self._write(call, frames)
-        if calls:
+        if calls or given:
             self.drop(*self.made)
         return len(calls)
 
-    def _order(self, calls: Sequence[tuple[Call, Frames]], n: int) -> None:
-        """The order, at the head of the graph: ``sp::deal``."""
-        first = calls[0][0].node
+    def _order(self, gm: GraphModule, calls: Sequence[tuple[Call, Frames]], n: int, given: Sequence[Shard]) -> None:
+        """The order, at the head of the graph: ``sp::deal``; or as inputs, that of rows which the graph is `given`."""
+        inputs = gm.graph.find_nodes(op="placeholder")
+        first = calls[0][0].node if calls else inputs[-1].next
         found = [frame for _, frames in calls for frame in frames.values()]
-        length = found[0][1]
+        length = given[0].frame.size if given else found[0][1]
         attends = [call for call, frames in calls if "q_frame" in frames]
         self.known = first_of_each(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
         self.vectors = list(dict.fromkeys(self.known.values()))
         move_before(first, self.vectors)
-        predicates, weights, numbers = self._work(attends)
-        self._foresee(predicates, weights, numbers, self.sizes(length), n)
-        ends = {(start, size(whole - start - part)) for _, whole, start, part, *_ in found}
-        fronts, behinds = (self.sizes.list(dict.fromkeys(x)) for x in zip(*sorted(ends, key=str)))
+        device = inputs[0].meta["val"].device
+        orders = self._given(inputs, length, n, device) if given else []
         with self.graph.inserting_before(first):
-            device = first.all_input_nodes[0].meta["val"].device
-            strategies = ((strategy_of(call.node.target), call) for call in attends)
-            stride = min((strategy.neighbours(call) if strategy else 1 for strategy, call in strategies), default=1)
-            args = (self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, stride, device)
-            made = self.compute(sp.deal.default, args, first)
+            if given:
+                made = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
+            else:
+                made = self.compute(sp.deal.default, self._dealing(attends, found, length, n, device), first)
             parts = [self.emit(operator.getitem, (made, i), x, first) for i, x in enumerate(made.meta["val"])]
-            self.order, self.inverse, positions, *tables = parts
+            self.order, self.inverse, _, positions, *tables = *orders, *parts
             where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)
             count = len(self.vectors)
             self.tables = dict(zip(self.vectors, tables[:count]))
@@ -93,6 +99,33 @@ class Deal(Pass):
             }
             self.positions = where, positions
             self.made = [*parts, where, *(v for v, _ in self.moved.values())]
+
+    def _dealing(
+        self, attends: Sequence[Call], found: Iterable[tuple[Size, ...]], length: Size, n: int, device: torch.device
+    ) -> tuple[Any, ...]:
+        """The arguments of ``sp::deal``."""
+        predicates, weights, numbers = self._work(attends)
+        self._foresee(predicates, weights, numbers, self.sizes(length), n)
+        ends = {(start, size(whole - start - part)) for _, whole, start, part, *_ in found} | {(self.ends, self.ends)}
+        fronts, behinds = (self.sizes.list(dict.fromkeys(x)) for x in zip(*sorted(ends, key=str)))
+        strategies = ((strategy_of(call.node.target), call) for call in attends)
+        stride = min((strategy.neighbours(call) if strategy else 1 for strategy, call in strategies), default=1)
+        return self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, stride, device
+
+    def _given(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
+        """The order of the rows that the graph is given, as inputs."""
+        self.notes.append(Note(DEALT.name, "layout", "the whole graph", "rows come dealt, and stay so"))
+        extent, orders = self.sizes(length), []
+        with fake_mode_of([node.meta.get("val") for node in inputs]):
+            values = fake_orders(extent.meta["val"] if isinstance(extent, Node) else extent, n, device)
+        last = inputs[-1]
+        with self.graph.inserting_before(last.next):
+            for name, value in zip(GIVEN, values, strict=True):
+                orders.append(self.graph.placeholder(name))
+                orders[-1].meta["val"] = value
+        if self.sizes.last is last:
+            self.sizes.last = orders[-1]
+        return orders
 
     def _work(self, attends: Iterable[Call]) -> tuple[list[str], list[Node | int], list[Node | int]]:
         """(predicates over all vectors and numbers, how much a pair of each takes, the numbers)"""
@@ -193,6 +226,13 @@ class Deal(Pass):
         fresh = self.compute(sp.reorder.default, args, like)
         mark(fresh, requires_grad=record(x).requires_grad)
         return fresh
+
+
+def _goes_on(gm: GraphModule, job: Job) -> bool:
+    """Does a result stay in shards, for another graph?"""
+    assert job.planned is not None
+    origins = [record(node).origin for node in gm.graph.output_node().all_input_nodes]
+    return any(isinstance(job.planned.of(one), Shard) for one in origins if one is not None)
 
 
 def _dealt(node: Node) -> Frames:

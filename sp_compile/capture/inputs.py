@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -133,9 +133,12 @@ class GlobalView:
         return min((layout.folds for layout in self.layouts.values()), default=1)
 
 
-def global_view(gm: GraphModule, example_inputs: Sequence[Any], asked: Asked, ranks: Ranks) -> GlobalView:
+def global_view(
+    gm: GraphModule, example_inputs: Sequence[Any], asked: Asked, ranks: Ranks, deals: bool = False
+) -> GlobalView:
     """The graph as the passes take it, and what is known of its inputs and results.
 
+    deals: it takes rows that an earlier graph has dealt as they lie, and keeps their order.
     Raises SpError: options that name none of them, or that the program cannot honour.
     """
     fragment = is_fragment(gm)
@@ -153,7 +156,7 @@ def global_view(gm: GraphModule, example_inputs: Sequence[Any], asked: Asked, ra
         graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:
         graph = capture(gm, example_inputs)
-        inputs, layouts = _in_shards(graph, example_inputs, ranks)
+        inputs, layouts = _in_shards(graph, example_inputs, ranks, deals)
     _mark_inputs(graph, example_inputs)
     names, arguments = _result_names(gm), [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     outputs, writes = _of_results(names, asked.outputs, fragment), _writes_returned(graph, example_inputs)
@@ -163,21 +166,21 @@ def global_view(gm: GraphModule, example_inputs: Sequence[Any], asked: Asked, ra
 
 
 def _in_shards(
-    graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks
+    graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks, deals: bool
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
     """Where inputs lie that an earlier graph left in shards on these ranks; the graph is told how many rows each has.
 
-    One that lies along a part of a dim is taken whole.
+    One that lies along a part of a dim is taken whole; where some are dealt, only these are not.
     """
     mode, _ = fake_inputs(())
     placements: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
     for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        if not isinstance(x, Sharded) or not x.lies.is_plain:
+        if not isinstance(x, Sharded) or not x.lies.is_plain or x.lies.is_dealt != deals:
             continue
         if (x.lies.n, x.lies.group) != (ranks.n, ranks.group):
             continue
-        layout, whole = x.lies, node.meta["val"]
+        layout, whole = replace(x.lies, dealt=None), node.meta["val"]
         with mode, torch.no_grad():
             local = layout.rows(whole).detach()
         mark(node, local=local.requires_grad_(x.requires_grad))

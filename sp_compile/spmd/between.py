@@ -21,6 +21,7 @@ from sp_compile.graph.sizes import Size, size
 from sp_compile.lowering.collectives.held import Layout, Orders, Origin
 from sp_compile.lowering.collectives.late import LateGraph
 from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late, write
+from sp_compile.lowering.masks.deal import undealt
 
 from .agree import astray, exchanged
 from .message import READS, Message
@@ -50,19 +51,35 @@ def _has(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
 
 def taken(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
     """What the program of one rank takes: of a value in shards its rows, of one that it takes whole the whole, and
-    what a collective brings once it is there.
+    what a collective brings once it is there. Behind all, the order of rows that are dealt.
 
     layouts: by number, how the program takes arguments. Raises SpError where ranks do not all read the same.
     """
     if not have_shards(args):
         return args
-    return [_taken(a, layouts.get(i)) for i, a in enumerate(args)]
+    orders = orders_given(args, layouts)
+    told = [] if orders is None else [orders.order, orders.inverse, orders.chunks]
+    return [*(_taken(a, layouts.get(i), orders) for i, a in enumerate(args)), *told]
 
 
-def _taken(a: Any, layout: Layout | None) -> Any:
+def _taken(a: Any, layout: Layout | None, orders: Orders | None) -> Any:
     if isinstance(a, Sharded):
-        return a.full() if layout is None else entering(a, layout)
+        return a.full() if layout is None else entering(a, replace(layout, dealt=orders if layout.is_dealt else None))
     return arrived(a) if isinstance(a, AsyncCollectiveTensor) else a
+
+
+def first_dealt(layouts: Mapping[int, Layout]) -> int | None:
+    """The number of the argument whose order the program keeps, if it takes rows that are dealt."""
+    return next((i for i, layout in layouts.items() if layout.is_dealt), None)
+
+
+def orders_given(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Orders | None:
+    """The order in which the rows of a call are dealt; that of the program where they are not."""
+    given = first_dealt(layouts)
+    if given is None:
+        return None
+    a, layout = args[given], layouts[given]
+    return a.lies.dealt or Orders(*undealt(a.shape[layout.dim], layout.n, a.device))
 
 
 @dataclass(frozen=True)
@@ -91,8 +108,8 @@ class Edges:
     own: how many results the graph returned itself, behind which lie tickets and what results are made of.
 
     rows: the results of which a rank has rows alone, those too that are plain tensors. writes: which result is what the
-    program writes to an input in shards, by the number of that; nobody else is given it. deal: two results more, the
-    order in which rows are dealt and its inverse, or none.
+    program writes to an input in shards, by the number of that; nobody else is given it. deal: three results more that
+    are `Orders`, or none.
     """
 
     layouts: Mapping[int, Layout] = field(default_factory=dict)
@@ -102,6 +119,11 @@ class Edges:
     symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     own: int | None = None
     deal: tuple[int, ...] = ()
+
+    @property
+    def given(self) -> int | None:
+        """The number of the input whose order the program keeps."""
+        return first_dealt(self.layouts)
 
 
 @dataclass(eq=False)
@@ -123,23 +145,25 @@ class ShardedProgram:
             _refuse_written_aliases(i, args)
         out = self.run(*args)
         self.calls += 1
-        made: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
+        given: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
         values = list(out)
-        dealt = {"dealt": Orders(*(out[i] for i in self.edges.deal))} if self.edges.deal else {}
+        made = [out[i] for i in self.edges.deal]
+        orders = Orders(*made) if made else orders_given(args, self.edges.layouts)
+        dealt = {} if orders is None else {"dealt": orders}
         for i, result in self.edges.results.items():
             local, length = values[i], self._value(result.length, args)
             parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()} | dealt
             layout = replace(result.layout, **parts)
             # A window of a value is made of the same rows.
             key = id(result.late or local), result.layout, result.length, *result.parts.items()
-            if key not in made:
+            if key not in given:
                 source = None if result.ticket is None else out[result.ticket]
-                made[key] = (
+                given[key] = (
                     leaving(local, layout, length, self._origin(result), source)
                     if result.late is None
                     else self._late(result, result.late, layout, length, args, out)
                 )
-            values[i] = made[key]
+            values[i] = given[key]
         for i, number in self.edges.writes.items():
             write(args[i], values[number])
         own = len(values) if self.edges.own is None else self.edges.own

@@ -19,7 +19,8 @@ add_into from_bytes local_extremes local_linear_scan local_linear_total local_sc
 ticket to_bytes
 """.split()
 NEVER_REPLAYED = """
-add_left attend attend_backward deal offload offloaded pieces reload reloaded shared tiles_at_once tiles_backward tiles_forward
+add_left attend attend_backward deal dealt_tables offload offloaded pieces reload reloaded shared tiles_at_once tiles_backward
+tiles_forward
 """.split()
 
 

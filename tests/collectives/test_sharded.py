@@ -19,8 +19,9 @@ LENGTH = 7
 X = torch.randn(2, LENGTH, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 W = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 ORDER = torch.tensor([3, 0, 5, 1, 6, 2, 4])
+CHUNKS = torch.stack([ORDER, torch.ones_like(ORDER)])
 LAYOUTS = [Layout(1, n, GROUP, (0, 1, 2), folds) for n in (1, 2, 3) for folds in (1, 2)]
-LAYOUTS += [Layout(1, n, GROUP, (0, 1, 2), 0, dealt=Orders(ORDER, ORDER.argsort())) for n in (2, 3)]
+LAYOUTS += [Layout(1, n, GROUP, (0, 1, 2), 0, dealt=Orders(ORDER, ORDER.argsort(), CHUNKS)) for n in (2, 3)]
 
 
 def made(x: Tensor, layout: Layout) -> Tensor:

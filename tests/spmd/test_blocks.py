@@ -324,3 +324,81 @@ def test_blocks_keep_what_one_graph_keeps(ranks: Ranks, sizes: tuple[int, int], 
     for blocks, one, alone in ranks.run(4, kept, sizes, sharded):
         assert blocks <= 1.05 * one, (blocks, one, alone)
         assert blocks < alone / sizes[1]
+
+
+class PackedBlock(nn.Module):
+    """Causal attention within documents, and for `shifts` a look at the token before."""
+
+    def __init__(self, dim: int, heads: int, shifts: bool = False) -> None:
+        super().__init__()
+        self.heads, self.shifts = heads, shifts
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        place = torch.arange(x.shape[1], device=x.device)
+        mask = (documents[:, :, None] == documents[:, None]) & (place[:, None] >= place)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]).transpose(1, 2).flatten(2)
+        return x + self.out(y) + (0.5 * F.pad(x, (0, 0, 1, 0))[:, :-1] if self.shifts else 0)
+
+
+class Packed(nn.Module):
+    def __init__(self, shifts: bool, dim: int = 16) -> None:
+        super().__init__()
+        self.front, self.tail = Front(dim), Tail(dim)
+        self.blocks = nn.ModuleList(PackedBlock(dim, 4, shifts and i == 1) for i in range(3))
+
+    def forward(self, ids: Tensor, documents: Tensor) -> Tensor:
+        x = self.front(ids)
+        for block in self.blocks:
+            x = block(x, documents)
+        return self.tail(x, ids)
+
+
+def documents(length: int, seed: int) -> Tensor:
+    """Documents of a few tokens, long ones first."""
+    starts = torch.rand(1, length, generator=torch.Generator().manual_seed(seed)) < torch.linspace(0, 0.6, length)
+    return starts.cumsum(1)
+
+
+def packed(attention: str, lengths: list[int], shifts: bool) -> tuple[list[Outcome], Seen, Counter[str]]:
+    """Steps of blocks whose rows are dealt; how each block was given its input, and left its result."""
+    model, compiler, seen = build(Packed, shifts=shifts), Counting(), Seen()
+    alone, outcomes = copy.deepcopy(model), []
+    options = {"compiler": compiler, "cost": {}, "mesh": worker.mesh(), "outputs": "lazy", "attention": attention}
+
+    def lies(x: Tensor) -> str:
+        return "whole" if not isinstance(x, Sharded) or x.is_whole else "dealt" if x.lies.is_dealt else "in order"
+
+    for block in model.blocks:
+        block.compile(backend="sp", options={**options, "layout": "auto" if block.shifts else "balanced"})
+        block.register_forward_hook(torch.compiler.disable(lambda _, x, y: seen.append((lies(x[0]), lies(y)))))
+    model.tail.compile(backend="sp", options=options)
+    for seed, length in enumerate(lengths):
+        args = text(length, seed=seed)[0], documents(length, seed)
+        found, right = model(*args), alone(*args)
+        grads = [torch.autograd.grad(one, [*m.parameters()]) for one, m in ((found, model), (right, alone))]
+        outcomes.append(outcome(found, grads[0], right, grads[1]))
+    return outcomes, seen, compiler.found
+
+
+@pytest.mark.parametrize(
+    ("n", "attention", "lengths", "shifts"),
+    [
+        (2, "ring", [24], False),
+        pytest.param(3, "gather", [23, 26, 24], False, marks=pytest.mark.slow),
+        pytest.param(4, "ring", [33, 32], False, marks=pytest.mark.slow),
+        pytest.param(2, "ring", [24, 27], True, marks=pytest.mark.slow),
+        pytest.param(2, "ulysses", [9, 10, 12], False, marks=pytest.mark.slow),  # has nothing to balance
+    ],
+)
+def test_rows_that_are_dealt_stay_so(ranks: Ranks, n: int, attention: str, lengths: list[int], shifts: bool) -> None:
+    """The first block deals them; later ones, and the loss, keep the order. One that needs another takes the whole."""
+    outcomes, seen, graphs = zip(*ranks.run(n, packed, attention, lengths, shifts), strict=True)
+    for of_length in zip(*outcomes, strict=True):
+        check(of_length)
+    keeps = "dealt" if attention != "ulysses" else "in order"
+    passed_on = [(keeps, keeps)] * 2 if not shifts else [("whole", "in order"), ("whole", "dealt")]
+    assert seen[0] == [("whole", keeps), *passed_on] * len(lengths)
+    if keeps == "dealt":
+        assert graphs[0]["graphs"] == (3 if not shifts else 4) * min(2, len(lengths))

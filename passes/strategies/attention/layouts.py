@@ -9,6 +9,7 @@ Dealing takes the host some milliseconds of every graph (`seconds_to_deal`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -17,15 +18,33 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure
-from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, RowOrder, row_order
+from sp_compile.graph.sizes import size
+from sp_compile.lowering.frames import CONTIGUOUS, DEALT, LAYOUTS, RowOrder, row_order
 from sp_compile.passes.job import Job, Settings
+from sp_compile.passes.localize.deal import KEPT_ENDS
 from sp_compile.passes.results import asked_of, why_whole
 from sp_compile.sharding.placement import Plan, Replicate, Shard
 
 BALANCED = "layout='balanced'"  # as users search for it
+KEEP_DEALS = ("auto", DEALT.name)
+"""The layouts with which a graph keeps the order of rows that an earlier one has dealt."""
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 DEAL, DEAL_ROW = 3e-3, 5e-8
 """CPU seconds to deal a sequence to ranks, and of each of its positions: `benchmarks/plans.py`."""
+
+
+class OtherOrder(SpError):
+    """The graph cannot keep the rows that it was given in their order: it has to take them whole."""
+
+
+def reason(error: Any) -> str:
+    """Why, without the option and what to do."""
+    return str(error).removeprefix(f"{BALANCED}: ").partition("; use ")[0]
+
+
+def is_given(job: Settings) -> bool:
+    """Do rows come dealt from another graph?"""
+    return any(isinstance(p, Shard) and p.frame.order.dealt for p in job.inputs.values())
 
 
 def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[RowOrder]:
@@ -33,6 +52,8 @@ def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[RowOrder]
     asked = LAYOUTS.get(job.layout)
     if job.ranks.n == 1:
         return [CONTIGUOUS]
+    if is_given(job):
+        return [DEALT]
     if asked is not None and asked.dealt and shapes:
         return [asked]
     for order in (asked, row_order(job.folds)):
@@ -61,7 +82,8 @@ def seconds_to_deal(shapes: Iterable[Shape]) -> float:
 
 def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> SpError | None:
     """What is in the way of dealt chunks, if anything is. nodes: the attention that would run on them."""
-    if job.inputs:
+    given = is_given(job)
+    if job.inputs and not given:
         return SpError(f"{BALANCED}: inputs come in shards of another order; use inputs='global' and one graph")
     if _returns_shards(job):
         return SpError(f"{BALANCED}: outputs='local' returns rows whose positions nobody knows; use outputs='gather'")
@@ -71,7 +93,7 @@ def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> SpError |
                 f"{BALANCED}: {vector.name} at {at(vector)}, which a mask looks up, is computed from what ranks hold "
                 "in shards, so it cannot say how to share them out; use layout='auto'"
             )
-    kinds = ORDERED if job.layout == "auto" else ("halo", "align")
+    kinds = ORDERED if job.layout == "auto" and not given else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
             return SpError(
@@ -79,10 +101,14 @@ def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> SpError |
                 f"the sequence: {demand.why}; use layout='auto'"
             )
     placed = [p for placements in plan.placements.values() for p in placements]
-    frames = {p.frame.size: None for p in placed if isinstance(p, Shard)}
-    if len(frames) > 1:
-        lengths = " and of ".join(map(str, frames))
-        return SpError(f"{BALANCED}: there are sequences of {lengths} positions; use layout='auto'")
+    frames = dict.fromkeys(p.frame for p in placed if isinstance(p, Shard))
+    lengths = dict.fromkeys(frame.size for frame in frames)
+    if len(lengths) > 1:
+        several = " and of ".join(map(str, lengths))
+        return SpError(f"{BALANCED}: there are sequences of {several} positions; use layout='auto'")
+    ends = {size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
+    if given and not all(isinstance(end, int) and end <= KEPT_ENDS for end in ends):
+        return SpError(f"{BALANCED}: it cuts more than {KEPT_ENDS} off an end of the sequence; use layout='auto'")
     return None
 
 
