@@ -33,7 +33,7 @@ from sp_compile.passes.joint.joint import JointPasses
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
 from sp_compile.passes.results import RESULTS, why_whole
-from sp_compile.passes.strategies.attention.layouts import KEEP_DEALS, OtherOrder, reason
+from sp_compile.passes.strategies.attention.layouts import OtherOrder, reason
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
@@ -191,8 +191,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, 
         config = SPConfig.of(options)
         if has_dtensors(gm, example_inputs):
             raise SpError(WHOLE_DTENSORS)
-        asked = Settings.of(config, session.ranks)
-        deals = asked.layout in KEEP_DEALS and any(isinstance(x, Sharded) and x.lies.is_dealt for x in example_inputs)
+        deals = any(isinstance(x, Sharded) and x.lies.is_dealt for x in example_inputs)
         view = global_view(gm, example_inputs, config.asked, session.ranks, deals)
         session.ranks.check_carries(device)
     finally:  # with the other ranks, whatever failed on this one
@@ -200,8 +199,9 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, 
 
     def passed(view: GlobalView) -> tuple[list[Any], Settings, GraphModule, Report]:
         plain = compiled_inputs(example_inputs, view.layouts, view.graph)
-        settings = replace(
-            asked,
+        settings = Settings.of(
+            config,
+            session.ranks,
             seq_dims=view.seq_dims,
             inputs=view.inputs,
             outputs=view.outputs,

@@ -83,6 +83,8 @@ def seconds_to_deal(shapes: Iterable[Shape]) -> float:
 def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> SpError | None:
     """What is in the way of dealt chunks, if anything is. nodes: the attention that would run on them."""
     given = is_given(job)
+    if given and job.layout not in KEEP_DEALS:
+        return SpError(f"layout={job.layout!r} is not the order in which rows come from an earlier graph")
     if job.inputs and not given:
         return SpError(f"{BALANCED}: inputs come in shards of another order; use inputs='global' and one graph")
     if _returns_shards(job):
