@@ -121,7 +121,7 @@ def _at_hand(node: Node, plan: Plan) -> bool:
 
 
 def why_better_not(gm: GraphModule, plan: Plan, job: Job) -> str:
-    """What stays in shards where a graph ends, another one would take whole if it is dealt. "" if nothing does.
+    """What stays in shards where a graph ends, and another may have to take whole if it is dealt. "" if nothing does.
 
     A result with which the program itself goes on, as logits beside their loss, is not taken to be for another graph.
     """
@@ -129,5 +129,5 @@ def why_better_not(gm: GraphModule, plan: Plan, job: Job) -> str:
     for node, words in asked_of(output, job.outputs).items():
         stays = isinstance(plan.of(node), Shard) and not why_whole(node.meta["val"], words)
         if stays and (job.fragment or set(node.users) == {output}):
-            return f"{node.name} at {at(node)}, a result that stays in shards, would be taken whole by another graph"
+            return f"{node.name} at {at(node)}, a result that stays in shards, would lie in an order that not every graph takes"
     return ""
