@@ -55,8 +55,8 @@ CONTIGUOUS = RowOrder("contiguous", 1)
 DEALT = RowOrder("balanced", 0, " in an order of its own")
 LAYOUTS: Table[RowOrder] = Table("layout")
 """By the value of the option that asks for them, those first that are taken where two are as fast."""
-for row in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), DEALT):
-    LAYOUTS.register(row.name, row)
+for _row in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), DEALT):
+    LAYOUTS.register(_row.name, _row)
 
 
 def row_order(folds: int) -> RowOrder:

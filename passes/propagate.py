@@ -28,7 +28,7 @@ from sp_compile.sharding.rule import has_rule, lookup, transfer_of
 from sp_compile.sharding.rules.exchanges import lies_as_written
 from sp_compile.sharding.windows import place
 
-from .results import asked_of, why_whole
+from .results import options_of_results, why_whole
 
 
 def located(rule: Factors, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int) -> Shard | None:
@@ -239,7 +239,7 @@ def propagate(
 
     inputs: placements of placeholders and attributes that are not replicated. begin: may replicated values be cut
     where a sequence begins? If not, only inputs and exchanges shard anything. declines: why a node that could run on
-    shards had better not. outputs: which results stay in shards, see `asked_of`.
+    shards had better not. outputs: which results stay in shards, see `options_of_results`.
     """
     plan = Plan()
     whole = only_masks(gm) if begin else frozenset(gm.graph.nodes)
@@ -258,7 +258,7 @@ def propagate(
 
 
 def _visit_output(plan: Plan, node: Node, outputs: str | Sequence[str]) -> None:
-    asked = asked_of(node, outputs)
+    asked = options_of_results(node, outputs)
     for i, source in enumerate(node.all_input_nodes):
         have = plan.of(source)
         if isinstance(have, Partial):

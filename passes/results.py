@@ -38,7 +38,7 @@ def results_of(gm: GraphModule, plan: Plan) -> list[OfResult | None]:
     return [OfResult(plan.of(n), n.meta["val"], at(n)) if is_tensor(n) else None for n in leaves]
 
 
-def asked_of(output: Node, outputs: str | Sequence[str]) -> dict[Node, list[str]]:
+def options_of_results(output: Node, outputs: str | Sequence[str]) -> dict[Node, list[str]]:
     """What the option says of each value that the graph returns, once for each time that it does.
 
     outputs: one word for all, or one for each of the results, nested ones in order.

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture
-from sp_compile.capture.eager import told_of_eager, told_of_other_call
+from sp_compile.capture.eager import tell_of_eager, tell_of_other_call
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.graph.random import decorrelated, draws
@@ -106,8 +106,8 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges)
 
 
-_compat.on_eager(sp, partial(told_of_eager, stop))
-_compat.on_other_call(sp, partial(told_of_other_call, stop))
+_compat.on_eager(sp, partial(tell_of_eager, stop))
+_compat.on_other_call(sp, partial(tell_of_other_call, stop))
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:

@@ -11,7 +11,7 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, same
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note
-from sp_compile.passes.results import GATHER, asked_of, why_whole
+from sp_compile.passes.results import GATHER, options_of_results, why_whole
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import Plan, Shard
 from sp_compile.spmd.inputs import mark_across
@@ -82,7 +82,7 @@ class LocalOutputs(Pass):
     def apply(self, gm: GraphModule, job: Job) -> int:
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
-        for node, words in asked_of(gm.graph.output_node(), job.outputs).items():
+        for node, words in options_of_results(gm.graph.output_node(), job.outputs).items():
             why = _why_gathered(node, plan, words)
             if why not in ("", GATHER):
                 self.note(node.all_input_nodes[0], why, done="whole")  # what was made where the user says it
@@ -112,7 +112,7 @@ def _why_gathered(node: Node, plan: Plan, words: list[str]) -> str:
 
 
 def _check_local_outputs(gm: GraphModule, plan: Plan, job: Job) -> None:
-    n, asked = job.ranks.n, asked_of(gm.graph.output_node(), job.outputs)
+    n, asked = job.ranks.n, options_of_results(gm.graph.output_node(), job.outputs)
     for node in [node for node, words in asked.items() if "local" in words]:
         have = plan.of(node)
         if isinstance(have, Shard) and not (have.frame.exact(n) or _guard_divisible(node, have, n)):

@@ -48,7 +48,7 @@ _limits: deque[str] = deque(maxlen=1)
 on_recompile_limit(_limits.append)
 
 
-def told_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: str, compiled: bool) -> None:
+def tell_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: str, compiled: bool) -> None:
     """Tell the other ranks, and the user on rank 0, once for each piece of code.
 
     say: as `spmd.wire.stop` is. what: a module, or the name of a function. reason: Dynamo's. compiled: was this code
@@ -60,7 +60,7 @@ def told_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: st
     if isinstance(what, torch.nn.Module):
         own = getattr(inspect.unwrap(what.forward), "__code__", code)
     in_full = _limits.pop() if _limits and "recompile limit" in reason else reason
-    told_of_other_call(say, what, in_full if own is code else DISABLED_REASON, goes_on=not compiled)
+    tell_of_other_call(say, what, in_full if own is code else DISABLED_REASON, goes_on=not compiled)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank > 0 or (name, own) in _told:
         return
@@ -76,7 +76,7 @@ def told_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: st
     log.warning(RUNS_EAGERLY, name, own.co_filename, own.co_firstlineno, reason, advice)
 
 
-def told_of_other_call(say: Callable[..., Any], what: Any, reason: str, goes_on: bool = True) -> None:
+def tell_of_other_call(say: Callable[..., Any], what: Any, reason: str, goes_on: bool = True) -> None:
     """Tell the other ranks that this one runs a model otherwise than compiled. It may do so beside what all do.
 
     If it then trains the model, before it comes to them again, it does so in place of that: they need not wait for it.

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from sp_compile.config import Mesh
 from sp_compile.errors import SpError
-from sp_compile.spmd.agree import astray, unlike_fields
+from sp_compile.spmd.agree import different_work, unlike_fields
 from sp_compile.spmd.message import Message
 from sp_compile.spmd.wire import stop
 
@@ -239,7 +239,7 @@ def _failure_of(error: Exception) -> str:
 
 
 def _fails(everyone: Sequence[Message]) -> str:
-    return "\n".join(dict.fromkeys(one.error for one in everyone if one.error)) or astray(everyone)
+    return "\n".join(dict.fromkeys(one.error for one in everyone if one.error)) or different_work(everyone)
 
 
 def _all_fields(everyone: Sequence[Message]) -> dict[str, str]:

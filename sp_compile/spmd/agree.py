@@ -49,7 +49,7 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
     everyone = [Message.read(bytes(one)) for one in bodies]
     if wire is not None:
         wire.seen = [f"{one} and failed" if one.error else str(one) for one in everyone]
-        if astray(everyone):
+        if different_work(everyone):
             wire.begin_anew(everyone)
     return everyone
 
@@ -69,9 +69,9 @@ def ask(ranks: Ranks, mine: Message) -> list[Message]:
     """Every rank's message, with its answer. Raises SpError on every rank if they are not all about to do the same."""
     everyone = exchanged(ranks, mine)
     assert everyone is not None
-    strayed = astray(everyone)
-    if strayed:
-        raise SpError(strayed)
+    different = different_work(everyone)
+    if different:
+        raise SpError(different)
     return everyone
 
 
@@ -115,7 +115,7 @@ def agree_with_replicas(replicas: Ranks, mine: Message) -> str:
     numbers = range(replicas.n) if group is None else dist.get_process_group_ranks(group)
     failed = {one.error: rank for rank, one in zip(numbers, everyone) if one.error}
     each = "\n".join(f"rank {rank}: {error}" for error, rank in failed.items())
-    return f"{OF_REPLICA}:\n{each}" if failed else astray(everyone)
+    return f"{OF_REPLICA}:\n{each}" if failed else different_work(everyone)
 
 
 def meet_replicas(ranks: Ranks, replicas: Ranks, mine: Message) -> None:
@@ -134,10 +134,10 @@ def meet_replicas(ranks: Ranks, replicas: Ranks, mine: Message) -> None:
 def difference(everyone: Sequence[Message], what: str, advice: str) -> str:
     """Why ranks cannot go on, in words; "" if they can."""
     failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error]
-    return "\n".join(failed) or astray(everyone) or unlike_fields(everyone, what, advice)
+    return "\n".join(failed) or different_work(everyone) or unlike_fields(everyone, what, advice)
 
 
-def astray(everyone: Sequence[Message]) -> str:
+def different_work(everyone: Sequence[Message]) -> str:
     """Are ranks about to do different things?"""
     if len({(one.doing, one.subject, one.model, one.number) for one in everyone}) <= 1:
         return ""
@@ -199,10 +199,10 @@ def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
     names = [
         name for name in names if not all(is_close(everyone[0].fields[name], one.fields[name]) for one in everyone)
     ]
-    return what_differs(what, advice, said_rows([one.fields for one in everyone], names)) if names else ""
+    return what_differs(what, advice, rows_by_rank([one.fields for one in everyone], names)) if names else ""
 
 
-def said_rows(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
+def rows_by_rank(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
     """What each rank says of the first of these fields, and how many more there are."""
     shown, more = names[:SHOWN], f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     each = [", ".join(f"{name} {one.get(name, 'missing')[:WIDTH]}".strip() for name in shown) for one in everyone]

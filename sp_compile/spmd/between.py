@@ -23,7 +23,7 @@ from sp_compile.lowering.collectives.late import LateGraph
 from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late, write
 from sp_compile.lowering.masks.deal import undealt
 
-from .agree import astray, exchanged
+from .agree import different_work, exchanged
 from .message import READS, Message
 
 WRITTEN_ALIAS = (
@@ -49,7 +49,7 @@ def _has(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
     return any(issubclass(kind, kinds) for kind in set(map(type, args)))
 
 
-def taken(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
+def read_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
     """What the program of one rank takes: of a value in shards its rows, of one that it takes whole the whole, and
     what a collective brings once it is there. Behind all, the order of rows that are dealt.
 
@@ -231,6 +231,6 @@ def symbols_of(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | None]]
 def meet(ranks: Ranks, words: str) -> None:
     """All ranks are about to read the same value. Raises SpError, on every rank, if they are not."""
     everyone = exchanged(ranks, Message(READS, words, fields={"": f"at {user_line()}"})) or ()
-    problem = astray(everyone)  # lines may differ: it is one value
+    problem = different_work(everyone)  # lines may differ: it is one value
     if problem:
         raise SpError(problem)

@@ -30,7 +30,7 @@ from sp_compile._compat import compiled_frame, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError, SpError, at
 
-from .agree import SHOWN, answers, ask, astray, exchanged, failures, what_differs
+from .agree import SHOWN, answers, ask, different_work, exchanged, failures, what_differs
 from .fingerprint import subject_of, unlike
 from .inputs import InputDigests
 from .message import COMPILES, STOPS, Message
@@ -62,15 +62,15 @@ class Lockstep:
 
         Raises SpError on every rank of a group that is of two minds, and of the groups that they are in.
         """
-        strayed = ""
+        different = ""
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.left), *also]):
-            if strayed:
+            if different:
                 exchanged(ranks, STOPS)
             elif ranks.exchanges:
-                strayed = astray(exchanged(ranks, Message(COMPILES, fields={"": f"in mode {mode()}"})) or ())
-        if strayed:
+                different = different_work(exchanged(ranks, Message(COMPILES, fields={"": f"in mode {mode()}"})) or ())
+        if different:
             self.left = []
-            raise RanksDiffer(strayed)
+            raise RanksDiffer(different)
 
     def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
         """Ask these no more; for reasons that all ranks of the group know."""

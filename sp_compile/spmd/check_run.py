@@ -30,20 +30,20 @@ from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
 from .agree import (
     ASKED,
     agree_with_replicas,
-    astray,
     difference,
+    different_work,
     exchanged,
     failures,
-    said_rows,
+    rows_by_rank,
     unlike_fields,
     what_differs,
 )
-from .between import are_traced, have_shards, taken
+from .between import are_traced, have_shards, read_arguments
 from .fingerprint import InputName, Program
 from .inputs import local_of, sharded_data
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .settings import mode
-from .weights import LOOKS_AWAY, Moves, in_turn, suspected
+from .weights import LOOKS_AWAY, Moves, in_turn, must_compare
 from .wire import Wire, stop, wire_of
 
 FEW = 4096  # floats that are compared on every call; of more, as many
@@ -169,7 +169,7 @@ class CheckedProgram:
 
     def _takes(self, args: Sequence[Any]) -> Sequence[Any]:
         """Another program that is asked first takes values as they are."""
-        return args if isinstance(self.run, CheckedProgram) else taken(args, self.layouts)
+        return args if isinstance(self.run, CheckedProgram) else read_arguments(args, self.layouts)
 
     def _agree(self, args: Sequence[Any]) -> Message:
         wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
@@ -190,7 +190,7 @@ class CheckedProgram:
             fields.update(self._fields_of_weights([*compress(args, self._stays)], which, number))
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
-        if not problem and everyone is not None and wire is not None and suspected(everyone, wire.apart):
+        if not problem and everyone is not None and wire is not None and must_compare(everyone, wire.moved_apart):
             everyone = exchanged(self.ranks, replace(mine, fields=self._fields(args, True, wire, mine)))
             problem = self._difference(everyone) if everyone is not None else ""
         problem = self._asking_replicas(mine, problem, asked, everyone)
@@ -275,9 +275,9 @@ class CheckedProgram:
 
     def _difference(self, everyone: Sequence[Message]) -> str:
         """Why ranks cannot go on; "" if they can: what only some of them say is not compared."""
-        strayed = astray(everyone)
-        if strayed:
-            return strayed
+        different = different_work(everyone)
+        if different:
+            return different
         if isinstance(self.error, RemoteError) and not any(one.error for one in everyone):
             return str(self.error)
         failed = failures([one.error for one in everyone], range(self.ranks.n))
@@ -417,7 +417,7 @@ def explained(
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]
     names.sort(key=lambda name: "(" not in first.get(name, "("))  # tensors before symbols
-    rows = said_rows(inputs, names)
+    rows = rows_by_rank(inputs, names)
     what, heading = "different programs", "What differs"
     same_program = len({one.fields[PROGRAM] for one in everyone}) == 1
     unlike = _unlike_gradients([one.fields.get(GRADIENTS, "").split("\n") for one in everyone])
@@ -452,7 +452,7 @@ def _unlike_gradients(wanted: Sequence[Sequence[str]]) -> str:
     names = dict.fromkeys(name for one in wanted for name in one if name and not all(name in other for other in wanted))
     if not names:
         return ""
-    rows = said_rows([dict.fromkeys(set(names).intersection(one), "wanted") for one in wanted], list(names))
+    rows = rows_by_rank([dict.fromkeys(set(names).intersection(one), "wanted") for one in wanted], list(names))
     return what_differs(UNLIKE_GRADIENTS, "every rank sets requires_grad alike", rows)
 
 

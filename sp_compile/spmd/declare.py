@@ -23,7 +23,7 @@ from sp_compile.errors import SpError
 
 from .agree import answers, meeting
 from .groups import Groups, Partition, reduced, subsets
-from .message import MEASURES, spoken
+from .message import MEASURES, sendable
 
 _declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 
@@ -74,7 +74,7 @@ def declare_groups(
     return table
 
 
-@spoken
+@sendable
 @dataclass(frozen=True)
 class _Axis:
     """A process group of one rank. backend: as torch spells which one of each device, "cpu:gloo,cuda:nccl"."""
@@ -84,7 +84,7 @@ class _Axis:
     backend: str
 
 
-@spoken
+@sendable
 @dataclass(frozen=True)
 class _Declaration:
     """What a rank tells the others."""

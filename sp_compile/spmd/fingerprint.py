@@ -32,7 +32,7 @@ from sp_compile.errors import first_frame, source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
 from .agree import answers
-from .message import hashed, spoken
+from .message import hashed, sendable
 from .named_groups import is_collective
 
 WIDTH = 160  # characters of a line in an error message
@@ -80,7 +80,7 @@ def _from_all(ranks: Ranks, mine: Any) -> list[Any]:
     return answers(ranks, "compares", "programs", mine)
 
 
-@spoken
+@sendable
 @dataclass(frozen=True)
 class Text:
     """A graph for comparison. shape: its ops and how they are joined; exchanges: those among its ops, in order;

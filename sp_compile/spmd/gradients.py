@@ -17,7 +17,7 @@ from sp_compile.lowering.collectives.checksums import PIECE, sent, summary, tota
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.library import opaque
 
-from .agree import astray, exchanged
+from .agree import different_work, exchanged
 from .check_run import EARLIER, is_away
 from .message import BACKWARD, Message
 from .wire import Wire, wire_of
@@ -62,9 +62,9 @@ def _compare(ranks: Ranks, given: Mapping[str, Tensor]) -> None:
     names = dict.fromkeys(key.partition(" ")[2] for key in given)
     sums = {key: str(total(x).item()) for key, x in given.items()}
     everyone = exchanged(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=sums))
-    strayed = astray(everyone or ())
-    if strayed:
-        raise SpError(strayed)
+    different = different_work(everyone or ())
+    if different:
+        raise SpError(different)
     differ = [key for key in given if len({one.fields[key] for one in everyone or ()}) > 1]
     wrong = dict.fromkeys(key.partition(" ")[2] for key in differ if not _rounded(given[key], ranks))
     if wrong:

@@ -31,7 +31,7 @@ from sp_compile.lowering.collectives.checksums import is_one_number
 from sp_compile.lowering.collectives.sharded import Sharded
 
 from .fingerprint import Text, digest, input_names, text_of
-from .message import spoken
+from .message import sendable
 from .named_groups import Grid, has_dtensors, is_collective, named_groups
 
 
@@ -83,7 +83,7 @@ def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDig
     )
 
 
-@spoken
+@sendable
 @dataclass(frozen=True)
 class InputDigests:
     """What one rank says: digests of values by name, tensors of one number throughout, shapes, the program's text.

@@ -84,17 +84,17 @@ def hashed(text: str) -> int:
 
 # What answers are made of, beside JSON's own: tuples, frozen sets, and dataclasses of ours.
 
-_spoken: dict[str, type] = {}
+_sendable: dict[str, type] = {}
 
 
-def spoken(one: type) -> type:
+def sendable(one: type) -> type:
     """Let a dataclass be part of an answer; a decorator."""
-    _spoken[one.__name__] = one
+    _sendable[one.__name__] = one
     return one
 
 
 def _packed(value: Any) -> Any:
-    if is_dataclass(value) and type(value).__name__ in _spoken:
+    if is_dataclass(value) and type(value).__name__ in _sendable:
         return {"of": type(value).__name__, "is": [(f.name, _packed(getattr(value, f.name))) for f in fields(value)]}
     if isinstance(value, Mapping):
         return {"of": "dict", "is": [[_packed(k), _packed(v)] for k, v in value.items()]}
@@ -112,4 +112,4 @@ def _unpacked(value: Any) -> Any:
         return value
     parts = [_unpacked(one) for one in value["is"]]
     makers = {"dict": dict, "tuple": tuple, "frozenset": frozenset}
-    return makers[value["of"]](parts) if value["of"] in makers else _spoken[value["of"]](**dict(parts))
+    return makers[value["of"]](parts) if value["of"] in makers else _sendable[value["of"]](**dict(parts))

@@ -44,14 +44,14 @@ from .inputs import (
     sized_inputs,
     trained,
 )
-from .message import MEASURES, spoken
+from .message import MEASURES, sendable
 from .named_groups import check_groups, cut_exchanges, grids, groups_of, is_collective
 from .settings import settings
 from .wire import ANSWERS, BEAT, stop, wire_of
 from .world import OfWorld
 
 ALONE = Ranks(1, "")
-spoken(Machine)
+sendable(Machine)
 on_recompile_limit(partial(stop, goes_on=True))
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
 OF_PASSES = ("rows", "text", "exchanges")  # what passes over one group's collectives ask

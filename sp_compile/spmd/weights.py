@@ -25,7 +25,7 @@ from sp_compile.config import Ranks, resolve
 from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import is_freed
 
-from .agree import astray, exchanged, said_rows, what_differs
+from .agree import different_work, exchanged, rows_by_rank, what_differs
 from .fingerprint import digest
 from .inputs import local_of
 from .message import Message
@@ -69,7 +69,7 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
     )
     if everyone is None:
         return
-    failed = next((one.error for one in everyone if one.error), "") or astray(everyone)
+    failed = next((one.error for one in everyone if one.error), "") or different_work(everyone)
     names = dict.fromkeys(name for one in everyone for name in one.fields)
     other = [name for name in names if len({one.fields.get(name) for one in everyone}) > 1]
     raise SpError(
@@ -77,7 +77,7 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
         or what_differs(
             "the ranks of this group hold different weights",
             TRAIN_ALIKE,
-            said_rows([one.fields for one in everyone], other),
+            rows_by_rank([one.fields for one in everyone], other),
         )
     )
 
@@ -111,7 +111,7 @@ class Moves:
         return FIRST if before is None else hashlib.sha256(now - before).hexdigest()[:16]
 
 
-def suspected(everyone: Sequence[Message], apart: Counter[tuple[str, int]]) -> bool:
+def must_compare(everyone: Sequence[Message], apart: Counter[tuple[str, int]]) -> bool:
     """Do ranks have to compare the values now? They all get the same answer.
 
     apart: how often they have moved the weights of each program in different ways. Ranks that do and have the same

@@ -104,7 +104,7 @@ class Wire:
     cannot be used any more.
 
     talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model;
-    apart: and on how many of these ranks had moved weights in different ways.
+    moved_apart: and on how many of these ranks had moved weights in different ways.
     replicas: all ranks over which a DDP has summed gradients of these.
     later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
     of its parameters each model that was called and is alive, two of one class too; known: how many there were.
@@ -122,7 +122,7 @@ class Wire:
     broken: str = ""
     thread: int = 0
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
-    apart: Counter[tuple[str, int]] = field(default_factory=Counter)
+    moved_apart: Counter[tuple[str, int]] = field(default_factory=Counter)
     replicas: Ranks | None = None
     later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
@@ -267,8 +267,8 @@ class Wire:
         return self.models[key][0]
 
     def begin_anew(self, everyone: Sequence[Message]) -> None:
-        """Count calls and models from here: ranks have strayed, and all of them have heard of it."""
-        for counted in (self.calls, self.later, self.apart, self.models):
+        """Count calls and models from here: ranks were about to do different things, and know it."""
+        for counted in (self.calls, self.later, self.moved_apart, self.models):
             counted.clear()
         self.known = max(self.known, *(one.model for one in everyone))
 

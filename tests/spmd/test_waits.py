@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compile import SpError
 from sp_compile._compat import compiled_backwards
 from sp_compile.spmd import wire
-from sp_compile.spmd.agree import astray
+from sp_compile.spmd.agree import different_work
 from sp_compile.spmd.message import CALLS, Message
 
 SECONDS = 5
@@ -237,7 +237,7 @@ def test_models_are_numbered_alike_again_once_ranks_have_strayed() -> None:
     assert [one.model([first]) for one in wires] == [1, 1]
     assert [one.model([weight]) for one in wires] == [2, 2]
     said = [Message(CALLS, "Floats", 2, model=one.model([w])) for one, w in zip(wires, (weight, other))]
-    assert astray(said)
+    assert different_work(said)
     for one in wires:
         one.begin_anew(said)
     numbers = [[one.model([x]) for x in (w, first)] for one, w in zip(wires, (weight, other))]

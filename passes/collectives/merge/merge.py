@@ -41,7 +41,7 @@ from sp_compile.spmd.declare import declared
 from sp_compile.spmd.groups import Groups
 
 from .chains import COLLECTIVES, Chain, Chunks, chains
-from .ways import Chooser, LinkSet, compared, told_value, unmerged
+from .ways import Chooser, LinkSet, compared, known_value, unmerged
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -85,7 +85,7 @@ class MergeReductions(CollectivePass):
         self.gone: set[Node] = set()
         for node in gm.graph.nodes:
             if node.target in COLLECTIVES:
-                told_value(node)
+                known_value(node)
         found, broken = chains(gm.graph)
         refusals = [self._refuses(chain) for chain in found]
         for node, why in broken:
@@ -129,7 +129,7 @@ class MergeReductions(CollectivePass):
             if self.strict:
                 raise SpError(f"{undeclared.node.name} at {at(undeclared.node)}: {why}")
             return why
-        value = told_value(chain.links[-1].node)
+        value = known_value(chain.links[-1].node)
         rounds = not (value.dtype.is_floating_point or value.dtype.is_complex)
         if rounds and any(link.op == "avg" for link in chain.links):
             return f"an average of {value.dtype} is rounded in every step"

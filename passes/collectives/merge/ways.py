@@ -111,7 +111,7 @@ class Chooser:
     def _divides(self, chain: Chain, block: LinkSet, ranks: int) -> bool:
         """Are the rows that are scattered at once the same as those scattered step by step?"""
         first = chain.links[block[0]]
-        rows = told_value(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
+        rows = known_value(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
         return bool(statically_known_true(rows % ranks == 0))
 
     def _time(self, chain: Chain, block: LinkSet, name: str) -> float:
@@ -130,8 +130,8 @@ class Chooser:
 
     def _bytes(self, chain: Chain, block: LinkSet) -> float:
         """Of what a block reduces, gathers in all, or scatters in all."""
-        first, last = chain.links[block[0]], told_value(chain.links[block[-1]].node)
-        whole = told_value(first.source) if first.kind == "reduce_scatter" else last
+        first, last = chain.links[block[0]], known_value(chain.links[block[-1]].node)
+        whole = known_value(first.source) if first.kind == "reduce_scatter" else last
         return _elements(whole) * last.dtype.itemsize
 
 
@@ -145,7 +145,7 @@ def compared(merged: MergeWay, other: MergeWay) -> str:
     return f"{merged.time * 1e3:.3g} ms instead of {other.time * 1e3:.3g} ms"
 
 
-def told_value(node: Node) -> torch.Tensor:
+def known_value(node: Node) -> torch.Tensor:
     """The value that the graph tells. Raises SpError if it tells none."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ from sp_compile.graph.sizes import size
 from sp_compile.lowering.frames import CONTIGUOUS, DEALT, LAYOUTS, RowOrder, row_order
 from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.localize.deal import KEPT_ENDS
-from sp_compile.passes.results import asked_of, why_whole
+from sp_compile.passes.results import options_of_results, why_whole
 from sp_compile.sharding.placement import Plan, Replicate, Shard
 
 BALANCED = "layout='balanced'"  # as users search for it
@@ -126,8 +126,9 @@ def why_better_not(gm: GraphModule, plan: Plan, job: Job) -> str:
     A result with which the program itself goes on, as logits beside their loss, is not taken to be for another graph.
     """
     output = gm.graph.output_node()
-    for node, words in asked_of(output, job.outputs).items():
+    for node, words in options_of_results(output, job.outputs).items():
         stays = isinstance(plan.of(node), Shard) and not why_whole(node.meta["val"], words)
         if stays and (job.fragment or set(node.users) == {output}):
-            return f"{node.name} at {at(node)}, a result that stays in shards, would lie in an order that not every graph takes"
+            result = f"{node.name} at {at(node)}, a result that stays in shards"
+            return f"{result}, would lie in an order that not every graph takes"
     return ""
