@@ -218,8 +218,8 @@ def test_found_whatever_is_between(name: str, between: str) -> None:
     assert canonical_ops(spelling, BETWEEN[between]) == ([op] if op else [])
 
 
-def reducing(group: str, b: Between) -> type[torch.autograd.Function]:
-    """Sums in both directions, as a pair of a mesh of two axes does."""
+def reducing(group: str, b: Between, more: Between = plain) -> type[torch.autograd.Function]:
+    """Sums in both directions, as a pair of a mesh of two axes does, and `more` backward."""
 
     class Both(torch.autograd.Function):
         @staticmethod
@@ -228,7 +228,7 @@ def reducing(group: str, b: Between) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return b(all_reduce(b(grad), group))
+            return b(more(all_reduce(b(grad), group)))
 
     return Both
 
@@ -243,3 +243,17 @@ def test_pairs_that_reduce(between: str) -> None:
     found = [said(n) for n in gm.graph.nodes if n.op == "call_function"]
     assert found[0] == f"sp.reduce_pair(*, ['sum {group.group_name}'], ['sum {group.group_name}'])"
     assert "autograd" not in str(found)
+
+
+def test_a_pair_that_does_more_is_refused() -> None:
+    with one_of(2) as group:
+        function = reducing(group.group_name, plain, lambda x: x * 2)
+        gm = traced(lambda x: function.apply(x) * 2, torch.randn(2, 4, requires_grad=True))
+        canonicalize = Canonicalize()
+        canonicalize(gm)
+    (note,) = canonicalize.notes
+    assert (note.done, note.why) == (
+        "not reduce_pairs",
+        "what it reads is gathered: its backward does more than reduce one tensor",
+    )
+    assert "sp.reduce_pair" not in str(gm.graph)

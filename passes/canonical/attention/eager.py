@@ -69,8 +69,8 @@ class EagerAttention(Spelling):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         self._filling = filling_nodes(gm)
-        found = [softmax for n in self.graph.nodes if (softmax := softmax_of(n)) is not None]
-        refusals = {softmax.result: self._rewrite(softmax) for softmax in found}
+        found = [node for node in self.graph.nodes if softmax_of(node) is not None]
+        refusals = {node: self._rewrite(softmax) for node in found if (softmax := softmax_of(node)) is not None}
         for node, why in refusals.items():
             if why is not None and between_products(node):
                 self.refused(node, why)
@@ -94,13 +94,13 @@ class EagerAttention(Spelling):
             return "sinks stand beside scores whose last dims are not queries and keys"
         weights = _weights(softmax, reading, scores.order)
         if weights.product is None or weights.last is None:
-            return "something else than values is multiplied with the probabilities, or reads them"
+            return _why_no_values(weights.last, scores.order[-1])
         sinks, last = reading.of_heads(), weights.last
         chain = [*scores.chain, *reading.chain, *found.chain, *weights.chain]
         if lse is not None:
             sunk = renormalised(last, lse) if not reading.chain else None
             if sunk is None:
-                return f"something else reads the scores ({lse.name})"
+                return f"its log-sum-exp ({lse.name}) is read, and not as by sinks: out * sigmoid(lse - sinks)"
             chain, sinks, last = sorted({*chain, last, *sunk.chain} - {sunk.result}), sunk.sinks, sunk.result
         operands = _operands(scores.product, weights.product, chain)
         if operands is None:
@@ -231,6 +231,19 @@ def _times_values(product: Product, weights: Node, order: tuple[int, ...]) -> Pr
     return None
 
 
+def _why_no_values(last: Node | None, keys: int) -> str:
+    """last: the product that reads the probabilities; None if it is none."""
+    product = product_of(last) if last is not None else None
+    along = {f.order[-1] for f in (product.left, product.right) if _is_softmax(f.node)} if product is not None else ()
+    if along and keys not in along:
+        return f"the softmax is along dim {keys}, and the product with the probabilities along another"
+    return "something else than values is multiplied with the probabilities, or reads them"
+
+
+def _is_softmax(node: Node) -> bool:
+    return softmax_of(origin(node)) is not None
+
+
 def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Factor] | None:
     """q, k (..., n, d) and v (..., n, e) of one dtype, if nothing in between is less precise than SDPA would be."""
     dtype = values.right.node.meta["val"].dtype
@@ -249,7 +262,7 @@ def _one_of_each_head(sinks: Sinks | None, reading: SoftmaxSource, scores: Score
     """Are the sinks, if there are any, those of the scores' heads?"""
     if sinks is None:
         return reading.sinks is None
-    masks = [mask for mask, *_ in (*scores.biases, *scores.fills)]
+    masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
     if sinks.groups and any(not same(product(mask.shape[:-2]), 1) for mask in masks):
         return False
     return scores.masked is None or all_same(scores.masked[:-2], sinks.lead)

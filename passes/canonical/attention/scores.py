@@ -118,7 +118,7 @@ def scores_of(x: Any, keys: int, *users: Node) -> Scores | None:
 def _turned(x: Node, keys: int) -> Scores | None:
     """Behind a permutation, or a regrouping of the leading dims."""
     source, permuted = Call(x).operands[0], order_of(x)
-    inside = permuted[keys] if permuted is not None else keys - x.meta["val"].ndim + source.meta["val"].ndim
+    inside = permuted[keys] if permuted is not None else keys - len(shape_of(x)) + len(shape_of(source))
     inner = scores_of(source, inside, x) if inside >= 0 else None
     order = order_behind(x, inner.order) if inner is not None else None
     return replace(inner, order=order) if inner is not None and order is not None else None
@@ -138,10 +138,9 @@ def order_behind(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
 def keeps_numbers(x: Node) -> bool:
     """x * 1, x / 1, x + 0, x - 0: what its first operand is, but for the sign of a zero."""
     number = NEUTRAL.get(x.target)
-    source = x.args[0] if number is not None else None
-    if number is None or not is_tensor(source):
+    if number is None or not is_tensor(x.args[0]):
         return False
-    mine, its = x.meta["val"], source.meta["val"]
+    mine, its = x.meta["val"], Call(x).operands[0].meta["val"]
     return mine.dtype == its.dtype and mine.ndim == its.ndim and scalar(Call(x)["other"], mine.dtype) == number
 
 
