@@ -12,6 +12,7 @@ from support.capturing import compile_function
 from support.golden import show
 from support.models import floats
 from support.spellings.eager_spellings import (
+    DATA,
     LOWEST,
     SOFT_CAPS,
     SPELLINGS,
@@ -112,6 +113,15 @@ def test_soft_caps(name: str) -> None:
     assert Call(node)["score"] == text
     assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
     torch.testing.assert_close(grads(gm), grads(attend), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_biases_that_no_text_says(name: str) -> None:
+    gm = canonical(DATA[name])
+    (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
+    assert Call(node)["attn_mask"] is not None
+    assert not Call(node).get("score")
+    torch.testing.assert_close(grads(gm), grads(DATA[name]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", STAYS)

@@ -41,7 +41,7 @@ from sp_compile.sharding.attention import filling_nodes
 from sp_compile.sharding.matchers import is_cast, origin, source_of, steps_from
 from sp_compile.sharding.products import Factor, Product, product_of, transposed
 
-from .masks import always_attends, recognise
+from .masks import always_attends, biased, recognise
 from .renormalised import renormalised
 from .scores import Scores, between_products, keeps_numbers, order_behind, scores_of, why_no_scores
 from .sinks import Sinks, SoftmaxSource, read_by
@@ -168,7 +168,7 @@ class EagerAttention(Spelling):
                 allowed = self._both(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
             term = self.compute(aten.neg.default, (node,), like) if negative else node
-            fits = fits and (settled or each.node not in self._filling or recognise(term, shape) is not None)
+            fits = fits and (settled or each.node not in self._filling or _is_known(term, shape, dtype))
             bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
         for condition, filled, _ in scores.fills:
             allowed = self._both(allowed, self._allows(condition.made(self, like), filled, like), like)
@@ -266,6 +266,11 @@ def _one_of_each_head(sinks: Sinks | None, reading: SoftmaxSource, scores: Score
     if sinks.groups and any(not same(product(mask.shape[:-2]), 1) for mask in masks):
         return False
     return scores.masked is None or all_same(scores.masked[:-2], sinks.lead)
+
+
+def _is_known(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:
+    """Is it certain where a bias has fills, and that every query attends to some key?"""
+    return recognise(bias, shape) is not None or biased(bias, shape, dtype) is not None
 
 
 def _lse(scores: Any, softmax: Node) -> Node | None:

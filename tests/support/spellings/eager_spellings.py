@@ -99,6 +99,17 @@ def exponentials_without_kept_dims(s: Tensor) -> Tensor:
     return e / e.sum(-1)[..., None]
 
 
+def slopes(like: Tensor) -> Tensor:
+    """(H, 1, 1)."""
+    return (2.0 ** -torch.arange(1, H + 1)).to(like.dtype)[:, None, None] / 3
+
+
+def distance() -> Tensor:
+    """(S, S), from the query to the key."""
+    i = torch.arange(S)
+    return i - i[:, None]
+
+
 def causal_scores(q: Tensor, k: Tensor) -> Tensor:
     return (q @ k.mT).masked_fill(~before(), -math.inf)
 
@@ -246,12 +257,59 @@ SOFT_CAPS: dict[str, tuple[Attend, str]] = {
         lambda q, k, v: torch.cat([torch.tanh(q @ k.mT), sinks(v).expand(B, H, S, 1)], -1).softmax(-1)[..., :-1] @ v,
         "tanh(s)",
     ),
+    "ALiBi": (lambda q, k, v: (q @ k.mT * 0.5 + slopes(q) * distance()).softmax(-1) @ v, "head0*(k - q) + s"),
+    "ALiBi of keys, masked": (
+        lambda q, k, v: (q @ k.mT + slopes(q) * torch.arange(S)).masked_fill(~before(), -math.inf).softmax(-1) @ v,
+        "head0*k + s",
+    ),
+    "ALiBi and an additive mask": (
+        lambda q, k, v: (q @ k.mT - slopes(q) * distance().abs() + additive(LOWEST)).softmax(-1) @ v,
+        "-head0*Abs(k - q) + s",
+    ),
+    "ALiBi in a mask": (
+        lambda q, k, v: (q @ k.mT + torch.where(before(), distance() / 4 * slopes(q), -math.inf)).softmax(-1) @ v,
+        "head0*(k/4 - q/4) + s",
+    ),
+    "ALiBi and fills in a mask": (
+        lambda q, k, v: (q @ k.mT + (slopes(q) * distance() + additive(-1e9))).softmax(-1) @ v,
+        "head0*(k - q) + s",
+    ),
+    "ALiBi given to torch's op": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, slopes(q) * distance()),
+        "head0*(k - q) + s",
+    ),
+    "ALiBi of keys in front": (
+        lambda q, k, v: (k @ q.mT + slopes(q) * distance().mT).softmax(-2).mT @ v,
+        "head0*(k - q) + s",
+    ),
+    "one slope, and two numbers": (
+        lambda q, k, v: (q @ k.mT + 0.5 * distance() - torch.exp(-distance().abs() * 1.0)).softmax(-1) @ v,
+        "k/2 - q/2 + s - exp(-Abs(k - q))",
+    ),
     "values of a head each": (
         lambda q, k, v: torch.einsum("bhqk,bhkd->bhqd", (torch.tanh(q @ k.mT) * 5).softmax(-1), v),
         "5*tanh(s)",
     ),
 }
-"""Spellings of attention whose scores are capped, and the text of that."""
+"""Spellings of attention whose scores are capped, or biased by positions and heads, and the text of that."""
+
+DATA: dict[str, Attend] = {
+    "learned slopes": lambda q, k, v: (q @ k.mT + v[0, :, :1, :1] * distance()).softmax(-1) @ v,
+    "a distance of floats": lambda q, k, v: (q @ k.mT + slopes(q) * distance().sqrt()).softmax(-1) @ v,
+    "a table looked up": lambda q, k, v: (
+        (q @ k.mT + torch.linspace(0, 1, 2 * S, dtype=q.dtype)[distance() + S]).softmax(-1) @ v
+    ),
+    "slopes of a batch entry": lambda q, k, v: (
+        (q @ k.mT + torch.arange(1.0, B + 1, dtype=q.dtype)[:, None, None, None] * distance()).softmax(-1) @ v
+    ),
+    "rounded to float32": lambda q, k, v: (q @ k.mT + (slopes(q).float() / 3 * distance()).double()).softmax(-1) @ v,
+    "rounded otherwise": lambda q, k, v: (q @ k.mT + distance() / 7).softmax(-1) @ v,
+    "two biases chosen": lambda q, k, v: (
+        (q @ k.mT + torch.where(before(), slopes(q) * distance(), slopes(q))).softmax(-1) @ v
+    ),
+    "of rows": lambda q, k, v: (q @ k.mT + slopes(q) * torch.arange(S)).softmax(-1) @ v,
+}
+"""Spellings of attention whose biases stay data."""
 
 STAYS: dict[str, Attend] = {
     "padding that may fill a row": lambda q, k, v: (
