@@ -2,7 +2,7 @@
 
     s = matmul(q, k.mT) * scale + bias            also einsum, bmm, baddbmm; scale as mul or div; leading dims regrouped
     s = tanh(s / cap) * cap                       before the mask; -> sp.masked_attention(..., score="cap*tanh(s)")
-    s = s.masked_fill(~allowed, -inf)             also where
+    s = s.masked_fill(~allowed, -inf)             also where, and s * allowed - 1e9 * (1 - allowed)
     p = dropout(softmax(s.float(), -1).to(bf16))  also of exponentials (`softmaxes.py`), and nan_to_num of it
     o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
 
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -41,7 +42,7 @@ from sp_compile.sharding.attention import filling_nodes
 from sp_compile.sharding.matchers import is_cast, origin, source_of, steps_from
 from sp_compile.sharding.products import Factor, Product, product_of, transposed
 
-from .masks import always_attends, biased, recognise
+from .masks import always_attends, biased, leaves_a_key, recognise
 from .renormalised import renormalised
 from .scores import Scores, between_products, keeps_numbers, order_behind, scores_of, why_no_scores
 from .sinks import Sinks, SoftmaxSource, read_by
@@ -114,6 +115,10 @@ class EagerAttention(Spelling):
         with self.graph.inserting_before(last), autocast_at(last):
             out = self._attention(scores, weights, operands, sinks, last)
         if out is None:
+            if scores.gate is not None:
+                return (
+                    "it is multiplied with what is no mask, or is not filled where it is 0: use masked_fill(mask, -inf)"
+                )
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may hold fills"
         last.replace_all_uses_with(out)
         self.erase([*chain, last])
@@ -161,6 +166,8 @@ class EagerAttention(Spelling):
         settled: what a fill leaves of a weight is nothing even where all keys have one, as sinks are no fills.
         """
         bias, allowed, fits = None, None, True
+        if scores.gate is not None:
+            return self._gated(scores, scores.gate.made(self, like), shape, like)
         for each, negative in scores.biases:
             node = each.made(self, like)
             if each.dtype != dtype:  # a bias of zeros and fills needs no dtype
@@ -181,6 +188,22 @@ class EagerAttention(Spelling):
         while mask is not None and mask.meta["val"].ndim < 2:
             mask = self.compute(aten.unsqueeze.default, (mask, 0), like)
         return mask, fits
+
+    def _gated(self, scores: Scores, gate: Node, shape: tuple[Size, ...], like: Node) -> tuple[Node, bool]:
+        """As `_mask`, of scores that are nothing but a fill where they were multiplied with 0, and else with 1."""
+        allowed = self.compute(aten.ne.Scalar, (gate, 0), like)
+        if len(scores.biases) != 1 or scores.fills:
+            return allowed, False
+        ((each, negative),) = scores.biases
+        given = each.made(self, like)
+        fill = self.compute(aten.neg.default, (given,), like) if negative else given
+        is_one = self.compute(aten.eq.Scalar, (gate, 1), like)
+        either = self.compute(aten.logical_or.default, (self.compute(aten.eq.Scalar, (gate, 0), like), is_one), like)
+        mask, filled, binary = (recognise(x, shape) for x in (allowed, fill, either))
+        fits = mask is not None and filled is not None and binary is not None and binary.allowed == sympy.true
+        fits = fits and mask.allowed == filled.allowed and always_attends(mask)
+        self.drop(either, fill)
+        return allowed, fits
 
     def _both(self, a: Node | None, b: Node, like: Node) -> Node:
         return b if a is None else self.compute(aten.logical_and.default, (a, b), like)
@@ -270,7 +293,7 @@ def _one_of_each_head(sinks: Sinks | None, reading: SoftmaxSource, scores: Score
 
 def _is_known(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:
     """Is it certain where a bias has fills, and that every query attends to some key?"""
-    return recognise(bias, shape) is not None or biased(bias, shape, dtype) is not None
+    return leaves_a_key(bias, shape) or recognise(bias, shape) is not None or biased(bias, shape, dtype) is not None
 
 
 def _lse(scores: Any, softmax: Node) -> Node | None:

@@ -113,12 +113,22 @@ def _checked(positions: Positions, allowed: Boolean, finite: bool, settled: bool
     return mask
 
 
-def _allowed(value: Element) -> tuple[Boolean, bool]:
+def leaves_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
+    """Does a bias provably add 0 to some key of every query, and nothing above that to the others?"""
+    try:
+        positions, coords = _places(node, shape)
+        _checked(positions, _allowed(positions.at(node, coords), 0)[0], True, False)
+        return True
+    except NotSymbolic:
+        return False
+
+
+def _allowed(value: Element, least: float = LARGEST_FILL) -> tuple[Boolean, bool]:
     """(where a query may attend, whether the others are filled with a finite number)"""
     if not isinstance(value, tuple):
         return value, False
-    if not all(v == 0 or (v.is_number and v <= LARGEST_FILL) for _, v in value):
-        raise NotSymbolic(f"a bias of other numbers than 0 and fills from {LARGEST_FILL:g} down")
+    if not all(v == 0 or (v.is_number and v <= least) for _, v in value):
+        raise NotSymbolic(f"a bias of other numbers than 0 and fills from {LARGEST_FILL:g} down, such as -inf")
     zero = [c for c, v in value if v == 0]
     return (zero[0] if zero else sympy.false), any(v.is_finite for _, v in value if v != 0)
 

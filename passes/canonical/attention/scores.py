@@ -81,6 +81,7 @@ class Scores:
     factors: tuple[tuple[Broadcast, bool], ...] = ()  # (tensor that scales, whether it divides)
     biases: tuple[tuple[Broadcast, bool], ...] = ()  # (bias, whether it is subtracted)
     fills: tuple[tuple[Broadcast, bool, float], ...] = ()  # (condition, what it is where it is filled, the number)
+    gate: Broadcast | None = None  # what scores are multiplied with that is no number of a head: a mask, it may be
     masked: tuple[Size, ...] | None = None
     score: sympy.Expr = SCORE
 
@@ -166,9 +167,13 @@ def _scaled(call: Call, x: Node, keys: int) -> Scores | None:
             return replace(inner, score=inner.score / times if dividing else inner.score * times)
         if inner.score == SCORE and number is not None and number > 0:
             return replace(inner, scale=inner.scale / number if dividing else inner.scale * number)
-        of_heads = Broadcast(factor, inner.order) if is_tensor(factor) else None
-        if of_heads and not inner.fills and inner.score == SCORE and set(of_heads.shape[-2:]) <= {1}:
-            return _masked(inner, x, factor, factors=(*inner.factors, (of_heads, dividing)))
+        if not is_tensor(factor) or inner.fills:
+            continue
+        other = Broadcast(factor, inner.order)
+        if inner.score == SCORE and set(other.shape[-2:]) <= {1}:
+            return _masked(inner, x, factor, factors=(*inner.factors, (other, dividing)))
+        if inner.gate is None and not dividing:
+            return _masked(inner, x, factor, gate=other)
     return None
 
 

@@ -191,6 +191,18 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
         ),
         ("Eq(col0, 0)", 1.0),
     ),
+    "multiplied with a mask and filled": (
+        lambda q, k, v: (q @ k.mT * before().to(q.dtype) - 1e10 * (1 - before().to(q.dtype))).softmax(-1) @ v,
+        ("k <= q", 1.0),
+    ),
+    "a mask multiplied, scaled and filled": (
+        lambda q, k, v: (before() * (q @ k.mT) * 0.5 + (1 - before().to(q.dtype)) * LOWEST).softmax(-1) @ v,
+        ("k <= q", 0.5),
+    ),
+    "an additive -10000": (
+        lambda q, k, v: (q @ k.mT + (1 - before().to(q.dtype)) * -1e4).softmax(-1) @ v,
+        ("data", 1.0),
+    ),
     "exponentials": (lambda q, k, v: exponentials(q @ k.mT * 0.5) @ v, ("", 0.5)),
     "exponentials of masked scores": (lambda q, k, v: exponentials(causal_scores(q, k)) @ v, ("k <= q", 1.0)),
     "exponentials of a detached greatest": (
@@ -267,7 +279,9 @@ SOFT_CAPS: dict[str, tuple[Attend, str]] = {
         "-head0*Abs(k - q) + s",
     ),
     "ALiBi in a mask": (
-        lambda q, k, v: (q @ k.mT + torch.where(before(), distance() / 4 * slopes(q), -math.inf)).softmax(-1) @ v,
+        lambda q, k, v: (
+            (q @ k.mT + torch.where(before(), distance().to(q.dtype) / 4 * slopes(q), -math.inf)).softmax(-1) @ v
+        ),
         "head0*(k/4 - q/4) + s",
     ),
     "ALiBi and fills in a mask": (
@@ -283,7 +297,9 @@ SOFT_CAPS: dict[str, tuple[Attend, str]] = {
         "head0*(k - q) + s",
     ),
     "one slope, and two numbers": (
-        lambda q, k, v: (q @ k.mT + 0.5 * distance() - torch.exp(-distance().abs() * 1.0)).softmax(-1) @ v,
+        lambda q, k, v: (
+            (q @ k.mT + 0.5 * distance().to(q.dtype) - torch.exp(-distance().to(q.dtype).abs() * 1.0)).softmax(-1) @ v
+        ),
         "k/2 - q/2 + s - exp(-Abs(k - q))",
     ),
     "values of a head each": (
@@ -295,7 +311,7 @@ SOFT_CAPS: dict[str, tuple[Attend, str]] = {
 
 DATA: dict[str, Attend] = {
     "learned slopes": lambda q, k, v: (q @ k.mT + v[0, :, :1, :1] * distance()).softmax(-1) @ v,
-    "a distance of floats": lambda q, k, v: (q @ k.mT + slopes(q) * distance().sqrt()).softmax(-1) @ v,
+    "a distance of floats": lambda q, k, v: (q @ k.mT + slopes(q) * distance().abs().sqrt()).softmax(-1) @ v,
     "a table looked up": lambda q, k, v: (
         (q @ k.mT + torch.linspace(0, 1, 2 * S, dtype=q.dtype)[distance() + S]).softmax(-1) @ v
     ),
@@ -303,7 +319,7 @@ DATA: dict[str, Attend] = {
         (q @ k.mT + torch.arange(1.0, B + 1, dtype=q.dtype)[:, None, None, None] * distance()).softmax(-1) @ v
     ),
     "rounded to float32": lambda q, k, v: (q @ k.mT + (slopes(q).float() / 3 * distance()).double()).softmax(-1) @ v,
-    "rounded otherwise": lambda q, k, v: (q @ k.mT + distance() / 7).softmax(-1) @ v,
+    "rounded otherwise": lambda q, k, v: (q @ k.mT + distance().to(q.dtype) / 7).softmax(-1) @ v,
     "two biases chosen": lambda q, k, v: (
         (q @ k.mT + torch.where(before(), slopes(q) * distance(), slopes(q))).softmax(-1) @ v
     ),
@@ -349,6 +365,23 @@ STAYS: dict[str, Attend] = {
     ),
     "greatest score of another row": lambda q, k, v: (lambda s: s - s.amax(-2, keepdim=True))(q @ k.mT).softmax(-1) @ v,
     "least score subtracted": lambda q, k, v: (lambda s: s - s.amin(-1, keepdim=True))(q @ k.mT).softmax(-1) @ v,
+    "multiplied with a mask and filled with -10000": lambda q, k, v: (
+        (q @ k.mT * before().to(q.dtype) - 1e4 * (1 - before().to(q.dtype))).softmax(-1) @ v
+    ),
+    "multiplied with a mask and filled elsewhere": lambda q, k, v: (
+        (q @ k.mT * before().to(q.dtype) + additive(-1e9).mT).softmax(-1) @ v
+    ),
+    "multiplied with twice a mask": lambda q, k, v: (
+        (q @ k.mT * (2 * before().to(q.dtype)) + additive(-1e9)).softmax(-1) @ v
+    ),
+    "multiplied with data": lambda q, k, v: (q @ k.mT * v[:, :, :, 0][:, :, None] + additive(-1e9)).softmax(-1) @ v,
+    "multiplied with a mask": lambda q, k, v: (q @ k.mT * before().to(q.dtype)).softmax(-1) @ v,
+    "multiplied with a mask of whole rows": lambda q, k, v: (
+        (q @ k.mT * (~before()).to(q.dtype) - 1e10 * before().to(q.dtype)).softmax(-1) @ v
+    ),
+    "an additive -10000 of data": lambda q, k, v: (
+        (q @ k.mT + (v[:, :1, None, :, 0] > 0.2).to(q.dtype) * -1e4).softmax(-1) @ v
+    ),
     "exponentials that may overflow": lambda q, k, v: (lambda e: e / e.sum(-1, keepdim=True))((q @ k.mT).exp()) @ v,
     "exponentials of another shift": lambda q, k, v: (
         (lambda e: e / e.sum(-1, keepdim=True))((q @ k.mT - v[..., :1]).exp()) @ v
