@@ -102,6 +102,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
     return b(b(scores).softmax(-1)) @ b(heads(v))
 
 
+def exponentials(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    scores = b(heads(q) @ heads(k).mT)
+    each = b(torch.exp(b(b(scores) - b(b(scores).amax(-1, keepdim=True)))))
+    return b(b(each) / b(b(each).sum(-1, keepdim=True))) @ heads(v)
+
+
+def logarithms(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    scores = b(heads(q) @ heads(k).mT)
+    return b(b(b(scores) - b(b(scores).logsumexp(-1, keepdim=True))).exp()) @ heads(v)
+
+
+def in_front(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    scores = b(b(b(heads(k)) @ b(b(heads(q)).mT)) * 0.5)
+    return b(b(b(heads(v)).mT) @ b(b(scores).softmax(-2))).mT
+
+
+def numbers(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    weights = b(b(b(b(heads(q) @ heads(k).mT) + 0.0) * 1.0).softmax(-1))
+    return b(b(b(weights * 1.0) + 0.0).nan_to_num()) @ heads(v)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    slopes, at = b(b(torch.tensor([0.5, 0.25]))[:, None, None]), torch.arange(6)
+    bias = b(b(slopes) * b(b(at) - b(at[:, None])))
+    return b(b(heads(q) @ heads(k).mT) + b(bias)).softmax(-1) @ heads(v)
+
+
+def multiplied(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    mask = b(b(torch.ones(6, 6)).tril())
+    scores = b(b(b(heads(q) @ heads(k).mT) * b(mask)) - b(1e10 * b(1 - b(mask))))
+    return b(scores).softmax(-1) @ heads(v)
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
     at = torch.arange(6)
     mask = b(b(at[:, None]) < b(at[None]))
@@ -162,6 +195,15 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "associative_scan": (associative, "sp.scan(*, None, 1, sum)"),
     "attention": (attention, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=0.5)"),
     "causal attention": (causal, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
+    "exponentials": (exponentials, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
+    "logarithms": (logarithms, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
+    "keys in front": (in_front, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=0.5)"),
+    "numbers": (numbers, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
+    "biased": (
+        biased,
+        "sp.masked_attention(*, *, *, [], [], [], , 0.0, 1.0, False, score=head0*(k - q) + s, heads=[reshape_default])",
+    ),
+    "multiplied with a mask": (multiplied, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
     "repeated heads": (grouped, "aten.scaled_dot_product_attention(*, *, *, enable_gqa=True)"),
     "one head at a time": (
         one_by_one,
@@ -174,6 +216,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "repeats": (repeated, ""),  # an expand, of which there may be others
 }
 CANONICAL = {
+    sp.masked_attention.default,
     sp.scan.default,
     sp.linear_scan.default,
     aten.cumsum.default,

@@ -117,7 +117,7 @@ class EagerAttention(Spelling):
         if out is None:
             if scores.gate is not None:
                 return (
-                    "it is multiplied with what is no mask, or is not filled where it is 0: use masked_fill(mask, -inf)"
+                    "it is multiplied with no mask, or filled otherwise than where that is 0: masked_fill(mask, -inf)"
                 )
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may hold fills"
         last.replace_all_uses_with(out)
@@ -200,10 +200,10 @@ class EagerAttention(Spelling):
         is_one = self.compute(aten.eq.Scalar, (gate, 1), like)
         either = self.compute(aten.logical_or.default, (self.compute(aten.eq.Scalar, (gate, 0), like), is_one), like)
         mask, filled, binary = (recognise(x, shape) for x in (allowed, fill, either))
-        fits = mask is not None and filled is not None and binary is not None and binary.allowed == sympy.true
-        fits = fits and mask.allowed == filled.allowed and always_attends(mask)
         self.drop(either, fill)
-        return allowed, fits
+        if mask is None or filled is None or binary is None or binary.allowed != sympy.true:
+            return allowed, False
+        return allowed, mask.allowed == filled.allowed and always_attends(mask)
 
     def _both(self, a: Node | None, b: Node, like: Node) -> Node:
         return b if a is None else self.compute(aten.logical_and.default, (a, b), like)
@@ -286,6 +286,7 @@ def _one_of_each_head(sinks: Sinks | None, reading: SoftmaxSource, scores: Score
     if sinks is None:
         return reading.sinks is None
     masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
+    masks += [scores.gate] if scores.gate is not None else []
     if sinks.groups and any(not same(product(mask.shape[:-2]), 1) for mask in masks):
         return False
     return scores.masked is None or all_same(scores.masked[:-2], sinks.lead)
