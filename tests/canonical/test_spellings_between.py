@@ -124,8 +124,8 @@ def numbers(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
-    slopes, at = b(b(torch.tensor([0.5, 0.25]))[:, None, None]), torch.arange(6)
-    bias = b(b(slopes) * b(b(at) - b(at[:, None])))
+    slopes, at = b((torch.arange(1, 3) * 0.25)[:, None, None]), torch.arange(6)
+    bias = b(b(slopes) * b(b(at[None]) - b(at[:, None])))
     return b(b(heads(q) @ heads(k).mT) + b(bias)).softmax(-1) @ heads(v)
 
 

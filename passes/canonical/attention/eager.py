@@ -116,9 +116,7 @@ class EagerAttention(Spelling):
             out = self._attention(scores, weights, operands, sinks, last)
         if out is None:
             if scores.gate is not None:
-                return (
-                    "it is multiplied with no mask, or filled otherwise than where that is 0: masked_fill(mask, -inf)"
-                )
+                return "it is multiplied with no mask, or not filled where that is 0: use masked_fill(mask, -inf)"
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may hold fills"
         last.replace_all_uses_with(out)
         self.erase([*chain, last])

@@ -21,7 +21,7 @@ from torch.fx import Node
 from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.closure import closure
 from sp_compile.graph.sizes import all_same
-from sp_compile.sharding.matchers import behind, is_copy, keeps_order, origin
+from sp_compile.sharding.matchers import behind, keeps_order, origin
 
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -100,7 +100,9 @@ def _difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | N
 def _reduced(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | None:
     """The one dim of a row that x is such a reduction of it along, standing beside each element of it; else None."""
     detached = reductions is MAXIMA  # no gradient of the greatest counts, whichever it is
-    sums = behind(x, lambda n: is_copy(n) or keeps_order(n) or (detached and n.target is aten.detach.default))
+    sums = origin(x)
+    while keeps_order(sums) or (detached and sums.target is aten.detach.default):
+        sums = origin(sums.args[0])
     if sums.target is operator.getitem and sums.args[1] == 0:
         sums = sums.args[0]
     if sums.target not in reductions:
