@@ -11,6 +11,7 @@ Leaves alone: rounds that permute other dims on the way, combinations that are n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ COMBINATIONS = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.
 SCANS = {"prod": aten.cumprod.default, "sum": aten.cumsum.default, "logsumexp": aten.logcumsumexp.default}
 MOVEMENTS = overloads("slice.Tensor cat stack flatten.using_ints pad constant_pad_nd")
 ZERO_TERM, UNKNOWN_TERM = 0, 1
+CUTS = (*overloads("slice.Tensor narrow"), operator.getitem)
 LEAST_APART = 4  # in three rounds; two may be anything
 Term = tuple[Any, ...]
 """(op, leaf, i, j): its rows i to j by the op, None of one row alone; ("carried", a, b, i, j, k): what a linear
@@ -190,8 +192,8 @@ def _leaves(node: Node) -> dict[Node, int]:
 def _apart(node: Node) -> tuple[int, Node | None, int]:
     """(by how many rows, of which value, of how many rows) are the two slices apart that an op on elements combines?"""
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    given = [x for x in node.all_input_nodes if is_tensor(x)] if pointwise else []
-    pieces = [piece for x in given if (piece := slice_of(origin(x))) is not None]
+    given = [origin(x) for x in node.all_input_nodes if is_tensor(x)] if pointwise else []
+    pieces = [piece for x in given if x.target in CUTS and (piece := slice_of(x)) is not None]
     if len(given) != 2 or len(pieces) != 2:
         return 0, None, 0
     one, other = pieces

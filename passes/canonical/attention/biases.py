@@ -124,6 +124,8 @@ class Biases:
         given = [operand(n) for n in ("self", "other") if n in call.args]
         if any(x.allowed != sympy.true for x in given):
             raise NotSymbolic("computes with fills", node)
+        if name is aten.div and given[1].value.has(*_SYMBOLS.values()):
+            raise NotSymbolic("divides by a position", node)
         value = _OPS[name](*(x.value for x in given))
         if any(_rounds(term) for each in value.atoms(sympy.Add) for term in each.args):
             raise NotSymbolic("would be rounded otherwise as text", node)

@@ -24,7 +24,7 @@ from sp_compile.sharding.matchers import origin, readers
 from .steps import reading
 
 aten = torch.ops.aten
-LEAST_ROWS = 3  # that a loop has written
+LEAST_ROWS = 5  # that a loop has written; fewer are columns of boxes and the like
 SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
