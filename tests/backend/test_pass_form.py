@@ -349,7 +349,7 @@ REFUSED = {
         lambda x: ((s := x @ x.mT).softmax(-1) @ x) * s.logsumexp(-1)[..., None],
         r"not eager_attention its log-sum-exp \(logsumexp\) is read, and not as by sinks",
     ),
-    "bias": (masked(lambda x: -(grid(x)[0] - grid(x)[1]).abs().float()), "a bias of other numbers than 0 and fills"),
+    "bias": (masked(lambda x: -grid(x)[1][None].float()), "a bias of other numbers than 0 and fills"),
     "pairs": (
         masked(lambda x: x[0, 0] @ x[0, 0].T > 0),
         r"the mask stays data: \w+ .* holds torch.float32 that no position gives",

@@ -76,7 +76,7 @@ class BiasText:
 
 def biased(node: Node, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool = False) -> BiasText | None:
     """A bias of queries and keys, of the dtype of q; None where no text says it. shape, settled: as in `understood`."""
-    if len(shape) != 4 or any(s == 1 for s in shape_of(node)[-2:]):
+    if len(shape) != 4 or len(shape_of(node)) < 2 or any(s == 1 for s in shape_of(node)[-2:]):
         return None
     try:
         positions, coords = _places(node, shape)
