@@ -61,6 +61,11 @@ class Paddings(Spelling):
         found = [_reading(user, node, padded) for user in users]
         known = [one for one in found if one is not None and _spelt(one, rows)]
         if len(known) < len(found):
+            if any(one.op is not sp.shift.default for one in known):
+                other = next(user for user, one in zip(users, found) if one not in known)
+                self.refused(
+                    other, f"it reads {node.name} with its padding, which a window that pads itself could take"
+                )
             return False
         for user, one in zip(users, known):
             self._slide([user], padded.source, padded.dim, one)

@@ -46,11 +46,18 @@ class ReducePairs(Spelling):
         results = made if isinstance(made, tuple | list) else (made,)
         there, back = _reductions(bodies[0], [results[index]]), _reductions(bodies[1], gradients)
         if there is None or back is None:
+            way = "forward" if there is None else "backward"
+            if any(map(_reduces, bodies)):
+                self.refused(node, f"what it reads is gathered: its {way} does more than reduce one tensor")
             return False
         with self.graph.inserting_before(node):
             new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][index], node)
         self.replace(node, {index: new})
         return True
+
+
+def _reduces(body: GraphModule) -> bool:
+    return bool(body.graph.find_nodes(op="call_function", target=c10d.all_reduce.default))
 
 
 def _reductions(body: GraphModule, results: Any) -> list[str] | None:

@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor, shape_of
+from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import all_same, same, sizes
 from sp_compile.lowering.scan.monoids import MONOIDS
 from sp_compile.passes.base import Spelling, register
@@ -38,7 +39,7 @@ from sp_compile.sharding.matchers import (
 from sp_compile.sharding.windows import plain
 
 from .paddings import padding, uncut
-from .scan_ops import CUMULATIVE, flips_along, has_scan, scan
+from .scan_ops import CUMULATIVE, flipped_dims, flips_along, has_scan, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SIGNS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
@@ -106,7 +107,11 @@ class ScanIdioms(Spelling):
             meant = _scan_of(node)
             if meant is not None:
                 self._rewrite(node, meant)
-            changes += meant is not None or self._turn(node) or self._differ(node)
+            changed = meant is not None or self._turn(node) or self._differ(node)
+            why = _why_not_backwards(node) if not changed else None
+            if why is not None:
+                self.refused(node, f"this is no scan backwards, and flips all rows: {why}")
+            changes += changed
         return changes
 
     def _rewrite(self, node: Node, meant: ScanForm) -> None:
@@ -203,6 +208,34 @@ def _flipped(node: Node) -> ScanForm | None:
     if not flips_along(node, inner.dim) or not flips_along(source, inner.dim):
         return None
     return replace(inner, x=source.args[0], reverse=not inner.reverse)
+
+
+def _why_not_backwards(node: Node) -> str | None:
+    """Of a scan between two flips along its dim that stays; None of all else."""
+    if node.target is not aten.flip.default:
+        return None
+    inner = origin(node.args[0])
+    form = scan_form(inner)
+    if form is not None:
+        rows, dim = [origin(form.x)], form.dim
+    elif inner.target is sp.linear_scan.default:
+        call = Call(inner)
+        rows, dim = [origin(x) for x in call.operands[:2]], call.dim(operand=1)
+    else:
+        return None
+    flips = [x for x in reached(rows, _of_elements) if dim in flipped_dims(x)]
+    if not flips or dim not in flipped_dims(node):
+        return None
+    if not all(flips_along(x, dim) for x in (node, *flips)):
+        return f"other dims than {dim} are flipped with it; flip those apart"
+    if not dies_with(inner, node):
+        return f"something else reads the scan ({inner.name}) before it is flipped back"
+    return "what it scans is computed of flipped rows; go through the rows backwards, or flip what is scanned"
+
+
+def _of_elements(node: Node) -> list[Node]:
+    """The operands of an op on elements."""
+    return node.all_input_nodes if torch.Tag.pointwise in getattr(node.target, "tags", ()) else []
 
 
 def _combined(node: Node) -> ScanForm | None:

@@ -61,7 +61,12 @@ def scan(
 
 def flips_along(node: Node, dim: int) -> bool:
     """Does the op flip this dim and no other?"""
-    return node.target is aten.flip.default and [int(d) % node.meta["val"].ndim for d in node.args[1]] == [dim]
+    return flipped_dims(node) == [dim]
+
+
+def flipped_dims(node: Node) -> list[int]:
+    """The dims that the op flips; none if it is no flip."""
+    return [int(d) % node.meta["val"].ndim for d in node.args[1]] if node.target is aten.flip.default else []
 
 
 def has_scan(call: Call) -> bool:

@@ -11,6 +11,7 @@ Leaves alone: rounds that permute other dims on the way, combinations that are n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, is_tensor, overloads
+from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
@@ -30,6 +31,8 @@ COMBINATIONS = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.
 SCANS = {"prod": aten.cumprod.default, "sum": aten.cumsum.default, "logsumexp": aten.logcumsumexp.default}
 MOVEMENTS = overloads("slice.Tensor cat stack flatten.using_ints pad constant_pad_nd")
 ZERO_TERM, UNKNOWN_TERM = 0, 1
+CUTS = (*overloads("slice.Tensor narrow"), operator.getitem)
+LEAST_APART = 4  # in three rounds; two may be anything
 Term = tuple[Any, ...]
 """(op, leaf, i, j): its rows i to j by the op, None of one row alone; ("carried", a, b, i, j, k): what a linear
 recurrence of a and b carries from its rows i to j over to row k."""
@@ -49,8 +52,11 @@ class ScanRounds(Spelling):
         self.dims: dict[Node, int] = {}  # of the leaves
         for node in self.graph.nodes:
             self.dims.update(_leaves(node))
-        if not self.dims:
-            return 0
+        changes = self._rewrite() if self.dims else 0
+        self._refuse()
+        return changes
+
+    def _rewrite(self) -> int:
         for node in self.graph.nodes:
             found = self._value(node)
             if found is None and node in self.dims:
@@ -65,6 +71,19 @@ class ScanRounds(Spelling):
         for (op, leaf), node in scans.items():
             self._replace(node, op, leaf)
         return len(scans)
+
+    def _refuse(self) -> None:
+        """Say of what is left that it looks like the rounds of a scan: neighbours 1, 2, 4, ... rows apart."""
+        rounds: dict[Node, int] = {}
+        for node in self.graph.nodes:
+            apart, source, extent = _apart(node)
+            before = [n for n in source.all_input_nodes if rounds.get(n) == apart // 2] if source is not None else []
+            if source is None or (apart > 1 and not before):
+                continue
+            rounds[node] = apart
+            if apart >= LEAST_APART and 2 * apart >= extent:
+                why = "they combine by no sum, product, log-sum-exp or linear recurrence alone"
+                self.refused(node, f"rounds of neighbours 1, 2, 4, ... {apart} rows apart are no scan: {why}")
 
     def _leaf(self, node: Node) -> Tensor | None:
         value, dim = node.meta["val"], self.dims[node]
@@ -168,6 +187,20 @@ def _leaves(node: Node) -> dict[Node, int]:
     sources = [origin(piece.source) for piece in (one, other)]
     whole = all(isinstance(x.meta["val"].shape[one.dim], int) for x in sources)
     return dict.fromkeys(sources, one.dim) if whole else {}
+
+
+def _apart(node: Node) -> tuple[int, Node | None, int]:
+    """(by how many rows, of which value, of how many rows) are the two slices apart that an op on elements combines?"""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    given = [origin(x) for x in node.all_input_nodes if is_tensor(x)] if pointwise else []
+    pieces = [piece for x in given if x.target in CUTS and (piece := slice_of(x)) is not None]
+    if len(given) != 2 or len(pieces) != 2:
+        return 0, None, 0
+    one, other = pieces
+    source, numbers = origin(one.source), (one.start, other.start, extent := shape_of(one.source)[one.dim])
+    alike = origin(other.source) is source and one.dim == other.dim and all(isinstance(n, int) for n in numbers)
+    apart = abs(one.start - other.start) if alike else 0
+    return (apart, source, extent) if apart and apart & (apart - 1) == 0 else (0, None, 0)
 
 
 def _combine(op: str, before: Term, after: Term) -> Term | None:

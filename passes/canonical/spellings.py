@@ -42,7 +42,10 @@ CallForm = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 @register
 class Explicit(Spelling):
-    """Rewrites every node that has a plainer spelling."""
+    """Rewrites every node that has a plainer spelling.
+
+    Refuses none: what is not in the table is as plain as it can be.
+    """
 
     provides = frozenset({"canonical", "explicit"})
 
@@ -205,6 +208,11 @@ class Repeats(Spelling):
     def apply(self, gm: GraphModule, job: Job) -> int:
         nodes = self.graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int)
         found = [n for n in nodes if Call(n)["dim"] is not None and Call(n).ndim()]
+        for node in nodes:
+            if Call(node)["dim"] is None and Call(node).ndim() > 1:
+                self.refused(
+                    node, "without a dim it repeats the flattened tensor, which is no shard of it; give the dim"
+                )
         for node in found:
             call = Call(node)
             with self.graph.inserting_before(node):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -263,16 +264,95 @@ def grid(x: Tensor) -> tuple[Tensor, Tensor]:
     return at[:, None], at
 
 
-REFUSED = {
+def groups(x: Tensor) -> Tensor:
+    """(B, S, 4) as (B, 4, S, 1), the first two of four heads."""
+    return x.unflatten(-1, (4, 1)).transpose(1, 2)[:, :2]
+
+
+def rounds(x: Tensor) -> Tensor:
+    apart = 1
+    while apart < x.shape[1]:
+        x = torch.cat([x[:, :apart], torch.maximum(x[:, apart:], x[:, :-apart])], 1)
+        apart *= 2
+    return x
+
+
+def rows(x: Tensor, first: int = 0, twice: int = -1, read: bool = False) -> Tensor:
+    """What is written row by row."""
+    y, total = torch.zeros_like(x), torch.zeros(())
+    for t in range(first, x.shape[1]):
+        y[:, t] = x[:, t].sin()
+        total = total + y.sum() if read else total
+    if twice >= 0:
+        y[:, twice] = 1.0
+    return y * total
+
+
+def head_by_head(scales: tuple[float, float]) -> Callable[[Tensor], Tensor]:
+    def attend(x: Tensor) -> Tensor:
+        parts = [x[..., i : i + 2] for i in (0, 2)]
+        return torch.cat([F.scaled_dot_product_attention(p, p, p, scale=s) for p, s in zip(parts, scales)], -1)
+
+    return attend
+
+
+def convolved(x: Tensor) -> tuple[Tensor, Tensor]:
+    padded = F.pad(x.mT, (2, 0))
+    return F.conv1d(padded, torch.ones(4, 1, 3), groups=4), padded.mean()
+
+
+OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "tanh": (step_by_step(lambda h, x, t: torch.tanh(h * x)), "8 steps are no scan: a state that is not affine"),
     "steps": (step_by_step(lambda h, x, t: h * x if t % 2 else h + x), "8 steps are no scan: steps that differ"),
+    "flips of two dims": (lambda x: x.flip(1).cumsum(1).flip(1, 2), "not scan_idioms .* other dims than 1 are flipped"),
+    "a scan read before it is flipped back": (
+        lambda x: (s := x.flip(1).cumsum(1)).flip(1) + s,
+        r"not scan_idioms .* something else reads the scan \(cumsum\)",
+    ),
+    "a recurrence read before it is flipped back": (
+        lambda x: (h := step_by_step(lambda h, x, t: x.sigmoid() * h + x)(x.flip(1))).flip(1) + h,
+        r"not scan_idioms .* something else reads the scan \(linear_scan_default\)",
+    ),
+    "a recurrence of flipped rows": (
+        lambda x: step_by_step(lambda h, x, t: x.sigmoid() * h + x)(x.flip(1)).flip(1),
+        "not scan_idioms .* what it scans is computed of flipped rows",
+    ),
+    "rounds of maxima": (rounds, "not scan_rounds rounds of neighbours 1, 2, 4, ... 4 rows apart are no scan"),
+    "a row written twice": (lambda x: rows(x, twice=3), "not written_lists .* row 3 is written twice"),
+    "rows never written": (lambda x: rows(x, first=2), "not written_lists .* 2 rows of 8 are never written"),
+    "rows read on the way": (lambda x: rows(x, read=True), "not written_lists .* something else reads select_scatter"),
+    "heads of other scales": (head_by_head((1.0, 2.0)), "not stack_heads .* scale is 1.0 of one and 2.0 of another"),
+    "tiled heads": (
+        lambda x: F.scaled_dot_product_attention(groups(x).repeat(1, 2, 1, 1), *[groups(x).repeat(1, 2, 1, 1)] * 2),
+        "not group_heads .* its copies are of all heads in turn",
+    ),
+    "repeated keys alone": (
+        lambda x: F.scaled_dot_product_attention(
+            *[groups(x).repeat_interleave(2, 1)] * 2, groups(x).repeat_interleave(2, 1) + 1
+        ),
+        "not group_heads .* one of them alone is repeated here",
+    ),
+    "a window beside its padding": (convolved, "not paddings it reads pad with its padding"),
+    "a flattened repetition": (lambda x: x.repeat_interleave(2), "not repeats without a dim it repeats the flattened"),
+}
+"""Of (2, 8, 4), along dim 1."""
+
+REFUSED = {
     "sine": (attention(lambda s: s.sin().softmax(-1)), r"sin \(aten.sin.default\) stands between"),
-    "columns": (attention(lambda s: s.softmax(-2)), "not eager_attention a softmax along dim 2 of 4"),
+    "columns": (attention(lambda s: s.softmax(-2)), "not eager_attention the softmax is along dim 2, and"),
     "read twice": (
         lambda x: (p := (x @ x.mT).softmax(-1)) @ x + p.sum(),
         "not eager_attention something else reads the probabilities",
     ),
-    "bias": (masked(lambda x: -(grid(x)[0] - grid(x)[1]).abs().float()), "a bias of other numbers than 0 and fills"),
+    "overflow": (
+        attention(lambda s: (e := s.exp()) / e.sum(-1, keepdim=True)),
+        "not eager_attention exp of scores from which the greatest of the row is not taken overflows",
+    ),
+    "log-sum-exp": (
+        lambda x: ((s := x @ x.mT).softmax(-1) @ x) * s.logsumexp(-1)[..., None],
+        r"not eager_attention its log-sum-exp \(logsumexp\) is read, and not as by sinks",
+    ),
+    "bias": (masked(lambda x: -grid(x)[1][None].float()), "a bias of other numbers than 0 and fills"),
     "pairs": (
         masked(lambda x: x[0, 0] @ x[0, 0].T > 0),
         r"the mask stays data: \w+ .* holds torch.float32 that no position gives",
@@ -292,14 +372,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", {**REFUSED, **OF_SEQUENCES})
 def test_a_refusal_says_why(name: str) -> None:
-    fn, why = REFUSED[name]
-    loop = name in ("tanh", "steps")
-    x = torch.randn(2, 8, 4) if loop else torch.randn(2, 2, 8, 4)
-    report = sp_compile.explain(fn, x, seq_dims={"x": 1 if loop else 2})
-    (note,) = (n for n in report.notes if n.done in ("not reroll", "not eager_attention", "not masks"))
+    fn, why = {**REFUSED, **OF_SEQUENCES}[name]
+    x = torch.randn(2, 8, 4) if name in OF_SEQUENCES else torch.randn(2, 2, 8, 4)
+    report = sp_compile.explain(fn, x, seq_dims={"x": x.ndim - 2})
+    (note,) = (n for n in report.notes if n.done.startswith("not "))
     assert re.search(why, " ".join((note.done, note.why)))
+    assert "test_pass_form.py" in note.where
     assert note.why.split(":")[0][:20] in str(report)
 
 
@@ -308,4 +388,21 @@ def test_what_is_no_near_miss_is_not_mentioned() -> None:
         return torch.stack([x.softmax(-1), x + 1, (x * 2).sin()], 0).softmax(-1)
 
     report = sp_compile.explain(others, torch.randn(2, 8, 4), seq_dims={"x": 1})
+    assert not [n for n in report.notes if n.done.startswith("not ")]
+
+
+NO_NEAR_MISSES: dict[str, Callable[[Tensor], Any]] = {
+    "flips": lambda x: x.flip(1).cumsum(1) + x.flip(2).cumsum(1).flip(2),
+    "neighbours": lambda x: torch.maximum(x[:, 1:], x[:, :-1])[:, 2:] + x[:, 3:],
+    "two rows": lambda x: torch.select_scatter(torch.select_scatter(x, x[:, 1], 1, 0), x[:, 0], 1, 7),
+    "padding alone": lambda x: (p := F.pad(x, (0, 0, 2, 0)))[:, :-2] + p.mean(),
+    "attentions side by side": lambda x: torch.cat([F.scaled_dot_product_attention(x, x, x), x], -1),
+    "one dim": lambda x: x[0, 0].repeat_interleave(2),
+    "one key head": lambda x: F.scaled_dot_product_attention(groups(x), *[groups(x)[:, :1].repeat(1, 2, 1, 1)] * 2),
+}
+
+
+@pytest.mark.parametrize("name", NO_NEAR_MISSES)
+def test_what_is_none_is_not_refused(name: str) -> None:
+    report = sp_compile.explain(NO_NEAR_MISSES[name], torch.randn(2, 8, 4), seq_dims={"x": 1})
     assert not [n for n in report.notes if n.done.startswith("not ")]

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from support.capturing import compile_function
 from support.golden import show
-from support.models import floats
+from support.models import check, floats, seeded
 from support.spellings.eager_spellings import (
+    DATA,
     LOWEST,
     SOFT_CAPS,
     SPELLINGS,
@@ -104,6 +105,29 @@ def test_spelling(name: str) -> None:
     torch.testing.assert_close(grads(gm), grads(attend), rtol=1e-12, atol=1e-12)
 
 
+class Projected(Model):
+    """With parameters, of which the gradients are compared, too."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__(attend)
+        self.projections = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(*(projection(x) for projection in self.projections)).sin()
+
+
+ON_RANKS = {name: attend for name, (attend, _) in {**SPELLINGS, **SOFT_CAPS}.items()}
+
+
+@pytest.mark.sampled(every=23)
+@pytest.mark.parametrize(("attention", "ranks"), [("ulysses", 2), ("ring", 3), ("gather", 4)])
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_on_ranks(name: str, attention: str, ranks: int) -> None:
+    """Loss and gradients of one device."""
+    x = (floats(B, H, S, D) * 2 - 1).requires_grad_()
+    check(seeded(lambda: Projected(ON_RANKS[name])), x, sp=ranks, attention=attention, seq_dims={"x": 2})
+
+
 @pytest.mark.parametrize("name", SOFT_CAPS)
 def test_soft_caps(name: str) -> None:
     attend, text = SOFT_CAPS[name]
@@ -112,6 +136,15 @@ def test_soft_caps(name: str) -> None:
     assert Call(node)["score"] == text
     assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
     torch.testing.assert_close(grads(gm), grads(attend), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_biases_that_no_text_says(name: str) -> None:
+    gm = canonical(DATA[name])
+    (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
+    assert Call(node)["attn_mask"] is not None
+    assert not Call(node).get("score")
+    torch.testing.assert_close(grads(gm), grads(DATA[name]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", STAYS)

@@ -102,6 +102,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
     return b(b(scores).softmax(-1)) @ b(heads(v))
 
 
+def exponentials(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    scores = b(heads(q) @ heads(k).mT)
+    each = b(torch.exp(b(b(scores) - b(b(scores).amax(-1, keepdim=True)))))
+    return b(b(each) / b(b(each).sum(-1, keepdim=True))) @ heads(v)
+
+
+def logarithms(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    scores = b(heads(q) @ heads(k).mT)
+    return b(b(b(scores) - b(b(scores).logsumexp(-1, keepdim=True))).exp()) @ heads(v)
+
+
+def in_front(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    scores = b(b(b(heads(k)) @ b(b(heads(q)).mT)) * 0.5)
+    return b(b(b(heads(v)).mT) @ b(b(scores).softmax(-2))).mT
+
+
+def numbers(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    weights = b(b(b(b(heads(q) @ heads(k).mT) + 0.0) * 1.0).softmax(-1))
+    return b(b(b(weights * 1.0) + 0.0).nan_to_num()) @ heads(v)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    slopes, at = b((torch.arange(1, 3) * 0.25)[:, None, None]), torch.arange(6)
+    bias = b(b(slopes) * b(b(at[None]) - b(at[:, None])))
+    return b(b(heads(q) @ heads(k).mT) + b(bias)).softmax(-1) @ heads(v)
+
+
+def multiplied(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+    mask = b(b(torch.ones(6, 6)).tril())
+    scores = b(b(b(heads(q) @ heads(k).mT) * b(mask)) - b(1e10 * b(1 - b(mask))))
+    return b(scores).softmax(-1) @ heads(v)
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
     at = torch.arange(6)
     mask = b(b(at[:, None]) < b(at[None]))
@@ -162,6 +195,15 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "associative_scan": (associative, "sp.scan(*, None, 1, sum)"),
     "attention": (attention, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=0.5)"),
     "causal attention": (causal, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
+    "exponentials": (exponentials, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
+    "logarithms": (logarithms, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
+    "keys in front": (in_front, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=0.5)"),
+    "numbers": (numbers, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
+    "biased": (
+        biased,
+        "sp.masked_attention(*, *, *, [], [], [], , 0.0, 1.0, False, score=head0*(k - q) + s, heads=[reshape_default])",
+    ),
+    "multiplied with a mask": (multiplied, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
     "repeated heads": (grouped, "aten.scaled_dot_product_attention(*, *, *, enable_gqa=True)"),
     "one head at a time": (
         one_by_one,
@@ -174,6 +216,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "repeats": (repeated, ""),  # an expand, of which there may be others
 }
 CANONICAL = {
+    sp.masked_attention.default,
     sp.scan.default,
     sp.linear_scan.default,
     aten.cumsum.default,
@@ -218,8 +261,8 @@ def test_found_whatever_is_between(name: str, between: str) -> None:
     assert canonical_ops(spelling, BETWEEN[between]) == ([op] if op else [])
 
 
-def reducing(group: str, b: Between) -> type[torch.autograd.Function]:
-    """Sums in both directions, as a pair of a mesh of two axes does."""
+def reducing(group: str, b: Between, more: Between = plain) -> type[torch.autograd.Function]:
+    """Sums in both directions, as a pair of a mesh of two axes does, and `more` backward."""
 
     class Both(torch.autograd.Function):
         @staticmethod
@@ -228,7 +271,7 @@ def reducing(group: str, b: Between) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return b(all_reduce(b(grad), group))
+            return b(more(all_reduce(b(grad), group)))
 
     return Both
 
@@ -243,3 +286,17 @@ def test_pairs_that_reduce(between: str) -> None:
     found = [said(n) for n in gm.graph.nodes if n.op == "call_function"]
     assert found[0] == f"sp.reduce_pair(*, ['sum {group.group_name}'], ['sum {group.group_name}'])"
     assert "autograd" not in str(found)
+
+
+def test_a_pair_that_does_more_is_refused() -> None:
+    with one_of(2) as group:
+        function = reducing(group.group_name, plain, lambda x: x * 2)
+        gm = traced(lambda x: function.apply(x) * 2, torch.randn(2, 4, requires_grad=True))
+        canonicalize = Canonicalize()
+        canonicalize(gm)
+    (note,) = canonicalize.notes
+    assert (note.done, note.why) == (
+        "not reduce_pairs",
+        "what it reads is gathered: its backward does more than reduce one tensor",
+    )
+    assert "sp.reduce_pair" not in str(gm.graph)

@@ -32,7 +32,7 @@ from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.modes import autocast_at, same_autocast
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import Size, all_same, product, quotient, same, sizes
+from sp_compile.graph.sizes import Size, all_same, product, quotient, same
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import attention_nodes
@@ -66,12 +66,14 @@ class StackHeads(Spelling):
         if not stacked and dim != 2:
             return False
         calls = [Call(h) for h in heads]
-        if any(not _alike(calls[0], c) for c in calls[1:]):
-            return False
         masks = [c["attn_mask"] for c in calls]
+        why = next((why for c in calls[1:] if (why := _why_not_alike(calls[0], c))), None)
         if masks[0] is not None and masks[0].meta["val"].ndim > 3:
-            return False
+            why = "their masks have more than three dims"
         if not same_autocast([*heads, cat]):
+            why = "they are in different autocast regions"
+        if why is not None:
+            self.refused(cat, f"{len(heads)} attentions of one head are not one of all heads: {why}")
             return False
         with self.graph.inserting_before(cat), autocast_at(cat):
             operands: list[Node | None] = [self._stack([c.operands[i] for c in calls], 1, cat) for i in range(3)]
@@ -123,15 +125,15 @@ def _stacked_first(x: Node) -> bool:
     return x.target is aten.stack.default and x.meta["val"].ndim == 4 and Call(x)["dim"] in (0, -4)
 
 
-def _alike(a: Call, b: Call) -> bool:
-    """The same attention of other operands."""
-    shapes = all(a.shape(i) == b.shape(i) and a.ndim(i) == 3 for i in range(3))
-    options = all(a[name] == b[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa"))
-    masks = [c["attn_mask"] for c in (a, b)]
-    if None in masks:
-        return shapes and options and masks == [None, None]
-    x, y = (m.meta["val"] for m in masks)
-    return shapes and options and x.dtype == y.dtype and sizes(x.shape) == sizes(y.shape)
+def _why_not_alike(a: Call, b: Call) -> str | None:
+    """Why they are not the same attention of other operands; None if they are."""
+    if not all(a.shape(i) == b.shape(i) and a.ndim(i) == 3 for i in range(3)):
+        return "their q, k or v have other shapes"
+    for name in ("dropout_p", "is_causal", "scale", "enable_gqa"):
+        if a[name] != b[name]:
+            return f"{name} is {a[name]} of one and {b[name]} of another"
+    kinds = [m if m is None else (m.meta["val"].dtype, shape_of(m)) for m in (a["attn_mask"], b["attn_mask"])]
+    return None if kinds[0] == kinds[1] else "their masks have other shapes or dtypes"
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -172,6 +174,12 @@ class GroupHeads(Spelling):
         if call["enable_gqa"] or call.ndim() != 4:
             return False
         key, value = (_before_repeat(operand) or self._turned(operand) for operand in call.operands[1:3])
+        tiled = [x for x in call.operands[1:3] if _is_tiled(x)]
+        if tiled:
+            why = "its copies are of all heads in turn, and grouped heads have theirs side by side (repeat_interleave)"
+            self.refused(tiled[0], f"keys or values are sent with every copy of a head: {why}")
+        elif (key is None) != (value is None):
+            self.refused(node, "keys or values are sent with every copy of a head: one of them alone is repeated here")
         if key is None or value is None or not same(shape_of(key)[HEADS_DIM], shape_of(value)[HEADS_DIM]):
             return False
         if quotient(call.shape()[HEADS_DIM], shape_of(key)[HEADS_DIM]) is None:
@@ -221,6 +229,17 @@ def _before_repeat(node: Node) -> Node | None:
             return None
         source = origin(source_of(source))
     return source
+
+
+def _is_tiled(node: Node) -> bool:
+    """Several heads, repeated as a whole?"""
+    node = origin(node)
+    if node.target is not aten.repeat.default or node.meta["val"].ndim != 4:
+        return False
+    source = Call(node).operands[0]
+    before, after = shape_of(source), shape_of(node)
+    heads = before[HEADS_DIM] if len(before) == 4 else 1
+    return not same(heads, 1) and not same(heads, after[HEADS_DIM])
 
 
 def _has_shape(node: Node, wanted: Sequence[Size]) -> bool:

@@ -3,11 +3,13 @@
     mask = arange(S) <= arange(S)[:, None]                  sdpa(q, k, v, mask)  ->  sdpa(q, k, v, is_causal=True)
     mask = padding[:, None, None] & (i - j < 4) & (j <= i)  sdpa(q, k, v, mask)  ->  sp.masked_attention(q, k, v,
         rows=[], cols=[padding], sizes=[], predicate="(k <= q) & (-k + q < 4) & Ne(col0, 0)")
+    bias = slopes * (j - i)                  sdpa(q, k, v, bias)  ->  sp.masked_attention(q, k, v, ...,
+        score="s + head0*(k - q)", heads=[slopes])
 
 Part of canonicalize. Vectors come as (B or 1, Q) and (B or 1, K). Bytes moved: none. Leaves alone (masks stay data):
-biases, masks that differ between heads, masks whose data belongs to a query and a key at once, and finite fills like
-finfo.min unless every query provably attends to some key, because a row of nothing but fills attends to all alike, or
-unless sinks take such a row.
+biases but for those of `biases.py`, masks that differ between heads, masks whose data belongs to a query and a key at
+once, and finite fills like finfo.min unless every query provably attends to some key, because a row of nothing but
+fills attends to all alike, or unless sinks take such a row.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call, shape_of
-from sp_compile.graph.sizes import Size, same
+from sp_compile.graph.sizes import Size, all_same, product, same
+from sp_compile.lowering.masks.score import SCORE, check
 from sp_compile.passes import base
 from sp_compile.passes.job import Job
 from sp_compile.sharding.attention import attention_nodes, keeps_no_weight
 
 from . import element_ops  # noqa: F401  (registers how ops get their elements)
+from .biases import Biases
 from .elements import Element, NotSymbolic, Positions
 from .proofs import BATCH, HEAD, INDICES, KEY, QUERY, Boolean, Box
 
@@ -57,17 +61,48 @@ def recognise(node: Node, shape: tuple[Size, ...], settled: bool = False) -> Mas
 
 def understood(node: Node, shape: tuple[Size, ...], settled: bool = False) -> Mask:
     """As `recognise`. Raises NotSymbolic, which says why the mask stays data. settled: see `keeps_no_weight`."""
+    positions, coords = _places(node, shape)
+    return _checked(positions, *_allowed(positions.at(node, coords)), settled)
+
+
+@dataclass(frozen=True)
+class BiasText:
+    """A bias as text about scores (`lowering/masks/score.py`), the numbers of each head that it reads, and a mask."""
+
+    text: str
+    heads: list[Node]
+    mask: Mask
+
+
+def biased(node: Node, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool = False) -> BiasText | None:
+    """A bias of queries and keys, of the dtype of q; None where no text says it. shape, settled: as in `understood`."""
+    if len(shape) != 4 or len(shape_of(node)) < 2 or any(s == 1 for s in shape_of(node)[-2:]):
+        return None
+    try:
+        positions, coords = _places(node, shape)
+        biases = Biases(positions, dtype, LARGEST_FILL)
+        found = biases.at(node, coords)
+        text = str(SCORE + found.value)
+        check(text)
+        return BiasText(text, biases.heads, _checked(positions, found.allowed, found.finite, settled))
+    except (NotSymbolic, SpError):
+        return None
+
+
+def _places(node: Node, shape: tuple[Size, ...]) -> tuple[Positions, list[Any]]:
+    """Where the mask is read for a query and a key."""
     own = shape_of(node)
     if len(shape) not in (3, 4) or len(own) > len(shape):
         raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(own)}")
     indices = [i for i in INDICES if i != HEAD or len(shape) == 4]
     extent: dict[sympy.Symbol, Size] = {**dict.fromkeys(INDICES, 1), **dict(zip(indices, shape))}
-    box = Box(extent)
-    positions = Positions(box, extent)
     coords = [0 if s == 1 else i for s, i in zip(own, indices[len(shape) - len(own) :])]
-    allowed, finite = _allowed(positions.at(node, coords))
-    allowed = box.tidy(sympy.to_nnf(allowed, simplify=False))
-    mask = Mask(allowed, box, positions.leaves, extent)
+    return Positions(Box(extent), extent), coords
+
+
+def _checked(positions: Positions, allowed: Boolean, finite: bool, settled: bool) -> Mask:
+    allowed = positions.box.tidy(sympy.to_nnf(allowed, simplify=False))
+    mask = Mask(allowed, positions.box, positions.leaves, positions.sizes)
     if allowed == sympy.false:
         raise NotSymbolic("no query attends to any key")
     without_leaves = allowed.xreplace({leaf: sympy.Integer(0) for leaf in allowed.atoms(AppliedUndef)})
@@ -78,12 +113,22 @@ def understood(node: Node, shape: tuple[Size, ...], settled: bool = False) -> Ma
     return mask
 
 
-def _allowed(value: Element) -> tuple[Boolean, bool]:
+def leaves_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
+    """Does a bias provably add 0 to some key of every query, and nothing above that to the others?"""
+    try:
+        positions, coords = _places(node, shape)
+        _checked(positions, _allowed(positions.at(node, coords), 0)[0], True, False)
+        return True
+    except NotSymbolic:
+        return False
+
+
+def _allowed(value: Element, least: float = LARGEST_FILL) -> tuple[Boolean, bool]:
     """(where a query may attend, whether the others are filled with a finite number)"""
     if not isinstance(value, tuple):
         return value, False
-    if not all(v == 0 or (v.is_number and v <= LARGEST_FILL) for _, v in value):
-        raise NotSymbolic(f"a bias of other numbers than 0 and fills from {LARGEST_FILL:g} down")
+    if not all(v == 0 or (v.is_number and v <= least) for _, v in value):
+        raise NotSymbolic(f"a bias of other numbers than 0 and fills from {LARGEST_FILL:g} down, such as -inf")
     zero = [c for c, v in value if v == 0]
     return (zero[0] if zero else sympy.false), any(v.is_finite for _, v in value if v != 0)
 
@@ -134,6 +179,7 @@ class Masks(base.Spelling):
     def edit(self, graph: Graph) -> Self:
         self.vectors: dict[tuple[Any, ...], Node] = {}
         self.masks: dict[tuple[Any, ...], Mask | str] = {}  # layers share theirs, or why there is none
+        self.texts: dict[tuple[Any, ...], BiasText | None] = {}
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: Job) -> int:
@@ -158,7 +204,31 @@ class Masks(base.Spelling):
         if call.get("is_causal") or not same_in_front(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have other batches or heads, or it comes with is_causal")
         shape, settled = (*shapes[0][:-1], shapes[1][-2]), keeps_no_weight(call)
-        self.say(node, self.once((data, shape, settled), lambda: understood(data, shape, settled)))
+        try:
+            self.say(node, self.once((data, shape, settled), lambda: understood(data, shape, settled)))
+        except NotSymbolic as why:
+            if not self._as_text(data, shape, settled, node, call):
+                raise why from None
+
+    def _as_text(self, data: Node, shape: tuple[Size, ...], settled: bool, node: Node, call: Call) -> bool:
+        """Let the attention add a bias that positions and heads give, if its data is one."""
+        dtype, key = node.meta["val"].dtype, (data, shape, settled)
+        if key not in self.texts:
+            self.texts[key] = biased(data, shape, dtype, settled)
+        found = self.texts[key]
+        if found is None or call.get("score"):
+            return False
+        with self.graph.inserting_before(node):
+            heads = [self._of_each_head(self.cast(x, dtype, node), shape[1], node) for x in found.heads]
+        self.say(node, found.mask, found.text, heads)
+        return True
+
+    def _of_each_head(self, x: Node, count: Size, like: Node) -> Node:
+        """(count,)."""
+        flat = self.reshaped(x, (product(shape_of(x)),), like)
+        if all_same(shape_of(flat), (count,)):
+            return flat
+        return self.compute(aten.expand.default, (flat, [self.sizes(count)]), like)
 
     def say(self, node: Node, mask: Mask, score: str = "", heads: Sequence[Node] = ()) -> None:
         """Let an attention do with this in place of its mask. Raises NotSymbolic or SpError if no predicate says it.

@@ -6,6 +6,7 @@
                                                                                     transformers, with flex_attention
 
 Leaves alone: log-sum-exps that anything else reads, or that are normalised with more than one sink, or over queries.
+Whoever asks says so of the attention.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Attention scores as eager code spells them, read backwards from the softmax: product, scale, soft-cap, biases, fills.
 
+Queries and keys may be any dims of them: an `order` has the dims of a value as (leading dims, queries, keys).
+
 And for the report what stands between a product and a softmax that is neither scale nor bias nor fill:
 
     softmax(sin(q @ k.mT)) @ v          "sin (aten.sin.default) stands between the product and the softmax"
@@ -20,9 +22,11 @@ from torch.fx import Node
 from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
 from sp_compile.graph.closure import reached
+from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.strides import is_identity
 from sp_compile.lowering.masks.score import SCORE
-from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, origin, scalar, source_of, steps_to
+from sp_compile.sharding.matchers import is_cast, keeps_order, order_of, origin, scalar, source_of, steps_to
 from sp_compile.sharding.products import Product, product_of, transposed
 
 from .masks import LARGEST_FILL
@@ -30,49 +34,115 @@ from .masks import LARGEST_FILL
 aten = torch.ops.aten
 MASKS = overloads("masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.self")
 MOST_STEPS = 12  # between a product and the softmax; attention has half as many
+NEUTRAL = {op: n for n, text in enumerate(("add.Tensor sub.Tensor", "mul.Tensor div.Tensor")) for op in overloads(text)}
 SCORE_OPS = [*overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar add.Tensor sub.Tensor tanh"), *MASKS]
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """A tensor that broadcasts to scores whose dims, taken in `order`, are (leading dims, queries, keys)."""
+
+    node: Node
+    order: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.node.meta["val"].dtype
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """Its own shape where nothing is to be turned."""
+        own = shape_of(self.node)
+        every = (*[1] * (len(self.order) - len(own)), *own)
+        return own if is_identity(self.order) else tuple(every[d] for d in self.order)
+
+    def made(self, editor: Editor, like: Node) -> Node:
+        """As a node that broadcasts to (leading dims, queries, keys)."""
+        x = self.node
+        if is_identity(self.order):
+            return x
+        while x.meta["val"].ndim < len(self.order):
+            x = editor.compute(aten.unsqueeze.default, (x, 0), like)
+        return editor.compute(aten.permute.default, (x, list(self.order)), like)
 
 
 @dataclass(frozen=True)
 class Scores:
     """What the softmax reads, from the inside out: the product, its scale, what bends it, then biases and fills.
 
-    score: what becomes of a scaled product before these, as `lowering/masks/score.py` has it.
+    order: the dims of the value as (leading dims, queries, keys). score: what becomes of a scaled product before
+    biases and fills, as `lowering/masks/score.py` has it. masked: the shape, in order, where they were masked.
     """
 
     product: Product
     scale: float
     chain: tuple[Node, ...]
-    factors: tuple[tuple[Node, bool], ...] = ()  # (tensor that scales, whether it divides)
-    biases: tuple[tuple[Node, bool], ...] = ()  # (bias, whether it is subtracted)
-    fills: tuple[tuple[Node, bool, float], ...] = ()  # (condition, what it is where the score is filled, the number)
-    masked: tuple[Size, ...] | None = None  # the scores' shape where they were masked
+    order: tuple[int, ...]
+    factors: tuple[tuple[Broadcast, bool], ...] = ()  # (tensor that scales, whether it divides)
+    biases: tuple[tuple[Broadcast, bool], ...] = ()  # (bias, whether it is subtracted)
+    fills: tuple[tuple[Broadcast, bool, float], ...] = ()  # (condition, what it is where it is filled, the number)
+    gate: Broadcast | None = None  # what scores are multiplied with that is no number of a head: a mask, it may be
+    masked: tuple[Size, ...] | None = None
     score: sympy.Expr = SCORE
 
 
-def scores_of(x: Any, *users: Node) -> Scores | None:
-    """The scores that end in x, if nothing but `users` reads x or what it is made of; None for anything else."""
+def scores_of(x: Any, keys: int, *users: Node) -> Scores | None:
+    """The scores that end in x, if nothing but `users` reads x or what it is made of; None for anything else.
+
+    keys: the dim of x along which the softmax goes.
+    """
     if not is_tensor(x) or set(x.users) != set(users) or x.op != "call_function":
         return None
     call = Call(x) if isinstance(x.target, OpOverload) else None
     product = product_of(x)
     if call is None or product is not None:
-        seen = [p for p in (product, transposed(product)) if p.is_straight] if product is not None else []
-        return Scores(seen[0], seen[0].scale, (x,)) if seen else None
+        seen = [p for p in (product, transposed(product)) if p.order[-1] == keys] if product is not None else []
+        return Scores(seen[0], seen[0].scale, (x,), seen[0].order) if seen else None
     inner, steps = None, steps_to(x, origin(x)) or [x]
     if any(set(a.users) != {b} for a, b in pairwise(steps)):
         return None
-    if steps != [x] or is_copy(x) or is_cast(x) or keeps_matrices(x):
-        inner = scores_of(steps[0].args[0], steps[0])
+    if steps != [x] or is_cast(x) or keeps_numbers(x):
+        inner = scores_of(Call(steps[0]).operands[0], keys, steps[0])
+    elif order_of(x) is not None or keeps_matrices(x):
+        inner = _turned(x, keys)
     elif x.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-        inner = _scaled(call, x)
+        inner = _scaled(call, x, keys)
     elif x.target is aten.tanh.default:
-        inner = _capped(call, x)
+        inner = _capped(call, x, keys)
     elif x.target in (aten.add.Tensor, aten.sub.Tensor):
-        inner = _biased(call, x)
+        inner = _biased(call, x, keys)
     elif x.target in MASKS:
-        inner = _filled(call, x)
+        inner = _filled(call, x, keys)
     return replace(inner, chain=(*inner.chain, *steps)) if inner is not None else None
+
+
+def _turned(x: Node, keys: int) -> Scores | None:
+    """Behind a permutation, or a regrouping of the leading dims."""
+    source, permuted = Call(x).operands[0], order_of(x)
+    inside = permuted[keys] if permuted is not None else keys - len(shape_of(x)) + len(shape_of(source))
+    inner = scores_of(source, inside, x) if inside >= 0 else None
+    order = order_behind(x, inner.order) if inner is not None else None
+    return replace(inner, order=order) if inner is not None and order is not None else None
+
+
+def order_behind(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The order of x, of whose operand it is this one; None where x mixes dims that the order tells apart."""
+    permuted = order_of(x)
+    if permuted is not None:
+        return tuple(permuted.index(d) for d in order)
+    before, after = len(order), x.meta["val"].ndim
+    if not keeps_matrices(x) or not is_identity(order[:-2]):
+        return None
+    return (*range(after - 2), *(d - before + after for d in order[-2:]))
+
+
+def keeps_numbers(x: Node) -> bool:
+    """x * 1, x / 1, x + 0, x - 0: what its first operand is, but for the sign of a zero."""
+    number = NEUTRAL.get(x.target)
+    if number is None or not is_tensor(x.args[0]):
+        return False
+    mine, its = x.meta["val"], Call(x).operands[0].meta["val"]
+    return mine.dtype == its.dtype and mine.ndim == its.ndim and scalar(Call(x)["other"], mine.dtype) == number
 
 
 def keeps_matrices(x: Node) -> bool:
@@ -84,11 +154,11 @@ def keeps_matrices(x: Node) -> bool:
     return min(len(before), len(after)) >= 3 and all(same(a, b) for a, b in zip(before[-2:], after[-2:]))
 
 
-def _scaled(call: Call, x: Node) -> Scores | None:
+def _scaled(call: Call, x: Node, keys: int) -> Scores | None:
     """By a positive number, or by a tensor that is the same for all keys (and queries) of a head."""
     dividing, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
     for scores, factor in [(call["self"], call["other"]), (call["other"], call["self"])][: 1 if dividing else 2]:
-        inner = scores_of(scores, x) if is_tensor(scores) else None
+        inner = scores_of(scores, keys, x) if is_tensor(scores) else None
         if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
             continue
         number = scalar(factor, dtype)
@@ -97,32 +167,37 @@ def _scaled(call: Call, x: Node) -> Scores | None:
             return replace(inner, score=inner.score / times if dividing else inner.score * times)
         if inner.score == SCORE and number is not None and number > 0:
             return replace(inner, scale=inner.scale / number if dividing else inner.scale * number)
-        if is_tensor(factor) and not inner.fills and inner.score == SCORE and set(shape_of(factor)[-2:]) <= {1}:
-            return _masked(inner, x, factor, factors=(*inner.factors, (factor, dividing)))
+        if not is_tensor(factor) or inner.fills:
+            continue
+        other = Broadcast(factor, inner.order)
+        if inner.score == SCORE and set(other.shape[-2:]) <= {1}:
+            return _masked(inner, x, factor, factors=(*inner.factors, (other, dividing)))
+        if inner.gate is None and not dividing:
+            return _masked(inner, x, factor, gate=other)
     return None
 
 
-def _capped(call: Call, x: Node) -> Scores | None:
+def _capped(call: Call, x: Node, keys: int) -> Scores | None:
     """Soft caps, before anything masks: c * tanh(score / c)."""
-    inner = scores_of(call["self"], x)
+    inner = scores_of(call["self"], keys, x)
     if inner is None or inner.biases or inner.fills:
         return None
     return replace(inner, score=sympy.tanh(inner.score))
 
 
-def _biased(call: Call, x: Node) -> Scores | None:
+def _biased(call: Call, x: Node, keys: int) -> Scores | None:
     if len(call.operands) != 2 or call["alpha"] != 1:
         return None
     a, b = call.operands
     negative = x.target is aten.sub.Tensor
     for scores, bias in [(a, b)] if negative else [(a, b), (b, a)]:
-        inner = scores_of(scores, x)
+        inner = scores_of(scores, keys, x)
         if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
-            return _masked(inner, x, bias, biases=(*inner.biases, (bias, negative)))
+            return _masked(inner, x, bias, biases=(*inner.biases, (Broadcast(bias, inner.order), negative)))
     return None
 
 
-def _filled(call: Call, x: Node) -> Scores | None:
+def _filled(call: Call, x: Node, keys: int) -> Scores | None:
     """masked_fill(scores, condition, number) and where with the number on either side."""
     if "mask" in call.args:
         scores, condition, number, filled = call["self"], call["mask"], call["value"], True
@@ -134,19 +209,20 @@ def _filled(call: Call, x: Node) -> Scores | None:
     number = scalar(number, x.meta["val"].dtype)
     if number is None or LARGEST_FILL < number != torch.finfo(x.meta["val"].dtype).min:
         return None
-    inner = scores_of(scores, x)
+    inner = scores_of(scores, keys, x)
     if inner is None:
         return None
-    return _masked(inner, x, condition, fills=(*inner.fills, (condition, filled, number)))
+    return _masked(inner, x, condition, fills=(*inner.fills, (Broadcast(condition, inner.order), filled, number)))
 
 
 def _masked(inner: Scores, x: Node, mask: Node, **changed: Any) -> Scores | None:
     """With a tensor that must broadcast to the scores, in the one grouping of leading dims that all of them know."""
     shape, own = shape_of(x), shape_of(mask)
     before = sizes(inner.chain[-1].meta["val"].shape)
-    if before != shape or len(own) > len(shape) or inner.masked not in (None, shape):
+    masked = tuple(shape[d] for d in inner.order)
+    if before != shape or len(own) > len(shape) or inner.masked not in (None, masked):
         return None
-    return replace(inner, masked=shape, **changed)
+    return replace(inner, masked=masked, **changed)
 
 
 def between_products(softmax: Node) -> bool:

@@ -26,6 +26,7 @@ from sp_compile.graph.sizes import Size, product, same
 from sp_compile.sharding.matchers import before_reshapes, element_of, is_cast, is_copy, join_of, slice_of, source_of
 
 from .proofs import BATCH, HEAD, INDICES
+from .softmaxes import MAXIMA
 
 aten = torch.ops.aten
 
@@ -60,18 +61,21 @@ class SoftmaxSource:
         return same(piece.start, int(self.first)) and same(piece.length, every - 1)
 
 
-def read_by(x: Any, *readers: Node) -> SoftmaxSource:
-    """What stands between the scores and these readers of x, which are all that it has; often nothing."""
+def read_by(x: Any, keys: int, *readers: Node) -> SoftmaxSource:
+    """What stands between the scores and these readers of x, which are all that it has; often nothing.
+
+    keys: the dim of x along which the softmax goes.
+    """
     plain = SoftmaxSource(x, readers)
     if not is_tensor(x) or set(x.users) != set(readers) or not isinstance(x.target, OpOverload):
         return plain
     if is_cast(x) or is_copy(x):
-        inner = read_by(source_of(x), x)
+        inner = read_by(source_of(x), keys, x)
         return inner.behind(x) if inner.chain else plain
-    if x.target is aten.sub.Tensor and (greatest := _greatest(x)):
-        return read_by(Call(x).operands[0], greatest[0], x).behind(*greatest, x)
+    if x.target is aten.sub.Tensor and (greatest := _greatest(x, keys)):
+        return read_by(Call(x).operands[0], keys, greatest[0], x).behind(*greatest, x)
     joined = Call(x).operands
-    if x.target is aten.cat.default and len(joined) == 2 and _along_last(x):
+    if x.target is aten.cat.default and len(joined) == 2 and _along_last(x, keys):
         widths = [shape_of(part)[-1] for part in joined]
         for first in (False, True):
             scores, sinks = joined[::-1] if first else joined
@@ -80,11 +84,11 @@ def read_by(x: Any, *readers: Node) -> SoftmaxSource:
     return plain
 
 
-def _along_last(x: Node) -> bool:
-    return join_of(x) == (x.meta["val"].ndim - 1, False)
+def _along_last(x: Node, keys: int) -> bool:
+    return keys == x.meta["val"].ndim - 1 and join_of(x) == (keys, False)
 
 
-def _greatest(difference: Node) -> list[Node]:
+def _greatest(difference: Node, keys: int) -> list[Node]:
     """What computes the greatest of the row that it is subtracted from, and nothing else; [] if it is not."""
     call = Call(difference)
     if len(call.operands) != 2 or call["alpha"] != 1:
@@ -96,18 +100,15 @@ def _greatest(difference: Node) -> list[Node]:
             return []
         found.insert(0, node)
         node = node.args[0]
-    if node.target not in _MAXIMA or node.args[0] is not row or not _of_rows(Call(node)):
+    if node.target not in MAXIMA or node.args[0] is not row or not _along(Call(node), keys):
         return []
     unread = [user for user in node.users if user not in found and not user.users]  # where the greatest stands
     return [node, *unread, *found] if len(node.users) == 1 + len(unread) else []
 
 
-_MAXIMA = (aten.max.dim, aten.amax.default)
-
-
-def _of_rows(call: Call) -> bool:
+def _along(call: Call, keys: int) -> bool:
     dims = call["dim"] if isinstance(call["dim"], (list, tuple)) else [call["dim"]]
-    return bool(call["keepdim"]) and [d % call.ndim() for d in dims] == [call.ndim() - 1]
+    return bool(call["keepdim"]) and [d % call.ndim() for d in dims] == [keys]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from sp_compile.sharding.matchers import origin, readers
 from .steps import reading
 
 aten = torch.ops.aten
+LEAST_ROWS = 5  # that a loop has written; fewer are columns of boxes and the like
 SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
@@ -74,18 +75,31 @@ class WrittenLists(Spelling):
         return len(users) == 1 and users[0] is not None and users[0].base is node
 
     def _list(self, last: Node) -> bool:
-        chain, rows, write = [last], {}, self.writes[last]
+        chain, write = [last], self.writes[last]
+        rows: dict[int, Node] = {}
+        why = read = None
         while True:
             link = self.writes[chain[-1]]
-            if (link.dim, link.keep) != (write.dim, write.keep) or link.index in rows:
+            if (link.dim, link.keep) != (write.dim, write.keep):
                 return False
-            rows[link.index] = link.row
-            if link.base not in self.writes or len(readers(link.base)) > 1:
+            if link.index in rows:
+                why = f"row {link.index} is written twice"
+            rows.setdefault(link.index, link.row)
+            if link.base not in self.writes:
+                break
+            if len(readers(link.base)) > 1:
+                read = f"something else reads {link.base.name}, which has not all of them yet"
                 break
             chain.append(link.base)
         value, base = last.meta["val"], link.base
         missing = set(range(value.shape[write.dim])) - set(rows)
-        if len(chain) < 2 or len(missing) > 1 or any(r.meta["val"].dtype != value.dtype for r in rows.values()):
+        if any(r.meta["val"].dtype != value.dtype for r in rows.values()):
+            why = why or f"they are of another dtype than {value.dtype}, in which it holds them"
+        if len(missing) > 1:
+            why = why or read or f"{len(missing)} rows of {value.shape[write.dim]} are never written"
+        if why is not None and self._is_loop(last):
+            self.refused(last, f"rows written one by one are no list of them: {why}")
+        if why is not None or len(chain) < 2:
             return False
         with self.graph.inserting_before(last):
             for index in missing:
@@ -94,6 +108,15 @@ class WrittenLists(Spelling):
             fresh = self.compute(target, ([rows[i] for i in sorted(rows)], write.dim), last)
         self.replace(last, fresh)
         return True
+
+    def _is_loop(self, last: Node) -> bool:
+        """Is it what most rows of a dim have been written into, and no more are?"""
+        if any(self.writes[u].base is last for u in readers(last) if u in self.writes):
+            return False
+        dim, count, node = self.writes[last].dim, 0, last
+        while node in self.writes and self.writes[node].dim == dim:
+            count, node = count + 1, self.writes[node].base
+        return count >= LEAST_ROWS and 2 * count > last.meta["val"].shape[dim]
 
     def _row(self, base: Node, write: Write, index: int) -> Node:
         if write.keep:

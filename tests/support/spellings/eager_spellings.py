@@ -79,8 +79,39 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat([q @ k.mT, sinks.expand(B, H, S, 1)], -1).softmax(-1)[..., :-1] @ v
 
 
+def with_sinks_turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A row of weights is dropped where those of the sinks are dropped otherwise."""
+    weights = torch.cat([q @ k.mT, sinks(v)], -1).softmax(-1).mT[..., :-1]
+    return weights @ v[:, :, :-1]
+
+
 def einsum(scores: str, out: str) -> Attend:
     return lambda q, k, v: torch.einsum(out, torch.einsum(scores, q, k).softmax(-1), v)
+
+
+def exponentials(s: Tensor, dim: int = -1) -> Tensor:
+    e = torch.exp(s - s.amax(dim, keepdim=True))
+    return e / e.sum(dim, keepdim=True)
+
+
+def exponentials_without_kept_dims(s: Tensor) -> Tensor:
+    e = (s - s.detach().max(-1).values.unsqueeze(-1)).exp()
+    return e / e.sum(-1)[..., None]
+
+
+def slopes(like: Tensor) -> Tensor:
+    """(H, 1, 1)."""
+    return (2.0 ** -torch.arange(1, H + 1)).to(like.dtype)[:, None, None] / 3
+
+
+def distance() -> Tensor:
+    """(S, S), from the query to the key."""
+    i = torch.arange(S)
+    return i - i[:, None]
+
+
+def causal_scores(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(~before(), -math.inf)
 
 
 # (q, k, v) of (B, H, S, D) -> what the fused op says: its mask ("data" for a tensor's) and its scale
@@ -160,6 +191,67 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
         ),
         ("Eq(col0, 0)", 1.0),
     ),
+    "multiplied with a mask and filled": (
+        lambda q, k, v: (q @ k.mT * before().to(q.dtype) - 1e10 * (1 - before().to(q.dtype))).softmax(-1) @ v,
+        ("k <= q", 1.0),
+    ),
+    "a mask multiplied, scaled and filled": (
+        lambda q, k, v: (before() * (q @ k.mT) * 0.5 + (1 - before().to(q.dtype)) * LOWEST).softmax(-1) @ v,
+        ("k <= q", 0.5),
+    ),
+    "an additive -10000": (
+        lambda q, k, v: (q @ k.mT + (1 - before().to(q.dtype)) * -1e4).softmax(-1) @ v,
+        ("data", 1.0),
+    ),
+    "exponentials": (lambda q, k, v: exponentials(q @ k.mT * 0.5) @ v, ("", 0.5)),
+    "exponentials of masked scores": (lambda q, k, v: exponentials(causal_scores(q, k)) @ v, ("k <= q", 1.0)),
+    "exponentials of a detached greatest": (
+        lambda q, k, v: exponentials_without_kept_dims(causal_scores(q, k)) @ v,
+        ("k <= q", 1.0),
+    ),
+    "exp of log_softmax": (lambda q, k, v: F.log_softmax(causal_scores(q, k), -1).exp() @ v, ("k <= q", 1.0)),
+    "exp of a difference to logsumexp": (
+        lambda q, k, v: (lambda s: torch.exp(s - s.logsumexp(-1, keepdim=True)))(causal_scores(q, k)) @ v,
+        ("k <= q", 1.0),
+    ),
+    "values in front": (lambda q, k, v: (v.mT @ causal_scores(q, k).softmax(-1).mT).mT, ("k <= q", 1.0)),
+    "keys in front": (
+        lambda q, k, v: (k @ q.mT * 0.3).masked_fill(~before().mT, -math.inf).softmax(-2).mT @ v,
+        ("k <= q", 0.3),
+    ),
+    "keys and values in front": (
+        lambda q, k, v: (v.mT @ (k @ q.mT + v.mean(-1)[..., None]).softmax(-2)).mT,
+        ("data", 1.0),
+    ),
+    "turned between": (
+        lambda q, k, v: (k @ q.mT).mT.masked_fill(~before(), LOWEST).softmax(-1).mT.mT @ v,
+        ("k <= q", 1.0),
+    ),
+    "einsum, keys along the third dim": (
+        lambda q, k, v: torch.einsum(
+            "bqkh,bhkd->bhqd", (torch.einsum("bhqd,bhkd->bqkh", q, k) + additive(-math.inf)[..., None]).softmax(2), v
+        ),
+        ("k <= q", 1.0),
+    ),
+    "einsum, heads in front of the batch": (
+        lambda q, k, v: einsum("bhqd,bhkd->hbqk", "hbqk,bhkd->hbqd")(q, k, v).transpose(0, 1),
+        ("", 1.0),
+    ),
+    "exponentials of keys in front": (lambda q, k, v: exponentials(k @ q.mT, -2).mT @ v, ("", 1.0)),
+    "a learned scale of keys in front": (
+        lambda q, k, v: (k @ q.mT / (1 + v[0, :, :1, :1] ** 2)).softmax(-2).mT @ v,
+        ("", 1.0),
+    ),
+    "nan_to_num of the weights": (lambda q, k, v: causal_scores(q, k).softmax(-1).nan_to_num() @ v, ("k <= q", 1.0)),
+    "nan_to_num of rows without a key": (
+        lambda q, k, v: (q @ k.mT).masked_fill(before(), -math.inf).softmax(-1).nan_to_num(0.0) @ v,
+        ("q < k", 1.0),
+    ),
+    "nan_to_num of the result": (lambda q, k, v: (causal_scores(q, k).softmax(-1) @ v).nan_to_num(), ("k <= q", 1.0)),
+    "what changes nothing": (
+        lambda q, k, v: ((((q @ k.mT).view(B * H, S, S) + 0.0).view(B, H, S, S) * 1.0).softmax(-1) * 1.0 + 0.0) / 1 @ v,
+        ("", 1.0),
+    ),
     "other width of values": (lambda q, k, v: (q @ k.mT).softmax(-1) @ torch.cat([v, v], -1), ("", 1.0)),
 }
 
@@ -177,12 +269,63 @@ SOFT_CAPS: dict[str, tuple[Attend, str]] = {
         lambda q, k, v: torch.cat([torch.tanh(q @ k.mT), sinks(v).expand(B, H, S, 1)], -1).softmax(-1)[..., :-1] @ v,
         "tanh(s)",
     ),
+    "ALiBi": (lambda q, k, v: (q @ k.mT * 0.5 + slopes(q) * distance()).softmax(-1) @ v, "head0*(k - q) + s"),
+    "ALiBi of keys, masked": (
+        lambda q, k, v: (q @ k.mT + slopes(q) * torch.arange(S)).masked_fill(~before(), -math.inf).softmax(-1) @ v,
+        "head0*k + s",
+    ),
+    "ALiBi and an additive mask": (
+        lambda q, k, v: (q @ k.mT - slopes(q) * distance().abs() + additive(LOWEST)).softmax(-1) @ v,
+        "-head0*Abs(k - q) + s",
+    ),
+    "ALiBi in a mask": (
+        lambda q, k, v: (
+            (q @ k.mT + torch.where(before(), distance().to(q.dtype) / 4 * slopes(q), -math.inf)).softmax(-1) @ v
+        ),
+        "head0*(k/4 - q/4) + s",
+    ),
+    "ALiBi and fills in a mask": (
+        lambda q, k, v: (q @ k.mT + (slopes(q) * distance() + additive(-1e9))).softmax(-1) @ v,
+        "head0*(k - q) + s",
+    ),
+    "ALiBi given to torch's op": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, slopes(q) * distance()),
+        "head0*(k - q) + s",
+    ),
+    "ALiBi of keys in front": (
+        lambda q, k, v: (k @ q.mT + slopes(q) * distance().mT).softmax(-2).mT @ v,
+        "head0*(k - q) + s",
+    ),
+    "one slope, and two numbers": (
+        lambda q, k, v: (
+            (q @ k.mT + 0.5 * distance().to(q.dtype) - torch.exp(-distance().to(q.dtype).abs() * 1.0)).softmax(-1) @ v
+        ),
+        "k/2 - q/2 + s - exp(-Abs(k - q))",
+    ),
     "values of a head each": (
         lambda q, k, v: torch.einsum("bhqk,bhkd->bhqd", (torch.tanh(q @ k.mT) * 5).softmax(-1), v),
         "5*tanh(s)",
     ),
 }
-"""Spellings of attention whose scores are capped, and the text of that."""
+"""Spellings of attention whose scores are capped, or biased by positions and heads, and the text of that."""
+
+DATA: dict[str, Attend] = {
+    "learned slopes": lambda q, k, v: (q @ k.mT + v[0, :, :1, :1] * distance()).softmax(-1) @ v,
+    "a distance of floats": lambda q, k, v: (q @ k.mT + slopes(q) * distance().abs().sqrt()).softmax(-1) @ v,
+    "a table looked up": lambda q, k, v: (
+        (q @ k.mT + torch.linspace(0, 1, 2 * S, dtype=q.dtype)[distance() + S]).softmax(-1) @ v
+    ),
+    "slopes of a batch entry": lambda q, k, v: (
+        (q @ k.mT + torch.arange(1.0, B + 1, dtype=q.dtype)[:, None, None, None] * distance()).softmax(-1) @ v
+    ),
+    "rounded to float32": lambda q, k, v: (q @ k.mT + (slopes(q).float() / 3 * distance()).double()).softmax(-1) @ v,
+    "rounded otherwise": lambda q, k, v: (q @ k.mT + distance().to(q.dtype) / 7).softmax(-1) @ v,
+    "two biases chosen": lambda q, k, v: (
+        (q @ k.mT + torch.where(before(), slopes(q) * distance(), slopes(q))).softmax(-1) @ v
+    ),
+    "of rows": lambda q, k, v: (q @ k.mT + slopes(q) * torch.arange(S)).softmax(-1) @ v,
+}
+"""Spellings of attention whose biases stay data."""
 
 STAYS: dict[str, Attend] = {
     "padding that may fill a row": lambda q, k, v: (
@@ -222,6 +365,66 @@ STAYS: dict[str, Attend] = {
     ),
     "greatest score of another row": lambda q, k, v: (lambda s: s - s.amax(-2, keepdim=True))(q @ k.mT).softmax(-1) @ v,
     "least score subtracted": lambda q, k, v: (lambda s: s - s.amin(-1, keepdim=True))(q @ k.mT).softmax(-1) @ v,
+    "multiplied with a mask and filled with -10000": lambda q, k, v: (
+        (q @ k.mT * before().to(q.dtype) - 1e4 * (1 - before().to(q.dtype))).softmax(-1) @ v
+    ),
+    "multiplied with a mask and filled elsewhere": lambda q, k, v: (
+        (q @ k.mT * before().to(q.dtype) + additive(-1e9).mT).softmax(-1) @ v
+    ),
+    "multiplied with twice a mask": lambda q, k, v: (
+        (q @ k.mT * (2 * before().to(q.dtype)) + additive(-1e9)).softmax(-1) @ v
+    ),
+    "multiplied with data": lambda q, k, v: (q @ k.mT * v[:, :, :, 0][:, :, None] + additive(-1e9)).softmax(-1) @ v,
+    "multiplied with a mask": lambda q, k, v: (q @ k.mT * before().to(q.dtype)).softmax(-1) @ v,
+    "multiplied with a mask of whole rows": lambda q, k, v: (
+        (q @ k.mT * (~before()).to(q.dtype) - 1e10 * before().to(q.dtype)).softmax(-1) @ v
+    ),
+    "an additive -10000 of data": lambda q, k, v: (
+        (q @ k.mT + (v[:, :1, None, :, 0] > 0.2).to(q.dtype) * -1e4).softmax(-1) @ v
+    ),
+    "exponentials that may overflow": lambda q, k, v: (lambda e: e / e.sum(-1, keepdim=True))((q @ k.mT).exp()) @ v,
+    "exponentials of another shift": lambda q, k, v: (
+        (lambda e: e / e.sum(-1, keepdim=True))((q @ k.mT - v[..., :1]).exp()) @ v
+    ),
+    "exponentials and an epsilon": lambda q, k, v: (
+        (lambda e: e / (e.sum(-1, keepdim=True) + 1e-3))(shifted(q @ k.mT).exp()) @ v
+    ),
+    "exponentials summed over queries": lambda q, k, v: (
+        (lambda e: e / e.sum(-2, keepdim=True))(shifted(q @ k.mT).exp()) @ v
+    ),
+    "exponentials summed for other queries": lambda q, k, v: (
+        (lambda e: e / e.sum(-1)[:, :, None])(shifted(q @ k.mT).exp()) @ v
+    ),
+    "exponentials over queries": lambda q, k, v: exponentials(q @ k.mT, -2) @ v,
+    "exponentials whose sum has no gradient": lambda q, k, v: (
+        (lambda e: e / e.sum(-1, keepdim=True).detach())(shifted(q @ k.mT).exp()) @ v
+    ),
+    "exponentials read elsewhere": lambda q, k, v: (
+        lambda e: e / e.sum(-1, keepdim=True) @ v + e.mean(-1, keepdim=True)
+    )(shifted(q @ k.mT).exp()),
+    "zeroed exponentials": lambda q, k, v: (
+        (lambda e: e / e.sum(-1, keepdim=True))(shifted(q @ k.mT).exp() * before()) @ v
+    ),
+    "logsumexp without a gradient": lambda q, k, v: (
+        (lambda s: torch.exp(s - s.logsumexp(-1, keepdim=True).detach()))(q @ k.mT) @ v
+    ),
+    "logsumexp over queries": lambda q, k, v: (lambda s: torch.exp(s - s.logsumexp(-2, keepdim=True)))(q @ k.mT) @ v,
+    "half of a logsumexp": lambda q, k, v: (
+        (lambda s: torch.exp(torch.sub(s, s.logsumexp(-1, keepdim=True), alpha=0.5)))(q @ k.mT) @ v
+    ),
+    "exp2 of log_softmax": lambda q, k, v: F.log_softmax(q @ k.mT, -1).exp2() @ v,
+    "log_softmax read elsewhere": lambda q, k, v: (lambda p: p.exp() @ v + p.mean())(F.log_softmax(q @ k.mT, -1)),
+    "float32 log_softmax of float64": lambda q, k, v: (
+        F.log_softmax(q @ k.mT, -1, dtype=torch.float32).exp().to(q.dtype) @ v
+    ),
+    "keys in front, weighted over queries": lambda q, k, v: (k @ q.mT).softmax(-1).mT @ v,
+    "values in front of weights of queries": lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1),
+    "sinks, and a query dropped": with_sinks_turned,
+    "nan_to_num to another number": lambda q, k, v: causal_scores(q, k).softmax(-1).nan_to_num(0.5) @ v,
+    "nan_to_num of the scores": lambda q, k, v: causal_scores(q, k).nan_to_num(neginf=-5.0).softmax(-1) @ v,
+    "twice the weights": lambda q, k, v: ((q @ k.mT).softmax(-1) * 2.0) @ v,
+    "more weight": lambda q, k, v: ((q @ k.mT).softmax(-1) + 0.5) @ v,
+    "clamped scores": lambda q, k, v: (q @ k.mT).clamp(-0.5, 0.5).softmax(-1) @ v,
     "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
     "zeroed behind the softmax": lambda q, k, v: (q @ k.mT).softmax(-1).masked_fill(~before(), 0.0) @ v,
     "one value head": lambda q, k, v: (q @ k.mT).softmax(-1) @ v[:, :1],

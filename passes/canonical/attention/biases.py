@@ -1,0 +1,162 @@
+"""Biases that positions and heads give, as text about scores and a mask, so that no S x S is left. Part of `masks.py`.
+
+    slopes[:, None, None] * (i - i[:, None])                    s + head0*(k - q), and slopes
+    where(i[:, None] >= i, slopes * (i - i[:, None]), -inf)     the same, k <= q
+    slopes * i + additive mask of fills                         s + head0*k, and what the mask says
+
+A number of each head may be computed of anything. Leaves alone: what is learned, for which nothing here has a
+gradient; what is looked up by a query, a key or a batch entry; biases that were rounded to another dtype than that of
+q, or that a text would round otherwise ((k - q) / 7 is k / 7 - q / 7 there); and those that are no larger than a row.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from sympy import And, Not, Or
+from sympy.core.function import AppliedUndef
+from torch.fx import Node
+
+from sp_compile._compat import OpOverload
+from sp_compile.graph.call import Call, is_tensor, packet_of, shape_of
+from sp_compile.graph.sizes import same
+from sp_compile.lowering.dtypes import HALF
+from sp_compile.lowering.masks import score
+from sp_compile.sharding.matchers import carries_gradient, constant_of, element_of, origin
+
+from .elements import Coords, NotSymbolic, Positions, cases, truth
+from .proofs import HEAD, KEY, QUERY, Boolean
+
+aten = torch.ops.aten
+_SYMBOLS = {QUERY: score.symbol("q"), KEY: score.symbol("k")}
+_OPS: dict[Any, Callable[..., Any]] = {
+    aten.mul: operator.mul,
+    aten.div: operator.truediv,
+    aten.neg: operator.neg,
+    aten.abs: sympy.Abs,
+    aten.tanh: sympy.tanh,
+    aten.exp: sympy.exp,
+}
+
+
+@dataclass
+class BiasElement:
+    """What is added to a score, where it is allowed; finite: elsewhere stands a large negative number, not -inf."""
+
+    value: sympy.Expr
+    allowed: Boolean = sympy.true
+    finite: bool = False
+
+
+class Biases:
+    """Reads the elements of one bias of scores (B, H, Q, K). heads: the values that texts call head0, head1, ..."""
+
+    def __init__(self, positions: Positions, dtype: torch.dtype, least: float) -> None:
+        self.positions, self.dtype, self.least = positions, dtype, least
+        self.heads: list[Node] = []
+
+    def at(self, x: Any, coords: Sequence[Any]) -> BiasElement:
+        """The element at the coordinates. Raises NotSymbolic."""
+        if not is_tensor(x):
+            return BiasElement(_number(x))
+        node, at = origin(x), tuple(sympy.sympify(c) for c in coords)
+        held, count = constant_of(node), self.positions.sizes[HEAD]
+        if held is not None:
+            return BiasElement(_number(held))
+        try:
+            return self._of_positions(node, at)
+        except NotSymbolic:
+            if all(same(extent, 1) or (c == HEAD and same(extent, count)) for c, extent in zip(at, shape_of(node))):
+                return BiasElement(self._of_heads(node))
+        return self._computed(node, at)
+
+    def _of_positions(self, node: Node, at: Coords) -> BiasElement:
+        """An integer that the place gives, or zeros and fills."""
+        found = cases(self.positions.at(node, at))
+        if len(found) == 1 and found[0][1].is_integer:
+            value = found[0][1]
+            if value.has(AppliedUndef) or value.free_symbols - set(_SYMBOLS):
+                raise NotSymbolic("reads more than the places of a query and a key", node)
+            return BiasElement(value.xreplace(_SYMBOLS))
+        if not all(v == 0 or (v.is_number and v <= self.least) for _, v in found):
+            raise NotSymbolic("has other cases than zeros and fills", node)
+        allowed = Or(*(c for c, v in found if v == 0))
+        return BiasElement(sympy.Integer(0), allowed, any(v.is_finite for _, v in found if v != 0))
+
+    def _of_heads(self, node: Node) -> sympy.Expr:
+        if carries_gradient(node):
+            raise NotSymbolic("may need a gradient, which no text about scores gives", node)
+        if node not in self.heads:
+            self.heads.append(node)
+        return score.symbol(f"head{self.heads.index(node)}")
+
+    def _computed(self, node: Node, at: Coords) -> BiasElement:
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
+            raise NotSymbolic("is nothing that a place or a head gives", node)
+        if node.meta["val"].dtype != self.dtype or self.dtype in HALF:
+            raise NotSymbolic(f"is rounded to {node.meta['val'].dtype}", node)
+        moved = element_of(node, at)
+        if moved is not None:
+            return self.at(*moved)
+        call, name = Call(node), packet_of(node)
+
+        def operand(name: str) -> BiasElement:
+            x = call[name]
+            own = at[len(at) - len(shape_of(x)) :] if is_tensor(x) else ()
+            return self.at(x, [0 if same(extent, 1) else c for c, extent in zip(own, shape_of(x))] if own else [])
+
+        if name in (aten.add, aten.sub, aten.rsub):
+            a, b = operand("self"), operand("other")
+            a, b = (b, a) if name is aten.rsub else (a, b)
+            times = _number(call["alpha"]) if name is aten.add else -_number(call["alpha"])
+            return self._sum(a, b, times, node)
+        if name is aten.where and "self" in call.args:
+            return self._chosen(self._condition(call["condition"], at), operand("self"), operand("other"), node)
+        if name is aten.masked_fill:
+            return self._chosen(self._condition(call["mask"], at), operand("value"), operand("self"), node)
+        if name not in _OPS or call.get("rounding_mode") is not None:
+            raise NotSymbolic("is no sum, product or choice of what places and heads give", node)
+        given = [operand(n) for n in ("self", "other") if n in call.args]
+        if any(x.allowed != sympy.true for x in given):
+            raise NotSymbolic("computes with fills", node)
+        if name is aten.div and given[1].value.has(*_SYMBOLS.values()):
+            raise NotSymbolic("divides by a position", node)
+        value = _OPS[name](*(x.value for x in given))
+        if any(_rounds(term) for each in value.atoms(sympy.Add) for term in each.args):
+            raise NotSymbolic("would be rounded otherwise as text", node)
+        return BiasElement(value)
+
+    def _condition(self, x: Node, at: Coords) -> Boolean:
+        return truth(self.positions.operand(x, at))
+
+    def _sum(self, a: BiasElement, b: BiasElement, times: sympy.Expr, node: Node) -> BiasElement:
+        if b.allowed != sympy.true and times != 1:
+            raise NotSymbolic("takes fills away", node)
+        return BiasElement(a.value + times * b.value, And(a.allowed, b.allowed), a.finite or b.finite)
+
+    def _chosen(self, condition: Boolean, yes: BiasElement, no: BiasElement, node: Node) -> BiasElement:
+        """One of the two, where the other is a fill."""
+        for fill, other, allowed in ((yes, no, Not(condition)), (no, yes, condition)):
+            if fill.value.is_number and fill.value <= self.least:
+                return BiasElement(other.value, And(other.allowed, allowed), other.finite or bool(fill.value.is_finite))
+        raise NotSymbolic("chooses between two biases", node)
+
+
+def _rounds(term: sympy.Expr) -> bool:
+    """Is it a position times what is no whole number of some power of two?"""
+    factor, rest = term.as_coeff_Mul()
+    return rest in _SYMBOLS.values() and bool(int(factor.q) & (int(factor.q) - 1))
+
+
+def _number(x: Any) -> sympy.Expr:
+    """Raises NotSymbolic for what is no number, or none that can be written."""
+    if isinstance(x, bool) or not isinstance(x, int | float) or x != x:
+        raise NotSymbolic(f"a bias takes {x!r}")
+    if isinstance(x, float):
+        return sympy.Rational(repr(x)) if abs(x) != float("inf") else sympy.oo * (1 if x > 0 else -1)
+    return sympy.Integer(x)
