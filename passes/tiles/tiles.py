@@ -30,7 +30,7 @@ from sp_compile.passes.job import Job, Note, RegionInTiles
 from sp_compile.sharding.rule import lookup
 
 from .amount import PIECE, amounts, inside, makes_a_number, node_bytes
-from .regions import THIN, WIDER, Region, regions_of, row_count, width
+from .regions import THIN, WIDER, Region, regions_of, row_count, sorted_rows, width
 from .trace import draws_again, is_of_any_length, rows_apart, tile_program
 from .view import TokenView, is_dropout, view_of
 
@@ -156,6 +156,10 @@ def _reason(view: TokenView, region: Region) -> str | None:
         return f"{region.also[0].name}, of its inside, is read elsewhere"
     if row_count(view, region) < 2:
         return ""
+    mine = {view.source[n] for n in region.nodes}
+    apart = [one for one in sorted_rows(view) if not mine.isdisjoint(one) and not one <= mine]
+    if apart:
+        return "some of what is sorted with its rows is no part of it"
     apart = {view.source[n] in view.without_grad for n in region.nodes}
     if len(apart) == 2 and view.source[region.nodes[-1]] in view.without_grad:
         return "it ends where no gradients are recorded, and begins where they are"
