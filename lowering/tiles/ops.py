@@ -78,7 +78,7 @@ def _loop(
     """
     given = [*rows, *whole, *cotangents]
     dims = [*program.rows, *[None] * len(whole), *(r.dim for r in _differentiable(program)[: len(cotangents)])]
-    totals = [value.empty(_rows(program, rows), rows[0].device) for value in made]
+    totals = [value.begin(_rows(program, rows), rows[0]) for value in made]
     begin = None if seed is None else int(seed.item())
     with torch.autocast(rows[0].device.type, enabled=False), _drawing(seed, rows[0].device):
         for body, first, length in _tiles(program, rows, tiles):
@@ -100,7 +100,7 @@ def _differentiable(program: TileProgram) -> list[TileValue]:
 def _fake(rows: Given, name: str, *kinds: str) -> Given:
     program = PROGRAMS[name]
     made = [value for kind in kinds for value in getattr(program, kind)]
-    return [rows[0].new_empty(value.sizes(_rows(program, rows)), dtype=value.dtype) for value in made]
+    return [value.empty(_rows(program, rows), rows[0]) for value in made]
 
 
 @opaque(

@@ -7,7 +7,7 @@ whoever has compiled that, so code from a compiler's cache finds the same one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.fx import GraphModule
 
 from sp_compile._compat import guards_hold, is_symbolic
 from sp_compile.lowering.dtypes import accumulation_dtype
+
+from .sums import ADDING
 
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 
@@ -72,34 +74,40 @@ def _laid_out(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
 class TileValue:
     """A result or a gradient over all tiles. dim: where its rows lie, however many; None of a sum over the tiles.
 
-    factors: is a tile's part of the sum given as two matrices, whose product it is? dtype: that it is returned in; a
-    sum over the tiles is added up in at least float32.
+    adds: how a tile gives its part of the sum, a name of `sums.ADDING`. dtype: that it is returned in; a sum over the
+    tiles is added up in at least float32. order: its dims from the slowest to the fastest, where that is not theirs.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int | None
-    factors: bool = False
+    adds: str = ""
+    order: tuple[int, ...] = ()
 
     def sizes(self, rows: Any) -> tuple[Any, ...]:
         """The shape for so many rows."""
         return tuple(rows if d == self.dim else extent for d, extent in enumerate(self.shape))
 
-    def empty(self, rows: int, device: torch.device) -> Tensor:
+    def empty(self, rows: Any, like: Tensor) -> Tensor:
+        """Where it goes when it is whole, on the device of `like`."""
+        order = self.order or range(len(self.shape))
+        shape = self.sizes(rows)
+        made = like.new_empty([shape[d] for d in order], dtype=self.dtype)
+        return made.permute([order.index(d) for d in range(len(shape))]) if self.order else made
+
+    def begin(self, rows: int, like: Tensor) -> Tensor:
         """Where the tiles' parts go."""
         if self.dim is not None:
-            return torch.empty(self.sizes(rows), dtype=self.dtype, device=device)
-        return torch.zeros(self.shape, dtype=accumulation_dtype(self.dtype), device=device)
+            return self.empty(rows, like)
+        return replace(self, dtype=accumulation_dtype(self.dtype)).empty(rows, like).zero_()
 
     def put(self, total: Tensor, parts: Iterator[Tensor], first: int, length: int) -> None:
         """A tile's part of it."""
-        part = next(parts)
         if self.dim is not None:
-            total.narrow(self.dim, first, length).copy_(part)
-        elif self.factors:
-            total.addmm_(part, next(parts))
+            total.narrow(self.dim, first, length).copy_(next(parts))
         else:
-            total.add_(part)
+            way = ADDING[self.adds]
+            way.add(total, *(next(parts) for _ in range(way.parts)))
 
 
 @dataclass(frozen=True)

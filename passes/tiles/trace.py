@@ -2,8 +2,8 @@
 
     h, w, y -> sum of cross_entropy     forward: (h, w, y) -> loss      at once: (h, w, y) -> loss, dh, (dz.mT, h)
 
-Each node of the region runs with the sizes of a tile where the call spells sizes. The gradient of a weight that is a
-product of two matrices is given as these: the loop adds their product to what it has, and no tile makes one of its own.
+Each node of the region runs with the sizes of a tile where the call spells sizes. What all tiles add to is given as
+`sums.py` finds it: the loop adds it to what it has, and no tile makes a gradient of a weight of its own.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, symbolic_mode
-from sp_compile.graph.call import Call
 from sp_compile.graph.fakes import traced
 from sp_compile.graph.modes import autocast_at
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import same, sizes
+from sp_compile.graph.strides import is_identity, order_of_strides
 from sp_compile.lowering.tiles.ops import tile_length
 from sp_compile.lowering.tiles.program import ANY_LENGTH, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
-from sp_compile.sharding.matchers import is_cast, order_of, source_of
 from sp_compile.sharding.placement import Shard
 from sp_compile.sharding.rule import lookup
 
 from .regions import Region, row_count
+from .sums import give_parts
 from .view import TokenView
 
 aten = torch.ops.aten
@@ -126,16 +126,20 @@ def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
         wanted = wanted if differentiable else ()
         only = [region.results[i] for i in differentiable]
         at_once = len(only) == 1 and view.is_sum(only[0]) and only[0].meta["val"].numel() == 1
-        bodies, factors = {}, list[bool]()
-        for n, rows in lengths.items():
-            bodies[n], factors = _body(
-                TileOf(view, region, rows), wanted if differentiable else (), differentiable, at_once
-            )
+        tiles = {n: TileOf(view, region, rows) for n, rows in lengths.items()}
+        sums = [view.rows(operands[i]) is None for i in wanted]
+        made = {n: _body(tile, wanted, differentiable, at_once, sums) for n, tile in tiles.items()}
+        alike = [len(set(ways)) == 1 for ways in zip(*(ways for _, ways in made.values()), strict=True)]
+        if not all(alike):
+            sums = [a and b for a, b in zip(sums, alike, strict=True)]
+            made = {n: _body(tile, wanted, differentiable, at_once, sums) for n, tile in tiles.items()}
+    bodies = {n: body for n, (body, _) in made.items()}
+    ways = next(iter(made.values()))[1]
     results = tuple(_value(view, x, x.meta["val"].dtype) for x in region.results)
     kept = [_value(view, operands[i], operands[i].meta["val"].dtype) for i in wanted]
     if at_once:  # of a sum over many tokens: more than a small exponent holds
         kept = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in kept]
-    gradients = tuple(replace(x, factors=f) for x, f in zip(kept, factors, strict=True))
+    gradients = tuple(replace(x, adds=way) for x, way in zip(kept, ways, strict=True))
     dims = tuple(row_dim(have) for x in region.rows if (have := view.rows(x)))
     known = (dims, results, differentiable, wanted, gradients, at_once)
     name = _digest(bodies, known)
@@ -161,7 +165,8 @@ def _wants_gradient(x: Node) -> bool:
 def _value(view: TokenView, x: Node, dtype: torch.dtype) -> TileValue:
     have, shape = view.rows(x), sizes(x.meta["val"].shape)
     if have is None:
-        return TileValue(tuple(map(int, shape)), dtype, None)
+        order = order_of_strides(x.meta["val"].stride())
+        return TileValue(tuple(map(int, shape)), dtype, None, order=() if is_identity(order) else tuple(order))
     return TileValue(tuple(map(int, rows_apart(shape, have, -1))), dtype, row_dim(have))
 
 
@@ -194,9 +199,9 @@ def _differentiable(tile: TileOf, wanted: Sequence[int]) -> tuple[int, ...]:
 
 
 def _body(
-    tile: TileOf, wanted: Sequence[int], differentiable: Sequence[int], at_once: bool
-) -> tuple[TileBody, list[bool]]:
-    """The parts for one length, and whether each gradient is given as two factors."""
+    tile: TileOf, wanted: Sequence[int], differentiable: Sequence[int], at_once: bool, sums: Sequence[bool]
+) -> tuple[TileBody, list[str]]:
+    """The parts for one length, and how each gradient is added up. sums: may it be given as parts?"""
     inputs = tile.inputs()
     many = len(inputs)
 
@@ -223,47 +228,8 @@ def _body(
     given = [*inputs, *([] if at_once else [torch.empty_like(x) for x in results])]
     assert len(through) == len(results)
     graph = traced(gradients, given)
-    sums = [tile.view.rows(x) is None for x in (*tile.region.rows, *tile.region.whole)]
-    factors = _factored(graph, [sums[i] for i in wanted])
-    return TileBody(plain, TilePart(graph, given)), factors
-
-
-def _factored(gm: GraphModule, sums: Sequence[bool]) -> list[bool]:
-    """Let gradients that are products of two matrices be given as these, where tiles add up; which they are."""
-    output = gm.graph.output_node()
-    results = list(output.args[0])
-    behind = len(results) - len(sums)
-    out, factors = results[:behind], []
-    for x, is_sum in zip(results[behind:], sums, strict=True):
-        x = (source_of(x) or x) if is_sum and is_cast(x) else x  # what it is added to is wide itself
-        found = _product(x) if is_sum and x.meta["val"].dtype in (torch.float32, torch.float64) else None
-        factors.append(found is not None)
-        if found is None:
-            out.append(x)
-            continue
-        a, b, turned = found
-        with gm.graph.inserting_before(output):
-            out += [_turned(gm, b), _turned(gm, a)] if turned else [a, b]
-    output.args = (out,)
-    gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
-    return factors
-
-
-def _product(x: Node) -> tuple[Node, Node, bool] | None:
-    """The matrices that a value is the product of, or, turned, the transpose of their product."""
-    turned = False
-    while (order := order_of(x)) is not None:
-        turned ^= order == (1, 0)
-        x = Call(x).operands[0]
-    return (x.args[0], x.args[1], turned) if x.target is aten.mm.default else None
-
-
-def _turned(gm: GraphModule, x: Node) -> Node:
-    made = gm.graph.call_function(aten.t.default, (x,))
-    made.meta["val"] = x.meta["val"].t()
-    return made
+    ways = give_parts(graph, sums)
+    return TileBody(plain, TilePart(graph, given)), ways
 
 
 def _digest(bodies: dict[int, TileBody], known: Any) -> str:
