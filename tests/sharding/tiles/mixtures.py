@@ -48,7 +48,7 @@ class Layer(nn.Module):
         self.mixture = Mixture(experts, inside=3 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (3, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (y.unflatten(-1, (6, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         h = x + F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True).transpose(1, 2).flatten(2)
         h = self.norm(h)
         share = self.mixture.router(h).flatten(0, 1).softmax(-1)
