@@ -106,7 +106,9 @@ def regions_of(view: TokenView) -> Iterator[Region]:
     sorts = sorted_rows(view)
     for seed in seeds_of(view):
         if seed not in taken:
-            nodes = _joined(view, _grown(view, seed, sorts))
+            grown = _grown(view, seed, sorts)
+            while seed not in (nodes := _joined(view, grown)):
+                grown -= nodes  # of a residual: what attention, and the seed behind it, is made of
             taken |= nodes
             yield _region(view, nodes, _came_in(view, seed))
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -23,29 +24,29 @@ from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, symboli
 from sp_compile.graph.fakes import traced
 from sp_compile.graph.modes import autocast_at
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import same, sizes
+from sp_compile.graph.sizes import product, same, sizes
 from sp_compile.graph.strides import is_identity, order_of_strides
 from sp_compile.lowering.tiles.ops import tile_length
-from sp_compile.lowering.tiles.program import ANY_LENGTH, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
+from sp_compile.lowering.tiles.program import (
+    ANY_LENGTH,
+    PROGRAMS,
+    ROWS,
+    Sizes,
+    TileBody,
+    TilePart,
+    TileProgram,
+    TileValue,
+    resolved,
+)
 from sp_compile.sharding.placement import Shard
 from sp_compile.sharding.rule import lookup
 
 from .regions import Region, row_count
 from .sums import give_parts
+from .symbols import Places, has_symbols, is_of_any_length, now, places_of, row_dim, rows_apart
 from .view import TokenView
 
 aten = torch.ops.aten
-
-
-def row_dim(have: Shard) -> int:
-    """Where the rows are alone in a dim, once `rows_apart` has had the value."""
-    return have.dim if same(have.outer, 1) else have.dim + 1
-
-
-def rows_apart(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
-    """The shape with rows (so many) in a dim of their own."""
-    before, behind = ([x] if not same(x, 1) else [] for x in (have.outer, have.inner))
-    return [*shape[: have.dim], *before, rows, *behind, *shape[have.dim + 1 :]]
 
 
 def together(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
@@ -56,13 +57,13 @@ def together(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
 class TileOf:
     """One tile of a region, as a function of tensors."""
 
-    def __init__(self, view: TokenView, region: Region, length: Any) -> None:
-        self.view, self.region, self.length = view, region, length
+    def __init__(self, view: TokenView, region: Region, places: Places, length: Any, sizes: Sizes) -> None:
+        self.view, self.region, self.places, self.length, self.sizes = view, region, places, length, sizes
 
-    def shape(self, node: Node, length: Any) -> list[Any]:
+    def shape(self, node: Node, length: Any, of: Sizes) -> list[Any]:
         """Of a value in a tile of this length."""
         have, shape = self.view.rows(node), sizes(node.meta["val"].shape)
-        return list(shape) if have is None else together(shape, have, length)
+        return resolved(shape if have is None else together(shape, have, ROWS), {**of, ROWS: length})
 
     def inputs(self) -> list[Tensor]:
         """Fake operands: rows, then whole ones."""
@@ -71,8 +72,14 @@ class TileOf:
             have, value = self.view.rows(x), x.meta["val"]
             assert have is not None
             shape = rows_apart(sizes(value.shape), have, self.length)
-            rows.append(torch.empty(shape, dtype=value.dtype, device=value.device))
-        return rows + [_like(x.meta["val"]) for x in self.region.whole]
+            rows.append(torch.empty(resolved(shape, self.sizes), dtype=value.dtype, device=value.device))
+        return rows + [self._like(x.meta["val"]) for x in self.region.whole]
+
+    def _like(self, x: Tensor) -> Tensor:
+        shape, strides = sizes(x.shape), sizes(x.stride())
+        if all(isinstance(extent, int) for extent in (*shape, *strides)):
+            return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        return torch.empty(resolved(shape, self.sizes), dtype=x.dtype, device=x.device)
 
     def results(self, *given: Tensor) -> list[Tensor]:
         """What one tile makes of its operands, rows in a dim of their own."""
@@ -80,16 +87,19 @@ class TileOf:
         first = self.view.rows(self.region.rows[0])
         assert first is not None
         length = given[0].shape[row_dim(first)]  # read off the operand, so that a trace knows where it is from
-        env.update({x: env[x].reshape(self.shape(x, length)) for x in self.region.rows})
+        of = {symbol: given[i].shape[d] for symbol, (i, d) in self.places.items()}
+        env.update({x: env[x].reshape(self.shape(x, length, of)) for x in self.region.rows})
         for node in self.region.nodes:
-            env[node] = self._call(node, env, length)
-        return [self._out(x, env[x], length) for x in self.region.results]
+            env[node] = self._call(node, env, length, of)
+        return [self._out(x, env[x], length, of) for x in self.region.results]
 
-    def _out(self, x: Node, value: Tensor, length: Any) -> Tensor:
+    def _out(self, x: Node, value: Tensor, length: Any, of: Sizes) -> Tensor:
         have = self.view.rows(x)
-        return value if have is None else value.reshape(rows_apart(sizes(x.meta["val"].shape), have, length))
+        if have is None:
+            return value
+        return value.reshape(resolved(rows_apart(sizes(x.meta["val"].shape), have, length), of))
 
-    def _call(self, node: Node, env: dict[Node, Any], length: Any) -> Any:
+    def _call(self, node: Node, env: dict[Node, Any], length: Any, of: Sizes) -> Any:
         if node.target is operator.getitem:
             return env[node.args[0]][node.args[1]]
         found = lookup(node)
@@ -98,15 +108,10 @@ class TileOf:
         assert rule is not None
         operands = [env[x] for x in call.operands]
         if rule.reshapes:
-            return operands[0].reshape(self.shape(node, length))
-        sized = {rule.sizes: self.shape(node, length)} if rule.sizes and self.view.rows(node) is not None else {}
+            return operands[0].reshape(self.shape(node, length, of))
+        sized = {rule.sizes: self.shape(node, length, of)} if rule.sizes else {}
         args, kwargs = call.rebuild(operands, **sized)
         return node.target(*args, **kwargs)
-
-
-def is_of_any_length(view: TokenView, region: Region) -> bool:
-    """Is its number of rows a symbol?"""
-    return not all(isinstance(have.frame.size, int) for x in region.rows if (have := view.rows(x)))
 
 
 def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
@@ -114,34 +119,39 @@ def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
     first = next(x for x in region.nodes)
     total = row_count(view, region)
     length: Any = tile_length(total, tiles)
-    if not is_of_any_length(view, region):
-        mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
-    else:
-        mode, length = symbolic_mode(max(2, length))
-        lengths = {ANY_LENGTH: length}
+    places = places_of(view, region)
+    assert places is not None
+    of: Sizes = {}
+    mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
+    if has_symbols(view, region):
+        mode, (length, *others) = symbolic_mode(max(2, length), *now(view, region, places))
+        of = dict(zip(places, others, strict=True))
+        if is_of_any_length(view, region):
+            lengths = {ANY_LENGTH: length}
     operands = (*region.rows, *region.whole)
     wanted = tuple(i for i, x in enumerate(operands) if _wants_gradient(x))
     with _tracing(view.source[first], mode):
-        differentiable = _differentiable(TileOf(view, region, length), wanted)
+        each = {n: TileOf(view, region, places, rows, of) for n, rows in lengths.items()}
+        differentiable = _differentiable(next(iter(each.values())), wanted)
         wanted = wanted if differentiable else ()
         only = [region.results[i] for i in differentiable]
-        at_once = len(only) == 1 and view.is_sum(only[0]) and only[0].meta["val"].numel() == 1
-        tiles = {n: TileOf(view, region, rows) for n, rows in lengths.items()}
+        at_once = len(only) == 1 and view.is_sum(only[0]) and same(product(sizes(only[0].meta["val"].shape)), 1)
         sums = [view.rows(operands[i]) is None for i in wanted]
-        made = {n: _body(tile, wanted, differentiable, at_once, sums) for n, tile in tiles.items()}
+        made = {n: _body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
         alike = [len(set(ways)) == 1 for ways in zip(*(ways for _, ways in made.values()), strict=True)]
         if not all(alike):
             sums = [a and b for a, b in zip(sums, alike, strict=True)]
-            made = {n: _body(tile, wanted, differentiable, at_once, sums) for n, tile in tiles.items()}
+            made = {n: _body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
     bodies = {n: body for n, (body, _) in made.items()}
     ways = next(iter(made.values()))[1]
-    results = tuple(_value(view, x, x.meta["val"].dtype) for x in region.results)
-    kept = [_value(view, operands[i], operands[i].meta["val"].dtype) for i in wanted]
+    names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(places)}
+    results = tuple(_value(view, x, x.meta["val"].dtype, names) for x in region.results)
+    kept = [_value(view, operands[i], operands[i].meta["val"].dtype, names) for i in wanted]
     if at_once:  # of a sum over many tokens: more than a small exponent holds
         kept = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in kept]
     gradients = tuple(replace(x, adds=way) for x, way in zip(kept, ways, strict=True))
     dims = tuple(row_dim(have) for x in region.rows if (have := view.rows(x)))
-    known = (dims, results, differentiable, wanted, gradients, at_once)
+    known = (dims, results, differentiable, wanted, gradients, at_once, tuple(zip(names.values(), places.values())))
     name = _digest(bodies, known)
     return PROGRAMS.setdefault(name, TileProgram(name, bodies, *known))
 
@@ -162,16 +172,14 @@ def _wants_gradient(x: Node) -> bool:
     return record(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
 
 
-def _value(view: TokenView, x: Node, dtype: torch.dtype) -> TileValue:
+def _value(view: TokenView, x: Node, dtype: torch.dtype, names: Mapping[Any, Any]) -> TileValue:
     have, shape = view.rows(x), sizes(x.meta["val"].shape)
-    if have is None:
-        order = order_of_strides(x.meta["val"].stride())
-        return TileValue(tuple(map(int, shape)), dtype, None, order=() if is_identity(order) else tuple(order))
-    return TileValue(tuple(map(int, rows_apart(shape, have, -1))), dtype, row_dim(have))
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(sizes(x.shape), sizes(x.stride()), dtype=x.dtype, device=x.device)
+    apart = shape if have is None else rows_apart(shape, have, ROWS)
+    named = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in apart)
+    if have is not None:
+        return TileValue(named, dtype, row_dim(have))
+    order = order_of_strides(x.meta["val"].stride())
+    return TileValue(named, dtype, None, order=() if is_identity(order) else tuple(order))
 
 
 @contextmanager

@@ -118,6 +118,12 @@ def test_transformers(experts: str, n: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert any("moe.py" in one.where for one in found.tiled)
 
 
+def test_heads_narrower_than_the_model() -> None:
+    """The output projection of attention widens rows, and the residual that it is added to is as wide before it."""
+    found = sp_compile.explain(qwen3("grouped_mm", hidden_size=64), torch.zeros(1, 8, dtype=torch.int64), sp=1, tiles=2)
+    assert any("moe.py" in one.where for one in found.tiled)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_memory_of_a_step(compiler: str) -> None:
