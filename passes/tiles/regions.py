@@ -11,6 +11,7 @@ by a key are in no order that a tile has a part of: a region has all that is mad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,10 @@ def row_count(view: TokenView, region: Region) -> int:
     """Its rows; now, where their number is a symbol."""
     have, value = view.rows(region.seeds[0]), region.seeds[0].meta["val"]
     assert have is not None
-    return size_hint(value.shape[have.dim]) // (typical(have.outer) * typical(have.inner))
+    if isinstance(have.frame.size, int):
+        return have.frame.size
+    beside = (x if isinstance(x, int) else view.hints.get(x, 1) for x in (have.outer, have.inner))
+    return size_hint(value.shape[have.dim]) // math.prod(beside)
 
 
 def seeds_of(view: TokenView) -> list[Node]:

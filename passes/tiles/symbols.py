@@ -8,9 +8,8 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from sp_compile._compat import size_hint
 from sp_compile.graph.call import is_tensor
-from sp_compile.graph.sizes import Size, same, size, sizes
+from sp_compile.graph.sizes import Size, same, sizes
 from sp_compile.sharding.placement import Shard
 
 from .regions import Region
@@ -63,14 +62,3 @@ def is_of_any_length(view: TokenView, region: Region) -> bool:
 def has_symbols(view: TokenView, region: Region) -> bool:
     """Is any of its sizes one?"""
     return is_of_any_length(view, region) or any(_symbols(view, region))
-
-
-def now(view: TokenView, region: Region, places: Places) -> list[int]:
-    """What the symbols are in the call that is being compiled."""
-    operands = (*region.rows, *region.whole)
-    found = dict[sympy.Symbol, int]()
-    for x in operands:
-        for extent in x.meta["val"].shape:
-            if isinstance(size(extent), sympy.Symbol):
-                found[size(extent)] = size_hint(extent)
-    return [found.get(symbol, 2) for symbol in places]

@@ -43,7 +43,7 @@ from sp_compile.sharding.rule import lookup
 
 from .regions import Region, row_count
 from .sums import give_parts
-from .symbols import Places, has_symbols, is_of_any_length, now, places_of, row_dim, rows_apart
+from .symbols import Places, has_symbols, is_of_any_length, places_of, row_dim, rows_apart
 from .view import TokenView
 
 aten = torch.ops.aten
@@ -124,7 +124,7 @@ def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
     of: Sizes = {}
     mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
     if has_symbols(view, region):
-        mode, (length, *others) = symbolic_mode(max(2, length), *now(view, region, places))
+        mode, (length, *others) = symbolic_mode(max(2, length), *(max(2, view.hints.get(x, 2)) for x in places))
         of = dict(zip(places, others, strict=True))
         if is_of_any_length(view, region):
             lengths = {ANY_LENGTH: length}

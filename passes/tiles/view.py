@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import enter_autocast
+from sp_compile._compat import enter_autocast, size_hint
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.modes import autocast_regions, without_grad
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import product, quotient, sizes
+from sp_compile.graph.sizes import Size, product, quotient, size, sizes
 from sp_compile.lowering.frames import rows_held
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes
@@ -65,6 +65,12 @@ class TokenView:
     def inside(self) -> dict[Node, Node]:
         """The call that stands for a node of the local graph."""
         return {old: new for new, old in self.source.items() if new.op == "call_function"}
+
+    @cached_property
+    def hints(self) -> dict[Size, int]:
+        """What sizes that are symbols are in the call that is being compiled."""
+        shapes = (node.meta["val"].shape for node in self.gm.graph.nodes if is_tensor(node))
+        return {size(x): size_hint(x) for shape in shapes for x in shape if isinstance(x, torch.SymInt)}
 
     def is_inside(self, node: Node) -> bool:
         """Is it computed from rows, token by token?"""

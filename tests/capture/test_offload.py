@@ -54,7 +54,7 @@ def kept(forward: Graph, results: int) -> dict[Any, int]:
 @pytest.mark.parametrize("model", ["as written", pytest.param("checkpointed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) -> None:
-    """But for the largest value; of queries, keys and values in one piece of memory nothing goes."""
+    """But for the largest value; queries, keys and values in one piece of memory go as that."""
     (before, _, results), (after, backward, _) = halves(0.0, model), halves(share, model)
     all_of_it, left = kept(before, results), kept(after, results)
     gone = sum(all_of_it.values()) - sum(left.values())
@@ -63,6 +63,28 @@ def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) ->
     hosts = after.find_nodes(op="call_function", target=sp.offload.default)
     assert sum(n.meta["val"].untyped_storage().nbytes() for n in hosts) == gone
     assert len(backward.find_nodes(op="call_function", target=sp.reload.default)) == len(hosts) > 0
+
+
+def test_parts_of_one_piece_of_memory() -> None:
+    """Of queries, keys and values one copy is made, of which all three are views again."""
+    forward, backward, results = halves(1.0)
+    assert sum(kept(forward, results).values()) < 64, "a few numbers"
+    views = backward.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    pieces = {view.args[0] for view in views}
+    assert all(piece.target is sp.reload.default for piece in pieces)
+    assert 0 < len(pieces) < len(views)
+    shared = [x for x in backward.find_nodes(op="call_function", target=sp.reload.default) if x in pieces]
+    assert all(
+        max(waits(x, backward)) < min(order_of(backward, view) for view in views if view.args[0] is x) for x in shared
+    )
+
+
+def order_of(graph: Graph, node: Node) -> int:
+    return list(graph.nodes).index(node)
+
+
+def waits(x: Node, graph: Graph) -> list[int]:
+    return [order_of(graph, user) for user in x.users if user.target is sp.reloaded.default]
 
 
 def test_copies_are_in_order() -> None:
