@@ -22,12 +22,12 @@ from .sums import ADDING
 
 ROWS = sympy.Symbol("rows", integer=True, positive=True)
 """In the shape of a value: how many rows there are."""
-Size: TypeAlias = int | sympy.Expr
-Sizes: TypeAlias = Mapping[sympy.Expr, Any]
+Extent: TypeAlias = int | sympy.Expr
+Extents: TypeAlias = Mapping[sympy.Expr, Any]
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 
 
-def resolved(shape: Sequence[Any], of: Sizes) -> list[Any]:
+def resolved(shape: Sequence[Any], of: Extents) -> list[Any]:
     """The shape where the symbols are these."""
     found = [of.get(x, x) if isinstance(x, sympy.Symbol) else x for x in shape]
     return [evaluated(x, of) if isinstance(x, sympy.Expr) else x for x in found]
@@ -93,23 +93,23 @@ class TileValue:
     from the slowest to the fastest, where that is not theirs.
     """
 
-    shape: tuple[Size, ...]
+    shape: tuple[Extent, ...]
     dtype: torch.dtype
     dim: int | None
     adds: str = ""
     order: tuple[int, ...] = ()
 
-    def sizes(self, of: Sizes) -> list[Any]:
+    def sizes(self, of: Extents) -> list[Any]:
         """The shape in a call."""
         return resolved(self.shape, of)
 
-    def empty(self, of: Sizes, like: Tensor) -> Tensor:
+    def empty(self, of: Extents, like: Tensor) -> Tensor:
         """Where it goes when it is whole, on the device of `like`."""
         order, shape = self.order or range(len(self.shape)), self.sizes(of)
         made = like.new_empty([shape[d] for d in order], dtype=self.dtype)
         return made.permute([order.index(d) for d in range(len(shape))]) if self.order else made
 
-    def begin(self, of: Sizes, like: Tensor) -> Tensor:
+    def begin(self, of: Extents, like: Tensor) -> Tensor:
         """Where the tiles' parts go."""
         if self.dim is not None:
             return self.empty(of, like)

@@ -21,7 +21,7 @@ from sp_compile.sharding.matchers import constant_of, is_cast, order_of, source_
 aten = torch.ops.aten
 WIDE = (torch.float32, torch.float64)
 GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
-Parts = tuple[str, list[Node]]
+AsParts = tuple[str, list[Node]]
 
 
 def give_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
@@ -43,12 +43,12 @@ def give_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
     return ways
 
 
-def _parts(gm: GraphModule, x: Node) -> Parts:
+def _parts(gm: GraphModule, x: Node) -> AsParts:
     x = (source_of(x) or x) if is_cast(x) else x  # what it is added to is wide itself
     return _product(gm, x) or _rows(x) or ("", [x])
 
 
-def _product(gm: GraphModule, x: Node) -> Parts | None:
+def _product(gm: GraphModule, x: Node) -> AsParts | None:
     """The matrices that a value is the product of, or, turned, the transpose of their product."""
     turned = False
     while (order := order_of(x)) is not None and order[:-2] == tuple(range(len(order) - 2)):
@@ -90,7 +90,7 @@ def _without_matrices(gm: GraphModule) -> None:
             editor.replace(node, [alone])
 
 
-def _rows(x: Node) -> Parts | None:
+def _rows(x: Node) -> AsParts | None:
     """What is added to zeros at an index of the first dim."""
     if x.target is not aten.index_put.default or not Call(x)["accumulate"] or x.meta["val"].dtype not in WIDE:
         return None

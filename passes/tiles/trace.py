@@ -31,7 +31,7 @@ from sp_compile.lowering.tiles.program import (
     ANY_LENGTH,
     PROGRAMS,
     ROWS,
-    Sizes,
+    Extents,
     TileBody,
     TilePart,
     TileProgram,
@@ -57,10 +57,10 @@ def together(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
 class TileOf:
     """One tile of a region, as a function of tensors."""
 
-    def __init__(self, view: TokenView, region: Region, places: Places, length: Any, sizes: Sizes) -> None:
+    def __init__(self, view: TokenView, region: Region, places: Places, length: Any, sizes: Extents) -> None:
         self.view, self.region, self.places, self.length, self.sizes = view, region, places, length, sizes
 
-    def shape(self, node: Node, length: Any, of: Sizes) -> list[Any]:
+    def shape(self, node: Node, length: Any, of: Extents) -> list[Any]:
         """Of a value in a tile of this length."""
         have, shape = self.view.rows(node), sizes(node.meta["val"].shape)
         return resolved(shape if have is None else together(shape, have, ROWS), {**of, ROWS: length})
@@ -93,13 +93,13 @@ class TileOf:
             env[node] = self._call(node, env, length, of)
         return [self._out(x, env[x], length, of) for x in self.region.results]
 
-    def _out(self, x: Node, value: Tensor, length: Any, of: Sizes) -> Tensor:
+    def _out(self, x: Node, value: Tensor, length: Any, of: Extents) -> Tensor:
         have = self.view.rows(x)
         if have is None:
             return value
         return value.reshape(resolved(rows_apart(sizes(x.meta["val"].shape), have, length), of))
 
-    def _call(self, node: Node, env: dict[Node, Any], length: Any, of: Sizes) -> Any:
+    def _call(self, node: Node, env: dict[Node, Any], length: Any, of: Extents) -> Any:
         if node.target is operator.getitem:
             return env[node.args[0]][node.args[1]]
         found = lookup(node)
@@ -121,7 +121,7 @@ def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
     length: Any = tile_length(total, tiles)
     places = places_of(view, region)
     assert places is not None
-    of: Sizes = {}
+    of: Extents = {}
     mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
     if has_symbols(view, region):
         mode, (length, *others) = symbolic_mode(max(2, length), *(max(2, view.hints.get(x, 2)) for x in places))

@@ -39,7 +39,7 @@ def each_its_matrices(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -
 MIXTURES: list[Experts] = [*SPELLINGS, every_expert, one_by_one, each_its_matrices]
 
 
-class Layer(nn.Module):
+class MixtureLayer(nn.Module):
     """(batch, seq, WIDTH) -> a number: attention, a mixture, and a penalty of the router's load as in Switch."""
 
     def __init__(self, experts: Experts) -> None:
@@ -57,7 +57,7 @@ class Layer(nn.Module):
 
 
 def layer(experts: Experts) -> nn.Module:
-    return seeded(partial(Layer, experts))
+    return seeded(partial(MixtureLayer, experts))
 
 
 def rows(seq: int) -> Tensor:

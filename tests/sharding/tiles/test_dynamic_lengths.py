@@ -11,7 +11,7 @@ import pytest
 import torch
 from models.test_experts import WIDTH, inverted
 from sharding.tiles.losses import Model, batch, mean, per_sequence
-from sharding.tiles.mixtures import Layer
+from sharding.tiles.mixtures import MixtureLayer
 from support.models import floats, seeded
 from support.parity import Decoder, text
 from support.ranks import Ranks, mesh
@@ -122,7 +122,7 @@ MAKES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...]
     "loss": (lambda: Model(mean), batch),
     "a number for each sequence": (lambda: Model(per_sequence), batch),
     "MLP": (lambda: Decoder(layers=1), text),
-    "experts": (lambda: Layer(inverted), lambda seq, rows: (floats(rows, seq, WIDTH),)),
+    "experts": (lambda: MixtureLayer(inverted), lambda seq, rows: (floats(rows, seq, WIDTH),)),
 }
 
 
