@@ -155,7 +155,7 @@ class Offload(Pass):
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _OneMemory:
     """A piece of memory by the value that fills it. values: what is kept and lies there."""
 
     nbytes: int
@@ -171,7 +171,7 @@ class _Kept:
 
     inputs: dict[Node, Node]
     nbytes: int
-    free: dict[Node, _Piece]
+    free: dict[Node, _OneMemory]
 
     @staticmethod
     def of(forward: Graph, backward: Graph, results: int) -> _Kept:
@@ -185,12 +185,12 @@ class _Kept:
         pieces = defaultdict[int, list[Node]](list)
         for n in values:
             pieces[storage_of(n.meta["val"])].append(n)
-        free = dict[Node, _Piece]()
+        free = dict[Node, _OneMemory]()
         for node in filter(is_tensor, (*values, *forward.nodes)):
             found = pieces.get(storage_of(node.meta["val"]), [])
             whole = found and storage_of(node.meta["val"]) not in theirs and _is_free(node)
             if whole and all(_lie_alike(n.meta["val"], node.meta["val"]) or _is_part(n, node) for n in found):
-                free[node] = _Piece(nbytes_of(node.meta["val"]), pieces.pop(storage_of(node.meta["val"])))
+                free[node] = _OneMemory(nbytes_of(node.meta["val"]), pieces.pop(storage_of(node.meta["val"])))
         return _Kept(inputs, total, {n: piece for n, piece in free.items() if piece.nbytes > LEAST * total})
 
     def readers(self, x: Node) -> list[Node]:

@@ -15,7 +15,7 @@ from sp_compile.sharding.placement import Shard
 from .regions import Region
 from .view import TokenView
 
-Places = dict[sympy.Symbol, tuple[int, int]]
+SymbolPlaces = dict[sympy.Symbol, tuple[int, int]]
 """The operand, and its dim, of which each is the size; with rows in a dim of their own."""
 
 
@@ -36,9 +36,9 @@ def other_sizes(view: TokenView, x: Node) -> list[Size]:
     return shape if have is None else list(sizes(rows_apart(shape, have, 1)))
 
 
-def places_of(view: TokenView, region: Region) -> Places | None:
+def places_of(view: TokenView, region: Region) -> SymbolPlaces | None:
     """Where each symbol is the size of a dim of an operand; None where one is nowhere."""
-    found: Places = {}
+    found: SymbolPlaces = {}
     for i, x in enumerate((*region.rows, *region.whole)):
         for d, extent in enumerate(other_sizes(view, x)):
             if isinstance(extent, sympy.Symbol):

@@ -43,7 +43,7 @@ from sp_compile.sharding.rule import lookup
 
 from .regions import Region, row_count
 from .sums import give_parts
-from .symbols import Places, has_symbols, is_of_any_length, places_of, row_dim, rows_apart
+from .symbols import SymbolPlaces, has_symbols, is_of_any_length, places_of, row_dim, rows_apart
 from .view import TokenView
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def together(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
 class TileOf:
     """One tile of a region, as a function of tensors."""
 
-    def __init__(self, view: TokenView, region: Region, places: Places, length: Any, sizes: Extents) -> None:
+    def __init__(self, view: TokenView, region: Region, places: SymbolPlaces, length: Any, sizes: Extents) -> None:
         self.view, self.region, self.places, self.length, self.sizes = view, region, places, length, sizes
 
     def shape(self, node: Node, length: Any, of: Extents) -> list[Any]:
