@@ -36,7 +36,7 @@ def other_sizes(view: TokenView, x: Node) -> list[Size]:
     return shape if have is None else list(sizes(rows_apart(shape, have, 1)))
 
 
-def places_of(view: TokenView, region: Region) -> SymbolPlaces | None:
+def symbol_places(view: TokenView, region: Region) -> SymbolPlaces | None:
     """Where each symbol is the size of a dim of an operand; None where one is nowhere."""
     found: SymbolPlaces = {}
     for i, x in enumerate((*region.rows, *region.whole)):

@@ -31,7 +31,7 @@ from sp_compile.sharding.rule import lookup
 
 from .amount import PIECE, amounts, inside, makes_a_number, node_bytes
 from .regions import THIN, WIDER, Region, regions_of, row_count, sorted_rows, width
-from .symbols import has_symbols, places_of, rows_apart
+from .symbols import has_symbols, rows_apart, symbol_places
 from .trace import draws_again, tile_program
 from .view import TokenView, is_dropout, view_of
 
@@ -145,7 +145,7 @@ class Tiles(Pass):
 def _reason(view: TokenView, region: Region) -> str | None:
     """Why the region stays as it is; "" if it is not worth a word, None if it may be tiled."""
     nodes = (*region.nodes, *region.rows, *region.whole)
-    if any(_reads_symbols(n) for n in nodes) or places_of(view, region) is None:
+    if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:
         return "a size is a symbol that no operand has as a dim: compile one graph a size with dynamic=False"
     if has_symbols(view, region) and not SYMBOLIC_GRAPHS:
         return "a size is a symbol, which takes torch 2.13: compile with dynamic=False"

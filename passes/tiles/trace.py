@@ -43,7 +43,7 @@ from sp_compile.sharding.rule import lookup
 
 from .regions import Region, row_count
 from .sums import give_parts
-from .symbols import SymbolPlaces, has_symbols, is_of_any_length, places_of, row_dim, rows_apart
+from .symbols import SymbolPlaces, has_symbols, is_of_any_length, row_dim, rows_apart, symbol_places
 from .view import TokenView
 
 aten = torch.ops.aten
@@ -119,7 +119,7 @@ def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
     first = next(x for x in region.nodes)
     total = row_count(view, region)
     length: Any = tile_length(total, tiles)
-    places = places_of(view, region)
+    places = symbol_places(view, region)
     assert places is not None
     of: Extents = {}
     mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
