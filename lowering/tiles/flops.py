@@ -14,6 +14,7 @@ from sp_compile._compat import OpOverload, size_hint
 
 from . import ops  # noqa: F401  (registers the operators)
 from .program import PROGRAMS, TilePart
+from .sums import ADDING, Adding
 
 
 @register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
@@ -41,21 +42,15 @@ def _flops(rows: list[Tensor], program: str, part: str) -> int:
     _, body = max(found.bodies.items())
     one: TilePart = getattr(body, part)
     length = size_hint(one.inputs[0].shape[found.rows[0]])
-    sums = [value.factors for value in found.gradients] if part == "gradients" else []
+    sums = [ADDING[value.adds] for value in found.gradients] if part == "gradients" else []
     return (_flops_of(one) + _added_up(one, sums)) * size_hint(rows[0].shape[found.rows[0]]) // length
 
 
-def _added_up(part: TilePart, factors: list[bool]) -> int:
-    """Of the products that a loop adds to its sums, which a tile gives as two matrices."""
+def _added_up(part: TilePart, sums: list[Adding]) -> int:
+    """Of the products that a loop adds to its sums, which a tile gives as matrices."""
     results = part.graph.graph.output_node().args[0]
-    behind = iter(results[len(results) - len(factors) - sum(factors) :])
-    total = 0
-    for is_product in factors:
-        a = next(behind)
-        if is_product:
-            (m, k), n = a.meta["val"].shape, next(behind).meta["val"].shape[1]
-            total += 2 * size_hint(m) * size_hint(k) * size_hint(n)
-    return total
+    behind = iter(results[len(results) - sum(way.parts for way in sums) :])
+    return sum(way.flops(*(next(behind).meta["val"].shape for _ in range(way.parts))) for way in sums)
 
 
 @cache

@@ -31,7 +31,7 @@ def tile_length(rows: int, tiles: int) -> int:
 
 def _tiles(program: TileProgram, rows: Given, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
     """(what runs it, its first row, how many rows) of each tile."""
-    total, first = _rows(program, rows), 0
+    total, first = rows[0].shape[program.rows[0]], 0
     if ANY_LENGTH in program.bodies:  # tiles of one row would be other programs: sizes of 1 broadcast
         few = min(tiles, max(1, total // 2))
         lengths = [total // few + (i < total % few) for i in range(few)]
@@ -41,10 +41,6 @@ def _tiles(program: TileProgram, rows: Given, tiles: int) -> Iterator[tuple[Tile
     for length in lengths:
         yield program.bodies.get(length) or program.bodies[ANY_LENGTH], first, length
         first += length
-
-
-def _rows(program: TileProgram, rows: Given) -> Any:
-    return rows[0].shape[program.rows[0]]
 
 
 def _cut(values: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> Given:
@@ -78,7 +74,8 @@ def _loop(
     """
     given = [*rows, *whole, *cotangents]
     dims = [*program.rows, *[None] * len(whole), *(r.dim for r in _differentiable(program)[: len(cotangents)])]
-    totals = [value.empty(_rows(program, rows), rows[0].device) for value in made]
+    sizes = program.sizes([*rows, *whole])
+    totals = [value.begin(sizes, rows[0]) for value in made]
     begin = None if seed is None else int(seed.item())
     with torch.autocast(rows[0].device.type, enabled=False), _drawing(seed, rows[0].device):
         for body, first, length in _tiles(program, rows, tiles):
@@ -86,7 +83,7 @@ def _loop(
                 torch.manual_seed(begin + first)
             part: TilePart | None = body.forward if made is program.results else body.gradients
             assert part is not None
-            parts = iter(part(_cut(given, dims, first, length), length))
+            parts = iter(part(_cut(given, dims, first, length)))
             for value, total in zip(made, totals):
                 value.put(total, parts, first, length)
             del parts  # or they would stay while the next tile's are made
@@ -97,15 +94,15 @@ def _differentiable(program: TileProgram) -> list[TileValue]:
     return [program.results[i] for i in program.differentiable]
 
 
-def _fake(rows: Given, name: str, *kinds: str) -> Given:
+def _fake(rows: Given, whole: Given, name: str, *kinds: str) -> Given:
     program = PROGRAMS[name]
-    made = [value for kind in kinds for value in getattr(program, kind)]
-    return [rows[0].new_empty(value.sizes(_rows(program, rows)), dtype=value.dtype) for value in made]
+    sizes = program.sizes([*rows, *whole])
+    return [value.empty(sizes, rows[0]) for kind in kinds for value in getattr(program, kind)]
 
 
 @opaque(
     f"tiles_forward({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, whole, tiles, program, seed: _fake(rows, program, "results"),
+    lambda rows, whole, tiles, program, seed: _fake(rows, whole, program, "results"),
     replays=False,  # what a tile draws begins at a seed of the call
 )
 def tiles_forward(rows: Given, whole: Given, tiles: int, program: str, seed: Tensor | None) -> Given:
@@ -119,7 +116,7 @@ def tiles_forward(rows: Given, whole: Given, tiles: int, program: str, seed: Ten
 
 @opaque(
     f"tiles_at_once({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, whole, tiles, program, seed: _fake(rows, program, "results", "gradients"),
+    lambda rows, whole, tiles, program, seed: _fake(rows, whole, program, "results", "gradients"),
     replays=False,
 )
 def tiles_at_once(rows: Given, whole: Given, tiles: int, program: str, seed: Tensor | None) -> Given:
@@ -133,7 +130,7 @@ def tiles_at_once(rows: Given, whole: Given, tiles: int, program: str, seed: Ten
 
 @opaque(
     f"tiles_backward(Tensor[] cotangents, {TILE_ARGUMENTS}) -> Tensor[]",
-    lambda cotangents, rows, whole, tiles, program, seed: _fake(rows, program, "gradients"),
+    lambda cotangents, rows, whole, tiles, program, seed: _fake(rows, whole, program, "gradients"),
     replays=False,
 )
 def tiles_backward(

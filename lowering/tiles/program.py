@@ -6,18 +6,31 @@ whoever has compiled that, so code from a compiler's cache finds the same one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile._compat import guards_hold, is_symbolic
+from sp_compile._compat import evaluated, guards_hold, is_symbolic
 from sp_compile.lowering.dtypes import accumulation_dtype
 
+from .sums import ADDING
+
+ROWS = sympy.Symbol("rows", integer=True, positive=True)
+"""In the shape of a value: how many rows there are."""
+Extent: TypeAlias = int | sympy.Expr
+Extents: TypeAlias = Mapping[sympy.Expr, Any]
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
+
+
+def resolved(shape: Sequence[Any], of: Extents) -> list[Any]:
+    """The shape where the symbols are these."""
+    found = [of.get(x, x) if isinstance(x, sympy.Symbol) else x for x in shape]
+    return [evaluated(x, of) if isinstance(x, sympy.Expr) else x for x in found]
 
 
 @dataclass(eq=False)
@@ -25,7 +38,7 @@ class TilePart:
     """A graph of tensors, without autograd, that is called once a tile.
 
     inputs: fake tensors as it takes them; rows lie without gaps. run: the graph, or what a compiler has made of it.
-    fits: whether a tile of so many rows is one that it was made for, where their number is a symbol.
+    fits: whether operands of these sizes are what it was made for, where sizes are symbols.
     """
 
     graph: GraphModule
@@ -33,23 +46,24 @@ class TilePart:
     run: Callable[..., Any] = field(init=False)
     compiled_by: Any = None
     strides: list[tuple[int, ...] | None] = field(init=False)
-    fits: dict[int, bool] = field(default_factory=dict)
+    fits: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.run = self.graph
         self.strides = [None if is_symbolic(x) else tuple(x.stride()) for x in self.inputs]
 
-    def __call__(self, given: Sequence[Tensor], rows: int) -> Sequence[Tensor]:
+    def __call__(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """given: of the shapes that the graph was traced with; strides are made those, too."""
         given = [_laid_out(x, strides) for x, strides in zip(given, self.strides, strict=True)]
-        return self.run(*given) if self._fits(given, rows) else self.graph(*given)
+        return self.run(*given) if self._fits(given) else self.graph(*given)
 
-    def _fits(self, given: Sequence[Tensor], rows: int) -> bool:
+    def _fits(self, given: Sequence[Tensor]) -> bool:
         if None not in self.strides:
             return True
-        if rows not in self.fits:
-            self.fits[rows] = guards_hold(self.inputs, given)
-        return self.fits[rows]
+        extents = tuple(n for x, strides in zip(given, self.strides) if strides is None for n in x.shape)
+        if extents not in self.fits:
+            self.fits[extents] = guards_hold(self.inputs, given)
+        return self.fits[extents]
 
     def compile(self, compiler: Compiler, key: Any) -> None:
         """Let a compiler make it, once for each key."""
@@ -61,7 +75,9 @@ class TilePart:
 
 
 def _laid_out(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    if strides is None or x.stride() == strides:
+    if strides is None:
+        return x.contiguous()
+    if x.stride() == strides:
         return x
     if all(size == 1 or found == stride for size, found, stride in zip(x.shape, x.stride(), strides, strict=True)):
         return x.as_strided(x.shape, strides)  # a batch of one, whose stride is that of all rows
@@ -72,34 +88,40 @@ def _laid_out(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
 class TileValue:
     """A result or a gradient over all tiles. dim: where its rows lie, however many; None of a sum over the tiles.
 
-    factors: is a tile's part of the sum given as two matrices, whose product it is? dtype: that it is returned in; a
-    sum over the tiles is added up in at least float32.
+    shape: of ints, and of what `TileProgram.sizes` knows. adds: how a tile gives its part of the sum, a name of
+    `sums.ADDING`. dtype: that it is returned in; a sum over the tiles is added up in at least float32. order: its dims
+    from the slowest to the fastest, where that is not theirs.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[Extent, ...]
     dtype: torch.dtype
     dim: int | None
-    factors: bool = False
+    adds: str = ""
+    order: tuple[int, ...] = ()
 
-    def sizes(self, rows: Any) -> tuple[Any, ...]:
-        """The shape for so many rows."""
-        return tuple(rows if d == self.dim else extent for d, extent in enumerate(self.shape))
+    def sizes(self, of: Extents) -> list[Any]:
+        """The shape in a call."""
+        return resolved(self.shape, of)
 
-    def empty(self, rows: int, device: torch.device) -> Tensor:
+    def empty(self, of: Extents, like: Tensor) -> Tensor:
+        """Where it goes when it is whole, on the device of `like`."""
+        order, shape = self.order or range(len(self.shape)), self.sizes(of)
+        made = like.new_empty([shape[d] for d in order], dtype=self.dtype)
+        return made.permute([order.index(d) for d in range(len(shape))]) if self.order else made
+
+    def begin(self, of: Extents, like: Tensor) -> Tensor:
         """Where the tiles' parts go."""
         if self.dim is not None:
-            return torch.empty(self.sizes(rows), dtype=self.dtype, device=device)
-        return torch.zeros(self.shape, dtype=accumulation_dtype(self.dtype), device=device)
+            return self.empty(of, like)
+        return replace(self, dtype=accumulation_dtype(self.dtype)).empty(of, like).zero_()
 
     def put(self, total: Tensor, parts: Iterator[Tensor], first: int, length: int) -> None:
         """A tile's part of it."""
-        part = next(parts)
         if self.dim is not None:
-            total.narrow(self.dim, first, length).copy_(part)
-        elif self.factors:
-            total.addmm_(part, next(parts))
+            total.narrow(self.dim, first, length).copy_(next(parts))
         else:
-            total.add_(part)
+            way = ADDING[self.adds]
+            way.add(total, *(next(parts) for _ in range(way.parts)))
 
 
 @dataclass(frozen=True)
@@ -125,7 +147,8 @@ class TileProgram:
 
     bodies: by the length of a tile, of which there are two at most, or one for ANY_LENGTH. rows: the dim of the rows in
     each operand that has them. wanted: the operands, rows and then whole ones, that have a gradient; gradients: theirs.
-    at_once: are these made with the results, for a cotangent of 1 of the only differentiable one?
+    at_once: are these made with the results, for a cotangent of 1 of the only differentiable one? places: of symbols in
+    the values' shapes, the operand and its dim that they are the size of.
     """
 
     name: str
@@ -136,6 +159,14 @@ class TileProgram:
     wanted: tuple[int, ...]
     gradients: tuple[TileValue, ...]
     at_once: bool
+    places: tuple[tuple[sympy.Symbol, tuple[int, int]], ...] = ()
+
+    def sizes(self, operands: Sequence[Tensor]) -> dict[sympy.Expr, Any]:
+        """What the symbols are for these operands, rows and then whole ones."""
+        return {
+            ROWS: operands[0].shape[self.rows[0]],
+            **{symbol: operands[i].shape[d] for symbol, (i, d) in self.places},
+        }
 
     def compile(self, compiler: Compiler, key: Any, learns: bool) -> None:
         """Let a compiler make what a call runs, in training or not; the rest stays as it was traced."""

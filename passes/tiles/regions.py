@@ -2,33 +2,39 @@
 
     h -> linear -> float -> cross_entropy(sum)      a region that ends in a number
     h -> gate, up -> silu, mul -> down              one that ends in rows
+    h -> each k times, sorted -> experts -> back, summed      so does a mixture of experts
 
 A region begins at a product that makes rows wider (a seed) and grows over all that is token-wise and reads or makes
-wide rows, and over numbers per token that come of them, up to narrow rows or sums over the tokens.
+wide rows, and over numbers per token that come of them, up to narrow rows or sums over the tokens. Rows that are sorted
+by a key are in no order that a tile has a part of: a region has all that is made of such a sort, or nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from sp_compile._compat import size_hint
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.closure import closure
 from sp_compile.graph.sizes import product, sizes, typical
+from sp_compile.sharding.matchers import source_of
 from sp_compile.sharding.rule import lookup
 
 from .view import TokenView
 
+sp, aten = torch.ops.sp, torch.ops.aten
 WIDER = 2  # times as many numbers a row as went in: a projection that only reshuffles a row does not count
 THIN = 8  # times fewer: a few numbers for each token, such as its loss
 
 
 @dataclass(frozen=True)
 class Region:
-    """nodes: of the view, in its order. seeds: products among them that make rows wider.
+    """nodes: of the view, in its order. seeds: products among them that make rows wider, and matrices read for rows.
 
     rows: values that come in by rows, whole: those that all tiles read; results: what is read elsewhere.
     also: results that are wide, which others make again for themselves. narrow: numbers of a row that comes in.
@@ -56,7 +62,10 @@ def row_count(view: TokenView, region: Region) -> int:
     """Its rows; now, where their number is a symbol."""
     have, value = view.rows(region.seeds[0]), region.seeds[0].meta["val"]
     assert have is not None
-    return size_hint(value.shape[have.dim]) // (typical(have.outer) * typical(have.inner))
+    if isinstance(have.frame.size, int):
+        return have.frame.size
+    beside = (x if isinstance(x, int) else view.hints.get(x, 1) for x in (have.outer, have.inner))
+    return size_hint(value.shape[have.dim]) // math.prod(beside)
 
 
 def seeds_of(view: TokenView) -> list[Node]:
@@ -65,27 +74,56 @@ def seeds_of(view: TokenView) -> list[Node]:
 
 
 def _widens(view: TokenView, node: Node) -> bool:
+    if node.target is sp.to_sorted.default:
+        return width(view, node) >= WIDER * width(view, _before_moves(view, node))
     call, rule = lookup(node) or (None, None)
     if call is None or rule is None or not rule.contracts:
         return False
-    return width(view, node) >= WIDER * _came_in(view, node)
+    wide = max(width(view, x) for x in (node, *call.operands) if x is node or _is_read(view, x))
+    return wide >= WIDER * _came_in(view, node)
 
 
 def _came_in(view: TokenView, node: Node) -> int:
-    return max(width(view, x) for x in node.all_input_nodes if is_tensor(x))
+    """Numbers a row of what a seed is made of, before rows were repeated, moved or sorted."""
+    operands = [x for x in node.all_input_nodes if view.rows(x)]
+    given = [x for x in operands if not _is_read(view, x)] or operands
+    return max((width(view, _before_moves(view, x)) for x in given), default=0)
+
+
+def _before_moves(view: TokenView, x: Node) -> Node:
+    while view.is_inside(x):
+        source = x.args[0] if x.target is sp.to_sorted.default else source_of(x)
+        if source is None or not 0 < width(view, source) <= width(view, x):
+            break
+        x = source
+    return x
+
+
+def _is_read(view: TokenView, node: Node) -> bool:
+    """Is it read, for each row, out of a table that all rows share?"""
+    return node.target is aten.index.Tensor and view.is_inside(node) and not view.rows(node.args[0])
 
 
 def regions_of(view: TokenView) -> Iterator[Region]:
     """Each with the seeds that grow together, in the graph's order."""
     taken: set[Node] = set()
+    sorts = sorted_rows(view)
     for seed in seeds_of(view):
         if seed not in taken:
-            nodes = _joined(view, _grown(view, seed))
+            grown = _grown(view, seed, sorts)
+            while seed not in (nodes := _joined(view, grown)):
+                grown -= nodes  # of a residual: what attention, and the seed behind it, is made of
             taken |= nodes
             yield _region(view, nodes, _came_in(view, seed))
 
 
-def _grown(view: TokenView, seed: Node) -> set[Node]:
+def sorted_rows(view: TokenView) -> list[set[Node]]:
+    """Of each sort of the local graph: all that is in its order, and what puts rows back."""
+    sorts = view.local.find_nodes(op="call_function", target=sp.sort_rows.default)
+    return [closure([one], lambda n: n.users if n.target is not sp.from_sorted.default else ()) for one in sorts]
+
+
+def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
     narrow, state, size = _came_in(view, seed), view.states[seed], _size(view, seed)
 
     def joins(node: Node) -> bool:
@@ -99,7 +137,8 @@ def _grown(view: TokenView, seed: Node) -> set[Node]:
     def onwards(node: Node) -> Iterable[Node]:
         behind = node.users if goes_on(node) else ()
         wide = [x for x in node.all_input_nodes if width(view, x) >= WIDER * narrow or not is_tensor(x)]
-        return [x for x in (*behind, *wide) if joins(x)]
+        together = [x for one in sorts if view.source[node] in one for x in one]
+        return [x for x in (*behind, *wide, *filter(None, map(view.inside.get, together))) if joins(x)]
 
     return closure([seed], onwards)
 
@@ -140,7 +179,7 @@ def _region(view: TokenView, nodes: set[Node], narrow: int) -> Region:
     also = [n for n in results if width(view, n) >= WIDER * narrow]
     return Region(
         tuple(ordered),
-        tuple(n for n in ordered if view.rows(n) and _widens(view, n)),
+        tuple(n for n in ordered if view.rows(n) and (_widens(view, n) or _is_read(view, n))),
         tuple(x for x in given if view.rows(x)),
         tuple(x for x in given if not view.rows(x)),
         tuple(n for n in results if n not in also),

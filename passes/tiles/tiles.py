@@ -5,7 +5,7 @@
 One op in a region's place, which calls the program of one tile in a loop; forward and backward hold one tile's inside.
 What ends in a number gets its gradients in the forward's loop; all else is computed again in the backward. A wide value
 that is read elsewhere, as logits that the model returns, is made for its readers by the nodes that made it.
-Bytes between ranks: none. Leaves alone: what draws random numbers, has a state or no rule, and symbols but for lengths.
+Bytes between ranks: none. Leaves alone: what draws random numbers, has a state or no rule, sizes that no operand has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import product, sizes
+from sp_compile.graph.sizes import sizes
 from sp_compile.lowering.library import COMPOSITES
 from sp_compile.lowering.tiles.ops import tile_length
 from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
@@ -30,8 +30,9 @@ from sp_compile.passes.job import Job, Note, RegionInTiles
 from sp_compile.sharding.rule import lookup
 
 from .amount import PIECE, amounts, inside, makes_a_number, node_bytes
-from .regions import THIN, WIDER, Region, regions_of, row_count, width
-from .trace import draws_again, is_of_any_length, rows_apart, tile_program
+from .regions import THIN, WIDER, Region, regions_of, row_count, sorted_rows, width
+from .symbols import has_symbols, rows_apart, symbol_places
+from .trace import draws_again, tile_program
 from .view import TokenView, is_dropout, view_of
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -144,10 +145,10 @@ class Tiles(Pass):
 def _reason(view: TokenView, region: Region) -> str | None:
     """Why the region stays as it is; "" if it is not worth a word, None if it may be tiled."""
     nodes = (*region.nodes, *region.rows, *region.whole)
-    if any(_reads_symbols(view, n) for n in nodes):
-        return "a size beside the number of rows is a symbol: compile one graph a batch with dynamic=False"
-    if is_of_any_length(view, region) and not SYMBOLIC_GRAPHS:
-        return "the number of rows is a symbol, which takes torch 2.13: compile with dynamic=False"
+    if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:
+        return "a size is a symbol that no operand has as a dim: compile one graph a size with dynamic=False"
+    if has_symbols(view, region) and not SYMBOLIC_GRAPHS:
+        return "a size is a symbol, which takes torch 2.13: compile with dynamic=False"
     thin = all(view.is_sum(x) or width(view, x) * THIN <= region.narrow for x in region.results)
     made, left = (sum(width(view, x) for x in nodes) for nodes in (region.seeds, region.results))
     if made < WIDER * left or not (region.results and region.rows):
@@ -156,6 +157,9 @@ def _reason(view: TokenView, region: Region) -> str | None:
         return f"{region.also[0].name}, of its inside, is read elsewhere"
     if row_count(view, region) < 2:
         return ""
+    mine = {view.source[n] for n in region.nodes}
+    if any(not mine.isdisjoint(one) and not one <= mine for one in sorted_rows(view)):
+        return "some of what is sorted with its rows is no part of it"
     apart = {view.source[n] in view.without_grad for n in region.nodes}
     if len(apart) == 2 and view.source[region.nodes[-1]] in view.without_grad:
         return "it ends where no gradients are recorded, and begins where they are"
@@ -163,15 +167,8 @@ def _reason(view: TokenView, region: Region) -> str | None:
     return f"{stuck[0].name} comes between its nodes and has an effect" if stuck else None
 
 
-def _reads_symbols(view: TokenView, node: Node) -> bool:
-    """Does it take or make sizes that are symbols, but for its number of rows and where the op's rule says it?"""
-    if not is_tensor(node):
-        return False
-    have, shape = view.rows(node), list(sizes(node.meta["val"].shape))
-    if have is not None:
-        shape[have.dim] = product((have.outer, have.inner))
-    if not all(isinstance(extent, int) for extent in shape):
-        return True
+def _reads_symbols(node: Node) -> bool:
+    """Does it take sizes that are symbols, but for where the op's rule says its shape?"""
     call, rule = lookup(node) or (None, None)
     if call is None or rule is None or node.op != "call_function" or rule.reshapes:
         return False

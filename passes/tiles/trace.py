@@ -2,50 +2,51 @@
 
     h, w, y -> sum of cross_entropy     forward: (h, w, y) -> loss      at once: (h, w, y) -> loss, dh, (dz.mT, h)
 
-Each node of the region runs with the sizes of a tile where the call spells sizes. The gradient of a weight that is a
-product of two matrices is given as these: the loop adds their product to what it has, and no tile makes one of its own.
+Each node of the region runs with the sizes of a tile where the call spells sizes. What all tiles add to is given as
+`sums.py` finds it: the loop adds it to what it has, and no tile makes a gradient of a weight of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, symbolic_mode
-from sp_compile.graph.call import Call
 from sp_compile.graph.fakes import traced
 from sp_compile.graph.modes import autocast_at
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import same, sizes
+from sp_compile.graph.sizes import product, same, sizes
+from sp_compile.graph.strides import is_identity, order_of_strides
 from sp_compile.lowering.tiles.ops import tile_length
-from sp_compile.lowering.tiles.program import ANY_LENGTH, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
-from sp_compile.sharding.matchers import is_cast, order_of, source_of
+from sp_compile.lowering.tiles.program import (
+    ANY_LENGTH,
+    PROGRAMS,
+    ROWS,
+    Extents,
+    TileBody,
+    TilePart,
+    TileProgram,
+    TileValue,
+    resolved,
+)
 from sp_compile.sharding.placement import Shard
 from sp_compile.sharding.rule import lookup
 
 from .regions import Region, row_count
+from .sums import give_parts
+from .symbols import SymbolPlaces, has_symbols, is_of_any_length, row_dim, rows_apart, symbol_places
 from .view import TokenView
 
 aten = torch.ops.aten
-
-
-def row_dim(have: Shard) -> int:
-    """Where the rows are alone in a dim, once `rows_apart` has had the value."""
-    return have.dim if same(have.outer, 1) else have.dim + 1
-
-
-def rows_apart(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
-    """The shape with rows (so many) in a dim of their own."""
-    before, behind = ([x] if not same(x, 1) else [] for x in (have.outer, have.inner))
-    return [*shape[: have.dim], *before, rows, *behind, *shape[have.dim + 1 :]]
 
 
 def together(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
@@ -56,13 +57,13 @@ def together(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
 class TileOf:
     """One tile of a region, as a function of tensors."""
 
-    def __init__(self, view: TokenView, region: Region, length: Any) -> None:
-        self.view, self.region, self.length = view, region, length
+    def __init__(self, view: TokenView, region: Region, places: SymbolPlaces, length: Any, sizes: Extents) -> None:
+        self.view, self.region, self.places, self.length, self.sizes = view, region, places, length, sizes
 
-    def shape(self, node: Node, length: Any) -> list[Any]:
+    def shape(self, node: Node, length: Any, of: Extents) -> list[Any]:
         """Of a value in a tile of this length."""
         have, shape = self.view.rows(node), sizes(node.meta["val"].shape)
-        return list(shape) if have is None else together(shape, have, length)
+        return resolved(shape if have is None else together(shape, have, ROWS), {**of, ROWS: length})
 
     def inputs(self) -> list[Tensor]:
         """Fake operands: rows, then whole ones."""
@@ -71,8 +72,14 @@ class TileOf:
             have, value = self.view.rows(x), x.meta["val"]
             assert have is not None
             shape = rows_apart(sizes(value.shape), have, self.length)
-            rows.append(torch.empty(shape, dtype=value.dtype, device=value.device))
-        return rows + [_like(x.meta["val"]) for x in self.region.whole]
+            rows.append(torch.empty(resolved(shape, self.sizes), dtype=value.dtype, device=value.device))
+        return rows + [self._like(x.meta["val"]) for x in self.region.whole]
+
+    def _like(self, x: Tensor) -> Tensor:
+        shape, strides = sizes(x.shape), sizes(x.stride())
+        if all(isinstance(extent, int) for extent in (*shape, *strides)):
+            return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        return torch.empty(resolved(shape, self.sizes), dtype=x.dtype, device=x.device)
 
     def results(self, *given: Tensor) -> list[Tensor]:
         """What one tile makes of its operands, rows in a dim of their own."""
@@ -80,16 +87,19 @@ class TileOf:
         first = self.view.rows(self.region.rows[0])
         assert first is not None
         length = given[0].shape[row_dim(first)]  # read off the operand, so that a trace knows where it is from
-        env.update({x: env[x].reshape(self.shape(x, length)) for x in self.region.rows})
+        of = {symbol: given[i].shape[d] for symbol, (i, d) in self.places.items()}
+        env.update({x: env[x].reshape(self.shape(x, length, of)) for x in self.region.rows})
         for node in self.region.nodes:
-            env[node] = self._call(node, env, length)
-        return [self._out(x, env[x], length) for x in self.region.results]
+            env[node] = self._call(node, env, length, of)
+        return [self._out(x, env[x], length, of) for x in self.region.results]
 
-    def _out(self, x: Node, value: Tensor, length: Any) -> Tensor:
+    def _out(self, x: Node, value: Tensor, length: Any, of: Extents) -> Tensor:
         have = self.view.rows(x)
-        return value if have is None else value.reshape(rows_apart(sizes(x.meta["val"].shape), have, length))
+        if have is None:
+            return value
+        return value.reshape(resolved(rows_apart(sizes(x.meta["val"].shape), have, length), of))
 
-    def _call(self, node: Node, env: dict[Node, Any], length: Any) -> Any:
+    def _call(self, node: Node, env: dict[Node, Any], length: Any, of: Extents) -> Any:
         if node.target is operator.getitem:
             return env[node.args[0]][node.args[1]]
         found = lookup(node)
@@ -98,15 +108,10 @@ class TileOf:
         assert rule is not None
         operands = [env[x] for x in call.operands]
         if rule.reshapes:
-            return operands[0].reshape(self.shape(node, length))
-        sized = {rule.sizes: self.shape(node, length)} if rule.sizes and self.view.rows(node) is not None else {}
+            return operands[0].reshape(self.shape(node, length, of))
+        sized = {rule.sizes: self.shape(node, length, of)} if rule.sizes else {}
         args, kwargs = call.rebuild(operands, **sized)
         return node.target(*args, **kwargs)
-
-
-def is_of_any_length(view: TokenView, region: Region) -> bool:
-    """Is its number of rows a symbol?"""
-    return not all(isinstance(have.frame.size, int) for x in region.rows if (have := view.rows(x)))
 
 
 def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
@@ -114,30 +119,39 @@ def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
     first = next(x for x in region.nodes)
     total = row_count(view, region)
     length: Any = tile_length(total, tiles)
-    if not is_of_any_length(view, region):
-        mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
-    else:
-        mode, length = symbolic_mode(max(2, length))
-        lengths = {ANY_LENGTH: length}
+    places = symbol_places(view, region)
+    assert places is not None
+    of: Extents = {}
+    mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
+    if has_symbols(view, region):
+        mode, (length, *others) = symbolic_mode(max(2, length), *(max(2, view.hints.get(x, 2)) for x in places))
+        of = dict(zip(places, others, strict=True))
+        if is_of_any_length(view, region):
+            lengths = {ANY_LENGTH: length}
     operands = (*region.rows, *region.whole)
     wanted = tuple(i for i, x in enumerate(operands) if _wants_gradient(x))
     with _tracing(view.source[first], mode):
-        differentiable = _differentiable(TileOf(view, region, length), wanted)
+        each = {n: TileOf(view, region, places, rows, of) for n, rows in lengths.items()}
+        differentiable = _differentiable(next(iter(each.values())), wanted)
         wanted = wanted if differentiable else ()
         only = [region.results[i] for i in differentiable]
-        at_once = len(only) == 1 and view.is_sum(only[0]) and only[0].meta["val"].numel() == 1
-        bodies, factors = {}, list[bool]()
-        for n, rows in lengths.items():
-            bodies[n], factors = _body(
-                TileOf(view, region, rows), wanted if differentiable else (), differentiable, at_once
-            )
-    results = tuple(_value(view, x, x.meta["val"].dtype) for x in region.results)
-    kept = [_value(view, operands[i], operands[i].meta["val"].dtype) for i in wanted]
+        at_once = len(only) == 1 and view.is_sum(only[0]) and same(product(sizes(only[0].meta["val"].shape)), 1)
+        sums = [view.rows(operands[i]) is None for i in wanted]
+        made = {n: _body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
+        alike = [len(set(ways)) == 1 for ways in zip(*(ways for _, ways in made.values()), strict=True)]
+        if not all(alike):
+            sums = [a and b for a, b in zip(sums, alike, strict=True)]
+            made = {n: _body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
+    bodies = {n: body for n, (body, _) in made.items()}
+    ways = next(iter(made.values()))[1]
+    names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(places)}
+    results = tuple(_value(view, x, x.meta["val"].dtype, names) for x in region.results)
+    kept = [_value(view, operands[i], operands[i].meta["val"].dtype, names) for i in wanted]
     if at_once:  # of a sum over many tokens: more than a small exponent holds
         kept = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in kept]
-    gradients = tuple(replace(x, factors=f) for x, f in zip(kept, factors, strict=True))
+    gradients = tuple(replace(x, adds=way) for x, way in zip(kept, ways, strict=True))
     dims = tuple(row_dim(have) for x in region.rows if (have := view.rows(x)))
-    known = (dims, results, differentiable, wanted, gradients, at_once)
+    known = (dims, results, differentiable, wanted, gradients, at_once, tuple(zip(names.values(), places.values())))
     name = _digest(bodies, known)
     return PROGRAMS.setdefault(name, TileProgram(name, bodies, *known))
 
@@ -158,15 +172,14 @@ def _wants_gradient(x: Node) -> bool:
     return record(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
 
 
-def _value(view: TokenView, x: Node, dtype: torch.dtype) -> TileValue:
+def _value(view: TokenView, x: Node, dtype: torch.dtype, names: Mapping[Any, Any]) -> TileValue:
     have, shape = view.rows(x), sizes(x.meta["val"].shape)
-    if have is None:
-        return TileValue(tuple(map(int, shape)), dtype, None)
-    return TileValue(tuple(map(int, rows_apart(shape, have, -1))), dtype, row_dim(have))
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(sizes(x.shape), sizes(x.stride()), dtype=x.dtype, device=x.device)
+    apart = shape if have is None else rows_apart(shape, have, ROWS)
+    named = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in apart)
+    if have is not None:
+        return TileValue(named, dtype, row_dim(have))
+    order = order_of_strides(x.meta["val"].stride())
+    return TileValue(named, dtype, None, order=() if is_identity(order) else tuple(order))
 
 
 @contextmanager
@@ -194,9 +207,9 @@ def _differentiable(tile: TileOf, wanted: Sequence[int]) -> tuple[int, ...]:
 
 
 def _body(
-    tile: TileOf, wanted: Sequence[int], differentiable: Sequence[int], at_once: bool
-) -> tuple[TileBody, list[bool]]:
-    """The parts for one length, and whether each gradient is given as two factors."""
+    tile: TileOf, wanted: Sequence[int], differentiable: Sequence[int], at_once: bool, sums: Sequence[bool]
+) -> tuple[TileBody, list[str]]:
+    """The parts for one length, and how each gradient is added up. sums: may it be given as parts?"""
     inputs = tile.inputs()
     many = len(inputs)
 
@@ -223,47 +236,8 @@ def _body(
     given = [*inputs, *([] if at_once else [torch.empty_like(x) for x in results])]
     assert len(through) == len(results)
     graph = traced(gradients, given)
-    sums = [tile.view.rows(x) is None for x in (*tile.region.rows, *tile.region.whole)]
-    factors = _factored(graph, [sums[i] for i in wanted])
-    return TileBody(plain, TilePart(graph, given)), factors
-
-
-def _factored(gm: GraphModule, sums: Sequence[bool]) -> list[bool]:
-    """Let gradients that are products of two matrices be given as these, where tiles add up; which they are."""
-    output = gm.graph.output_node()
-    results = list(output.args[0])
-    behind = len(results) - len(sums)
-    out, factors = results[:behind], []
-    for x, is_sum in zip(results[behind:], sums, strict=True):
-        x = (source_of(x) or x) if is_sum and is_cast(x) else x  # what it is added to is wide itself
-        found = _product(x) if is_sum and x.meta["val"].dtype in (torch.float32, torch.float64) else None
-        factors.append(found is not None)
-        if found is None:
-            out.append(x)
-            continue
-        a, b, turned = found
-        with gm.graph.inserting_before(output):
-            out += [_turned(gm, b), _turned(gm, a)] if turned else [a, b]
-    output.args = (out,)
-    gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
-    return factors
-
-
-def _product(x: Node) -> tuple[Node, Node, bool] | None:
-    """The matrices that a value is the product of, or, turned, the transpose of their product."""
-    turned = False
-    while (order := order_of(x)) is not None:
-        turned ^= order == (1, 0)
-        x = Call(x).operands[0]
-    return (x.args[0], x.args[1], turned) if x.target is aten.mm.default else None
-
-
-def _turned(gm: GraphModule, x: Node) -> Node:
-    made = gm.graph.call_function(aten.t.default, (x,))
-    made.meta["val"] = x.meta["val"].t()
-    return made
+    ways = give_parts(graph, sums)
+    return TileBody(plain, TilePart(graph, given)), ways
 
 
 def _digest(bodies: dict[int, TileBody], known: Any) -> str:

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import enter_autocast
+from sp_compile._compat import enter_autocast, size_hint
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.modes import autocast_regions, without_grad
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import product, quotient, sizes
+from sp_compile.graph.sizes import Size, product, quotient, size, sizes
 from sp_compile.lowering.frames import rows_held
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import REPLICATE, Frame, Partial, Placement, Plan, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
+from sp_compile.sharding.rules.sorted_rows import SORTED_ROWS
 
 sp, aten = torch.ops.sp, torch.ops.aten
 MASKS = (sp.mask.default, sp.window.default)
@@ -58,6 +60,17 @@ class TokenView:
     def is_sum(self, node: Node) -> bool:
         """Is it a sum over the rows, so that those of tiles add up to it?"""
         return isinstance(self.plan.of(node), Partial)
+
+    @cached_property
+    def inside(self) -> dict[Node, Node]:
+        """The call that stands for a node of the local graph."""
+        return {old: new for new, old in self.source.items() if new.op == "call_function"}
+
+    @cached_property
+    def hints(self) -> dict[Size, int]:
+        """What sizes that are symbols are in the call that is being compiled."""
+        shapes = (node.meta["val"].shape for node in self.gm.graph.nodes if is_tensor(node))
+        return {size(x): size_hint(x) for shape in shapes for x in shape if isinstance(x, torch.SymInt)}
 
     def is_inside(self, node: Node) -> bool:
         """Is it computed from rows, token by token?"""
@@ -156,7 +169,9 @@ class _TokenCopy:
         found = lookup(node)
         if found is None or found[1] is None or found[1].wants is not None or transfer_of(node.target) is not None:
             return False
-        return (is_pure(node) or is_dropout(node)) and node.target.namespace != "sp"
+        if node.target.namespace == "sp" and node.target not in SORTED_ROWS:
+            return False
+        return is_pure(node) or is_dropout(node)
 
     def _fills(self, node: Node) -> bool:
         return node.target in MASKS and node.meta["val"].is_floating_point() and node not in self.refused

@@ -82,12 +82,13 @@ def guards_hold(fakes: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) ->
     return bool(symbolic.node.shape_env.evaluate_guards_for_args(list(fakes), list(given)))
 
 
-def symbolic_mode(hint: int) -> tuple[FakeTensorMode, torch.SymInt]:
-    """A fake mode of its own, and one symbol of it, two or more, which is `hint` in this call."""
+def symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]:
+    """A fake mode of its own, and symbols of it, two or more, which are these in this call."""
     env = ShapeEnv()
-    source = ConstantSource("rows")
-    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-    return FakeTensorMode(shape_env=env), env.create_symintnode(symbol, hint=hint, source=source)
+    sources = [ConstantSource(f"size{i}") for i in range(len(hints))]
+    symbols = [env.create_symbol(x, at, dynamic_dim=DimDynamic.DYNAMIC) for x, at in zip(hints, sources, strict=True)]
+    made = [env.create_symintnode(one, hint=x, source=at) for one, x, at in zip(symbols, hints, sources, strict=True)]
+    return FakeTensorMode(shape_env=env), made
 
 
 def size_hint(size: int | torch.SymInt) -> int:

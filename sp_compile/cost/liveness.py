@@ -200,12 +200,13 @@ class _TileLoop:
     @staticmethod
     def of(node: Node) -> _TileLoop:
         first, part, kinds = TILE_LOOPS[node.target]
-        rows, _, tiles, name, _ = node.args[first:]
+        rows, whole, tiles, name, _ = node.args[first:]
         program: TileProgram = PROGRAMS[name]
         sums = [value for kind in kinds for value in getattr(program, kind) if value.dim is None]
         wide = {value: accumulation_dtype(value.dtype) for value in sums}
         other = [value for value in sums if wide[value] != value.dtype]
-        count = {value: math.prod(value.shape) for value in sums}
+        sizes = program.sizes([x.meta["val"] for x in (*rows, *whole)])
+        count = {value: math.prod(map(size_hint, value.sizes(sizes))) for value in sums}
         gaps = [
             x for x, dim in zip((n.meta["val"] for n in rows), program.rows) if size_hint(x.shape[:dim].numel()) > 1
         ]

@@ -13,7 +13,9 @@ import torch
 from support import ranks as worker
 from support.capturing import compile_halves
 from support.parity import Checkpointed, Decoder, Outcome, against_eager, build, check, text
+from support.parity import sp as compiled
 from support.ranks import Ranks
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 import sp_compile
@@ -54,7 +56,7 @@ def kept(forward: Graph, results: int) -> dict[Any, int]:
 @pytest.mark.parametrize("model", ["as written", pytest.param("checkpointed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) -> None:
-    """But for the largest value; of queries, keys and values in one piece of memory nothing goes."""
+    """But for the largest value; queries, keys and values in one piece of memory go as that."""
     (before, _, results), (after, backward, _) = halves(0.0, model), halves(share, model)
     all_of_it, left = kept(before, results), kept(after, results)
     gone = sum(all_of_it.values()) - sum(left.values())
@@ -63,6 +65,44 @@ def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) ->
     hosts = after.find_nodes(op="call_function", target=sp.offload.default)
     assert sum(n.meta["val"].untyped_storage().nbytes() for n in hosts) == gone
     assert len(backward.find_nodes(op="call_function", target=sp.reload.default)) == len(hosts) > 0
+
+
+class Thirds(nn.Module):
+    """(1, S, 8) -> a number; the parts of one product are read by other products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.flatten(0, 1) for y in self.parts(x).chunk(3, -1))
+        return (q @ k.t() @ v).square().sum()
+
+
+def test_parts_of_one_piece_of_memory() -> None:
+    """One copy is made of them, and all three are views of it again, once it is there."""
+    model, backwards, plain = build(Thirds), list[Graph](), Halves.both
+
+    def seen(self: Halves, forward: GraphModule, backward: GraphModule, results: int) -> None:
+        plain(self, forward, backward, results)
+        backwards.append(backward.graph)
+
+    x = torch.randn(1, 6, 8, dtype=torch.float64)
+    gradients = []
+    with mock.patch.object(Halves, "both", seen):
+        for run in (model, compiled(model, offload=1.0, seq_dims={"x": 1})):
+            model.zero_grad()
+            run(x).backward()
+            gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+    (graph,) = backwards
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    views = graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    (piece,) = {view.args[0] for view in views}
+    assert len(views) == 3
+    assert piece.target is sp.reload.default
+    (wait,) = [user for user in piece.users if user.target is sp.reloaded.default]
+    assert order[wait] < min(order[view] for view in views)
 
 
 def test_copies_are_in_order() -> None:

@@ -21,12 +21,12 @@ Experts = Callable[["Mixture", Tensor, Tensor, Tensor], Tensor]
 class Mixture(nn.Module):
     """x + experts(x), each token by the TOP of EXPERTS that a router takes."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Experts, inside: int = INSIDE) -> None:
         super().__init__()
         self.experts = experts
         self.router = nn.Linear(WIDTH, EXPERTS)
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, INSIDE) / 4)
-        self.down = nn.Parameter(torch.randn(EXPERTS, INSIDE, WIDTH) / 4)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, inside) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, inside, WIDTH) / 4)
         self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:

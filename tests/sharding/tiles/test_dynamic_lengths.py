@@ -1,14 +1,21 @@
-"""Tiles of a sequence whose length is a symbol: one body for every number of rows."""
+"""Tiles of a sequence whose length is a symbol, or whose batch is, or both: one body for every number of rows."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from sharding.tiles.losses import Model, batch, mean
+from models.test_experts import WIDTH, inverted
+from sharding.tiles.losses import Model, batch, mean, per_sequence
+from sharding.tiles.mixtures import MixtureLayer
+from support.models import floats, seeded
+from support.parity import Decoder, text
 from support.ranks import Ranks, mesh
+from torch import Tensor, nn
 
 from sp_compile import backend
 from sp_compile._compat import SYMBOLIC_GRAPHS
@@ -17,6 +24,7 @@ from sp_compile.lowering.tiles.program import ANY_LENGTH, TileProgram
 from sp_compile.passes.tiles.tiles import programs_of
 
 LENGTHS = (16, 23, 9, 40, 7)
+BATCHES = (2, 3, 5)
 pytestmark = pytest.mark.skipif(not SYMBOLIC_GRAPHS, reason="a number of rows that is a symbol takes torch 2.13")
 
 
@@ -51,7 +59,8 @@ def test_lengths(compiler: str) -> None:
     assert list(program.bodies) == [ANY_LENGTH]
     (fits,) = [part.fits for part in program.bodies[ANY_LENGTH].parts if part.fits]
     assert all(fits.values())
-    assert {2, 3, 5, 6, 7, 8, 13, 14} <= fits.keys()  # a process has one program, whoever compiles it
+    rows = {extents[1] for extents in fits}
+    assert {2, 3, 5, 6, 7, 8, 13, 14} <= rows  # a process has one program, whoever compiles it
 
 
 def on_a_rank(compiler: str) -> None:
@@ -75,4 +84,64 @@ def test_a_tile_that_no_guard_lets_through_runs_as_it_was_traced() -> None:
     not_run = mock.patch.object(part, "run", side_effect=AssertionError)
     refused = mock.patch("sp_compile.lowering.tiles.program.guards_hold", return_value=False)
     with mock.patch.object(part, "fits", {}), not_run, refused:
-        torch.testing.assert_close(part(given, 5), plain)
+        torch.testing.assert_close(part(given), plain)
+
+
+def batches(
+    model: nn.Module,
+    make: Callable[..., tuple[Tensor, ...]],
+    lengths: Sequence[int],
+    dims: Sequence[int],
+    **options: Any,
+) -> None:
+    """Steps of every batch against one device, in one graph that has tiles."""
+    alone, seen, plain = copy.deepcopy(model), list[RankProgram](), backend.compile_local
+
+    def watched(lowered: RankProgram, mode: str | None) -> object:
+        seen.append(lowered)
+        return plain(lowered, mode)
+
+    with mock.patch.object(backend, "compile_local", watched):
+        run = torch.compile(model, backend="sp", options={"tiles": 3, "cost": {}, **options})
+        for rows, seq in zip(BATCHES, lengths, strict=True):
+            given = make(seq, rows)
+            for x in given:
+                for dim in dims:
+                    torch._dynamo.mark_dynamic(x, dim)
+            model.zero_grad(), alone.zero_grad()
+            expected, found = alone(*make(seq, rows)), run(*given)
+            expected.backward(), found.backward()
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+            gradients = [[p.grad for p in one.parameters()] for one in (model, alone)]
+            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+    assert len(seen) == 1
+    assert programs_of(seen[0].graph)
+
+
+MAKES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...]]]] = {
+    "loss": (lambda: Model(mean), batch),
+    "a number for each sequence": (lambda: Model(per_sequence), batch),
+    "MLP": (lambda: Decoder(layers=1), text),
+    "experts": (lambda: MixtureLayer(inverted), lambda seq, rows: (floats(rows, seq, WIDTH),)),
+}
+
+
+@pytest.mark.sampled(every=9)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dims", [(0,), (0, 1)], ids=["batch", "batch and length"])
+@pytest.mark.parametrize("name", MAKES)
+def test_batches(name: str, dims: tuple[int, ...], compiler: str) -> None:
+    make, given = MAKES[name]
+    batches(seeded(make), given, (16, 23, 9) if len(dims) == 2 else (16, 16, 16), dims, compiler=compiler)
+
+
+def batches_on_a_rank(name: str) -> None:
+    make, given = MAKES[name]
+    batches(seeded(make), given, (16, 23, 9), (0, 1), compiler="aot_eager", mesh=mesh())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", MAKES)
+def test_batches_on_ranks(ranks: Ranks, n: int, name: str) -> None:
+    ranks.run(n, batches_on_a_rank, name)

@@ -106,8 +106,8 @@ def test_one_body_for_all_tiles() -> None:
 def test_gradients_of_weights_are_added_as_products() -> None:
     """No tile makes a gradient of the head of its own."""
     _, program = program_of(local(mean, 1, 4, 16))
-    assert [(value.shape, value.factors) for value in program.gradients if value.dim is None] == [
-        ((VOCAB, WIDTH), True)
+    assert [(value.shape, value.adds) for value in program.gradients if value.dim is None] == [
+        ((VOCAB, WIDTH), "product")
     ]
 
 
