@@ -28,7 +28,7 @@ from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
 
 from .agree import meeting
-from .between import Edges, ShardedProgram, have_shards, taken
+from .between import Edges, ShardedProgram, have_shards, read_arguments
 from .check_compile import Lockstep, check_numbers, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
@@ -334,7 +334,7 @@ class Session:
 
 def _run_on_whole(run: Callable[..., Any], *args: Any) -> Any:
     """Call a program that takes nothing in shards."""
-    return run(*taken(args, {}))
+    return run(*read_arguments(args, {}))
 
 
 def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:
