@@ -130,6 +130,8 @@ def _recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -
 
 UNKNOWN_FUNCTION = "its combine function is no sum, product, maximum, minimum, log-sum-exp or linear recurrence"
 
+OTHER_DTYPE = "its combine function is known, but not of these dtypes: a sum of bools, or a recurrence of two dtypes"
+
 
 @dataclass
 class _Operands:
@@ -158,7 +160,7 @@ class AssociativeScans(Spelling):
                 self._rewrite(node, found)
                 changes += 1
             else:
-                mark(node, no_rule=UNKNOWN_FUNCTION)
+                mark(node, no_rule=UNKNOWN_FUNCTION if found is None else OTHER_DTYPE)
         return changes
 
     def _fits(self, node: Node, one: CombineFunction) -> bool:

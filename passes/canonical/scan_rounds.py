@@ -1,6 +1,7 @@
 """Scans that tracing unrolled into log2(S) rounds of strided slices become scans again.
 
     torch.associative_scan(combine_mode="generic"), Hillis-Steele, Blelloch: what combines neighbours, and interleaves
+    x + pad(x[:-1]), then x + pad(x[:-2]), ...: rows that neighbours lack are the neutral element of what combines them
         ->  sp.linear_scan(a, b, None, dim)     cumsum     cumprod     logcumsumexp
 
 No order of rounds is assumed. Every row of every value on the way is known by what it combines: rows i to j of a leaf
@@ -11,9 +12,10 @@ Leaves alone: rounds that permute other dims on the way, combinations that are n
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +25,17 @@ from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import Piece, order_of, origin, piece_of, slice_of
+from sp_compile.sharding.matchers import PADS, Piece, constant_of, order_of, origin, pad_of, piece_of, slice_of
 from sp_compile.sharding.windows import plain
 
 aten = torch.ops.aten
 COMBINATIONS = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.default: "logsumexp"}
 SCANS = {"prod": aten.cumprod.default, "sum": aten.cumsum.default, "logsumexp": aten.logcumsumexp.default}
 MOVEMENTS = overloads("slice.Tensor cat stack flatten.using_ints pad constant_pad_nd")
-ZERO_TERM, UNKNOWN_TERM = 0, 1
+FIXED = ("zero",), ("unknown",), ("one",), ("least",)
+ZERO_TERM, UNKNOWN_TERM, ONE_TERM, LEAST_TERM = range(4)
+HOLD = {0: ZERO_TERM, 1: ONE_TERM, -math.inf: LEAST_TERM}  # rows of one number
+NEUTRAL = {"sum": ZERO_TERM, "prod": ONE_TERM, "logsumexp": LEAST_TERM}
 CUTS = (*overloads("slice.Tensor narrow"), operator.getitem)
 LEAST_APART = 4  # in three rounds; two may be anything
 Term = tuple[Any, ...]
@@ -46,10 +51,13 @@ class ScanRounds(Spelling):
     provides = frozenset({"canonical", "scans"})
 
     def apply(self, gm: GraphModule, job: Job) -> int:
-        self.terms: list[Term] = [("zero",), ("unknown",)]
+        self.terms: list[Term] = [*FIXED]
         self.number: dict[Term, int] = {}
         self.values: dict[Node, Tensor] = {}  # the number of what each row is; all other dims are 1
         self.dims: dict[Node, int] = {}  # of the leaves
+        shifts = [found for node in self.graph.nodes if (found := _shift(node)) is not None]
+        if any(2 * one.apart >= one.extent > 2 for one in shifts):  # the last round; one shift alone is none
+            self.dims = {leaf: one.dim for one in shifts for leaf in one.leaves}
         for node in self.graph.nodes:
             self.dims.update(_leaves(node))
         changes = self._rewrite() if self.dims else 0
@@ -103,6 +111,8 @@ class ScanRounds(Spelling):
         if (piece := slice_of(node)) is not None and piece.source in self.values:
             return self._piece(piece)
         inputs = node.all_input_nodes
+        if node.target is aten.cat.default and self.values:
+            return self._joined(node)
         if node.op != "call_function" or not inputs or any(i not in self.values for i in inputs):
             return None
         if node.target in MOVEMENTS:
@@ -123,18 +133,39 @@ class ScanRounds(Spelling):
         everywhere = rows.shape[piece.dim] == 1  # the same in all positions
         return rows.narrow(piece.dim, 0, min(length, 1)) if everywhere else rows.narrow(piece.dim, start, length)
 
+    def _joined(self, node: Node) -> Tensor | None:
+        """Rows that are known, and rows that hold one number, behind each other."""
+        dim, rows = Call(node).dim(), list[Tensor]()
+        for x in Call(node).operands:
+            known, extent = self.values.get(origin(x)), x.meta["val"].shape[dim]
+            if known is None:
+                term = HOLD.get(constant_of(x))
+                if term is None or not isinstance(extent, int):
+                    return None
+                known = _numbers([term] * extent, [extent if d == dim else 1 for d in range(x.meta["val"].ndim)])
+            rows.append(known)
+        shapes = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in rows}
+        return torch.cat(rows, dim) if len(shapes) == 1 else None
+
     def _handed_on(self, node: Node) -> Tensor | None:
-        if node.target in (aten.pad.default, aten.constant_pad_nd.default) and Call(node)["value"] not in (None, 0):
-            return None
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        found, value = node.target(*args, **kwargs), node.meta["val"]
+        if node.target in PADS:
+            term = HOLD.get(Call(node)["value"] or 0)
+            if term is None or Call(node).get("mode", "constant") != "constant":
+                return None
+            found = torch.constant_pad_nd(args[0], args[1], term)
+        else:
+            found = node.target(*args, **kwargs)
+        value = node.meta["val"]
         fits = found.ndim == value.ndim and all(a in (1, b) for a, b in zip(found.shape, value.shape))
         return found if fits else None
 
     def _combined(self, op: str, a: int, b: int) -> int:
-        if ZERO_TERM in (a, b) and op != "logsumexp":
-            return ZERO_TERM if op == "prod" else max(a, b)
-        if min(a, b) <= UNKNOWN_TERM:
+        if NEUTRAL[op] in (a, b):
+            return b if a == NEUTRAL[op] else a
+        if ZERO_TERM in (a, b) and op == "prod":
+            return ZERO_TERM
+        if min(a, b) < len(FIXED):
             return UNKNOWN_TERM
         term = _combine(op, self.terms[a], self.terms[b]) or _combine(op, self.terms[b], self.terms[a])
         return UNKNOWN_TERM if term is None else self._numbered(term)
@@ -173,6 +204,47 @@ class ScanRounds(Spelling):
 
 def _numbers(values: list[int], shape: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu").view(list(shape))
+
+
+class _Shift(NamedTuple):
+    """A value combined with rows of one that come `apart` rows later, behind rows of one number."""
+
+    leaves: tuple[Node, Node]
+    dim: int
+    apart: int
+    extent: int
+
+
+def _shift(node: Node) -> _Shift | None:
+    if node.op != "call_function" or node.target not in COMBINATIONS or len(node.args) != 2:
+        return None
+    for x, y in (node.args, node.args[::-1]):
+        moved = _moved(origin(y)) if is_tensor(x) and is_tensor(y) else None
+        if moved is None or sizes(x.meta["val"].shape) != sizes(y.meta["val"].shape):
+            continue
+        source, dim, apart = moved
+        extent = source.meta["val"].shape[dim]
+        if isinstance(extent, int) and same(shape_of(y)[dim], extent):
+            return _Shift((origin(x), source), dim, apart, extent)
+    return None
+
+
+def _moved(node: Node) -> tuple[Node, int, int] | None:
+    """(source, dim, by how many rows) of rows that come later behind rows of one number, which need not be as many."""
+    piece, pad = slice_of(node), pad_of(node) if node.target in PADS else None
+    if piece is not None and piece.source.target in PADS:
+        pad = pad_of(piece.source)
+        if pad is None or pad.dim != piece.dim or piece.start != 0:
+            return None
+    if pad is not None and isinstance(pad.before, int) and pad.before > 0:
+        inner = slice_of(origin(pad.source))
+        return origin(inner.source if inner is not None and inner.dim == pad.dim else pad.source), pad.dim, pad.before
+    if node.target is not aten.cat.default or len(Call(node).operands) != 2:
+        return None
+    rows, inner = Call(node).operands[0], slice_of(origin(Call(node).operands[1]))
+    apart = rows.meta["val"].shape[Call(node).dim()]
+    known = inner is not None and inner.dim == Call(node).dim() and constant_of(rows) in HOLD and isinstance(apart, int)
+    return (origin(inner.source), inner.dim, apart) if known and inner is not None else None
 
 
 def _leaves(node: Node) -> dict[Node, int]:

@@ -44,6 +44,24 @@ def doubling(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return xs
 
 
+def padded(*fills: float, joins: bool = True) -> Scan:
+    """Hillis and Steele with rows of the neutral element where there are no neighbours."""
+
+    def moved(x: Tensor, step: int, fill: float) -> Tensor:
+        if joins:
+            return torch.cat([torch.full_like(x[:step], fill), x[:-step]])
+        return torch.nn.functional.pad(x[:-step], (0, 0) * (x.ndim - 1) + (step, 0), value=fill)
+
+    def scan(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        step = 1
+        while step < xs[0].shape[0]:
+            xs = combine(tuple(moved(x, step, fill) for x, fill in zip(xs, fills)), xs)
+            step *= 2
+        return xs
+
+    return scan
+
+
 def one_by_one(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     rows = [tuple(x[:1] for x in xs)]
     for t in range(1, xs[0].shape[0]):
@@ -106,6 +124,20 @@ def test_rounds(rounds: str, combine: str, length: int) -> None:
     assert len([n for n in gm.graph.nodes if n.op == "call_function"]) <= 4
 
 
+FILLS = {"sum": (0,), "prod": (1,), "logsumexp": (-torch.inf,), "recurrence": (1, 0)}
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("length", [3, 8, 13])
+@pytest.mark.parametrize("combine", FILLS)
+@pytest.mark.parametrize("joins", [True, False])
+def test_padded_rounds(joins: bool, combine: str, length: int) -> None:
+    model = scanned(padded(*FILLS[combine], joins=joins), COMBINES[combine])
+    gm = rolled(model, length)
+    torch.testing.assert_close(gradients(gm, length), gradients(model, length), rtol=1e-12, atol=1e-12)
+    assert len([n for n in gm.graph.nodes if n.op == "call_function"]) <= 4
+
+
 def test_rows_one_by_one() -> None:
     """What a loop over slices does is a scan, too."""
     model = scanned(one_by_one, COMBINES["recurrence"])
@@ -142,6 +174,11 @@ STAY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "another recurrence": scanned(odd_and_even, lambda x, y: (x[0] * y[0], x[0] * y[1] + x[1])),
     "a round alone": lambda x, y: torch.cat([x[:, :2], x[:, 2:] + x[:, :-2]], 1),
     "a row and its neighbour": token_shift,
+    "rows that are not neutral": scanned(padded(1), COMBINES["sum"]),
+    "products with zeros": scanned(padded(0), COMBINES["prod"]),
+    "a round too few": lambda x, y: (lambda z: z + torch.nn.functional.pad(z[:, :-2], (0, 0, 2, 0)))(
+        x + torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+    ),
     "a scaled sum": scanned(doubling, lambda x, y: (x[0] + 0.5 * y[0],)),
     "a weighted sum": scanned(doubling, lambda x, y: (torch.add(x[0], y[0], alpha=2),)),
 }

@@ -223,9 +223,11 @@ def _fits(found: Value, node: Node) -> bool:
 
 def _pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
     """Ops that act on each element alone, by their rule."""
-    _, rule = lookup(node) or (None, None)
-    if rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
+    call, rule = lookup(node) or (None, None)
+    if call is None or rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
         return None
+    if any(isinstance(given, list | tuple) and not any(map(is_tensor, given)) for given in call.args.values()):
+        return None  # a number for each dim, of which there is one more
     (result,) = rule.results
     for dims in rule.operands:
         if len(dims) > len(result) or any(f not in ("", g) for f, g in zip(dims[::-1], result[::-1])):

@@ -37,6 +37,8 @@ BETWEEN: dict[str, Between] = {
     "turned": turned,
     "turned around": turned_around,
     "clone": lambda x: x.clone(),
+    "its own order": lambda x: x.permute([*range(x.ndim)]),
+    "repeated once": lambda x: x.repeat([1] * x.ndim),
     "to": lambda x: x.to(x.dtype, copy=True),
     "wider": lambda x: x.double().to(x.dtype),
     "detach": lambda x: aten.alias(x.detach()),
