@@ -139,7 +139,8 @@ class ScanRounds(Spelling):
         for x in Call(node).operands:
             known, extent = self.values.get(origin(x)), x.meta["val"].shape[dim]
             if known is None:
-                term = HOLD.get(constant_of(x))
+                held = constant_of(x)
+                term = HOLD.get(held) if held is not None else None
                 if term is None or not isinstance(extent, int):
                     return None
                 known = _numbers([term] * extent, [extent if d == dim else 1 for d in range(x.meta["val"].ndim)])

@@ -9,8 +9,8 @@ A file holds all that is known of its strategy and registers it; no other file n
 
     register(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))
 
-The pass goes by the name of its class in lower case, which is the strategy's. What `candidates` and `sends` are given and
-return: `Strategy` in `cost/attention.py`; a whole one: the toy in `tests/support/attention`.
+The pass goes by the name of its class in lower case, which is the strategy's. What `candidates` and `sends` are given
+and return: `Strategy` in `cost/attention.py`; a whole one: the toy in `tests/support/attention`.
 """
 
 from sp_compile.cost.attention import Candidate, Shape, Strategy
