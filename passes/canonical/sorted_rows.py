@@ -29,7 +29,7 @@ from sp_compile.graph.sizes import Size, same, size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.factors import flat
-from sp_compile.sharding.matchers import is_cast, keeps_order, origin, rearranges, source_of
+from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, origin, rearranges, source_of
 from sp_compile.sharding.rule import lookup
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -72,6 +72,8 @@ class SortedRows(Spelling):
             old.replace_all_uses_with(new)
         if region.keys is not None:
             region.keys.replace_all_uses_with(keys)
+        for cut in filter(_takes_all, region.rows):  # by a number that only the run compares with how many there are
+            cut.replace_all_uses_with(cut.args[0])
         self.drop(*made, *region.inverse, *region.spread, region.keys, region.order, node)
         return True
 
@@ -288,6 +290,11 @@ def _region(node: Node, call: Call) -> _Uses:
         if used and not region.takes(reader):
             region.left = region.left or reader
     return region
+
+
+def _takes_all(node: Node) -> bool:
+    """Is it a slice of all rows?"""
+    return node.target is aten.slice.Tensor and is_copy(node)
 
 
 def _before_casts(node: Node) -> Node:

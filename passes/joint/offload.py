@@ -60,7 +60,10 @@ class Offload(Pass):
         self.asked, self.fused = job.offload, job.fused
         kept = _Kept.of(forward.graph, backward.graph, job.results)
         at = _times(forward.graph, self.machine), _times(backward.graph, self.machine)
-        chosen = self._choose(kept, at, self._wanted(kept, forward.graph, backward.graph))
+        wanted, peak = self._wanted(kept, forward.graph, backward.graph)
+        chosen = self._choose(
+            kept, at, wanted, max((at[1][n] for n in backward.graph.nodes if n.name == peak), default=0)
+        )
         total = sum(chosen.values())
         waits = 0.0
         if chosen:
@@ -72,27 +75,35 @@ class Offload(Pass):
         job.hosted.append(OnHost(len(chosen), total, kept.nbytes - total, seconds, waits))
         return len(chosen)
 
-    def _wanted(self, kept: _Kept, forward: Graph, backward: Graph) -> float:
-        """Bytes to take off the device."""
+    def _wanted(self, kept: _Kept, forward: Graph, backward: Graph) -> tuple[float, str]:
+        """Bytes to take off the device, and the node of the backward at which they are too many, if it has one."""
         if self.asked != "auto":
-            return float(self.asked) * kept.nbytes
+            return float(self.asked) * kept.nbytes, ""
         if math.isinf(self.machine.memory):
-            return 0.0
+            return 0.0, ""
         step = StepMemory(ModelBytes(0, 0, 0, 0), 0.0, [GraphStep.of(forward, backward, self.fused, 0)])
         stays = {storage_of(x): nbytes_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
-        return min(float(kept.nbytes), sum(stays.values()) + step.values - self.machine.memory)
+        behind = step.graphs[0].backward
+        peak = (
+            max(behind.moments, key=lambda moment: moment.nbytes).name if behind is not None and behind.moments else ""
+        )
+        return min(float(kept.nbytes), sum(stays.values()) + step.values - self.machine.memory), peak
 
-    def _choose(self, kept: _Kept, at: Sequence[Mapping[Node, float]], wanted: float) -> dict[Node, int]:
-        """What goes, with its bytes: at least as many as wanted, where a device has to fit; at most that of a share."""
+    def _choose(self, kept: _Kept, at: Sequence[Mapping[Node, float]], wanted: float, peak: float) -> dict[Node, int]:
+        """What goes, with its bytes: at least as many as wanted, where a device has to fit; at most that of a share.
+
+        peak: when the backward holds most. What it reads by then lies on the device again, and goes last.
+        """
         end = max(at[0].values(), default=0.0)
+        first = {x: min((at[1][user] for user in kept.readers(x)), default=0.0) for x in kept.free}
+        away = {x for x in kept.free if self.asked != "auto" or first[x] > peak}
 
-        def frees(x: Node) -> float:
-            first = min((at[1][user] for user in kept.readers(x)), default=0.0)
-            return kept.free[x].nbytes * (end - at[0][x] + first)
+        def frees(x: Node) -> tuple[bool, float]:
+            return x in away, kept.free[x].nbytes * (end - at[0][x] + first[x])
 
         chosen: dict[Node, int] = {}
         for x in sorted(kept.free, key=frees, reverse=True):
-            taken, nbytes = sum(chosen.values()), kept.free[x].nbytes
+            taken, nbytes = sum(n for one, n in chosen.items() if one in away), kept.free[x].nbytes
             if taken < wanted if self.asked == "auto" else taken + nbytes <= wanted:
                 chosen[x] = nbytes
         return chosen

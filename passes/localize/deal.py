@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import namespace_of, size_hint
 from sp_compile.errors import SpError, at
-from sp_compile.graph.call import Call, shape_of
+from sp_compile.graph.call import Call, shape_of, tensors_of
 from sp_compile.graph.fakes import fake_mode_of
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, product, same, size, sizes
@@ -81,7 +81,7 @@ class Deal(Pass):
         self.known = first_of_each(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
         self.vectors = list(dict.fromkeys(self.known.values()))
         move_before(first, self.vectors)
-        device = inputs[0].meta["val"].device
+        device = next(x.device for node in inputs for x in tensors_of(node))
         orders = self._given(inputs, length, n, device) if given else []
         with self.graph.inserting_before(first):
             if given:

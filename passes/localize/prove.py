@@ -34,6 +34,7 @@ from sp_compile.spmd.named_groups import is_under_way
 sp = torch.ops.sp
 PYTHON = ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "torch.nn.attention", "torch.sym")
 """Modules of what else a program may call."""
+OF_SORTED = tuple(getattr(sp, name).default for name in ("sort_rows", "to_sorted", "from_sorted", "grouped_mm"))
 
 
 class Prove(Pass):
@@ -52,11 +53,13 @@ def validate(local: GraphModule, plan: Plan, n: int) -> None:
     """Prove the local graph against the plan it was made from; fills meta['val'] with local values."""
     fakes = [node.meta.get("val") for node in local.graph.nodes]
     mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
+    in_order_of_keys: set[Node] = set()
     with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # symbolic sizes need it
         for node in local.graph.nodes:
             if node.op == "call_function":
                 _check_target(node)
                 _check_waited(node)
+                _check_sorted(node, in_order_of_keys)
                 _infer(node, plan)
                 _check_shape(node, plan, n, mode)
 
@@ -75,6 +78,18 @@ def _check_waited(node: Node) -> None:
     for source in node.all_input_nodes:
         if is_under_way(source):
             raise SpError(f"{node.name} ({node.target}) at {at(node)} reads {source.name} before it is waited for")
+
+
+def _check_sorted(node: Node, known: set[Node]) -> None:
+    """Rows that each rank has sorted by itself meet no op of ours that knows rows by their place. known: such rows."""
+    if node.target is sp.to_sorted.default or any(x in known for x in node.all_input_nodes):
+        if node.target is not sp.from_sorted.default:
+            known.add(node)
+        if namespace_of(node.target) == sp.name and node.target not in OF_SORTED:
+            raise SpError(
+                f"{node.name} ({node.target}) at {at(node)} would take rows by their place in the sequence that each "
+                "rank has sorted by a key for itself: put them back first (y[inverse], index_add)"
+            )
 
 
 def _infer(node: Node, plan: Plan) -> None:

@@ -118,11 +118,12 @@ class GraphStep:
             return GraphStep(first, None, inputs, first.end)
         tangents = tangents_of(backward)
         values = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
+        read = [n for n in values if n.users]  # the others are parts of what waits on the host, and read from that
         outputs = forward.output_node().args[0]
         results = [n for n in outputs[: len(outputs) - len(values)] if isinstance(n, Node)]
         # What the caller has, too, stays when the backward has read it.
         others = _memory_of([*forward.find_nodes(op="placeholder"), *results]).keys()
-        saved = [n for n in values if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
+        saved = [n for n in read if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
         second = walk(backward, fused, [*saved, *tangents])
         kept, given_to, theirs = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))

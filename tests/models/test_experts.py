@@ -12,6 +12,7 @@ from support.models import BATCH, check, seeded
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.passes.canonical import sorted_rows
 
 WIDTH, INSIDE, EXPERTS, TOP = 12, 8, 3, 2
 grouped = torch.ops.transformers.grouped_mm_fallback
@@ -111,6 +112,25 @@ def test_each_rank_sorts_its_own(experts: Experts, ranks: int, length: int) -> N
     x = torch.randn(BATCH, length, WIDTH, dtype=torch.float64, requires_grad=True)
     report = check(model, x, sp=ranks, seq_dims={"x": 1})
     assert not report.fallbacks, report
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("experts", [scattered, *(one for one in SPELLINGS if one is not scattered)])
+def test_each_rank_sorts_its_own_of_any_length(experts: Experts) -> None:
+    model = seeded(partial(Mixture, experts))
+    x = torch.randn(BATCH, 13, WIDTH, dtype=torch.float64, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 1)
+    report = check(model, x, sp=2, seq_dims={"x": 1})
+    assert not report.fallbacks, report
+
+
+def test_rows_in_the_order_of_keys_are_never_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missed in front of it, the proof refuses: a slice of all rows of a length that only the run knows."""
+    monkeypatch.setattr(sorted_rows, "_takes_all", lambda node: False)
+    x = torch.randn(BATCH, 13, WIDTH, dtype=torch.float64)
+    torch._dynamo.mark_dynamic(x, 1)
+    with pytest.raises(sp_compile.SpError, match="sorted by a key for itself"):
+        sp_compile.explain(seeded(partial(Mixture, scattered)), x, sp=2, seq_dims={"x": 1})
 
 
 @pytest.mark.parametrize("experts", SPELLINGS)
