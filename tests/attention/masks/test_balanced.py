@@ -94,6 +94,15 @@ def test_packed_documents(attention: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert made[0].tolist() != sorted(made[0].tolist())
 
 
+def test_a_length_that_is_a_symbol() -> None:
+    """Then the first input of the graph is no tensor."""
+    model, ids, positions, labels = given()
+    for x in (ids, positions, labels):
+        torch._dynamo.mark_dynamic(x, 1)
+    report = check(model, ids, positions, labels, sp=2, attention="ring", layout="balanced")
+    assert not report.fallbacks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("batch", [1, 2])
