@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from support import ranks as worker
 from support.parity import (
     VOCAB,
-    Block,
     Checkpointed,
     Decoder,
     Outcome,
@@ -28,8 +27,6 @@ from support.ranks import Ranks
 from support.recording import Recorder
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-import sp_compile
 
 
 def one_step(model: type, seq: int = 9, layers: int = 1) -> Outcome:
@@ -246,57 +243,6 @@ class Breaks(Decoder):
 
 def test_graph_breaks(ranks: Ranks) -> None:
     check(ranks.run(2, one_step, Breaks, 9, 2))
-
-
-class Watched(Block):
-    """A block that prints, and takes one of two ways by what it has computed; a hook keeps a number."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.seen: list[float] = []
-        self.register_forward_hook(lambda block, _, out: block.seen.append(out.abs().max().item()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        print("block", y.shape)  # noqa: T201
-        return y * 2 if y.mean() > self.out.weight.mean() else y - 1
-
-
-class BreaksInEachBlock(Decoder):
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__(layers=0)
-        self.blocks.extend(Watched(16, 4) for _ in range(layers))
-
-
-def watched(seq: int) -> tuple[Outcome, float]:
-    """A step, and the error of what the hooks saw."""
-    model = build(BreaksInEachBlock)
-    alone = copy.deepcopy(model)
-    found = against_eager(model, *text(seq), mesh=worker.mesh())
-    alone(*text(seq))
-    saw = [torch.tensor([block.seen for block in one.blocks], dtype=torch.float64) for one in (model, alone)]
-    return found, difference(*saw)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "seq"), [(2, 9), (3, 10)])
-def test_breaks_and_a_hook_in_each_block(ranks: Ranks, n: int, seq: int) -> None:
-    results = ranks.run(n, watched, seq)
-    check([step for step, _ in results])
-    assert max(error for _, error in results) < 1e-9
-
-
-@pytest.mark.slow
-def test_what_the_report_says_of_breaks_in_each_block() -> None:
-    """What a piece leaves to Python is whole by default, and said; in shards the hook's largest entry is."""
-    whole, lazy = (sp_compile.explain(build(BreaksInEachBlock), *text(9), sp=2, outputs=o) for o in ("auto", "lazy"))
-    said = {(note.done, note.why) for note in whole.notes}
-    assert ("whole", "a result of the model, smaller than 1 MiB") in said
-    assert ("replicated", "it has no sequence; every rank runs it whole") in said
-    assert whole.count("unshard") == 2
-    assert [note.node for note in lazy.notes if note.done == "gather"] == ["max_1"]
-    assert {note.node for note in lazy.notes if note.done == "in shards"} == {"y", "out", "x"}
-    assert not [note for note in lazy.notes if note.done == "whole"]
 
 
 class LossInItsOwnFrame(Decoder):

@@ -6,7 +6,7 @@ log, the metrics, what was predicted and the weights.
 
 import os
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import ParallelismConfig
@@ -18,7 +18,7 @@ LENGTH, VOCABULARY = 41, 64
 
 
 class SequenceTrainer(SequenceParallel, Trainer):
-    sp_options = {"compiler": "aot_eager"}
+    sp_options: ClassVar[dict[str, str]] = {"compiler": "aot_eager"}
 
 
 def metrics(found: EvalPrediction) -> dict[str, float]:
