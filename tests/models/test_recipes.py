@@ -99,7 +99,7 @@ def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
     compare(run(name, tmp_path, 2, *casts), alone)
 
 
-ON_FOUR = ("accelerate", "sft", "fabric", "lightning")
+ON_FOUR = ("accelerate", "sft", "fabric")
 
 
 @pytest.mark.slow
