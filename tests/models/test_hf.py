@@ -1,10 +1,12 @@
 """Models that nobody here wrote, from transformers, with tiny random weights."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from models.test_hf_scans import mamba, qwen3_moe
 from support import ranks as worker
 from support.parity import VOCAB, Outcome, against_eager, check, difference, gradients, outcome, sp
 from support.ranks import Ranks
@@ -46,6 +48,32 @@ def gpt_oss(experts: str = "batched_mm") -> torch.nn.Module:
     counts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts_per_tok": 2}
     how = {**SMALL, "attn_implementation": "eager", "experts_implementation": experts}
     return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **counts, **how))
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+COUNTS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def qwen3() -> torch.nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, **COUNTS, **SMALL))
+
+
+def gemma3() -> torch.nn.Module:
+    """A window in all but every sixth layer."""
+    config = transformers.Gemma3TextConfig(**SIZES, **COUNTS, **SMALL, sliding_window=8)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def t5() -> torch.nn.Module:
+    """An encoder and a decoder, whose inputs are its labels, shifted."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    config = transformers.T5Config(**sizes, vocab_size=VOCAB, pad_token_id=0)
+    config.decoder_start_token_id = 0
+    return transformers.T5ForConditionalGeneration(config)
+
+
+OTHERS = [qwen3, gemma3, gpt2, t5, partial(qwen3_moe, experts_implementation="batched_mm"), mamba]
+NAMES = [getattr(make, "__name__", "qwen3_moe") for make in OTHERS]
 
 
 def one_step(make: Any, seq: int, padded: bool) -> Outcome:
@@ -109,24 +137,41 @@ def test_gpt_oss_gathers_nothing(sp: int, attention: str, padded: bool) -> None:
     assert report.worst < TOLERANCE
 
 
+def sent(make: Any, whole: bool, outputs: Any) -> tuple[list[int], list[str]]:
+    """Bytes of a training step, forward and backward; results that stay in shards."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    ids = torch.randint(1, VOCAB, (2, 14))
+    report = sp_compile.explain(trained(make(), whole), ids, ids, sp=2, outputs=outputs)
+    bytes_each = [sum(getattr(e, way) for e in report.exchanges) for way in ("forward", "backward")]
+    return bytes_each, report.sharded_outputs
+
+
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("outputs", ["lazy", {"logits": "lazy"}], ids=str)
 def test_logits_that_nobody_reads_cost_nothing(outputs: Any) -> None:
-    transformers.logging.set_verbosity_error()
-    ids = torch.randint(0, VOCAB, (2, 14))
-    sent = []
-    for whole in (False, True):
-        report = sp_compile.explain(trained(llama(), whole), ids, ids, sp=2, outputs=outputs if whole else "gather")
-        sent.append([sum(getattr(e, way) for e in report.exchanges) for way in ("forward", "backward")])
-    assert sent[0] == sent[1]
-    assert report.sharded_outputs == ["logits"]
+    found, lazy = sent(llama, True, outputs)
+    assert found == sent(llama, False, "gather")[0]
+    assert lazy == ["logits"]
 
 
-def logits_read() -> tuple[Outcome, float]:
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OTHERS, ids=NAMES)
+def test_logits_of_other_models_cost_nothing(make: Any) -> None:
+    """Beside "gather" they would cost their bytes once. A graph that ends before the loss passes its rows on."""
+    found, lazy = sent(make, True, "lazy")
+    assert found == sent(make, False, "lazy")[0]
+    assert {"logits", "lm_logits"} & set(lazy)
+    forward, backward = sent(make, True, "gather")[0]
+    assert forward >= found[0] + 2 * 7 * VOCAB * 4
+    assert backward == found[1]
+
+
+def logits_read(make: Any) -> tuple[Outcome, float]:
     """Loss and logits of one call of the unmodified model, the logits read behind the backward."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model = llama().double()
+    model = make().double()
     ids = torch.randint(0, VOCAB, (2, 13))
     alone = copy.deepcopy(model)
     found = sp(model, mesh=worker.mesh(), outputs="lazy")(input_ids=ids, labels=ids, use_cache=False)
@@ -140,8 +185,9 @@ def logits_read() -> tuple[Outcome, float]:
 
 
 @pytest.mark.slow
-def test_logits_are_one_devices(ranks: Ranks) -> None:
-    results = ranks.run(2, logits_read)
+@pytest.mark.parametrize("make", [llama, *OTHERS], ids=["llama", *NAMES])
+def test_logits_are_one_devices(ranks: Ranks, make: Any) -> None:
+    results = ranks.run(2, logits_read, make)
     check([step for step, _ in results], TOLERANCE)
     for _, error in results:
         assert error < TOLERANCE

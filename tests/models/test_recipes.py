@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ def code_of(name: str) -> str:
     return code
 
 
-def run(name: str, folder: Path, processes: int, *changes: str) -> dict[str, Any]:
-    """What a recipe ends with; on one process without the compiler."""
+def launch(folder: Path, processes: int, script: str, *arguments: str) -> None:
+    """A program of tests/support/programs in a folder; on one process without the compiler."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -52,12 +53,17 @@ def run(name: str, folder: Path, processes: int, *changes: str) -> dict[str, Any
         "PYTHONPATH": str(ROOT),
         "TORCHDYNAMO_DISABLE": str(int(processes == 1)),
     }
-    result = folder / f"{name}{processes}.pt"
-    script = ROOT / "tests" / "support" / "programs" / "recipe.py"
-    page = (PAGES if name in NEEDS else PAGES.parent) / f"{name}.md"
-    command = [sys.executable, *launch, str(script), str(page), str(result), *changes]
+    program = ROOT / "tests" / "support" / "programs" / script
+    command = [sys.executable, *torchrun, str(program), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+def run(name: str, folder: Path, processes: int, *changes: str) -> dict[str, Any]:
+    """What a recipe ends with."""
+    result = folder / f"{name}{processes}.pt"
+    page = (PAGES if name in NEEDS else PAGES.parent) / f"{name}.md"
+    launch(folder, processes, "recipe.py", str(page), str(result), *changes)
     return torch.load(result)
 
 
@@ -93,6 +99,19 @@ def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
     compare(run(name, tmp_path, 2, *casts), alone)
 
 
+ON_FOUR = ("accelerate", "sft", "fabric")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_recipe_on_four_ranks_equals_one_device(name: str, tmp_path: Path) -> None:
+    """All of them share each sequence."""
+    for package in NEEDS[name]:
+        pytest.importorskip(package)
+    one, four = (("devices=2", f"devices={n}") if name in OF_LIGHTNING else () for n in (1, 4))
+    compare(run(name, tmp_path, 4, *four), run(name, tmp_path, 1, *one))
+
+
 @pytest.mark.slow
 def test_blocks_in_bf16(tmp_path: Path) -> None:
     """As it stands."""
@@ -119,6 +138,36 @@ def test_trainer_with_replicas_equals_one_device(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     batch = "per_device_train_batch_size=2"
     compare(run("trainer", tmp_path, 4), run("trainer", tmp_path, 1, batch, "per_device_train_batch_size=4"))
+
+
+SAID = ("loss", "eval_rows", "eval_right", "eval_size", "test_rows", "test_right", "test_size")
+OF_BATCHES = ("eval_loss", "test_loss")  # of a last batch that replicas do not divide the Trainer counts rows twice
+
+
+def trained(folder: Path, processes: int, words: Sequence[str], *checkpoint: str) -> dict[str, Any]:
+    """What a Trainer says, predicts and ends with: the words of its log and metrics under `losses`."""
+    launch(folder, processes, "trainer.py", str(result := folder / f"trainer{processes}.pt"), *checkpoint)
+    found = torch.load(result)
+    lines = [*found["log"], found["metrics"]]
+    assert [line["eval_rows"] for line in lines if "eval_rows" in line] == [7, 7]  # each once
+    assert found["metrics"]["test_rows"] == len(found["predictions"]) == 5
+    return {**found, "losses": [line[word] for line in lines for word in words if word in line]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "words"), [(2, SAID + OF_BATCHES), (4, SAID)], ids=["", "replicas"])
+def test_all_that_a_trainer_does(tmp_path: Path, processes: int, words: Sequence[str]) -> None:
+    """Evaluations, metrics and predictions are one device's. From a checkpoint it goes on as if it had never ended."""
+    pytest.importorskip("accelerate")
+    for name in ("alone", "shared"):
+        (tmp_path / name).mkdir()
+    alone, whole = trained(tmp_path / "alone", 1, words), trained(tmp_path / "shared", processes, words)
+    compare(whole, alone)
+    assert torch.allclose(whole["predictions"], alone["predictions"], rtol=0, atol=WEIGHT)
+    resumed = trained(tmp_path / "shared", processes, words, "out/checkpoint-3")
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["predictions"].equal(whole["predictions"])
+    assert all(weight.equal(whole["weights"][name]) for name, weight in resumed["weights"].items())
 
 
 @pytest.mark.slow
