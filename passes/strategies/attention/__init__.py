@@ -10,7 +10,8 @@ A file holds all that is known of its strategy and registers it; no other file n
     register(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))
 
 The pass goes by the name of its class in lower case, which is the strategy's. What `candidates` and `sends` are given
-and return: `Strategy` in `cost/attention.py`; a whole one: the toy in `tests/support/attention`.
+and return: `Strategy` in `cost/attention.py`; a whole one: the toy in `tests/support/attention`. A file of this folder
+imports from where these names come from, as the others here do: `.base`, and the modules of `sp_compile.cost`.
 """
 
 from sp_compile.cost.attention import Candidate, Shape, Strategy
