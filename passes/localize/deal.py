@@ -34,7 +34,7 @@ from sp_compile.lowering.frames import DEALT, row_order
 from sp_compile.lowering.masks.deal import dealt, fake_orders
 from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job, Note, Settings
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import Shard
 
@@ -61,7 +61,7 @@ class Deal(Pass):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         calls = [(Call(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _dealt(n))]
-        given = [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.dealt]
+        given = dealt_inputs(job)
         if calls or given:
             self.ends = KEPT_ENDS if _goes_on(gm, job) else 0
             self._order(gm, calls, job.ranks.n, given)
@@ -226,6 +226,11 @@ class Deal(Pass):
         fresh = self.compute(sp.reorder.default, args, like)
         mark(fresh, requires_grad=record(x).requires_grad)
         return fresh
+
+
+def dealt_inputs(job: Settings) -> list[Shard]:
+    """Of the rows that come dealt from another graph, how they lie."""
+    return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.dealt]
 
 
 def _goes_on(gm: GraphModule, job: Job) -> bool:

@@ -32,12 +32,13 @@ from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.predicate import over, symbols, within_documents
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note, Settings
+from sp_compile.passes.localize.deal import dealt_inputs
 from sp_compile.passes.localize.gradients import differentiable_nodes
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import Plan, Shard
 
 from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
-from .layouts import OtherOrder, is_given, orders, reason, seconds_to_deal, why_better_not, why_not_dealt
+from .layouts import OtherOrder, orders, reason, seconds_to_deal, why_better_not, why_not_dealt
 from .memory import memory_needed
 
 MANY = 1 << 20
@@ -74,7 +75,7 @@ class ChooseAttention(Pass):
             mark(decision.node, choice=decision.chosen)
         job.decisions += made[order]
         folds = order.folds
-        if order.dealt and not is_given(job) and _nothing_to_balance(made[order]):
+        if order.dealt and not dealt_inputs(job) and _nothing_to_balance(made[order]):
             why = "every rank has all rows of its heads, or all attention stays whole: there is nothing to balance"
             self._not_balanced(why)
             folds = job.folds
@@ -90,13 +91,12 @@ class ChooseAttention(Pass):
             if order.dealt and found:
                 seconds[order] += seconds_to_deal(d.shape for d in found)
         best = min(made, key=lambda order: seconds[order])
-        if not best.dealt or (not is_given(job) and _nothing_to_balance(made[best])):
+        given = bool(dealt_inputs(job))
+        if not best.dealt or (not given and _nothing_to_balance(made[best])):
             return best
         apart = {d.node for d in made[best] if d.chosen.ring == 1}  # has the program's order between its exchanges
         error = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
-        given = is_given(job)
-        why = str(error or ("" if given else why_better_not(gm, plan, job)))
-        why = reason(why)
+        why = reason(error or ("" if given else why_better_not(gm, plan, job)))
         if error is not None and (given or job.layout != "auto"):
             raise OtherOrder(str(error)) if job.inputs else error
         if job.layout != "auto" or not why:

@@ -21,7 +21,7 @@ from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.sizes import size
 from sp_compile.lowering.frames import CONTIGUOUS, DEALT, LAYOUTS, RowOrder, row_order
 from sp_compile.passes.job import Job, Settings
-from sp_compile.passes.localize.deal import KEPT_ENDS
+from sp_compile.passes.localize.deal import KEPT_ENDS, dealt_inputs
 from sp_compile.passes.results import options_of_results, why_whole
 from sp_compile.sharding.placement import Plan, Replicate, Shard
 
@@ -42,17 +42,12 @@ def reason(error: Any) -> str:
     return str(error).removeprefix(f"{BALANCED}: ").partition("; use ")[0]
 
 
-def is_given(job: Settings) -> bool:
-    """Do rows come dealt from another graph?"""
-    return any(isinstance(p, Shard) and p.frame.order.dealt for p in job.inputs.values())
-
-
 def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[RowOrder]:
     """Those that are tried, those first that are taken where two are as fast."""
     asked = LAYOUTS.get(job.layout)
     if job.ranks.n == 1:
         return [CONTIGUOUS]
-    if is_given(job):
+    if dealt_inputs(job):
         return [DEALT]
     if asked is not None and asked.dealt and shapes:
         return [asked]
@@ -82,7 +77,7 @@ def seconds_to_deal(shapes: Iterable[Shape]) -> float:
 
 def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> SpError | None:
     """What is in the way of dealt chunks, if anything is. nodes: the attention that would run on them."""
-    given = is_given(job)
+    given = bool(dealt_inputs(job))
     if given and job.layout not in KEEP_DEALS:
         return SpError(f"layout={job.layout!r} is not the order in which rows come from an earlier graph")
     if job.inputs and not given:

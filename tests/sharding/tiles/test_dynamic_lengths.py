@@ -28,6 +28,18 @@ BATCHES = (2, 3, 5)
 pytestmark = pytest.mark.skipif(not SYMBOLIC_GRAPHS, reason="a number of rows that is a symbol takes torch 2.13")
 
 
+def step(
+    model: nn.Module, run: Callable[..., Tensor], given: Sequence[Tensor], alone: nn.Module, same: Sequence[Tensor]
+) -> None:
+    """One step of the model as it runs, and of the one that is alone: loss and gradients are equal."""
+    model.zero_grad(), alone.zero_grad()
+    expected, found = alone(*same), run(*given)
+    expected.backward(), found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    gradients = [[p.grad for p in one.parameters()] for one in (model, alone)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
 def compare(compiler: str, tiles: int, **options: object) -> list[TileProgram]:
     """Steps of every length against one device; the programs of the last graph."""
     model, seen = Model(mean).double(), list[RankProgram]()
@@ -43,12 +55,7 @@ def compare(compiler: str, tiles: int, **options: object) -> list[TileProgram]:
             given = batch(seq)
             for x in given:
                 torch._dynamo.mark_dynamic(x, 1)
-            model.zero_grad(), alone.zero_grad()
-            expected, found = alone(*batch(seq)), run(*given)
-            expected.backward(), found.backward()
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-            gradients = [[p.grad for p in one.parameters()] for one in (model, alone)]
-            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+            step(model, run, given, alone, batch(seq))
     assert len(seen) == 1
     return programs_of(seen[0].graph)
 
@@ -108,12 +115,7 @@ def batches(
             for x in given:
                 for dim in dims:
                     torch._dynamo.mark_dynamic(x, dim)
-            model.zero_grad(), alone.zero_grad()
-            expected, found = alone(*make(seq, rows)), run(*given)
-            expected.backward(), found.backward()
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-            gradients = [[p.grad for p in one.parameters()] for one in (model, alone)]
-            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+            step(model, run, given, alone, make(seq, rows))
     assert len(seen) == 1
     assert programs_of(seen[0].graph)
 
