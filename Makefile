@@ -35,7 +35,7 @@ test-versions: $(VENV)/.versions
 # Random programs, every op of torch's op_db and faults on real ranks, for so many minutes.
 MINUTES ?= 10
 fuzz: $(VENV)/.test
-	TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 PYTHONPATH=tests $(BIN)/python -m support.fuzz --minutes $(MINUTES) --workers $(WORKERS)
+	TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 PYTHONPATH=tests:benchmarks $(BIN)/python -m support.fuzz --minutes $(MINUTES) --workers $(WORKERS)
 
 # What tests state of any value, on other values than the ones that `make test` always draws.
 properties: $(VENV)/.test

@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from measuring.tables import markdown, processor
+from measuring.tables import commit, markdown, processor
 from rich.console import Console
 from rich.table import Table
 
@@ -95,6 +95,7 @@ def tried(folder: Path, tests: list[str], count: int, workers: int) -> Found:
         **counted(results),
         "minutes": (time.monotonic() - start) / 60,
         "day": str(date.today()),
+        "commit": commit(),
     }
 
 
@@ -127,12 +128,11 @@ def counted(results: Path) -> Found:
 
 
 def summary(kept: list[Found]) -> Table:
-    table = Table("torch", "Python", "import", "demo", "passed", "skipped", "failed", "minutes", "run on")
+    table = Table("torch", "Python", "import", "demo", "passed", "skipped", "failed", "minutes", "run on", "commit")
     for one in kept:
         counts = [str(one[k]) for k in ("passed", "skipped", "failed")]
-        table.add_row(
-            one["torch"], one["python"], one["import"], one["demo"], *counts, f"{one['minutes']:.0f}", one["day"]
-        )
+        when = [f"{one['minutes']:.0f}", one["day"], one["commit"]]
+        table.add_row(one["torch"], one["python"], one["import"], one["demo"], *counts, *when)
     return table
 
 

@@ -1,6 +1,8 @@
 """What the reports of the benchmarks share."""
 
 import platform
+import subprocess
+from functools import cache
 from pathlib import Path
 
 from rich.table import Table
@@ -19,3 +21,11 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+@cache
+def commit() -> str:
+    """The commit of this tree, with a + where files differed from it when first asked; ? outside of a repository."""
+    root = Path(__file__).parents[2]
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "?"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
+from measuring.tables import commit
 from support.fuzz.outcomes import Outcome
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +39,7 @@ class Row:
     def now(cls, source: str, number: int, outcome: Outcome) -> Row:
         """What has just come of a case."""
         version = torch.__version__.partition("+")[0]
-        return cls(source, number, number + 1, _commit(), version, Counter([outcome]))
+        return cls(source, number, number + 1, commit(), version, Counter([outcome]))
 
     def __str__(self) -> str:
         counts = [str(self.counts[outcome]) for outcome in Outcome]
@@ -81,10 +80,3 @@ def _rows(path: Path) -> Iterator[Row]:
 
 def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-@cache
-def _commit() -> str:
-    """The commit, with a + where files differ from it."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "?"
