@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from measuring.counting import FUSED
 from support.spellings.exchange_spellings import deepspeed_heads, deepspeed_rows
 from support.spellings.tracing_exchanges import one_of
 from torch import Tensor
@@ -24,9 +23,6 @@ from sp_compile._compat import has_cpp_compiler
 from sp_compile.capture.capture import capture
 from sp_compile.passes.collectives.permute.combine import PackExchanges
 from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from measuring.counting import FUSED
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler")
 N, ROWS, HEADS, WIDTH = 2, 32, 8, 16

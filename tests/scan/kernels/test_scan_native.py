@@ -2,23 +2,19 @@
 
 import itertools
 import math
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
+from measuring.scan_direct import Direct
 from support.scans.local_scans import has_native
 from support.scans.scanning import FLOATS, OPS, as_exact_as, by_hand, linear_by_hand, sample
 from torch import Tensor
 
 from sp_compile.lowering.scan.kernels import native
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from measuring.scan_direct import Direct
 
 needs_compiler = pytest.mark.skipif(not has_native(), reason="no C++ compiler")
 
