@@ -41,6 +41,7 @@ from sp_compile.spmd.weights import Moves
 
 HEADER = 3  # words a rank sends on a call
 WIDTH, LAYERS = 64, 75
+SHARE = 0.005  # of a step: what comparing all weights may take, which `check_every` was chosen for
 RESULTS = Path(__file__).parent / "results" / "agreement.md"
 
 
@@ -158,11 +159,17 @@ def main() -> None:
         f"checksums of a billion weights: {each:.1f} CPU s, once in {every} calls: {each / every * 1e3:.0f} ms a call"
     )
     console.print(sums)
+    a = torch.randn(1024, 1024)
+    rate = 2 * 1024**3 / statistics.median(cpu_seconds(lambda: a @ a) for _ in range(8))
+    tokens = each / every / SHARE * rate / (6 * 1e9)  # a step takes 6 operations a weight and token
+    bound = f"that is {SHARE:.1%} of a step on {tokens:.0f} tokens a rank, at {rate / 1e9:.0f} GFLOP a CPU s"
+    console.print(bound)
     about = [
         f"- {date.today()}, {processor()}, {os.cpu_count()} CPUs for all ranks; torch {torch.__version__}, Gloo",
         f"- `python benchmarks/agreement.py`: ms a call, the slowest rank's medians of {given.rounds} rounds",
         f"- {of_moves}",
         f"- {sums}",
+        f"- {bound}",
     ]
     parts = ["\n".join(about), markdown(table), "Steps of a small model under DDP, in ms:", markdown(under)]
     given.output.write_text("\n\n".join(["# Ranks agree before a call", *parts]) + "\n")
