@@ -373,7 +373,10 @@ class _Leave(torch.autograd.Function):
         layout: Layout = ctx.layout
         frame = layout.frame(grad.shape[layout.dim])
         rows = sp.mask.default(_rows_of(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
-        return None, None, None, *ctx.gradients(rows)
+        gradients = list(ctx.gradients(rows))
+        for ticket in gradients if rows.requires_grad else []:
+            ticket.requires_grad_()  # so that a backward through this one is refused, and not cut off
+        return None, None, None, *gradients
 
 
 def refuse_transforms(grads: Sequence[Any] = ()) -> None:
