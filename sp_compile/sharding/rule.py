@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Node
 
-from sp_compile._compat import OpOverload
+from sp_compile._compat import OpOverload, schema_of
 from sp_compile.graph.call import Call
 from sp_compile.lowering.table import Table
 
@@ -80,7 +80,8 @@ def has_rule(target: Any) -> bool:
 
 
 def _function_of(op: OpOverload) -> RuleFunction | None:
-    return RULES.get(op) or (RULES[POINTWISE] if POINTWISE in op.tags else None)
+    by_tag = POINTWISE in op.tags and not schema_of(op).is_mutable  # add.out has the tag, too: a rule is of a function
+    return RULES.get(op) or (RULES[POINTWISE] if by_tag else None)
 
 
 def rule_of(*ops: Any) -> Callable[[FunctionT], FunctionT]:

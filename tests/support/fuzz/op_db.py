@@ -8,8 +8,8 @@ where there is one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
-from functools import cache
+from collections.abc import Callable, Generator, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
-VARIANTS = ("function", "inplace")
+VARIANTS = ("function", "inplace", "out")
 RANKS = (2, 3)
 AT_FIRST = 2  # samples of each op before the others
 ALWAYS = 24  # samples of an op, at most
@@ -54,20 +54,26 @@ def _splits(sample: SampleInput) -> bool:
     return bool(values) and max(values[0].shape, default=0) > 1 and sum(x.numel() for x in values) <= LARGEST
 
 
+def has(variant: str, name: str) -> bool:
+    """Has an op this variant?"""
+    info = infos()[name]
+    return {"function": True, "inplace": info.inplace_variant is not None, "out": info.supports_out}[variant]
+
+
 def cases() -> Iterator[str]:
-    """Each op with its first samples, then with the others: an end."""
-    for numbers in (range(AT_FIRST), range(AT_FIRST, ALWAYS)):
+    """Each op with its first samples, then with the others, then with the first ones and `out=`: an end."""
+    first, others = range(AT_FIRST), range(AT_FIRST, ALWAYS)
+    for numbers, variants in ((first, VARIANTS[:2]), (others, VARIANTS[:2]), (first, VARIANTS[2:])):
         for name in sorted(infos()):
-            variants = VARIANTS[: 1 + (infos()[name].inplace_variant is not None)]
             for number, variant in itertools.product(numbers, variants):
-                if number < len(samples(name)):
+                if has(variant, name) and number < len(samples(name)):
                     yield f"op_db:{name}:{variant}:{number}"
 
 
 def run(name: str) -> Result:
     _, op, variant, number = name.split(":")
     made = behind_attention(op, variant, int(number))
-    result = outcome(made if runs(made) else made.without_gradients())
+    result = outcome(made if variant != "out" and runs(made) else made.without_gradients())
     if not result.outcome.is_bad:
         return result
     script = f'"""{result}"""\n\nfrom support.fuzz.op_db import run\n\nprint(run({name!r}))\n'
@@ -84,7 +90,7 @@ def behind_attention(name: str, variant: str, number: int) -> Case:
     size = first.shape[dim]
     carrier = torch.randn(1, size, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     everywhere = number % 2  # or the first tensor alone
-    function = info.inplace_variant if variant == "inplace" else info.op
+    function = {"function": info.op, "inplace": info.inplace_variant, "out": partial(_into, info.op)}[variant]
 
     def model(carrier: Tensor, *tensors: Tensor) -> Any:
         rows = 0 * F.scaled_dot_product_attention(carrier, carrier, carrier)[0, :, 0]
@@ -97,6 +103,14 @@ def behind_attention(name: str, variant: str, number: int) -> Case:
 
     tensors = [_leaf(given[i], info) for i in places]
     return Case(model, (carrier.requires_grad_(), *tensors), RANKS, direct=True)
+
+
+def _into(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `out=` is then: zeros before."""
+    found = op(*args, **kwargs)
+    out = pytree.tree_map_only(Tensor, torch.zeros_like, tuple(found) if isinstance(found, (list, tuple)) else found)
+    op(*args, **kwargs, out=out)
+    return out
 
 
 def _dims(x: Tensor) -> list[int]:
