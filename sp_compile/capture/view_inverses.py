@@ -69,7 +69,8 @@ def _permuted(view: View, new: Node, order: tuple[int, ...], emit: Emit) -> Node
     back = inverse(order)
     if is_identity(order):
         return new
-    return emit(view.node.target, new, *view.args) if back == [*order] else emit(aten.permute.default, new, back)
+    again = back == [*order] and isinstance(view.base, Node)  # not an einsum, whose equation comes first
+    return emit(view.node.target, new, *view.args) if again else emit(aten.permute.default, new, back)
 
 
 def _expand(view: View, new: Node, emit: Emit) -> Node | None:

@@ -135,3 +135,38 @@ def test_running_statistics_change_when_the_norm_runs():
         report = sp_compile.verify(Statistics(9).double(), torch.randn(2, 9, 8).double(), sp=n)
         assert report.worst < 1e-12, str(report)
         assert sum("running" in name for name, _ in report.errors) == 6
+
+
+INTO = {
+    "add": lambda x, h: torch.add(x, 1, out=h),
+    "sin": lambda x, h: torch.sin(x, out=h),
+    "matmul": lambda x, h: torch.matmul(x, torch.ones(8, 8, dtype=x.dtype), out=h),
+    "cumsum": lambda x, h: torch.cumsum(x, 1, out=h),
+    "clamp": lambda x, h: torch.clamp(x, 0, 1, out=h),
+    "into itself": lambda x, h: torch.add(torch.add(x, h, out=h), 1, out=h),
+    "into a view": lambda x, h: torch.sum(x, 1, out=h[:, 0]),
+    "einsum that is a view": lambda x, h: torch.einsum("bsd->bds", h).add_(x.mT),
+}
+
+
+class Into(nn.Module):
+    """Attention beside values that an op writes where it is told to."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x):
+        h = torch.zeros_like(x)
+        self.write(x, h)
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2) + h
+
+
+@pytest.mark.parametrize("write", INTO.values(), ids=INTO)
+def test_what_is_written_elsewhere_is_whole(write):
+    """An op that writes has no rule, though torch says of its out= variant, too, that it is pointwise."""
+    x = torch.randn(2, 9, 8).double()
+    for n in (2, 3):
+        report = sp_compile.verify(Into(write), x, sp=n)
+        assert report.worst < 1e-12, str(report)
