@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compile.config import STRATEGIES, Mesh, Ranks, ranks_of, resolve
 from sp_compile.errors import SpError
 from sp_compile.spmd.agree import answers
+from sp_compile.spmd.wire import saying_why
 
 SAME_BATCH = frozenset({"sp", "cp", "tp", "ep", "etp", "pp"})
 """Mesh axes along which all ranks take the same batch, with those of strategies; along others they take other ones."""
@@ -43,11 +44,12 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
     Raises SpError: a mesh of several axes without names, an axis that it lacks, this rank outside of it, groups that
     are not the default group cut in pieces.
     """
-    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
-        return _of_axes(mesh, mesh_dim, data_dims)
-    if data_dims is not None:
-        raise SpError(f"data_dims={data_dims!r} names axes of a mesh of several axes, and none is given")
-    ranks = resolve(mesh, mesh_dim) if isinstance(mesh, DeviceMesh) else ranks_of(mesh)
+    with saying_why():
+        if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+            return _of_axes(mesh, mesh_dim, data_dims)
+        if data_dims is not None:
+            raise SpError(f"data_dims={data_dims!r} names axes of a mesh of several axes, and none is given")
+        ranks = resolve(mesh, mesh_dim) if isinstance(mesh, DeviceMesh) else ranks_of(mesh)
     return _of_group(ranks)
 
 

@@ -99,7 +99,7 @@ class CheckedProgram:
     sharded: frozenset[int] = frozenset()
     wanted: Sequence[str] = ()
     places: Mapping[str, Place] = field(default_factory=dict)
-    called: set[int] = field(default_factory=set)  # by which models
+    called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
 
@@ -179,22 +179,26 @@ class CheckedProgram:
             wire.calls[self.subject, which] += 1
             number = wire.calls[self.subject, which]
         first = which not in self.called
-        self.called.add(which)
+        self.called.discard(which)  # until ranks have agreed: what was refused is compared again, in full
         again = bool(self.check_every) and number % self.check_every == 0
         fields = wire.earlier_fields() if wire is not None else {}
         asked = self._replicas_asked(wire, fields)
         error = _words(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
-        fields.update(self._fields(args, first or again, wire, mine))
-        if wire is not None and self.error is None:
-            fields.update(self._fields_of_weights([*compress(args, self._stays)], which, number))
+        with self._announcing_failure(mine):
+            fields.update(self._fields(args, first or again, wire, mine))
+            if wire is not None and self.error is None:
+                fields.update(self._fields_of_weights([*compress(args, self._stays)], which, number))
         everyone = exchanged(self.ranks, mine)
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem and everyone is not None and wire is not None and must_compare(everyone, wire.moved_apart):
-            everyone = exchanged(self.ranks, replace(mine, fields=self._fields(args, True, wire, mine)))
+            with self._announcing_failure(mine):
+                fields = self._fields(args, True, wire, mine)
+            everyone = exchanged(self.ranks, replace(mine, fields=fields))
             problem = self._difference(everyone) if everyone is not None else ""
         problem = self._asking_replicas(mine, problem, asked, everyone)
         if not problem:
+            self.called.add(which)
             return mine
         inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
         while isinstance(inner, CheckedProgram):

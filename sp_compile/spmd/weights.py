@@ -29,6 +29,7 @@ from .agree import different_work, exchanged, rows_by_rank, what_differs
 from .fingerprint import digest
 from .inputs import local_of
 from .message import Message
+from .wire import saying_why
 
 MOVED = "moves of weights"  # fields of a message
 BYTES = "bytes of weights"
@@ -56,10 +57,11 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
     waits for the device.
 
     Raises SpError, on every rank: weights or buffers differ in a value, a shape, a dtype or a name, with the first of
-    them and what each rank has; a rank is at another place of its program, or does not come; the mesh has no such axis;
-    the model holds nothing that could be compared.
+    them and what each rank has; a rank is at another place of its program, or does not come; the model holds nothing
+    that could be compared. Where the mesh of one rank alone has no such axis, the others hear of it while they wait.
     """
-    ranks = resolve(mesh, mesh_dim)
+    with saying_why():
+        ranks = resolve(mesh, mesh_dim)
     inner = getattr(model, "_orig_mod", model)
     held = [*inner.named_parameters(), *inner.named_buffers()]
     fields = {name: digest(local_of(x.detach())) for name, x in held if not _is_cut_over(x, ranks)}

@@ -19,9 +19,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -373,6 +373,16 @@ def stop(
     with suppress(RuntimeError):  # the rank that keeps the store is gone
         answered(lambda: _of_all().set("stopped", json.dumps(astuple(said))), None)
     return said
+
+
+@contextmanager
+def saying_why() -> Iterator[None]:
+    """Say why this rank stops, where it finds something wrong before it meets the others."""
+    try:
+        yield
+    except SpError as error:
+        stop(str(error)[:STOPPED])
+        raise
 
 
 def _last_stop() -> Stop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -236,6 +237,44 @@ def test_a_drift_is_told_at_the_next_call(threads: Threads, how: Callable[[Train
     assert re.search(words, told), told
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_drift_is_told_until_it_is_mended(threads: Threads, first: bool) -> None:
+    """A loop that catches the error and goes on."""
+
+    def act(rank: int) -> list[bool]:
+        one, heard = Training(rank), []
+        kept = one.model.weights[2].detach().clone()
+        for number in range(6):
+            if rank == 1 and number == (0 if first else 2):
+                one.model.weights[2].data[-1, -1] += 5
+            if rank == 1 and number == 4:
+                one.model.weights[2].data.copy_(kept)
+            try:
+                one.model(one.x)
+                heard.append(False)
+            except SpError as error:
+                assert "different values" in str(error)
+                heard.append(True)
+        return heard
+
+    told = [first, first, True, True, False, False]
+    assert threads.run(act) == [told] * RANKS
+
+
+def test_a_rank_that_fails_before_it_speaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def fails(x: Tensor) -> str:
+        raise MemoryError("no room for a checksum")
+
+    monkeypatch.setattr(check_run, "checksum", fails)
+    monkeypatch.setattr(check_run, "wire_of", lambda ranks: Wire("one", [0, 1], None, timedelta(seconds=60), ["", ""]))
+    monkeypatch.setattr(check_run, "stop", lambda words, goes_on: said.append(words))
+    with pytest.raises(MemoryError):
+        Training(0).model(torch.ones(4, 8))
+    assert re.search(r"MemoryError when it calls .*no room for a checksum", said[0])
+
+
 def test_a_weight_that_one_rank_freezes(threads: Threads) -> None:
     wanted = [f"weights.{i}" for i in range(3)]
     first, second = threads.run(lambda rank: steps(Training(rank, wanted=wanted), frozen))
@@ -298,6 +337,23 @@ def test_weights_are_compared_on_request(ranks: RealRanks, n: int) -> None:
     assert "0.bias" not in weight
     assert re.search(f"rank {n - 1}: 1.running_mean torch.float32", buffer)
     assert "ReLU holds nothing" in nothing
+
+
+def compared_on_another_axis() -> str:
+    """What is heard where rank 1 names an axis that the mesh has not, and comes no more."""
+    try:
+        compare_weights(nn.Linear(2, 2), mesh=mesh(2), mesh_dim="sq" if dist.get_rank() else None)
+    except SpError as error:
+        return str(error)
+    finally:
+        time.sleep(6 * dist.get_rank())
+    return ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_compares_over_an_axis_that_is_none(ranks: RealRanks) -> None:
+    for told in ranks.run(2, compared_on_another_axis):
+        assert "it has no axis 'sq'" in told
 
 
 def test_a_loop_without_faults_exchanges_once_a_call(threads: Threads) -> None:
