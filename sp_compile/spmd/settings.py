@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,25 +19,18 @@ from sp_compile.lowering.library import sources_digest
 OF_RANKS = ("mesh",)  # names the ranks of one rank's row
 FUNCTORCH = """
 activation_memory_budget activation_memory_budget_solver activation_memory_budget_runtime_estimator
-ban_recompute_long_fusible_chains ban_recompute_materialized_backward ban_recompute_not_in_allowlist
-ban_recompute_reductions ban_recompute_used_far_apart recompute_views aggressive_recomputation
-max_dist_from_bw treat_parameters_as_free_to_save functionalize_rng_ops cse
-enable_activation_offloading joint_custom_pass unsafe_allow_optimization_of_collectives _sync_decision_cross_ranks
+aggressive_recomputation ban_recompute_* recompute_views max_dist_from_bw treat_parameters_as_free_to_save
+functionalize_rng_ops cse enable_activation_offloading joint_custom_pass selective_decompose
+guess_tangent_strides_as_outputs unsafe_allow_optimization_of_collectives _sync_decision_cross_ranks
 """.split()
 INDUCTOR = """
-fallback_random reorder_for_peak_memory joint_graph_constant_folding pattern_matcher use_joint_graph_passes
-use_post_grad_passes joint_custom_pre_pass joint_custom_post_pass post_grad_custom_pre_pass post_grad_custom_post_pass
-reorder_for_compute_comm_overlap reorder_for_compute_comm_overlap_passes reorder_prefetch_limit
-bucket_all_gathers_fx bucket_all_gathers_fx_bucket_size_determinator bucket_all_gathers_bucket_mode
-bucket_reduce_scatters_fx bucket_reduce_scatters_fx_bucket_size_determinator bucket_reduce_scatters_bucket_mode
-bucket_all_reduces_fx bucket_all_reduces_fx_bucket_size_determinator
-_micro_pipeline_tp _fuse_ddp_communication _fuse_ddp_communication_passes _fuse_ddp_bucket_size _collective.auto_select
-aten_distributed_optimizations.enable_overlap_scheduling aten_distributed_optimizations.collective_bucketing
-aten_distributed_optimizations.insert_overlap_deps aten_distributed_optimizations.bucket_mode
-aten_distributed_optimizations.max_compute_pre_fetch aten_distributed_optimizations.max_coll_distance
-aten_distributed_optimizations.allow_comms_decompositions
+fallback_random custom_partitioner_fn joint_graph_constant_folding pattern_matcher use_joint_graph_passes use_post_grad_passes
+*_custom_pass *_custom_pre_pass *_custom_post_pass reorder_* bucket_* _micro_pipeline_tp _fuse_ddp_* _collective.*
+aten_distributed_optimizations.*
 """.split()
-"""Settings that change which collectives a graph has and in which order, as far as this torch knows them."""
+"""Settings that change which collectives a graph has and in which order: names, * stands for any text."""
+TELLING = "*debug* *verbose* *.log_* *_path".split()
+"""Of these what changes no graph: what is printed, and where files lie."""
 
 
 def settings(options: Mapping[str, Any]) -> dict[str, str]:
@@ -44,9 +38,14 @@ def settings(options: Mapping[str, Any]) -> dict[str, str]:
     given = {**{one.name: one.default for one in fields(SPConfig)}, **options}
     ours = {f"option {name}": _named(value) for name, value in given.items() if name not in OF_RANKS}
     theirs: dict[str, str] = {}
-    for config, names in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
-        theirs |= {f"{config.__name__}.{name}": _named(getattr(config, name, None)) for name in names}
+    for config, patterns in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
+        held = {name: x for name, x in config.get_config_copy().items() if _is_one(name, patterns)}
+        theirs |= {f"{config.__name__}.{name}": _named(x) for name, x in held.items() if not _is_one(name, TELLING)}
     return {**ours, **theirs, "version of torch": torch.__version__, "operators of sp_compile": sources_digest()}
+
+
+def _is_one(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def mode() -> str:

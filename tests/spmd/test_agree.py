@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from sp_compile.spmd import fingerprint as spmd_fingerprint
 from sp_compile.spmd.agree import is_close
 from sp_compile.spmd.fingerprint import fingerprint, program_of
 from sp_compile.spmd.message import hashed
-from sp_compile.spmd.settings import mode, settings
+from sp_compile.spmd.settings import FUNCTORCH, INDUCTOR, mode, settings
 from sp_compile.spmd.weights import some_bytes
 from sp_compile.spmd.wire import GatherBuffers
 
@@ -177,6 +178,14 @@ def bucket(graph: Any) -> None:
     """A pass of somebody's own."""
 
 
+@pytest.mark.parametrize(("module", "patterns"), [("functorch", FUNCTORCH), ("inductor", INDUCTOR)])
+def test_names_of_settings_are_torch_s(module: str, patterns: list[str]) -> None:
+    """One that this torch has renamed would be compared no more, without a word."""
+    held = getattr(torch, f"_{module}").config.get_config_copy()
+    unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in held)]
+    assert not unknown or torch.__version__ < "2.13", unknown
+
+
 @pytest.mark.parametrize(
     ("config", "name", "value"),
     [
@@ -186,6 +195,10 @@ def bucket(graph: Any) -> None:
         ("inductor", "bucket_all_reduces_fx", "all"),
         ("inductor", "aten_distributed_optimizations.enable_overlap_scheduling", True),
         ("inductor", "post_grad_custom_post_pass", bucket),
+        ("inductor", "pre_grad_custom_pass", bucket),
+        ("inductor", "custom_partitioner_fn", bucket),
+        ("inductor", "_collective.one_shot_all_reduce_threshold_bytes", 1),
+        ("inductor", "aten_distributed_optimizations.prioritize_bucketing_during_scheduling", False),
     ],
 )
 def test_settings_of_torch_are_told(config: str, name: str, value: Any) -> None:

@@ -87,6 +87,26 @@ def test_no_value_of_a_device_is_read_on_the_path_of_a_call(ranks: Ranks) -> Non
     assert many <= 3 * few
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_number_of_launches_does_not_grow_with_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel a tensor, and no other work on its elements."""
+    from sp_compile.lowering.triton import checksum
+
+    of_absent_device(monkeypatch)
+    kernel = Mock()
+    monkeypatch.setattr(checksums.triton, "usable", lambda x: True)
+    monkeypatch.setattr(checksum, "add", kernel)
+    counts = []
+    for rows in (1, 1 << 20):
+        xs = [torch.empty(rows, 2048, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.int64)]
+        with Launches() as ops:
+            checksums.later(xs)
+        counts.append((ops.count, kernel.call_count))
+        kernel.reset_mock()
+    assert counts[0] == counts[1]
+    assert counts[0][1] == 2
+
+
 @pytest.mark.parametrize(("came", "waits"), [(True, 0), (False, 1)])
 def test_what_is_there_is_read_without_a_wait(came: bool, waits: int) -> None:
     """The device is waited for only where it is more than a call behind."""
