@@ -24,9 +24,9 @@ functionalize_rng_ops cse enable_activation_offloading joint_custom_pass selecti
 guess_tangent_strides_as_outputs unsafe_allow_optimization_of_collectives _sync_decision_cross_ranks
 """.split()
 INDUCTOR = """
-fallback_random custom_partitioner_fn joint_graph_constant_folding pattern_matcher use_joint_graph_passes use_post_grad_passes
-*_custom_pass *_custom_pre_pass *_custom_post_pass reorder_* bucket_* _micro_pipeline_tp _fuse_ddp_* _collective.*
-aten_distributed_optimizations.*
+fallback_random custom_partitioner_fn joint_graph_constant_folding pattern_matcher use_joint_graph_passes
+use_post_grad_passes *_custom_pass *_custom_pre_pass *_custom_post_pass reorder_* bucket_* _micro_pipeline_tp
+_fuse_ddp_* _collective.* aten_distributed_optimizations.*
 """.split()
 """Settings that change which collectives a graph has and in which order: names, * stands for any text."""
 TELLING = "*debug* *verbose* *.log_* *_path".split()
