@@ -100,7 +100,8 @@ def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     random = is_random(node)
     if value is None or (rule.lazy and not random and not record(node).begins):
         return None
-    shard = axes.shard(node) if value.is_floating_point() or value.is_complex() or random else None
+    begins = value.is_floating_point() or value.is_complex() or random or rule.begins
+    shard = axes.shard(node) if begins else None
     if shard is None:
         return None
     factor, shard = rule.inside(rule.results[0], shard)

@@ -82,7 +82,7 @@ def _check_waited(node: Node) -> None:
 
 def _check_sorted(node: Node, known: set[Node]) -> None:
     """Rows that each rank has sorted by itself meet no op of ours that knows rows by their place. known: such rows."""
-    if node.target is sp.to_sorted.default or any(x in known for x in node.all_input_nodes):
+    if node.target in (sp.sort_rows.default, sp.to_sorted.default) or any(x in known for x in node.all_input_nodes):
         if node.target is not sp.from_sorted.default:
             known.add(node)
         if namespace_of(node.target) == sp.name and node.target not in OF_SORTED:

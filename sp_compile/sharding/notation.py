@@ -21,7 +21,7 @@ from sp_compile.graph.sizes import Size, product, quotient, same
 
 from .factors import KINDS, Dims, Factors, flat, group, parts
 
-OPTIONS = ("sizes", "lazy", "pad", "masks", "reshapes", "lenders")
+OPTIONS = ("sizes", "lazy", "begins", "pad", "masks", "reshapes", "lenders")
 MOST_SHAPES = 1024  # of one rule that are remembered
 _FACTOR = re.compile(r"~\d+|[^\W\d]\w*")  # ~1 is a dim of "..."
 

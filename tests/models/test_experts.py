@@ -7,11 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers a grouped product that knows float64)
 from support.models import BATCH, check, seeded
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.passes import propagate
 from sp_compile.passes.canonical import sorted_rows
 
 WIDTH, INSIDE, EXPERTS, TOP = 12, 8, 3, 2
@@ -131,6 +133,40 @@ def test_rows_in_the_order_of_keys_are_never_exchanged(monkeypatch: pytest.Monke
     torch._dynamo.mark_dynamic(x, 1)
     with pytest.raises(sp_compile.SpError, match="sorted by a key for itself"):
         sp_compile.explain(seeded(partial(Mixture, scattered)), x, sp=2, seq_dims={"x": 1})
+
+
+class Hashed(Mixture):
+    """As DeepSeek V4's first layers route: by a table of token ids, which are whole on every rank."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        self.embed = nn.Embedding(EXPERTS, WIDTH)
+        self.register_buffer("table", torch.stack([torch.arange(EXPERTS), torch.arange(EXPERTS).roll(1)], 1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, ids = self.embed(tokens), self.table[tokens.reshape(-1)]
+        q = x[:, None]
+        x = F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+        rows = x.reshape(-1, WIDTH)
+        weights = self.router(rows).softmax(-1).gather(1, ids)
+        return x + self.experts(self, rows, weights, ids).view_as(x)
+
+
+@pytest.mark.parametrize("experts", [inverted, scattered, added])
+def test_each_rank_sorts_its_own_by_keys_that_are_whole(experts: Experts) -> None:
+    tokens = torch.randint(EXPERTS, (BATCH, 13))
+    report = check(seeded(partial(Hashed, experts)), tokens, sp=3)
+    assert not report.fallbacks, report
+
+
+def test_an_order_of_all_rows_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sort of keys that stay whole, beside rows in shards, is refused."""
+    sort, start = torch.ops.sp.sort_rows.default, propagate.start
+    monkeypatch.setattr(
+        propagate, "start", lambda axes, call, *how: None if call.node.target is sort else start(axes, call, *how)
+    )
+    with pytest.raises(sp_compile.SpError, match="sorted by a key for itself"):
+        sp_compile.explain(seeded(partial(Hashed, inverted)), torch.randint(EXPERTS, (BATCH, 13)), sp=2)
 
 
 @pytest.mark.parametrize("experts", SPELLINGS)
