@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from support.fuzz import ledger, op_db, oracle, programs
 from support.fuzz.fault_table import FAULTS
-from support.fuzz.faults import judged
+from support.fuzz.faults import AFTERWARDS, BROKEN, NEXT_CALL, judged
 from support.fuzz.loop import AFTER, Event, Scene
 from support.fuzz.outcomes import Outcome, Result
 from support.fuzz.programs import Setting, made, minimal, without
@@ -215,11 +215,18 @@ TOLD = Event(1, "refused", "the 2 ranks of this group were given different value
         ([Event(3, "refused", TOLD.words), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
         ([Event(1, "refused", "no"), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
         ([TOLD, Event(AFTER, "raw"), None], [TOLD, Event(AFTER, "right"), None], Outcome.RAW),
+        ([TOLD, Event(AFTER, "refused", BROKEN), None], [TOLD, Event(AFTER, "right"), None], Outcome.WRONG),
+        ([Event(2, "refused", TOLD.words), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
+        ([RIGHT_STEP, TOLD, None], [Event(2, "refused", TOLD.words), None], Outcome.REFUSED),
     ],
 )
 def test_the_judgement_of_what_ranks_told(first: list, second: list, expected: Outcome) -> None:
     scene = Scene("other tokens", world=2, odd=1, step=1, tcp=False, folder="")
     assert judged(scene, FAULTS["other tokens"], {0: first, 1: second}).outcome is expected
+
+
+def test_faults_that_are_judged_otherwise_are_of_the_table() -> None:
+    assert {*AFTERWARDS, *NEXT_CALL} <= {*FAULTS}
 
 
 @pytest.mark.slow

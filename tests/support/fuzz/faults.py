@@ -17,6 +17,40 @@ from support.fuzz.outcomes import Outcome, Result
 from support.ranks import forkserver
 
 PATIENCE = 240.0  # seconds for all ranks of a case, on a busy machine
+BROKEN = "this group of ranks is broken since"
+OUT_OF_STEP = "about to do different things|for ranks that did not come"
+AFTERWARDS = {
+    **dict.fromkeys(
+        [
+            *("SIGKILL", "SIGKILL, tensor-parallel", "SIGKILL, replicas", "SIGTERM", "SIGSTOP", "os._exit"),
+            *("SIGINT while waiting", "MemoryError in forward", "KeyboardInterrupt in forward"),
+            *("a weight that changes before backward", "a sum of its own", "a sum of its own meanwhile"),
+            "a rank that destroys its group",
+        ],
+        BROKEN,
+    ),
+    **dict.fromkeys(
+        [
+            *("a flop counter", "a barrier", "a second thread", "the recompile limit", "torch.func", "the environment"),
+            *("a mesh axis that is none", "a mesh that is none", "compiling is disabled", "another backend"),
+        ],
+        f"{BROKEN}|{OUT_OF_STEP}",
+    ),
+    **dict.fromkeys(["a later memory budget", "another memory budget"], "activation_memory_budget"),
+    "another setting of functorch": "recompute_views",
+    "another default dtype": "float64",
+}
+"""Faults that last, that end a group, or behind which ranks stand at different places: what another model over the
+group may be told then. Behind all others it is right."""
+NEXT_CALL = frozenset(
+    [
+        *("a second backward", "a second backward, tensor-parallel", "two models in another order"),
+        *("SIGINT while waiting", "another learning rate", "weight decay", "a hook on a weight", "a sum of its own"),
+        *("a step that a scaler skips", "an error in the optimizer", "an interrupt in the optimizer"),
+    ]
+)
+"""Faults behind the last exchange of their step: all ranks hear at the next call. So do they of those that come late; of
+all others only the odd rank may, which has skipped something and is a step ahead."""
 Told = dict[int, list[Event | None]]
 """What each rank has told, in order; None at the end if it came so far."""
 
@@ -122,8 +156,12 @@ def _of_rank(scene: Scene, fault: Fault, rank: int, told: Told) -> Iterator[tupl
             yield Outcome.WRONG, f"was refused what is right, on step {event.step}: {event.words}"
     elif not heard and not (fault.deaf and odd) and not any(event.kind in ("raw", "wrong") for event in events):
         yield Outcome.WRONG, f"has heard nothing: {events}"
+    afterwards = AFTERWARDS.get(scene.fault)
+    for event in events:
+        if (event.step, event.kind) == (AFTER, "refused") and not re.search(afterwards or "$^", event.words):
+            yield Outcome.WRONG, f"was refused another model afterwards: {event.words}"
     for event in heard:
-        if event.step > scene.step + 1:
+        if event.step > scene.step + (odd or fault.late or scene.fault in NEXT_CALL):
             yield Outcome.WRONG, f"has heard of it on step {event.step} only: {event.words}"
         elif not re.search(fault.hears, event.words, re.DOTALL):
             yield Outcome.WRONG, f"was told something else: {event.words}"
