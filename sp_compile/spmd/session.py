@@ -47,7 +47,7 @@ from .inputs import (
 from .message import MEASURES, sendable
 from .named_groups import check_groups, cut_exchanges, grids, groups_of, is_collective
 from .settings import settings
-from .wire import ANSWERS, BEAT, stop, wire_of
+from .wire import ANSWERS, BEAT, STOPPED, broken_within, stop, wire_of
 from .world import OfWorld
 
 ALONE = Ranks(1, "")
@@ -107,7 +107,7 @@ class Session:
 
     def _questions(self) -> list[tuple[Ranks, str]]:
         """All that ranks may ask each other, in order. What one group decides, its neighbours over all others hear."""
-        out = [(ranks, question) for question in ("inputs", "place") for ranks in self.groups]
+        out = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.everyone]
         out += [(ranks, "machine") for ranks in self.everyone if self.sequence]
         for number, group in enumerate(self.groups):
             out += [(group, question) for question in OF_PASSES]
@@ -155,12 +155,7 @@ class Session:
 
     def _place(self) -> None:
         """How the groups lie to each other and to the ranks of the sequence."""
-        of_sequence = Lockstep([(ranks, "place") for ranks in self.sequence])
-
-        def ask(ranks: Ranks, mine: tuple[int, ...]) -> list[Any]:
-            return (of_sequence if ranks in self.sequence else self._talk).ask(ranks, "place", mine)
-
-        found = grids(self.everyone, ask)
+        found = grids(self.everyone, lambda ranks, mine: self._talk.ask(ranks, "place", mine))
         self.facts = {name: replace(facts, grid=found[name]) for name, facts in self.facts.items()}
         if self.sequence:
             names = {ranks.group for ranks in self.sequence}
@@ -247,10 +242,31 @@ class Session:
 
     # Behind the passes.
 
-    def finish(self, error: Exception | None) -> None:
-        """Answer what the others will still ask."""
-        if self.groups:
-            self._talk.finish(error)
+    def finish(self, gm: GraphModule, error: Exception | None) -> None:
+        """Answer what the others will still ask.
+
+        Raises SpError, as Dynamo lets it out: a group that this rank can tell nothing more about this program.
+        """
+        if not self.groups:
+            return
+        self._talk.finish(error)
+        apart = self._talk.apart
+        if apart is None:
+            return
+        if self._talk.opened:  # who has heard of it over another group waits there for this rank's call
+            stop(" ".join(str(apart).split("\n"))[:STOPPED], subject=subject_of(gm), within=broken_within())
+        raise apart
+
+    @contextmanager
+    def telling_interrupts(self, gm: GraphModule) -> Iterator[None]:
+        """Where this rank is interrupted meanwhile, it says so: no other need wait for it."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            stop(f"{type(error).__name__} when it compiles {subject_of(gm)}", within=broken_within())
+            raise
 
     def guard(
         self,
@@ -275,6 +291,8 @@ class Session:
         asked, partial_sums = job.asked, job.param_grads == "partial"
         exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
         places = places_of(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
+        if error is not None and not self.split and (self.problem is not None or not self.groups):
+            stop(str(error), subject=subject)  # whoever they are that this rank will not reach
         if self.split:
             done = run is not None and local is not None
             program = fingerprint(local, input_names(gm)) if done else Program()
@@ -300,7 +318,6 @@ class Session:
             )
             error = None
         elif error is not None and not self.groups:
-            stop(str(error), subject=subject)  # whoever they are that this rank will not reach
             run = CheckedProgram(None, ALONE, Program(), [], error)
         elif run is not None and not self.groups and have_shards(example_inputs):  # which others ask for it
             run = partial(_run_on_whole, run)

@@ -252,7 +252,7 @@ class Wire:
             + ([TOGETHER] if saying.doing == READS else [])
         )
         told = "; ".join([f"it {what}", *why]).replace("\n", " ")
-        stop(told[:STOPPED], of={self.name: self.talks})  # who comes later need not wait; to other groups it may come
+        stop(told[:STOPPED], of={self.name: self.talks}, within=self.name)  # to other groups it may come
         return self.broken
 
     def model(self, parameters: Sequence[torch.nn.Parameter]) -> int:
@@ -280,12 +280,14 @@ class Wire:
     def _stopped(self, saying: Message) -> Stop:
         """What another rank of this group said, if it has stopped since the last exchange, and this one has not.
 
-        A rank that cannot compile one program comes to the others, over whichever group.
+        A rank that cannot compile one program comes to the others, over whichever group that is not broken there.
         """
         last = _last_stop()
+        if last.rank == dist.get_rank() or last.rank not in self.ranks or not self._is_since(last):
+            return NOBODY
         comes = saying.doing == CALLS and last.subject not in ("", saying.subject)
-        other = last.rank != dist.get_rank() and last.rank in self.ranks and not comes
-        return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else NOBODY
+        goes = last.within == self.name or not (comes or any(map(self._is_since, _mine)))
+        return last if goes else NOBODY
 
     def _is_since(self, one: Stop) -> bool:
         known = one.talks.get(self.name)
@@ -343,7 +345,7 @@ class Stop:
     there was; what is said of one does not hold for groups that are made later.
 
     subject: the program that it cannot call; "": whichever. within: the group in whose next exchange it was, which the
-    others may have finished; "": none.
+    others may have finished, and which is broken there for good; "": none.
     """
 
     rank: int
@@ -373,6 +375,11 @@ def stop(
     with suppress(RuntimeError):  # the rank that keeps the store is gone
         answered(lambda: _of_all().set("stopped", json.dumps(astuple(said))), None)
     return said
+
+
+def broken_within() -> str:
+    """`within` of what this rank said last, for what it says next."""
+    return _mine[0].within if _mine else ""
 
 
 def _last_stop() -> Stop:
