@@ -54,13 +54,13 @@ class Lockstep:
     failed. Without processes nobody is asked, and the answers are this rank's own.
 
     A group is asked no more where a rank of it is gone, or comes to something else: all its ranks hear of that, and by
-    `finish` those of their other groups. opened: are all compiling that came? apart: why some group is asked no more.
+    `finish` those of their other groups. opened: are all compiling that came? apart: these groups, and why.
     """
 
     def __init__(self, questions: Sequence[tuple[Ranks, str]]) -> None:
         self.left = list(questions)
         self.opened = False
-        self.apart: RanksDiffer | None = None
+        self.apart: dict[Ranks, RanksDiffer] = {}
 
     def open(self, also: Sequence[Ranks] = ()) -> None:
         """Begin: are the others compiling as well? also: groups that are not asked here, but wait for each other.
@@ -77,8 +77,8 @@ class Lockstep:
                 self.opened &= apart.__cause__ is not None  # a rank that did not come
         if not self.opened:
             self.left = []
-        if self.apart is not None:
-            raise self.apart
+        for apart in self.apart.values():
+            raise apart
 
     def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
         """Ask these no more; for reasons that all ranks of the group know."""
@@ -102,18 +102,19 @@ class Lockstep:
             raise RemoteError(failed)
         return [one.answer for one in everyone]
 
-    def finish(self, error: Exception | None = None) -> None:
-        """Answer what the others will still ask."""
+    def finish(self, error: Exception | None = None) -> Exception | None:
+        """Answer what the others will still ask; why this rank fails, which it may learn here."""
         while self.left:
             try:
                 self._answer(error)
             except RanksDiffer as apart:
                 error = error or apart
+        return error
 
     def _answer(self, error: Exception | None) -> None:
         """The next question, which this rank has no use for."""
         ranks, question = self.left.pop(0)
-        words = "" if error is None else str(error) or type(error).__name__
+        words = str(error) if isinstance(error, SpError) else f"{type(error).__name__}: {error}" if error else ""
         if ranks.exchanges:
             self._exchanged(ranks, Message(COMPILES, question, error=words, asks=True))
 
@@ -126,9 +127,8 @@ class Lockstep:
             everyone, cause, problem = [], error, str(error)
         if problem:
             self.left = [one for one in self.left if one[0] != ranks]
-            apart = RanksDiffer(problem)
-            self.apart = self.apart or apart
-            raise apart from cause
+            self.apart[ranks] = RanksDiffer(problem)
+            raise self.apart[ranks] from cause
         return everyone
 
 

@@ -22,7 +22,7 @@ from sp_compile._compat import argument_name, around_late_backward, ddp_group, o
 from sp_compile.config import AnyOptions, Ranks, SPConfig, ranks_of, resolve, splits_sequence, unchecked
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
-from sp_compile.errors import SpError
+from sp_compile.errors import RanksDiffer, SpError
 from sp_compile.graph.places import places_of
 from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
@@ -116,9 +116,11 @@ class Session:
 
     # In front of the passes.
 
-    def open(self) -> None:
+    def open(self, gm: GraphModule) -> None:
         """Begin: are the others compiling as well? Raises SpError on every rank of a group that is of two minds."""
         if self.groups:
+            if self.problem is not None:  # then ranks wait over an axis that this one does not know
+                stop(str(self.problem), subject=subject_of(gm))
             self._talk.open(self.sequence)
 
     def learn(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
@@ -242,20 +244,20 @@ class Session:
 
     # Behind the passes.
 
-    def finish(self, gm: GraphModule, error: Exception | None) -> None:
-        """Answer what the others will still ask.
+    def finish(self, gm: GraphModule, error: Exception | None) -> Exception | None:
+        """Answer what the others will still ask; why this rank fails, as they may have told it.
 
-        Raises SpError, as Dynamo lets it out: a group that this rank can tell nothing more about this program.
+        Raises SpError, as Dynamo lets it out, if a group of the program cannot meet at the call and hear it there.
         """
         if not self.groups:
-            return
-        self._talk.finish(error)
-        apart = self._talk.apart
-        if apart is None:
-            return
+            return error
+        error = self._talk.finish(error)
+        meets = self._talk.opened and not any(ranks in self._talk.apart for ranks in self.groups)
+        if meets or error is None:
+            return error
         if self._talk.opened:  # who has heard of it over another group waits there for this rank's call
-            stop(" ".join(str(apart).split("\n"))[:STOPPED], subject=subject_of(gm), within=broken_within())
-        raise apart
+            stop(" ".join(str(error).split("\n"))[:STOPPED], subject=subject_of(gm), within=broken_within())
+        raise RanksDiffer(str(error)) from error
 
     @contextmanager
     def telling_interrupts(self, gm: GraphModule) -> Iterator[None]:
@@ -265,7 +267,8 @@ class Session:
         except Exception:
             raise
         except BaseException as error:
-            stop(f"{type(error).__name__} when it compiles {subject_of(gm)}", within=broken_within())
+            subject = subject_of(gm)
+            stop(f"{type(error).__name__} when it compiles {subject}", subject=subject, within=broken_within())
             raise
 
     def guard(
@@ -291,8 +294,6 @@ class Session:
         asked, partial_sums = job.asked, job.param_grads == "partial"
         exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
         places = places_of(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
-        if error is not None and not self.split and (self.problem is not None or not self.groups):
-            stop(str(error), subject=subject)  # whoever they are that this rank will not reach
         if self.split:
             done = run is not None and local is not None
             program = fingerprint(local, input_names(gm)) if done else Program()
@@ -318,6 +319,7 @@ class Session:
             )
             error = None
         elif error is not None and not self.groups:
+            stop(str(error), subject=subject)  # whoever they are that this rank will not reach
             run = CheckedProgram(None, ALONE, Program(), [], error)
         elif run is not None and not self.groups and have_shards(example_inputs):  # which others ask for it
             run = partial(_run_on_whole, run)

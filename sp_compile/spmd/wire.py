@@ -6,7 +6,7 @@ rank has skipped, never meets words, which would be of another size and abort th
 
 A wait ends within the group's timeout, in words: who did not come, what every rank was last seen doing, and what a rank
 that stopped has left in the store. A rank that compiles leaves signs of life there, because a compilation may take
-longer than any timeout. There is one key for either, however many ranks there are and however long they run.
+longer than any timeout. A group has one key for either, however many ranks it has and however long they run.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Wire:
 
         A rank that cannot compile one program comes to the others, over whichever group that is not broken there.
         """
-        last = _last_stop()
+        last = _last_stop(self.name)
         if last.rank == dist.get_rank() or last.rank not in self.ranks or not self._is_since(last):
             return NOBODY
         comes = saying.doing == CALLS and last.subject not in ("", saying.subject)
@@ -373,7 +373,8 @@ def stop(
     said = Stop(dist.get_rank(), words, goes_on, talks if of is None else of, subject, within)
     _mine[:] = [said]
     with suppress(RuntimeError):  # the rank that keeps the store is gone
-        answered(lambda: _of_all().set("stopped", json.dumps(astuple(said))), None)
+        store, written = _of_all(), json.dumps(astuple(said))
+        answered(lambda: [store.set(f"stopped/{name}", written) for name in said.talks], None)
     return said
 
 
@@ -382,11 +383,11 @@ def broken_within() -> str:
     return _mine[0].within if _mine else ""
 
 
-def _last_stop() -> Stop:
-    """Which rank stopped last, and why."""
-    store = _of_all()
+def _last_stop(group: str) -> Stop:
+    """Which rank of a group stopped last, and why."""
+    store, key = _of_all(), f"stopped/{group}"
     try:
-        words = answered(lambda: store.get("stopped") if store.check(["stopped"]) else b"", b"")
+        words = answered(lambda: store.get(key) if store.check([key]) else b"", b"")
     except RuntimeError:  # the rank that keeps the store is gone
         return NOBODY
     return Stop(*json.loads(words)) if words else NOBODY
