@@ -80,24 +80,26 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     """Compile one Dynamo graph for the ranks that share its sequence. `options`: the fields of SPConfig.
 
     mode: a set of Inductor's settings, as `torch.compile` names them; those with CUDA graphs are refused.
-    Errors are raised when the graph is first called, on every rank of the group, as SpError.
+    Errors are raised when the graph is first called, on every rank of the group, as SpError; here, and anew at the next
+    call, where ranks of a program's own group do not come to compile it.
     """
     session = Session(gm, example_inputs, options, mode=mode)
-    session.open()
     lowered: RankProgram | None = None
     run: Callable[..., Any] | None = None
     error: Exception | None = None
-    try:
-        with session.compiling(gm):
-            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not those of a checkpoint around it
-                lowered = lower(gm, example_inputs, options, session)
-                lowered.return_edges()
-            run = compile_local(lowered, mode)
-    except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
-        raise
-    except Exception as failure:
-        error = _taught(failure, gm, example_inputs)
-    session.finish(error)
+    with session.telling_interrupts(gm):
+        try:
+            session.open(gm)
+            with session.compiling(gm):
+                with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not of a checkpoint around it
+                    lowered = lower(gm, example_inputs, options, session)
+                    lowered.return_edges()
+                run = compile_local(lowered, mode)
+        except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
+            raise
+        except Exception as failure:
+            error = _taught(failure, gm, example_inputs)
+        error = session.finish(gm, error)
     if _compat.is_cut_by_ddp(gm):
         _compat.keep_first_call_fake()
     if lowered is None:

@@ -31,7 +31,7 @@ class RemoteError(SpError):
 
 
 class RanksDiffer(SpError, ShortenTraceback):
-    """This rank and others of its group are of two minds about what to do now; all of them hear of it at once.
+    """This rank and others of its group are of two minds about what to do now, or some of these did not come.
 
     Raised while Dynamo compiles, which lets it out as it is and tries again at the next call.
     """

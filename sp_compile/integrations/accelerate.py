@@ -12,6 +12,7 @@ Everything else of the loop stays as it is. Tried on accelerate 1.15.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,12 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import ParallelismConfig, TorchDynamoPlugin, broadcast, recursively_apply
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sp_compile._compat import is_lost
+from sp_compile.config import ranks_of
 from sp_compile.errors import SpError
+from sp_compile.spmd.agree import answers, what_differs
+from sp_compile.spmd.message import Message
+from sp_compile.spmd.wire import wire_of
 
 from ._compat import NAME, known_backend
 from .ddp import compile_under_ddp
@@ -33,6 +39,12 @@ __all__ = ["SequenceParallelAccelerator", "axis_sizes", "known_backend"]
 REPLICA, SEQUENCE = "dp_replicate", "cp"
 """Axes of the mesh. accelerate calls "cp" an axis along which ranks take the same batches."""
 
+GATHERS = Message("gathers", "what a metric takes")
+OTHER_METRICS = (
+    "gather_for_metrics: the replicas hand in different things",
+    "all hand in tensors of the same shapes and dtypes, or lists: accelerator.pad_across_processes pads, or say "
+    "use_gather_object=True",
+)
 OWN = ("mesh", "mesh_dim", "param_grads")
 DISPATCHES = (
     "dispatch_batches=True cuts a batch over all ranks, and those that share a sequence need the same one: leave it "
@@ -143,35 +155,72 @@ class SequenceParallelAccelerator(Accelerator):
         return mine
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `Accelerator.gather_for_metrics`, of every replica once."""
+        """As `Accelerator.gather_for_metrics`, of every replica once.
+
+        Lists of numbers and text go as JSON; only other objects are pickled, as accelerate does.
+        Raises SpError: replicas that hand in different shapes or types, or do not come.
+        """
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
-        group = self.mesh.get_group(REPLICA)
-        try:
-            gathered = None if use_gather_object else _gathered(input_data, group, self.replicas)
-        except TypeError:  # something is no tensor
-            gathered = None
-        if gathered is None:
-            each: list[Any] = [None] * self.replicas
-            dist.all_gather_object(each, input_data, group)
-            gathered = [x for one in each for x in one]
+        gathered = gathered_of_replicas(input_data, self.mesh.get_group(REPLICA), use_gather_object)
         left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         if left <= 0:
             return gathered
         return gathered[:left] if isinstance(gathered, list) else recursively_apply(lambda x: x[:left], gathered)
 
 
-def _gathered(data: Any, group: dist.ProcessGroup, n: int) -> Any:
-    """The tensors of all ranks of a group, along their first dim. Raises TypeError for what is none."""
+def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool = False) -> Any:
+    """The tensors of all ranks of a group, along their first dim; of anything else the items, in one list.
 
-    def each(x: torch.Tensor) -> torch.Tensor:
-        x = (x[None] if x.ndim == 0 else x).contiguous()
-        out = [torch.empty_like(x) for _ in range(n)]
-        dist.all_gather(out, x, group)
-        return torch.cat(out)
+    First the ranks tell what they have, in words that end in words where one does not come.
+    Raises SpError: ranks that hand in different things, or do not come.
+    """
+    ranks, tensors = ranks_of(group), None if as_objects else _tensors(data)
+    plain = not tensors and _is_plain(data)
+    mine = "values" if plain else "objects" if tensors is None else str([(str(x.dtype), [*x.shape]) for x in tensors])
+    everyone = answers(ranks, GATHERS.doing, GATHERS.subject, (mine, data if plain else None))
+    rows = [kind for kind, _ in everyone]
+    if len({*rows}) > 1:
+        raise SpError(what_differs(*OTHER_METRICS, rows))
+    if plain:
+        return [x for _, one in everyone for x in one]
+    wire, begun = wire_of(ranks), time.monotonic()
+    try:
+        if tensors is not None:
+            return recursively_apply(lambda x: _gathered(x, group), data, error_on_other_type=True)
+        each: list[Any] = [None] * ranks.n
+        dist.all_gather_object(each, data, group)
+    except RuntimeError as error:
+        if wire is None or not is_lost(error):
+            raise
+        raise SpError(wire.lost(GATHERS, time.monotonic() - begun, error)) from error
+    return [x for one in each for x in one]
 
-    recursively_apply(lambda x: x, data, error_on_other_type=True)  # before any rank waits
-    return recursively_apply(each, data, error_on_other_type=True)
+
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = (x[None] if x.ndim == 0 else x).contiguous()
+    out = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(out, x, group)
+    return torch.cat(out)
+
+
+def _tensors(data: Any) -> list[torch.Tensor] | None:
+    """All there are in nested lists, tuples and dicts; None where something else is."""
+    found: list[torch.Tensor] = []
+    try:
+        recursively_apply(found.append, data, error_on_other_type=True)
+    except TypeError:
+        return None
+    return found
+
+
+def _is_plain(data: Any) -> bool:
+    """Does JSON give back just this?"""
+    if type(data) in (list, tuple):
+        return all(map(_is_plain, data))
+    if type(data) is dict:
+        return all(_is_plain(key) and _is_plain(value) for key, value in data.items())
+    return data is None or type(data) in (bool, int, float, str)
 
 
 class ReplicaScheduler(AcceleratedScheduler):

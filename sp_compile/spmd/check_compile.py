@@ -30,7 +30,7 @@ from sp_compile._compat import compiled_frame, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError, SpError, at
 
-from .agree import SHOWN, answers, ask, different_work, exchanged, failures, what_differs
+from .agree import SHOWN, answers, different_work, exchanged, failures, what_differs
 from .fingerprint import subject_of, unlike
 from .inputs import InputDigests
 from .message import COMPILES, STOPS, Message
@@ -52,25 +52,33 @@ class Lockstep:
 
     Every rank of the groups makes one and calls `ask` for each question in turn, and `finish` when it is done or has
     failed. Without processes nobody is asked, and the answers are this rank's own.
+
+    A group is asked no more where a rank of it is gone, or comes to something else: all its ranks hear of that, and by
+    `finish` those of their other groups. opened: are all compiling that came? apart: these groups, and why.
     """
 
     def __init__(self, questions: Sequence[tuple[Ranks, str]]) -> None:
         self.left = list(questions)
+        self.opened = False
+        self.apart: dict[Ranks, RanksDiffer] = {}
 
     def open(self, also: Sequence[Ranks] = ()) -> None:
         """Begin: are the others compiling as well? also: groups that are not asked here, but wait for each other.
 
-        Raises SpError on every rank of a group that is of two minds, and of the groups that they are in.
+        Raises SpError on every rank of a group that is of two minds, and of the groups that they are in; and where a
+        rank does not come, which `finish` has to tell the other groups.
         """
-        different = ""
+        self.opened, mine = True, Message(COMPILES, fields={"": f"in mode {mode()}"})
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.left), *also]):
-            if different:
-                exchanged(ranks, STOPS)
-            elif ranks.exchanges:
-                different = different_work(exchanged(ranks, Message(COMPILES, fields={"": f"in mode {mode()}"})) or ())
-        if different:
+            try:
+                if ranks.exchanges:
+                    self._exchanged(ranks, mine if self.opened else STOPS)
+            except RanksDiffer as apart:
+                self.opened &= apart.__cause__ is not None  # a rank that did not come
+        if not self.opened:
             self.left = []
-            raise RanksDiffer(different)
+        for apart in self.apart.values():
+            raise apart
 
     def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
         """Ask these no more; for reasons that all ranks of the group know."""
@@ -79,14 +87,14 @@ class Lockstep:
     def ask(self, ranks: Ranks, question: str, mine: Any) -> list[Any]:
         """Every rank's answer, in the order of the ranks; None of one that never came to ask this.
 
-        Raises SpError on every rank if one has failed, with what that one said.
+        Raises SpError on every rank if one has failed, with what that one said, or if one does not come to this.
         """
         while self.left and self.left[0] != (ranks, question):
             self._answer(None)
         if not self.left:
             raise AssertionError(f"nobody else asks {question!r} over {ranks} now")
         self.left.pop(0)
-        everyone = ask(ranks, Message(COMPILES, question, asks=True, answer=mine))
+        everyone = self._exchanged(ranks, Message(COMPILES, question, asks=True, answer=mine))
         group = ranks.process_group
         numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)
         failed = failures([one.error for one in everyone], numbers)
@@ -94,17 +102,34 @@ class Lockstep:
             raise RemoteError(failed)
         return [one.answer for one in everyone]
 
-    def finish(self, error: Exception | None = None) -> None:
-        """Answer what the others will still ask."""
+    def finish(self, error: Exception | None = None) -> Exception | None:
+        """Answer what the others will still ask; why this rank fails, which it may learn here."""
         while self.left:
-            self._answer(error)
+            try:
+                self._answer(error)
+            except RanksDiffer as apart:
+                error = error or apart
+        return error
 
     def _answer(self, error: Exception | None) -> None:
         """The next question, which this rank has no use for."""
         ranks, question = self.left.pop(0)
-        words = "" if error is None else str(error) or type(error).__name__
+        words = str(error) if isinstance(error, SpError) else f"{type(error).__name__}: {error}" if error else ""
         if ranks.exchanges:
-            exchanged(ranks, Message(COMPILES, question, error=words, asks=True))
+            self._exchanged(ranks, Message(COMPILES, question, error=words, asks=True))
+
+    def _exchanged(self, ranks: Ranks, mine: Message) -> list[Message]:
+        """Every rank's message; [] if all say the same and nobody asks. Raises RanksDiffer, and asks these no more."""
+        try:
+            everyone, cause = exchanged(ranks, mine) or [], None
+            problem = different_work(everyone)
+        except SpError as error:  # a rank is gone
+            everyone, cause, problem = [], error, str(error)
+        if problem:
+            self.left = [one for one in self.left if one[0] != ranks]
+            self.apart[ranks] = RanksDiffer(problem)
+            raise self.apart[ranks] from cause
+        return everyone
 
 
 def rounds(groups: Sequence[Ranks], question: str) -> list[tuple[Ranks, str]]:

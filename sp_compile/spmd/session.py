@@ -22,7 +22,7 @@ from sp_compile._compat import argument_name, around_late_backward, ddp_group, o
 from sp_compile.config import AnyOptions, Ranks, SPConfig, ranks_of, resolve, splits_sequence, unchecked
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
-from sp_compile.errors import SpError
+from sp_compile.errors import RanksDiffer, SpError
 from sp_compile.graph.places import places_of
 from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
@@ -47,7 +47,7 @@ from .inputs import (
 from .message import MEASURES, sendable
 from .named_groups import check_groups, cut_exchanges, grids, groups_of, is_collective
 from .settings import settings
-from .wire import ANSWERS, BEAT, stop, wire_of
+from .wire import ANSWERS, BEAT, STOPPED, broken_within, stop, wire_of
 from .world import OfWorld
 
 ALONE = Ranks(1, "")
@@ -107,7 +107,7 @@ class Session:
 
     def _questions(self) -> list[tuple[Ranks, str]]:
         """All that ranks may ask each other, in order. What one group decides, its neighbours over all others hear."""
-        out = [(ranks, question) for question in ("inputs", "place") for ranks in self.groups]
+        out = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.everyone]
         out += [(ranks, "machine") for ranks in self.everyone if self.sequence]
         for number, group in enumerate(self.groups):
             out += [(group, question) for question in OF_PASSES]
@@ -116,9 +116,11 @@ class Session:
 
     # In front of the passes.
 
-    def open(self) -> None:
+    def open(self, gm: GraphModule) -> None:
         """Begin: are the others compiling as well? Raises SpError on every rank of a group that is of two minds."""
         if self.groups:
+            if self.problem is not None:  # then ranks wait over an axis that this one does not know
+                stop(str(self.problem), subject=subject_of(gm))
             self._talk.open(self.sequence)
 
     def learn(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
@@ -155,12 +157,7 @@ class Session:
 
     def _place(self) -> None:
         """How the groups lie to each other and to the ranks of the sequence."""
-        of_sequence = Lockstep([(ranks, "place") for ranks in self.sequence])
-
-        def ask(ranks: Ranks, mine: tuple[int, ...]) -> list[Any]:
-            return (of_sequence if ranks in self.sequence else self._talk).ask(ranks, "place", mine)
-
-        found = grids(self.everyone, ask)
+        found = grids(self.everyone, lambda ranks, mine: self._talk.ask(ranks, "place", mine))
         self.facts = {name: replace(facts, grid=found[name]) for name, facts in self.facts.items()}
         if self.sequence:
             names = {ranks.group for ranks in self.sequence}
@@ -247,10 +244,32 @@ class Session:
 
     # Behind the passes.
 
-    def finish(self, error: Exception | None) -> None:
-        """Answer what the others will still ask."""
-        if self.groups:
-            self._talk.finish(error)
+    def finish(self, gm: GraphModule, error: Exception | None) -> Exception | None:
+        """Answer what the others will still ask; why this rank fails, as they may have told it.
+
+        Raises SpError, as Dynamo lets it out, if a group of the program cannot meet at the call and hear it there.
+        """
+        if not self.groups:
+            return error
+        error = self._talk.finish(error)
+        meets = self._talk.opened and not any(ranks in self._talk.apart for ranks in self.groups)
+        if meets or error is None:
+            return error
+        if self._talk.opened:  # who has heard of it over another group waits there for this rank's call
+            stop(" ".join(str(error).split("\n"))[:STOPPED], subject=subject_of(gm), within=broken_within())
+        raise RanksDiffer(str(error)) from error
+
+    @contextmanager
+    def telling_interrupts(self, gm: GraphModule) -> Iterator[None]:
+        """Where this rank is interrupted meanwhile, it says so: no other need wait for it."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            subject = subject_of(gm)
+            stop(f"{type(error).__name__} when it compiles {subject}", subject=subject, within=broken_within())
+            raise
 
     def guard(
         self,

@@ -6,7 +6,7 @@ rank has skipped, never meets words, which would be of another size and abort th
 
 A wait ends within the group's timeout, in words: who did not come, what every rank was last seen doing, and what a rank
 that stopped has left in the store. A rank that compiles leaves signs of life there, because a compilation may take
-longer than any timeout. There is one key for either, however many ranks there are and however long they run.
+longer than any timeout. A group has one key for either, however many ranks it has and however long they run.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Wire:
             + ([TOGETHER] if saying.doing == READS else [])
         )
         told = "; ".join([f"it {what}", *why]).replace("\n", " ")
-        stop(told[:STOPPED], of={self.name: self.talks})  # who comes later need not wait; to other groups it may come
+        stop(told[:STOPPED], of={self.name: self.talks}, within=self.name)  # to other groups it may come
         return self.broken
 
     def model(self, parameters: Sequence[torch.nn.Parameter]) -> int:
@@ -280,12 +280,14 @@ class Wire:
     def _stopped(self, saying: Message) -> Stop:
         """What another rank of this group said, if it has stopped since the last exchange, and this one has not.
 
-        A rank that cannot compile one program comes to the others, over whichever group.
+        A rank that cannot compile one program comes to the others, over whichever group that is not broken there.
         """
-        last = _last_stop()
+        last = _last_stop(self.name)
+        if last.rank == dist.get_rank() or last.rank not in self.ranks or not self._is_since(last):
+            return NOBODY
         comes = saying.doing == CALLS and last.subject not in ("", saying.subject)
-        other = last.rank != dist.get_rank() and last.rank in self.ranks and not comes
-        return last if other and self._is_since(last) and not any(map(self._is_since, _mine)) else NOBODY
+        goes = last.within == self.name or not (comes or any(map(self._is_since, _mine)))
+        return last if goes else NOBODY
 
     def _is_since(self, one: Stop) -> bool:
         known = one.talks.get(self.name)
@@ -343,7 +345,7 @@ class Stop:
     there was; what is said of one does not hold for groups that are made later.
 
     subject: the program that it cannot call; "": whichever. within: the group in whose next exchange it was, which the
-    others may have finished; "": none.
+    others may have finished, and which is broken there for good; "": none.
     """
 
     rank: int
@@ -371,7 +373,8 @@ def stop(
     said = Stop(dist.get_rank(), words, goes_on, talks if of is None else of, subject, within)
     _mine[:] = [said]
     with suppress(RuntimeError):  # the rank that keeps the store is gone
-        answered(lambda: _of_all().set("stopped", json.dumps(astuple(said))), None)
+        store, written = _of_all(), json.dumps(astuple(said))
+        answered(lambda: [store.set(f"stopped/{name}", written) for name in said.talks], None)
     return said
 
 
@@ -385,11 +388,16 @@ def saying_why() -> Iterator[None]:
         raise
 
 
-def _last_stop() -> Stop:
-    """Which rank stopped last, and why."""
-    store = _of_all()
+def broken_within() -> str:
+    """`within` of what this rank said last, for what it says next."""
+    return _mine[0].within if _mine else ""
+
+
+def _last_stop(group: str) -> Stop:
+    """Which rank of a group stopped last, and why."""
+    store, key = _of_all(), f"stopped/{group}"
     try:
-        words = answered(lambda: store.get("stopped") if store.check(["stopped"]) else b"", b"")
+        words = answered(lambda: store.get(key) if store.check([key]) else b"", b"")
     except RuntimeError:  # the rank that keeps the store is gone
         return NOBODY
     return Stop(*json.loads(words)) if words else NOBODY

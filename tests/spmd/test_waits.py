@@ -168,7 +168,7 @@ def test_a_stop_holds_for_the_groups_that_there_were(
 ) -> None:
     """A rank that could not compile a program comes to the same one over a group that is made later."""
     said = wire.Stop(1, "mesh: it has no axis 'sq'", False, {"there": 0}, "Floats")
-    monkeypatch.setattr(wire, "_last_stop", lambda: said)
+    monkeypatch.setattr(wire, "_last_stop", lambda _: said)
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
     waiting = wire.Wire(name, [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     found = waiting._stopped(Message(CALLS, "Floats", 1))
@@ -186,7 +186,7 @@ def test_a_stop_holds_for_the_groups_that_there_were(
 )
 def test_a_stop_holds_for_its_program(monkeypatch: pytest.MonkeyPatch, subject: str, believed: bool) -> None:
     """And not for one whose name begins alike."""
-    monkeypatch.setattr(wire, "_last_stop", lambda: wire.Stop(1, "no room", False, {"one": 0}, subject))
+    monkeypatch.setattr(wire, "_last_stop", lambda _: wire.Stop(1, "no room", False, {"one": 0}, subject))
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
     waiting = wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     found = waiting._stopped(Message(CALLS, "forward at model.py:12: x", 3, model=2))
@@ -279,7 +279,7 @@ def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: py
     store = dist.HashStore()
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(wire, "stop", lambda *_, **__: None)
-    monkeypatch.setattr(wire, "_last_stop", lambda: wire.NOBODY)
+    monkeypatch.setattr(wire, "_last_stop", lambda _: wire.NOBODY)
     waiting = wire.Wire("one", [0, 1], store, timedelta(seconds=0.2), ["joined the group"] * 2)
     with pytest.raises(SpError, match="waited 0 s for ranks that did not come"):
         waiting.gather([0], torch.int64, Message(CALLS, "Floats", 1))

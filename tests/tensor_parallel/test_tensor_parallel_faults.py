@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
-from support.parallel.parallel_training import split
+from support.fuzz.fault_parallel import Scanned
+from support.fuzz.fault_replicas import impatient_mesh
+from support.fuzz.loop import TIMEOUT
+from support.parallel.parallel_models import Split
+from support.parallel.parallel_training import message, split
 from support.parallel.parallel_variants import DIM, Hidden
 from support.ranks import Ranks as Pool
 from torch import Tensor, nn
 
 from sp_compile import SpError
+from sp_compile.spmd import session, wire
 
 STEPS, FAULT = 4, 2
 Step = Callable[[Any, nn.Module, Tensor, bool], None]
@@ -107,3 +114,46 @@ def test_every_rank_hears_of_it_on_that_step(
         assert re.search(words, told, re.DOTALL), told
     first, second = (told.partition("\n\n")[0] for _, told in everyone)  # what Dynamo adds stands behind it
     assert first == second
+
+
+def compiles_on_a_grid(fault: str) -> tuple[str, float]:
+    """What a rank hears of what goes wrong on rank 3, and after how many seconds. Two axes: "sp", "tp"."""
+    mesh, is_odd = impatient_mesh(("sp", "tp")), dist.get_rank() == 3
+    tp = mesh.get_group("tp")
+    options = {"compiler": "aot_eager", "cost": {}, "mesh": mesh, "mesh_dim": "sp"}
+    if is_odd and fault == "option":
+        options["sequence_parallel_linear"] = "never"
+    run = torch.compile(Scanned(Split(2, dist.get_rank(tp), tp)), backend="sp", options=options)
+    ids, noise = torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 6, 8, dtype=torch.float64)
+    begun = time.monotonic()
+    if is_odd and fault != "option":
+        error = MemoryError if fault == "memory" else KeyboardInterrupt
+        with mock.patch.object(session, "digests_of", side_effect=error("of the fault")):
+            try:
+                return message(lambda: run(ids, ids, noise)), time.monotonic() - begun
+            except KeyboardInterrupt:
+                return "", 0.0
+    return message(lambda: run(ids, ids, noise)), time.monotonic() - begun
+
+
+def goes_on() -> None:
+    """What was said of a rank does not hold in the next test."""
+    wire.stop("", goes_on=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("option", "different options.*'sequence_parallel_linear': 'never'"),
+        ("interrupt", "rank 3 stopped: KeyboardInterrupt when it compiles"),
+        pytest.param("memory", "could not be compiled on rank.*MemoryError: of the fault", marks=pytest.mark.slow),
+    ],
+)
+def test_every_rank_of_a_grid_hears_why_it_is_not_compiled(ranks: Pool, fault: str, words: str) -> None:
+    """Its neighbours over the group, and those who share a sequence with these."""
+    try:
+        for number, (told, seconds) in enumerate(ranks.run(4, compiles_on_a_grid, fault)):
+            assert re.search(words, told, re.DOTALL) or (number == 3 and fault == "interrupt"), told
+            assert seconds < TIMEOUT
+    finally:
+        ranks.run(4, goes_on)

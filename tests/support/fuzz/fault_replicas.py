@@ -58,14 +58,14 @@ def of_replicas(**ddp: Any) -> Callable[[Loop], None]:
     return prepare
 
 
-def impatient_mesh() -> DeviceMesh:
+def impatient_mesh(names: tuple[str, str] = ("dp", "sp")) -> DeviceMesh:
     """Of groups that wait as long as the default one; those of `init_device_mesh` wait for half an hour."""
     grid = torch.arange(RANKS).view(-1, OF_SEQUENCE)
     mine = []
     for rows in (grid.mT, grid):
         groups = [dist.new_group(row, timeout=timedelta(seconds=TIMEOUT)) for row in rows.tolist()]
         mine += [one for one in groups if one != dist.GroupMember.NON_GROUP_MEMBER]
-    return DeviceMesh.from_group(mine, "cpu", mesh=grid, mesh_dim_names=("dp", "sp"))
+    return DeviceMesh.from_group(mine, "cpu", mesh=grid, mesh_dim_names=names)
 
 
 def by_replica(act: Acts, goes: Acts) -> Acts:

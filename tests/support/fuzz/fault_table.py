@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from support.fuzz import fault_parallel as parallel
 from support.fuzz import fault_replicas as replicas
 from support.fuzz import fault_training as training
 from support.fuzz.fault_acts import (
@@ -70,10 +71,7 @@ from support.fuzz.fault_acts import (
     without_sync,
     writes_before_backward,
 )
-from support.fuzz.loop import DIM, TIMEOUT, Loop
-from support.parallel.parallel_models import Linear, Norm, Split, drawn
-from support.parity import VOCAB, build
-from torch import Tensor, nn
+from support.fuzz.loop import TIMEOUT, Loop
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -200,35 +198,13 @@ def homeless(loop: Loop) -> None:
 def fails_to_compile(error: type[BaseException]) -> Callable[[Loop], None]:
     def begin(loop: Loop) -> None:
         loop.compile_raises = error("of the fault")
+        parallel.rests(loop, 1, TIMEOUT / 2)
 
     return begin
 
 
 def compiles_for_long_at_first(loop: Loop) -> None:
     loop.compile_takes = 2 * TIMEOUT
-
-
-class Parallel(nn.Module):
-    """Layers over all ranks, as `Subject` takes its batch; with one rank, the same on one device."""
-
-    def __init__(self, tp: Split) -> None:
-        super().__init__()
-        self.embed = tp.part(drawn(VOCAB, DIM), None)
-        self.norm, self.up, self.down = Norm(tp, DIM, "rms"), Linear(tp, DIM, 12, 0), Linear(tp, 12, DIM, 1)
-        self.tp, self.head, self.slope = tp, tp.part(drawn(VOCAB, DIM), None), 1.0
-
-    def forward(self, ids: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
-        x = nn.functional.embedding(ids, self.embed) + noise
-        x = self.norm(x + self.down(self.up(self.tp.f(x)).tanh()))
-        x = self.norm(x + self.down(self.up(self.tp.f(x)).mul(self.slope).tanh()))
-        return nn.functional.cross_entropy(nn.functional.linear(x, self.head).flatten(0, 1), labels.flatten())
-
-
-def tensor_parallel(loop: Loop) -> None:
-    """In place of a model whose sequence is split. A compiler of one's own has no place for passes on collectives."""
-    loop.net = loop.run = build(partial(Parallel, Split(loop.scene.world, loop.rank, dist.group.WORLD)))
-    loop.alone = build(partial(Parallel, Split()))
-    loop.options["compiler"] = "aot_eager"
 
 
 VALUES = "different values"
@@ -240,7 +216,10 @@ TRAINS: Any = {"prepares": training.trains}
 REPLICAS: Any = {"prepares": replicas.of_replicas(), "ranks": replicas.RANKS}
 UNUSED: Any = {"prepares": replicas.of_replicas(find_unused_parameters=True), "ranks": replicas.RANKS}
 ANEW = f"{VALUES}|different|compiles the program anew|{ASTRAY}"
-PARALLEL: Any = {"prepares": tensor_parallel}
+PARALLEL: Any = {"prepares": parallel.tensor_parallel}
+GRID: Any = {"prepares": parallel.grid, "ranks": parallel.GRID}
+NOT_COMPILED = "could not be compiled on rank.*of the fault"
+INTERRUPTED = "stopped: KeyboardInterrupt when it compiles"
 CAUGHT = (MemoryError, KeyboardInterrupt)
 
 FAULTS: dict[str, Fault] = {
@@ -338,9 +317,7 @@ FAULTS: dict[str, Fault] = {
     "no HOME": Fault("", begins=homeless, options=MEASURED),
     "broken constants": Fault("", begins=broken_constants, options=MEASURED),
     "MemoryError while compiling": Fault("could not be compiled on rank", begins=fails_to_compile(MemoryError)),
-    "KeyboardInterrupt while compiling": Fault(
-        f"{VALUES}|{ASTRAY}|{STOPPED}", begins=fails_to_compile(KeyboardInterrupt), own=CAUGHT
-    ),
+    "KeyboardInterrupt while compiling": Fault(INTERRUPTED, begins=fails_to_compile(KeyboardInterrupt), own=CAUGHT),
     "compiling for long": Fault("", begins=compiles_for_long_at_first),
     "other values of a weight": Fault(f"{VALUES}.*weight", exchanged),
     "another weight": Fault(f"{ASTRAY}.*not called it with before", replaced, late=True),
@@ -476,4 +453,23 @@ FAULTS: dict[str, Fault] = {
     "a skipped call, replicas that look for unused parameters": Fault(
         f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step, **UNUSED
     ),
+    # While ranks compile a program with groups of its own, and of a grid: its sequence is split over a second axis.
+    "nothing, grid": Fault("", slow, **GRID),
+    **{
+        f"{name}, {where}": Fault(hears, begins=begins, **more, **given)
+        for where, given in (("tensor-parallel", PARALLEL), ("grid", GRID))
+        for name, hears, begins, more in (
+            ("another option of layers", "different options.*linear", option(sequence_parallel_linear="never"), {}),
+            ("MemoryError while compiling", NOT_COMPILED, parallel.while_compiling(parallel.raises(MemoryError)), {}),
+            (
+                "KeyboardInterrupt while compiling",
+                INTERRUPTED,
+                parallel.while_compiling(parallel.raises(KeyboardInterrupt)),
+                {"own": CAUGHT},
+            ),
+            ("SIGKILL while compiling", STOPPED, parallel.while_compiling(parallel.is_killed), {"ends": True}),
+            ("a rank that does not come to compile", WAITS, parallel.comes_late, {}),
+        )
+    },
+    "a mesh axis that is none, grid": Fault("no axis", begins=option(mesh_dim="sq"), **GRID),
 }
