@@ -52,10 +52,10 @@ def row(name: str, folder: Path, beside: str) -> list[str]:
     losses, ends = found["losses"], [end - begun for end in found["ends"]]
     assert len(losses) == len(alone["losses"])
     worst = max(abs(a - b) for a, b in zip(losses, alone["losses"], strict=True))
-    falls = next(i for i, loss in enumerate(losses) if loss < losses[0])
-    until = ends[min(len(ends) - 1, falls * len(ends) // len(losses))]
+    falls = next((i for i, loss in enumerate(losses) if loss < losses[0]), None)  # of random tokens it may not
+    until = "" if falls is None else f"{ends[min(len(ends) - 1, falls * len(ends) // len(losses))]:.0f}"
     numbers = f"{len(ends)}", f"{losses[0]:.3f} to {losses[-1]:.3f}", f"{worst:.0e}"
-    return [name, *numbers, *(f"{seconds:.0f}" for seconds in (ends[0], until, whole, cpu)), said(beside)]
+    return [name, *numbers, f"{ends[0]:.0f}", until, f"{whole:.0f}", f"{cpu:.0f}", said(beside)]
 
 
 def cpu_seconds() -> float:
