@@ -14,7 +14,7 @@ VERSIONS ?=
 # vector instructions the CPU says to have it has: trying them out takes each process that compiles 5 to 20 seconds.
 PYTEST := TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 TORCHINDUCTOR_VEC_ISA_OK=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-versions fuzz properties quick bench docs lint format clean
+.PHONY: demo test test-slow test-versions fuzz properties quick bench recipes docs lint format clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_lm.py
@@ -44,6 +44,11 @@ properties: $(VENV)/.test
 bench: $(VENV)/.examples
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/compile_time.py
+
+# Each recipe of docs/ as it is typed, with Inductor, beside one device: minutes each. Written to benchmarks/results/recipes.md.
+RECIPES ?=
+recipes: $(VENV)/.test $(VENV)/.recipes
+	PYTHONPATH=tests:. $(BIN)/python -m support.docs.typed $(RECIPES)
 
 # The site of docs/, in build/site; any warning is an error.
 docs: $(VENV)/.docs

@@ -5,7 +5,8 @@
 First what compiling forward and backward adds to the first step, with backend="inductor" and with backend="sp" on one
 rank. Then tracing and the passes without Inductor, which should grow in proportion to the layers. Then one graph of the
 whole model and one of each block, on real ranks, with Inductor: equal blocks share one, so theirs should not grow. In
-CPU seconds, the C++ compiler's included, so that a busy machine does not matter.
+CPU seconds, the C++ compiler's included, so that a busy machine does not matter. Written to
+results/compile_cpu.md, table by table; `--only blocks` makes one of them.
 """
 
 import argparse
@@ -13,12 +14,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from measuring.gloo_ranks import joined
+from measuring.tables import markdown, processor
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -28,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import DecoderLM
 
 SEQ = 512  # short: compile time does not depend on it
+TABLES = "backends", "growth", "blocks"
+RESULTS = Path(__file__).parent / "results" / "compile_cpu.md"
 
 
 def inputs(layers: int) -> tuple[DecoderLM, Tensor, Tensor]:
@@ -112,7 +118,7 @@ def in_fresh_process(*measure: str) -> list[float]:
     return [float(word) for word in printed.splitlines()[-1].split()]
 
 
-def compare_backends(console: Console, layers: int, repeats: int) -> None:
+def compare_backends(console: Console, layers: int, repeats: int) -> Table:
     """The best of `repeats` for each backend."""
     best = {"inductor": float("inf"), "sp": float("inf")}
     with console.status("compiling"):
@@ -125,10 +131,10 @@ def compare_backends(console: Console, layers: int, repeats: int) -> None:
     for backend, seconds in best.items():
         table.add_row(backend, f"{seconds:.1f}", f"{seconds / best['inductor']:.2f}")
     table.add_row("passes of sp alone", f"{own:.1f}", f"{own / best['inductor']:.2f}")
-    console.print(table)
+    return table
 
 
-def show_growth(console: Console, ranks: int) -> None:
+def growth(console: Console, ranks: int) -> Table:
     """`explain` in CPU seconds; the passes' part of it by their own clock, which a busy machine disturbs."""
     table = Table("layers", "explain, CPU s", "ms a layer", "passes, s", title=f"the passes, {ranks} ranks")
     with console.status("running the passes"):
@@ -136,16 +142,43 @@ def show_growth(console: Console, ranks: int) -> None:
             passes, everything = in_fresh_process("passes", str(ranks), str(layers))
             each = f"{1000 * everything / layers:.0f}"
             table.add_row(str(layers), f"{everything:.2f}", each, f"{passes:.2f}")
-    console.print(table)
+    return table
 
 
-def show_blocks(console: Console, ranks: int) -> None:
+def blocks_and_whole(console: Console, ranks: int) -> Table:
     table = Table("layers", "one graph, CPU s", "block by block, CPU s", title=f"compile time of a rank of {ranks}")
     with console.status("compiling on ranks"):
         for layers in (4, 16):
             whole, blocks = (in_fresh_process(way, str(layers), str(ranks))[0] for way in ("whole", "blocks"))
             table.add_row(str(layers), f"{whole:.1f}", f"{blocks:.1f}")
-    console.print(table)
+    return table
+
+
+def report(tables: Sequence[Table], args: argparse.Namespace) -> str:
+    """CPU seconds are a little longer beside what else runs on the machine, so that is said."""
+    flags = f"--layers {args.layers} --ranks {args.ranks} --repeats {args.repeats} --only {' '.join(args.only)}"
+    load = f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    facts = [
+        f"- {date.today()}, {processor()}, torch {torch.__version__}",
+        f"- `python benchmarks/compile_time.py {flags}`, every cache off",
+        f"- {load}{f'; beside {args.beside}' if args.beside else ''}",
+    ]
+    parts = [part for table in tables for part in (f"## {str(table.title).capitalize()}", markdown(table))]
+    return "\n\n".join(["# Compile time", "\n".join(facts), *parts]) + "\n"
+
+
+def write_results(args: argparse.Namespace) -> None:
+    console, tables = Console(), list[Table]()
+    makes = {
+        "backends": partial(compare_backends, console, args.layers, args.repeats),
+        "growth": partial(growth, console, args.ranks),
+        "blocks": partial(blocks_and_whole, console, args.ranks),
+    }
+    for name in args.only:
+        tables.append(makes[name]())
+        console.print(tables[-1])
+        args.output.write_text(report(tables, args))
+    console.print(f"written: {args.output}")
 
 
 def main() -> None:
@@ -153,6 +186,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2, help="ranks that the passes are planned for")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--beside", default="", help="what else runs on the machine, for the report")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     match args.measure:
@@ -165,10 +201,7 @@ def main() -> None:
         case ["whole" | "blocks" as way, layers, ranks, folder, rank]:
             one_rank(way, int(layers), int(ranks), folder, int(rank))
         case _:
-            console = Console()
-            compare_backends(console, args.layers, args.repeats)
-            show_growth(console, args.ranks)
-            show_blocks(console, args.ranks)
+            write_results(args)
 
 
 if __name__ == "__main__":

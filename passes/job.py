@@ -146,11 +146,13 @@ def laps_by_pass(laps: Iterable[Lap]) -> list[Lap]:
 class Job(Settings):
     """The settings of one graph, its analysis, and what passes leave for later ones and for the report.
 
-    fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence.
+    fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence. follows: nor need it
+    where another program of these ranks has left results in shards.
     planned: the plan that a local graph was made from; its nodes are those of the global view.
     """
 
     fragment: bool = False
+    follows: bool = False
     planned: Plan | None = None
     notes: list[Note] = field(default_factory=list)
     laps: list[Lap] = field(default_factory=list)

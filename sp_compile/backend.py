@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture
@@ -34,10 +35,12 @@ from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
 from sp_compile.passes.results import RESULTS, why_whole
 from sp_compile.passes.strategies.attention.layouts import OtherOrder, reason
+from sp_compile.passes.strategies.sequence import BEHIND_EAGER_CODE
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
-from sp_compile.spmd.between import Edges, Result, symbols_of
+from sp_compile.spmd.between import Edges, Result, follows, remember, symbols_of
+from sp_compile.spmd.fingerprint import subject_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
 from sp_compile.spmd.session import ALONE, Session
@@ -211,7 +214,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, 
             machine=machine,
             aligned=session.aligned,
         )
-        local, report = run_pipeline(view.graph, settings, view.fragment)
+        local, report = run_pipeline(view.graph, settings, view.fragment, follows(session.ranks))
         plain += [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")[len(plain) :]]  # rows' order
         return plain, settings, local, report
 
@@ -222,10 +225,14 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, 
         why, view = reason(error), global_view(gm, example_inputs, config.asked, session.ranks, not deals)
         plain, settings, local, report = passed(view)
     report.add(_taken_from_others(view, example_inputs, why))
+    for note in report.notes:
+        if note.why.startswith(BEHIND_EAGER_CODE) and not (dist.is_initialized() and dist.get_rank()):
+            log.warning("%s is compiled with backend='sp', and %s", subject_of(gm), note.why)
     declare_routes(local, session.ranks)
     rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
     edges = Edges(view.layouts, _left_in_shards(local, view, session.ranks), rows, view.writes, symbols)
     if edges.results:
+        remember(session.ranks)
         written = edges.writes.values()
         report.sharded_outputs = [result.name for i, result in edges.results.items() if i not in written]
     return RankProgram(local, settings, report, plain, _joint(plain, settings, session), edges)

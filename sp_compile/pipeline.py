@@ -84,13 +84,15 @@ def strategies() -> tuple[type[Rewrite], ...]:
     return (Undo, NestedScan, Means, Pick, *attention_passes(), Scan, Halo, Reduce, Gather, Draws)
 
 
-def run_pipeline(gm: GraphModule, job: Settings, fragment: bool = False) -> tuple[GraphModule, Report]:
+def run_pipeline(
+    gm: GraphModule, job: Settings, fragment: bool = False, follows: bool = False
+) -> tuple[GraphModule, Report]:
     """Captured graph in the global view -> (graph of one rank, report).
 
-    fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence.
+    fragment, follows: why it need not contain a sequence, as `Job` has them.
     Raises SpError when no sequence is found in a whole model, or when a pass refuses.
     """
-    state = replace(Job.begin(job), fragment=fragment)
+    state = replace(Job.begin(job), fragment=fragment, follows=follows)
     if job.ranks.n == 1:
         state = replace(state, attention="auto", layout="auto", notes=list(_of_several(job)))
     pipeline = Pipeline(state)

@@ -30,12 +30,13 @@ from sp_compile.passes.report import Report
 from sp_compile.spmd.between import as_if_sharded
 from sp_compile.spmd.session import ALONE, Session
 
-from ._compat import TorchRuntimeError, memory_budget, partitioned
+from ._compat import TorchRuntimeError, is_compiling, memory_budget, partitioned
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower
 from .config import Ranks, SPConfig
-from .errors import SpError, did_you_mean
+from .errors import SpError, did_you_mean, user_line
 from .pipeline import BEHIND
 
+READ_BY_EAGER_CODE = "eager code reads it: what stands between two graphs, or was left to Python"
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
 
@@ -153,6 +154,13 @@ def _each_graph(
     totals = [Report(2 if sp is None else sp, step=step) for sp, step in zip_longest(ranks, steps or [])]
     failure: list[SpError] = []
     seen: list[GraphModule] = []
+    running: list[GraphModule] = []
+
+    def looked(name: str) -> None:
+        """Eager code reads a result of this name."""
+        if not running and not is_compiling():
+            for total in totals:
+                total.add([Note("whole", name, user_line(), f"{name} lies in shards, and {READ_BY_EAGER_CODE}")])
 
     def look(
         gm: GraphModule, example_inputs: Sequence[Any], total: Report, sp: int | None
@@ -189,7 +197,10 @@ def _each_graph(
                 if compare is not None and session.split:
                     compare(gm, lowered, inputs)
                 total.merge(lowered.report)
-            return as_if_sharded(gm.forward(*inputs), found[0][1].edges)
+            running.append(gm)
+            results = gm.forward(*inputs)
+            running.pop()
+            return as_if_sharded(results, found[0][1].edges, looked)
 
         return call
 

@@ -102,10 +102,14 @@ def _nobody(words: str) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from, in words. meet: ranks tell each other that they read it; raises SpError."""
+    """Where a value comes from, in words. meet: ranks tell each other that they read it; raises SpError.
+
+    looked: is told of what reads it where it is whole already, as in a look at a program.
+    """
 
     words: str = "a value in shards"
     meet: Callable[[str], None] = _nobody
+    looked: Callable[[str], None] = _nobody
 
 
 @dataclass(eq=False)
@@ -140,6 +144,7 @@ class HeldRows:
     def read(self) -> Tensor:
         """The whole; every rank comes here. Raises SpError, on every rank that comes, if one does not."""
         if self.whole is not None:
+            self.origin.looked(self.origin.words)
             return self.whole
         local = self.rows()
         traced = type(local) is not Tensor  # a compiler's stand-in: nothing is exchanged, and nothing kept
@@ -172,7 +177,7 @@ class HeldRows:
 
     def mapped(self, op: Callable[[Tensor], Tensor], name: str) -> HeldRows:
         """The same of another value, made of this one row by row."""
-        origin = Origin(f"{name} of {self.origin.words}", self.origin.meet)
+        origin = replace(self.origin, words=f"{name} of {self.origin.words}")
         if self.whole is not None:
             return HeldRows(self.layout, self.length, None, origin, op(self.whole))
         if self.late is not None:

@@ -275,7 +275,7 @@ def _summed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     layout = first.lies
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.rows(x) for x in (a, b)))
-    origin = Origin(f"a sum with {first.held.origin.words}", first.held.origin.meet)
+    origin = replace(first.held.origin, words=f"a sum with {first.held.origin.words}")
     held = HeldRows(layout, first.held.length, total, origin)
     if func is aten.add.Tensor:
         return Sharded(held, first.shape)
@@ -443,21 +443,22 @@ def write(x: Sharded, new: Tensor) -> None:
         torch.autograd.graph.increment_version(x)  # what has been kept for a backward is told apart
 
 
-def known_whole(x: Tensor, layout: Layout) -> Tensor:
+def known_whole(x: Tensor, layout: Layout, origin: Origin | None = None) -> Tensor:
     """A value that is whole, and says where its rows would lie: for a look at a program, which runs on none."""
-    return _Known.apply(x, layout)
+    return _Known.apply(x, layout, origin or Origin())
 
 
 class _Known(torch.autograd.Function):
     """The identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:
         length = x.shape[layout.dim]
         rows = layout.outer * rows_held(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]
-        return Sharded(HeldRows(layout, length, layout.dense(x.new_empty(shape)), whole=layout.dense(x)), x.shape)
+        local = layout.dense(x.new_empty(shape))
+        return Sharded(HeldRows(layout, length, local, origin, whole=layout.dense(x)), x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.held.read() if isinstance(grad, Sharded) else grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.held.read() if isinstance(grad, Sharded) else grad, None, None

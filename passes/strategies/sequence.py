@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import argument_name, size_hint
 from sp_compile.errors import SpError, at
+from sp_compile.graph.call import is_tensor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, same
 from sp_compile.passes.base import Pass
@@ -17,6 +18,11 @@ from sp_compile.sharding.placement import Plan, Shard
 from sp_compile.spmd.inputs import mark_across
 
 ALL = "the whole graph"
+BETWEEN_BREAKS = "a piece between graph breaks that has no sequence; every rank runs it whole"
+BEHIND_EAGER_CODE = (
+    "it has no sequence of its own, and what it is given is whole, as is all that eager code makes of a value in "
+    "shards; every rank runs it whole. Compute that in what is compiled, or name the sequence"
+)
 
 
 class MarkExchanges(Pass):
@@ -47,19 +53,21 @@ class Sequences(Pass):
         if job.ranks.n == 1:
             return fixed
         if not axes.sequences:
-            self._none(list(found), job)
+            self._none(gm, list(found), job)
         elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
             self._nothing_sharded(job)
         return fixed
 
-    def _none(self, inputs: list[Node], job: Job) -> None:
-        if not job.fragment:
-            names = [argument_name(node) for node in inputs]
+    def _none(self, gm: GraphModule, inputs: list[Node], job: Job) -> None:
+        names = [argument_name(node) for node in inputs if is_tensor(node)]
+        name_it = f"options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}"
+        if not job.fragment and (not job.follows or job.fallback == "error"):
             raise SpError(
                 "no sequence found: the model has no attention or scan whose dim could be followed to an input. Name "
-                f"it: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}"
+                f"it: {name_it}"
             )
-        where, why = "a piece between graph breaks", "it has no sequence; every rank runs it whole"
+        where = next((at(node) for node in gm.graph.nodes if node.op == "call_function"), ALL)
+        why = BETWEEN_BREAKS if job.fragment else f"{BEHIND_EAGER_CODE}: {name_it}"
         self.notes.append(Note("replicated", "graph", where, why))
 
     def _nothing_sharded(self, job: Job) -> None:

@@ -1,17 +1,19 @@
-"""What a person calls an input of Dynamo's graph: as the signature of the function that was called has it."""
+"""What a person calls an input or a result of Dynamo's graph: as the signature, and what is returned, have it."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._dynamo.source import NumpyTensorSource, TensorPropertySource
-from torch.fx import Node
+from torch._dynamo.variables import TensorVariable
+from torch.fx import GraphModule, Node
 
 _ATTRIBUTE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
@@ -63,10 +65,46 @@ def _positional(index: int) -> str:
     return names[index] if 0 <= index < len(names) else ""
 
 
+def result_names(gm: GraphModule) -> dict[str, str]:
+    """What the value that the compiled function returns calls tensors in it, by the names of their nodes: keys of a
+    dict, fields of a dataclass, as transformers return them, or of a named tuple.
+
+    Empty where it calls them nothing, of a piece that ends at a graph break, and where a torch keeps it elsewhere than
+    2.13.
+    """
+    reason, locals_ = getattr(gm, "compile_subgraph_reason", None), _dynamo_locals("output_graph", "compile_subgraph")
+    returned = locals_.get("stack_values_flat", ())
+    if reason is None or reason.graph_break or len(returned) != 1:
+        return {}
+    try:
+        fields = dict(_fields(returned[0].realize(), locals_["self"].side_effects.store_attr_mutations))
+        tensors = {name: value.realize() for name, value in fields.items()}
+        named = {name: value.as_proxy().node.name for name, value in tensors.items() if type(value) is TensorVariable}
+    except (AttributeError, KeyError, NotImplementedError):
+        return {}
+    return {node: name for name, node in reversed(named.items())}
+
+
+def _fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a value that Dynamo tracks, by name. attributes: that it has set of objects that it has made."""
+    yield from attributes.get(value, {}).items()
+    items = getattr(getattr(value, "_base_vt", value), "items", None)
+    if isinstance(items, dict):
+        keys = [(getattr(key, "vt", key), item) for key, item in items.items()]
+        yield from ((key.as_python_constant(), item) for key, item in keys if key.is_python_constant())
+    elif items is not None and hasattr(value, "tuple_cls"):
+        yield from zip(getattr(value.tuple_cls, "_fields", ()), items, strict=False)
+
+
 def _compiled_locals() -> dict[str, Any]:
     """The local variables of the function that Dynamo compiles now."""
-    entries = str(Path(torch._dynamo.__file__).parent / "convert_frame.py")
+    return _dynamo_locals("convert_frame", "_compile").get("locals", {})
+
+
+def _dynamo_locals(module: str, function: str) -> dict[str, Any]:
+    """The local variables of the innermost call of a function of Dynamo's that is running."""
+    file = str(Path(torch._dynamo.__file__).parent / f"{module}.py")
     frame: FrameType | None = sys._getframe()
-    while frame is not None and not (frame.f_code.co_filename == entries and frame.f_code.co_name == "_compile"):
+    while frame is not None and not (frame.f_code.co_filename == file and frame.f_code.co_name == function):
         frame = frame.f_back
-    return frame.f_locals.get("locals", {}) if frame is not None else {}
+    return frame.f_locals if frame is not None else {}

@@ -24,10 +24,11 @@ from sp_compile._compat import (
     is_module_state,
     pytree,
     refuse_eager_fallback,
+    result_names,
     trace_again_with_symbols,
 )
 from sp_compile.config import Asked, Ranks
-from sp_compile.errors import SpError
+from sp_compile.errors import SpError, at
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import size
 from sp_compile.lowering.collectives.held import Layout
@@ -158,8 +159,10 @@ def global_view(
         graph = capture(gm, example_inputs)
         inputs, layouts = _in_shards(graph, example_inputs, ranks, deals)
     _mark_inputs(graph, example_inputs)
-    names, arguments = _result_names(gm), [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
-    outputs, writes = _of_results(names, asked.outputs, fragment), _writes_returned(graph, example_inputs)
+    arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
+    results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
+    names, made = _called(gm, results), ["" if node is None else node.name for node in results]
+    outputs, writes = _of_results(names, made, asked.outputs, fragment), _writes_returned(graph, example_inputs)
     names += [arguments[i] for i in writes]
     outputs += ["lazy"] * len(writes)
     return GlobalView(graph, fragment, arguments, names, outputs, seq_dims, inputs, layouts, writes)
@@ -222,19 +225,36 @@ def compiled_inputs(
     return [rows.get(i, fakes[i]) if isinstance(x, others) else x for i, x in enumerate(example_inputs)]
 
 
-def _result_names(gm: GraphModule) -> list[str]:
-    """What the user's code calls each result, as far as Dynamo kept it."""
-    leaves = pytree.tree_leaves(gm.graph.output_node().args[0])
-    return [leaf.name if isinstance(leaf, Node) else "" for leaf in leaves]
+def _called(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
+    """What the user calls each result: as what is returned has it; or as the line that makes it, whose names Dynamo
+    numbers (`hidden_states_15`), if that is the only result of this name; or as Dynamo does.
+    """
+    returned = result_names(gm)
+    on_lines = [_on_its_line(node) for node in results]
+    alone = [name if on_lines.count(name) == 1 else "" for name in on_lines]
+    return ["" if node is None else returned.get(node.name, alone[i] or node.name) for i, node in enumerate(results)]
 
 
-def _of_results(names: Sequence[str], outputs: str | Mapping[str | int, str], fragment: bool) -> list[str]:
-    """What the option says of each result. A fragment may lack some that it names."""
+def _on_its_line(node: Node | None) -> str:
+    """The node's name without a number that its line does not have."""
+    if node is None or node.op != "call_function":
+        return ""
+    name, line = re.sub(r"_\d+$", "", node.name), at(node)
+    return name if re.search(rf"\b{name}\b", line) and not re.search(rf"\b{node.name}\b", line) else node.name
+
+
+def _of_results(
+    names: Sequence[str], made: Sequence[str], outputs: str | Mapping[str | int, str], fragment: bool
+) -> list[str]:
+    """What the option says of each result, by what is returned or by the code that makes it. A fragment may lack some
+    that it names.
+    """
     if isinstance(outputs, str):
         return [outputs] * len(names)
     asked = ["auto"] * len(names)
     for key, word in outputs.items():
-        found = [i for i, name in enumerate(names) if key in (i, name, re.sub(r"_\d+$", "", name))]
+        found = [i for i, (name, one) in enumerate(zip(names, made)) if key == name != one]
+        found = found or [i for i, one in enumerate(made) if key in (i, one, re.sub(r"_\d+$", "", one))]
         if not found and not fragment:
             raise SpError(f"outputs: no result is called {key!r}; the graph's results are {names}")
         for i in found:

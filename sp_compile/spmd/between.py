@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, evaluated
+from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, compiled_frame, evaluated
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
 from sp_compile.graph.sizes import Size, size
@@ -191,15 +191,29 @@ class ShardedProgram:
         return evaluated(length, known)
 
 
-def as_if_sharded(results: Sequence[Any], edges: Edges) -> Sequence[Any]:
+_left: set[tuple[int, str]] = set()
+"""Groups of whose programs one has left results in shards, each with the number of Dynamo's resets before."""
+
+
+def remember(ranks: Ranks) -> None:
+    """A program of these ranks, which is compiled now, leaves results in shards."""
+    _left.add((compiled_frame()[0], ranks.group))
+
+
+def follows(ranks: Ranks) -> bool:
+    """Has a program of these ranks done so that was compiled before this one?"""
+    return (compiled_frame()[0], ranks.group) in _left
+
+
+def as_if_sharded(results: Sequence[Any], edges: Edges, looked: Callable[[str], None]) -> Sequence[Any]:
     """Whole results that say where they would lie, as the next graph takes them: a look at a model without ranks.
 
-    One that lies along a part of a dim the next graph takes whole.
+    One that lies along a part of a dim the next graph takes whole. looked: is told of each, by name, when it is read.
     """
     values = list(results)
     for i, result in edges.results.items():
         if not result.parts and i not in edges.writes.values():
-            values[i] = known_whole(values[i], result.layout)
+            values[i] = known_whole(values[i], result.layout, Origin(result.name, looked=looked))
     return values
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -140,3 +142,58 @@ def test_other_data_are_explained_by_a_sampler() -> None:
     assert "sp_compile.data.SequenceSampler(dataset, mesh)" in told
     del sampler
     assert "DistributedSampler over" not in explained([said(0), said(1)], [], set(), {"ids"}, set())
+
+
+class Found(NamedTuple):
+    scores: Tensor
+    state: Tensor
+
+
+@dataclass
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """As transformers' models return theirs."""
+
+    loss: Tensor
+    scores: Tensor
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            self[one.name] = getattr(self, one.name)
+
+
+class Returns(nn.Module):
+    """Names of its own for what it returns in one of several forms."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = x.cumsum(1)
+        for _ in range(3):
+            hidden = hidden.sin() * 2
+        loss = hidden.mean()
+        match self.how:
+            case "tuple":
+                return loss, hidden
+            case "dict":
+                return {"loss": loss, "scores": hidden}
+            case "dataclass":
+                return Output(loss, hidden)
+            case "named tuple":
+                return Found(hidden, loss)
+            case _:
+                return loss, {"scores": hidden}
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("tuple", "hidden"), ("dict", "scores"), ("dataclass", "scores"), ("named tuple", "scores"), ("nested", "hidden")],
+)
+def test_results_are_called_what_the_model_calls_them(how: str, name: str) -> None:
+    for outputs in ("lazy", {name: "lazy", "loss" if how != "named tuple" else "state": "gather"}):
+        report = sp_compile.explain(Returns(how), data(), sp=2, outputs=outputs)
+        assert report.sharded_outputs == [name]
+    assert sp_compile.explain(Returns(how), data(), sp=2, outputs={"hidden": "lazy"}).sharded_outputs == [name]
+    with pytest.raises(SpError, match=f"no result is called 'hiden'; the graph's results are .*'{name}'"):
+        sp_compile.explain(Returns(how), data(), sp=2, outputs={"hiden": "lazy"})

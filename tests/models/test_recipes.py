@@ -39,8 +39,8 @@ def code_of(name: str) -> str:
     return code
 
 
-def launch(folder: Path, processes: int, script: str, *arguments: str) -> None:
-    """A program of tests/support/programs in a folder; on one process without the compiler."""
+def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: float = 600, **others: str) -> None:
+    """A program of tests/support/programs in a folder; on one process without the compiler. others: of the environment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -52,18 +52,19 @@ def launch(folder: Path, processes: int, script: str, *arguments: str) -> None:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
         "TORCHDYNAMO_DISABLE": str(int(processes == 1)),
+        **others,
     }
     program = ROOT / "tests" / "support" / "programs" / script
     command = [sys.executable, *torchrun, str(program), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
-def run(name: str, folder: Path, processes: int, *changes: str) -> dict[str, Any]:
-    """What a recipe ends with."""
+def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any) -> dict[str, Any]:
+    """What a recipe ends with. launched: as `launch` takes it."""
     result = folder / f"{name}{processes}.pt"
     page = (PAGES if name in NEEDS else PAGES.parent) / f"{name}.md"
-    launch(folder, processes, "recipe.py", str(page), str(result), *changes)
+    launch(folder, processes, "recipe.py", str(page), str(result), *changes, **launched)
     return torch.load(result)
 
 
@@ -99,7 +100,7 @@ def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
     compare(run(name, tmp_path, 2, *casts), alone)
 
 
-ON_FOUR = ("accelerate", "sft", "fabric")
+ON_FOUR = ("accelerate", "sft", *OF_LIGHTNING)
 
 
 @pytest.mark.slow

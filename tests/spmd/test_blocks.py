@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ class Way:
     """How the blocks are compiled and sharded, on `sizes` ranks of replicas and of a sequence.
 
     over: FSDP's ranks, the "replicas" or "all". grads: the option param_grads. gathers: again in the backward.
+    fetches: each block asks for its neighbours' weights, both ways.
     """
 
     sizes: tuple[int, int]
@@ -80,10 +82,16 @@ class Way:
     mixed: bool = False
     gathers: bool = True
     checkpoints: bool = False
+    fetches: bool = False
 
     def __str__(self) -> str:
         words = ["x".join(map(str, self.sizes)), self.first, self.over, self.grads]
-        others = {"mixed": self.mixed, "kept": not self.gathers, "checkpoints": self.checkpoints}
+        others = {
+            "mixed": self.mixed,
+            "kept": not self.gathers,
+            "checkpoints": self.checkpoints,
+            "fetches": self.fetches,
+        }
         return "-".join([*words, *(word for word, said in others.items() if said)])
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -102,6 +110,9 @@ class Way:
                 block.compile(backend="sp", options=options)
         for part in (model.tail, model):
             self.shard(part, mesh)
+        for before, after in pairwise([*model.blocks, model.tail]) if self.fetches else ():
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
 
     def alone(self, model: Stack) -> Stack:
         """One device's: with casts that of FSDP2 over a single rank, which is what says where they are."""
@@ -178,6 +189,8 @@ WAYS = [
     Way((2, 2), mixed=True),
     Way((2, 2), first="shard", over="all", grads="partial", mixed=True, checkpoints=True),
     Way((1, 4), over="all", grads="partial", mixed=True, gathers=False),
+    Way((2, 2), over="all", grads="partial", mixed=True, fetches=True),
+    Way((2, 2), first="shard", checkpoints=True, fetches=True),
 ]
 
 

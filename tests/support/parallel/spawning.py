@@ -12,19 +12,19 @@ import torch.multiprocessing as mp
 from support.ranks import forkserver
 
 
-def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: str) -> None:
+def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: str, timeout: timedelta) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    init = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
+    init = {"init_method": f"file://{store}", "timeout": timeout}
     dist.init_process_group("gloo", rank=rank, world_size=world, **init)
     torch.save(fn(), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def spawned(world: int, fn: Callable[[], Any]) -> list[Any]:
-    """What the function returns on so many ranks of their own."""
+def spawned(world: int, fn: Callable[[], Any], timeout: timedelta = timedelta(seconds=60)) -> list[Any]:
+    """What the function returns on so many ranks of their own. timeout: of an exchange."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         forkserver()
-        mp.start_processes(_spawned, (world, f"{folder}/store", fn, folder), world, start_method="forkserver")
+        mp.start_processes(_spawned, (world, f"{folder}/store", fn, folder, timeout), world, start_method="forkserver")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]

@@ -1,16 +1,19 @@
 """Runs the first program of a page of docs/ and keeps what came of it: `python recipe.py PAGE RESULT [OLD NEW]...`.
 
-OLD is replaced by NEW in the code first. The result holds `losses` and the weights of `model`, saved by rank 0.
+OLD is replaced by NEW in the code first. The result holds `losses`, the weights of `model`, and `ends`, the time after each
+step of an optimizer, saved by rank 0. RECIPE_COMPILER names what compiles each rank's graph; Inductor takes a minute longer.
 """
 
 import os
 import re
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sp_compile import SPConfig
 
@@ -20,15 +23,17 @@ def main(page: str, result: str, *changes: str) -> None:
     for old, new in zip(changes[::2], changes[1::2], strict=True):
         assert old in code, old
         code = code.replace(old, new)
-    # What each rank compiles is not the matter, and Inductor takes a minute longer.
-    SPConfig.__init__.__kwdefaults__["compiler"] = "aot_eager"
+    SPConfig.__init__.__kwdefaults__["compiler"] = os.environ.get("RECIPE_COMPILER", "aot_eager")
+    ends = list[float]()
+    register_optimizer_step_post_hook(lambda *_: ends.append(time.time()))
     script = Path(f"{Path(page).stem}.py")
     script.write_text(code)
     names = runpy.run_path(str(script), run_name="__main__")
     weights = {name: p.detach() for name, p in names["model"].named_parameters()}
     weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in weights.items()}
     if os.environ.get("RANK", "0") == "0":
-        torch.save({"losses": [float(one) for one in names["losses"]], "weights": weights}, result)
+        losses = [float(one) for one in names["losses"]]
+        torch.save({"losses": losses, "weights": weights, "ends": ends}, result)
 
 
 if __name__ == "__main__":

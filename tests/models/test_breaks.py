@@ -1,0 +1,143 @@
+"""A print, a branch on data and a hook in every block: the pieces are one device's, and the report says what was whole, and why."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from spmd.test_blocks import Packed, documents
+from support import ranks as worker
+from support.parity import Block, Decoder, Outcome, build, check, gradients, outcome, sp, text
+from support.ranks import Ranks
+from torch import Tensor, nn
+
+import sp_compile
+
+Seen = list[tuple[int, float]]
+
+
+class Watched(Block):
+    """A block that prints, and takes one of two ways by what it has computed; a hook notes the largest entry."""
+
+    def __init__(self, place: int, seen: Seen) -> None:
+        super().__init__(16, 4)
+        self.register_forward_hook(lambda block, _, out: seen.append((place, out.detach().abs().amax().item())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        print("block", y.shape)  # noqa: T201
+        return y * 2 if y.sum() > 0 else y - 1
+
+
+class BreaksInEachBlock(Decoder):
+    def __init__(self, seen: Seen, layers: int = 3) -> None:
+        super().__init__(layers=0)
+        self.blocks.extend(Watched(place, seen) for place in range(layers))
+
+
+def watched(how: str, outputs: str, lengths: list[int]) -> tuple[list[Outcome], Seen, Seen]:
+    """Steps against one device, with what the hooks saw in both. how: compiled "whole" or by "blocks"."""
+    saw: tuple[Seen, Seen] = [], []
+    model, alone = (build(BreaksInEachBlock, seen=seen) for seen in saw)
+    options = {"mesh": worker.mesh(), "outputs": outputs}
+    run = sp(model, **options) if how == "whole" else model
+    for block in model.blocks if how == "blocks" else ():
+        block.compile(backend="sp", options={"compiler": "aot_eager", "cost": {}, **options})
+    outcomes = []
+    for seed, length in enumerate(lengths):
+        args = text(length, seed=seed)
+        for one in (model, alone):
+            one.zero_grad()
+        losses = run(*args), alone(*args)
+        for loss in losses:
+            loss.backward()
+        outcomes.append(outcome(losses[0], gradients(model), losses[1], gradients(alone)))
+    return outcomes, *saw
+
+
+@pytest.mark.parametrize(
+    ("n", "how", "outputs", "lengths"),
+    [
+        (2, "whole", "lazy", [9]),
+        pytest.param(2, "whole", "auto", [9, 12], marks=pytest.mark.slow),
+        pytest.param(3, "whole", "lazy", [10, 12], marks=pytest.mark.slow),
+        pytest.param(2, "blocks", "lazy", [9, 12], marks=pytest.mark.slow),
+        pytest.param(3, "blocks", "auto", [10], marks=pytest.mark.slow),
+    ],
+)
+def test_breaks_in_each_block(ranks: Ranks, n: int, how: str, outputs: str, lengths: list[int]) -> None:
+    results = ranks.run(n, watched, how, outputs, lengths)
+    for outcomes in zip(*(steps for steps, _, _ in results)):
+        check(outcomes)
+    for _, found, right in results:
+        assert [place for place, _ in found] == [place for place, _ in right] == [0, 1, 2] * len(lengths)
+        torch.testing.assert_close(*(torch.tensor([x for _, x in saw]) for saw in (found, right)))
+
+
+def behind_eager_code(layout: str, attention: str, changes: bool) -> tuple[list[Outcome], list[str]]:
+    """Blocks whose results a hook reads, and after the last one changes, before a compiled loss; what is said of it."""
+    model, said = build(Packed, shifts=False), list[str]()
+    alone = copy.deepcopy(model)
+
+    def read(block: nn.Module, _: Any, out: Tensor) -> Tensor | None:
+        biggest = out.detach().abs().amax()
+        return out / biggest if changes and block in (model.blocks[-1], alone.blocks[-1]) else None
+
+    for one in (*model.blocks, *alone.blocks):
+        one.register_forward_hook(torch.compiler.disable(read))
+    options = {"compiler": "aot_eager", "cost": {}, "mesh": worker.mesh(), "outputs": "lazy", "attention": attention}
+    for block in model.blocks:
+        block.compile(backend="sp", options={**options, "layout": layout})
+    model.tail.compile(backend="sp", options=options)
+    log, handler = logging.getLogger("sp_compile"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    outcomes = []
+    for length in (24, 27):
+        args = text(length)[0], documents(length, length)
+        found, right = model(*args), alone(*args)
+        grads = [torch.autograd.grad(one, [*m.parameters()]) for one, m in ((found, model), (right, alone))]
+        outcomes.append(outcome(found, grads[0], right, grads[1]))
+    log.removeHandler(handler)
+    return outcomes, [words for words in said if "no sequence" in words]
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("changes", [True, False])
+@pytest.mark.parametrize(("layout", "attention"), [("balanced", "ring"), ("contiguous", "ulysses")])
+def test_eager_code_before_a_compiled_tail(ranks: Ranks, layout: str, attention: str, changes: bool) -> None:
+    """What it reads stays in shards. What it makes is whole, and so is then what has no sequence: rank 0 says so."""
+    results = ranks.run(2, behind_eager_code, layout, attention, changes)
+    for outcomes in zip(*(steps for steps, _ in results)):
+        check(outcomes)
+    (of_first, of_second) = (said for _, said in results)
+    assert not of_second
+    assert bool(of_first) == changes
+    for words in of_first:
+        assert "every rank runs it whole" in words
+        assert "with an input out of ['x', 'labels']" in words
+
+
+def test_what_the_report_says_of_breaks() -> None:
+    """What stays in shards; what is whole, at which line, and why: the hook's largest entry, and what eager code reads."""
+    report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=2), *text(9), sp=2, outputs="lazy")
+    said = {note.done: (note.node, note.where, note.why) for note in report.notes if note.done != "in shards"}
+    assert {note.node for note in report.notes if note.done == "in shards"} == {"y", "out", "x"}
+    assert said.keys() == {"ulysses", "reduce", "gather", "whole", "replicated"}
+    assert "y.sum() > 0" in said["reduce"][1]
+    node, where, why = said["gather"]
+    assert (node, "amax().item()" in where, "needs all of" in why) == ("amax", True, True)
+    node, where, why = said["whole"]  # Dynamo leaves a loop to Python in which a block breaks, and what is around it
+    assert (node, "return self.norm(x)" in where, "eager code reads it" in why) == ("mul", True, True)
+    _, where, why = said["replicated"]
+    assert ("logits = self.head" in where, "every rank runs it whole" in why) == (True, True)
+
+
+def test_what_the_report_says_of_small_results() -> None:
+    report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=1), *text(9), sp=2)
+    (small,) = [note for note in report.notes if note.done == "whole"]
+    assert "return x + self.dropout" in small.where
+    assert small.why == "a result of the model, smaller than 1 MiB"

@@ -1,0 +1,102 @@
+"""The recipes of docs/ as a newcomer types them: two processes, Inductor, empty caches, nothing set in the environment.
+
+    make recipes RECIPES="start blocks"
+
+Their losses beside those of one device that runs the same lines eagerly, and how long it takes from the command to the
+first step whose loss is lower than the first one's. A row of benchmarks/results/recipes.md each; one that is run again
+replaces its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+from models.test_recipes import NEEDS, OF_LIGHTNING, ROOT, run
+
+RESULTS = ROOT / "benchmarks" / "results" / "recipes.md"
+HEADER = (
+    "recipe",
+    "steps",
+    "loss, first to last",
+    "largest difference",
+    "s to the first step",
+    "s until the loss falls",
+    "s in all",
+    "CPU s in all",
+)
+ABOUT = """# Recipes as typed
+
+- {}, torch {}, {} cores
+- `make recipes`: `torchrun --nproc-per-node 2`, Inductor, empty caches; seconds from the
+  command on, importing torch included; CPU seconds of both ranks, of the C++ compiler and of torchrun
+- the difference of a loss is to one device that runs the same lines eagerly, in float32 (blocks: in bf16)
+"""
+
+
+def row(name: str, folder: Path, beside: str) -> list[str]:
+    """What came of one recipe."""
+    one = ("devices=2", "devices=1") if name in OF_LIGHTNING else ()
+    alone = run(name, folder, 1, *one)
+    (folder / "checkpoint").exists() and (folder / "checkpoint").rename(folder / "of one")
+    begun, cpu = time.time(), cpu_seconds()
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    found = run(name, folder, 2, timeout=1500, RECIPE_COMPILER="inductor", **caches)
+    whole, cpu = time.time() - begun, cpu_seconds() - cpu
+    losses, ends = found["losses"], [end - begun for end in found["ends"]]
+    assert len(losses) == len(alone["losses"])
+    worst = max(abs(a - b) for a, b in zip(losses, alone["losses"], strict=True))
+    falls = next((i for i, loss in enumerate(losses) if loss < losses[0]), None)  # of random tokens it may not
+    until = "" if falls is None else f"{ends[min(len(ends) - 1, falls * len(ends) // len(losses))]:.0f}"
+    numbers = f"{len(ends)}", f"{losses[0]:.3f} to {losses[-1]:.3f}", f"{worst:.0e}"
+    return [name, *numbers, f"{ends[0]:.0f}", until, f"{whole:.0f}", f"{cpu:.0f}", said(beside)]
+
+
+def cpu_seconds() -> float:
+    """Of the children that have ended."""
+    return sum(os.times()[2:4])
+
+
+def said(beside: str) -> str:
+    load = f"load {os.getloadavg()[0]:.1f}"
+    return f"{date.today()}, {load}, {beside}" if beside else f"{date.today()}, {load}"
+
+
+def write(new: list[str]) -> None:
+    """Into the table, in the order of names."""
+    header = [*HEADER, "when, load of the machine at the end"]
+    text = RESULTS.read_text() if RESULTS.exists() else ""
+    rows = {line.split(" | ")[0]: line for line in re.findall(r"^\| (\w+ \| .*) \|$", text, re.MULTILINE)}
+    rows.pop(header[0], None)
+    rows[new[0]] = " | ".join(new)
+    lines = [" | ".join(header), *(rows[name] for name in sorted(rows))]
+    lines = [f"| {line} |" for line in lines]
+    lines.insert(1, "| " + " | ".join(["---"] * len(header)) + " |")
+    RESULTS.write_text(ABOUT.format(processor(), torch.__version__, os.cpu_count()) + "\n" + "\n".join(lines) + "\n")
+
+
+def processor() -> str:
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return names[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="start, or a page of docs/recipes; all by default")
+    parser.add_argument("--beside", default="", help="what else runs on the machine, for the table")
+    given = parser.parse_args()
+    for name in given.names or ["start", *NEEDS]:
+        with tempfile.TemporaryDirectory(prefix="recipe-") as folder:
+            new = row(name, Path(folder), given.beside)
+        write(new)
+        print(" | ".join(new), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
