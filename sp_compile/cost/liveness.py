@@ -37,7 +37,7 @@ from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
 from sp_compile.lowering.dtypes import accumulation_dtype
 from sp_compile.lowering.library import TWICE
-from sp_compile.lowering.tiles.flops import flops_of
+from sp_compile.lowering.tiles.flops import flops_of, is_grouped_product
 from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
 
 Key = int
@@ -168,7 +168,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
         idle = sum(held.nbytes for held in live if held.origin == "reuse")
         product = is_product(node)
         found.moments.append(Moment(node.name, at(node), total, results, idle, product))
-        found.flops += flops_of(node) if node.target in MATRIX_PRODUCTS or node.target in TILE_LOOPS else 0
+        found.flops += 0 if node.target in ATTENTIONS else flops_of(node)
         if not product:
             found.traffic += places.traffic(node)
         if node.target in TILE_LOOPS:
@@ -180,7 +180,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
 
 def is_product(node: Node) -> bool:
     """Is it a matrix product, or an attention?"""
-    return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS
+    return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS or is_grouped_product(node)
 
 
 @dataclass(frozen=True)
