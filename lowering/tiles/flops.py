@@ -22,7 +22,7 @@ GROUPED_PRODUCTS = {
     "transformers::grouped_mm_fallback": 1,
     "transformers::grouped_mm_fallback_backward": 2,
 }
-"""How many products a grouped one is. torch has no formula for them, and gets none of ours: its counters are the user's."""
+"""Products that a grouped one is. torch has no formula for it, and gets none of ours: its counters are the user's."""
 
 
 @register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
@@ -83,6 +83,6 @@ def is_grouped_product(node: Node) -> bool:
 
 
 def _of_groups(a: Node, b: Node) -> int:
-    """Every row is in one group, so as of one product: (R, I), (E, I, O), or (I, R), (R, O); of E, where both have E."""
+    """(R, I), (E, I, O) or (I, R), (R, O): each row is in one group, so as of one product; of E, where both have E."""
     x, y = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
     return 2 * math.prod([*x, y[-1]] if len(x) == len(y) == 3 else [*x[-2:], y[-1]])
