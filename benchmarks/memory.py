@@ -2,13 +2,15 @@
 
 python benchmarks/memory.py           activations of the demo's model; takes the flags of examples/train_lm.py
 python benchmarks/memory.py --plan    predicted against measured tensors of a step, to results/memory_plan.md
-python benchmarks/memory.py --tiles 16 [TOKENS]    work in tiles beside DeepSpeed's (see peers.py), to results/tiles.md
+python benchmarks/memory.py --tiles 16 [--tokens 2048] [--ranks 1 2 4] [--repeats 3] [--only "ours|DeepSpeed"]
+                                       work in tiles beside DeepSpeed's (see peers.py), to results/tiles.md
 """
 
+import argparse
 import sys
+from datetime import date
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from compare import memory_table, run_alone, run_ranks
 from measuring.steps import CASES, RANKS, compare
 from measuring.tables import markdown, processor
-from measuring.tiled_ways import VOCAB, compared
+from measuring.tiled_ways import VOCAB, Run, compared
 from train_lm import parse_args
 
 RESULTS = Path(__file__).parent / "results" / "memory_plan.md"
@@ -32,14 +34,17 @@ fuses them, which is modelled.
 
 """
 
-TILES = """# Head and MLPs in tiles beside peers
+TILES = f"""# Head and MLPs in tiles beside peers
 
-`python benchmarks/memory.py --tiles {tiles} {tokens}` on {processor}: one process and thread, float32, {tokens} tokens,
-a vocabulary of {vocab}, 4 layers of 256, every block checkpointed, {tiles} tiles where there are any. Peak of all
-tensors that a step makes, gradients included; CPU seconds: medians of turns in one run. DeepSpeed: its TiledMLP and
-TiledFusedLogitsLoss. By hand: chunks, each computed again.
+float32, a vocabulary of {VOCAB}, 4 layers of 256, every block checkpointed, one thread a rank. Peak of all tensors that
+a step makes, gradients included, of the rank that holds most; CPU seconds of all ranks together, their exchanges
+included: medians of turns in one run, in the first of which every allocation is recorded. Gradients: against those of
+the first line. DeepSpeed: its TiledMLP, TiledFusedLogitsLoss and DistributedAttention, and gradients summed in place.
+By hand: chunks, each computed again, with heads exchanged for rows. Where attention only allocates, peaks are those of
+a step, gradients those of another function, and CPU seconds those of all else.
 
 """
+"""Then a section for each length and number of ranks."""
 
 
 def predictions(console: Console) -> None:
@@ -53,12 +58,24 @@ def predictions(console: Console) -> None:
             RESULTS.write_text(WORDS + markdown(table) + "\n")
 
 
-def beside_peers(console: Console, tiles: int = 16, tokens: int = 32768) -> None:
-    torch.set_num_threads(1)
-    table = compared(tokens, tiles, repeats=3)
-    console.print(table)
-    words = TILES.format(tiles=tiles, tokens=tokens, processor=processor(), vocab=VOCAB)
-    RESULTS.with_name("tiles.md").write_text(words + markdown(table) + "\n")
+def beside_peers(console: Console, given: argparse.Namespace) -> None:
+    path = RESULTS.with_name("tiles.md")
+    for ranks in given.ranks:
+        title = f"{given.tokens} tokens, {ranks} rank{'s' if ranks > 1 else ''}"
+        title += ", attention that only allocates" if given.hollow else ""
+        table = compared(Run(given.tokens, given.tiles, ranks, given.repeats, given.only, given.hollow))
+        console.print(title, table)
+        command = f"--tiles {given.tiles} --tokens {given.tokens} --ranks {ranks} --repeats {given.repeats}"
+        command += " --hollow" if given.hollow else ""
+        about = f"`python benchmarks/memory.py {command}`, {date.today()}, {processor()}"
+        _, *others = path.read_text().split("\n## ") if path.exists() else [""]
+        others = [text.strip() for text in others if not text.startswith(f"{title}\n")]
+        sections = [*others, f"{title}\n\n{about}\n\n{markdown(table)}"]
+        path.write_text(TILES + "\n\n".join(f"## {text}" for text in sorted(sections, key=_numbers)) + "\n")
+
+
+def _numbers(section: str) -> list[int]:
+    return [int(word) for word in section.splitlines()[0].split() if word.isdigit()]
 
 
 def main() -> None:
@@ -67,7 +84,14 @@ def main() -> None:
         predictions(console)
         return
     if "--tiles" in sys.argv[1:]:
-        beside_peers(console, *map(int, sys.argv[sys.argv.index("--tiles") + 1 :]))
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--tiles", type=int, required=True)
+        parser.add_argument("--tokens", type=int, default=2048)
+        parser.add_argument("--ranks", type=int, nargs="+", default=[1])
+        parser.add_argument("--repeats", type=int, default=3)
+        parser.add_argument("--only", default="", help="a regular expression of ways")
+        parser.add_argument("--hollow", action="store_true", help="attention allocates and does no work: peaks only")
+        beside_peers(console, parser.parse_args())
         return
     args = parse_args()
     args.steps = 1  # the measured step comes after it

@@ -8,6 +8,7 @@ behaviour of the well-known repositories, as what sp_compile is measured against
                            shards are zigzag, rank r of n holds chunks r and 2n - 1 - r of 2n
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,17 +20,21 @@ aten = torch.ops.aten
 Pair = tuple[Tensor, Tensor]
 
 
-class UlyssesAttention(nn.Module):
-    """Whole sequences and a share of the heads, between two kinds of all-to-all."""
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(B, H, S, D) -> (B, H, S, D)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+
+class UlyssesAttention(nn.Module):
+    """Whole sequences and a share of the heads, between two kinds of all-to-all. attend: what is done to these."""
+
+    def __init__(self, group: dist.ProcessGroup, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.attend = group, attend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (_Exchange.apply(self.group, x, True).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return _Exchange.apply(self.group, out.transpose(1, 2), False)
+        return _Exchange.apply(self.group, self.attend(q, k, v).transpose(1, 2), False)
 
 
 class _Exchange(torch.autograd.Function):

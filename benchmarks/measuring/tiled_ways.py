@@ -1,87 +1,149 @@
 """A training step whose head and MLPs run in tiles, ours, DeepSpeed's (ALST) and by hand: peak of tensors, CPU time.
 
-One model and one process. Every way checkpoints its blocks. DeepSpeed's are functions that a model calls; ours and the
-plain model are the model as it is.
+One model, on one process or on ranks, which take turns at every way. Every way checkpoints its blocks. Ours and the
+plain model are the model as it is, and take the whole sequence. DeepSpeed's are functions that a model calls; its ranks
+and those by hand take their rows, exchange heads for rows around attention (Ulysses), and sum gradients in place.
 """
 
+from __future__ import annotations
+
 import os
+import re
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
-from models import IGNORE, Block, DecoderLM
+from measuring.gloo_ranks import joined
+from measuring.handwritten import UlyssesAttention, causal
+from models import IGNORE, Attention, Block, DecoderLM, rope
 from peak_memory import peak_activation_bytes
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 VOCAB, DIM, LAYERS, HEADS = 32768, 256, 4, 4
+SHORT = 2048
+"""Tokens of a first step of what is not compiled: it makes what only a first step makes."""
 Step = Callable[[], Tensor]
 Made = tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]
 """A model, and what is called."""
 
 
 class CheckpointedLM(nn.Module):
-    """The decoder of the examples, its blocks computed again. tiles: of the head and of MLPs by `mlp` and `loss`."""
+    """The decoder of the examples, its blocks computed again: of whole ids and labels, (1, S) each, the mean loss."""
 
-    def __init__(self, tiles: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inner, self.tiles = DecoderLM(vocab=VOCAB, dim=DIM, layers=LAYERS, heads=HEADS), tiles
+        self.inner = DecoderLM(vocab=VOCAB, dim=DIM, layers=LAYERS, heads=HEADS)
 
     def block(self, block: Block, x: Tensor) -> Tensor:
-        x = x + block.attention(block.norm1(x))
+        x = x + self.attention(block.attention, block.norm1(x))
         return x + self.mlp(block.mlp, block.norm2(x))
+
+    def attention(self, attention: Attention, x: Tensor) -> Tensor:
+        return attention(x)
 
     def mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
         return mlp(x)
 
-    def loss(self, h: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, h: Tensor, labels: Tensor, count: Tensor) -> Tensor:
         logits = self.inner.head(h).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        labels = F.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+        return self.of_rows(ids, labels, (labels != IGNORE).sum())
+
+    def of_rows(self, ids: Tensor, labels: Tensor, count: Tensor) -> Tensor:
         x = self.inner.embed(ids)
         for one in self.inner.blocks:
             x = checkpoint(self.block, one, x, use_reentrant=False)
-        return self.loss(self.inner.norm(x), F.pad(labels, (0, 1), value=IGNORE)[:, 1:])
+        return self.loss(self.inner.norm(x), labels, count)
 
 
-class ByHand(CheckpointedLM):
-    """Chunks of the sequence, each computed again, as one writes it."""
+def rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of whole sequences and a share of the heads, (B, H, S, D) each."""
+    return causal(rope(q), rope(k), v)
+
+
+class TiledByHand(CheckpointedLM):
+    """Chunks of the sequence, each computed again, as one writes it; on ranks the sequence is this rank's."""
+
+    def __init__(self, tiles: int) -> None:
+        super().__init__()
+        self.tiles = tiles
+        self.split = self.exchanged() if dist.is_initialized() else None
+
+    def exchanged(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Attention of q, k, v on this rank, (B, s, H, D) each."""
+        return UlyssesAttention(dist.group.WORLD, rotated)
+
+    def attention(self, attention: Attention, x: Tensor) -> Tensor:
+        if self.split is None:
+            return attention(x)
+        q, k, v = (made(x).unflatten(-1, (-1, attention.head_dim)) for made in (attention.q, attention.k, attention.v))
+        return attention.out(self.split(q, k, v).flatten(2))
 
     def mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
         parts = [checkpoint(mlp, part, use_reentrant=False) for part in x.chunk(self.tiles, 1)]
         return torch.cat(parts, 1)
 
-    def loss(self, h: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, h: Tensor, labels: Tensor, count: Tensor) -> Tensor:
         pairs = zip(h.chunk(self.tiles, 1), labels.chunk(self.tiles, 1), strict=True)
         total = sum(checkpoint(self.part, *pair, use_reentrant=False) for pair in pairs)
-        return total / (labels != IGNORE).sum()
+        return total / count
 
     def part(self, h: Tensor, labels: Tensor) -> Tensor:
         logits = self.inner.head(h).float().flatten(0, 1)
         return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        if self.split is None:
+            return super().forward(ids, labels)
+        labels = F.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+        mine = (x.chunk(dist.get_world_size(), 1)[dist.get_rank()] for x in (ids, labels))
+        return self.of_rows(*mine, (labels != IGNORE).sum())
 
-class DeepSpeed(CheckpointedLM):
-    """Its TiledMLP and its TiledFusedLogitsLoss, which makes gradients in the forward.
+
+class DeepSpeed(TiledByHand):
+    """Its DistributedAttention, its TiledMLP, and its TiledFusedLogitsLoss, which makes gradients in the forward.
 
     The head's for a cotangent of 1, whatever is done to the loss behind it: what the sum is divided by stands inside.
     """
+
+    def exchanged(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        import deepspeed.comm
+        from deepspeed.sequence.layer import DistributedAttention
+
+        if not deepspeed.comm.is_initialized():
+            deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+        class Local(nn.Module):
+            def forward(self, *operands: Tensor) -> Tensor:
+                return rotated(*(x.transpose(1, 2) for x in operands)).transpose(1, 2)
+
+        split = DistributedAttention(Local(), dist.group.WORLD, scatter_idx=2, gather_idx=1)
+        return lambda q, k, v: split(q, k, v, 0)
 
     def mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
         return TiledMLP.apply(lambda self, x: self(x), mlp, x, self.tiles, list(mlp.parameters()))
 
-    def loss(self, h: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, h: Tensor, labels: Tensor, count: Tensor) -> Tensor:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-        head, count = self.inner.head, (labels != IGNORE).sum()
+        head = self.inner.head
 
         def part(head: nn.Linear, h: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(head(h).float(), labels, ignore_index=IGNORE, reduction="sum") / count
@@ -89,73 +151,181 @@ class DeepSpeed(CheckpointedLM):
         return TiledFusedLogitsLoss.apply(part, head, h, labels, None, self.tiles, [head.weight], "sum")
 
 
+@dataclass(frozen=True)
+class Way:
+    """make: of the number of tiles. compiled: for one length. sums: do its ranks sum loss and gradients themselves?"""
+
+    make: Callable[[int], Made]
+    compiled: bool = False
+    sums: bool = False
+
+
 def ours(tiles: int) -> Made:
     model = CheckpointedLM()
     return model, torch.compile(model, backend="sp", options={"tiles": tiles, "cost": {}}, dynamic=False)
 
 
-def plain(kind: type[CheckpointedLM], compiled: bool = False) -> Callable[[int], Made]:
+def plain(compiled: bool) -> Callable[[int], Made]:
     def make(tiles: int) -> Made:
-        model = kind(tiles)
+        model = CheckpointedLM()
         return model, torch.compile(model, dynamic=False) if compiled else model
 
     return make
 
 
+def called(kind: type[TiledByHand]) -> Callable[[int], Made]:
+    def make(tiles: int) -> Made:
+        model = kind(tiles)
+        return model, model
+
+    return make
+
+
+ALONE = {"no tiles": Way(plain(False)), "no tiles, Inductor": Way(plain(True), compiled=True)}
 WAYS = {
-    "no tiles": plain(CheckpointedLM),
-    "no tiles, Inductor": plain(CheckpointedLM, compiled=True),
-    "ours": ours,
-    "DeepSpeed": plain(DeepSpeed),
-    "by hand": plain(ByHand),
+    "ours": Way(ours, compiled=True),
+    "DeepSpeed": Way(called(DeepSpeed), sums=True),
+    "by hand": Way(called(TiledByHand), sums=True),
 }
 
 
 @dataclass
 class Seen:
+    """Of one rank. seconds: CPU time of each repeat, all threads."""
+
     loss: float = 0.0
     gradient: float = 0.0
     peak: int = 0
     seconds: list[float] = field(default_factory=list)
 
 
-def compared(tokens: int, tiles: int, repeats: int) -> Table:
-    """All ways in one process, in turns."""
+@dataclass(frozen=True)
+class Run:
+    """only: a regular expression of ways. repeats: turns; peaks are of the first.
+
+    hollow: do attention's kernels allocate and no more? Peaks are the same, at lengths that would take hours.
+    """
+
+    tokens: int
+    tiles: int
+    ranks: int
+    repeats: int
+    only: str = ""
+    hollow: bool = False
+
+
+def compared(run: Run) -> Table:
+    """All ways in turns, on processes of their own where there are several ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        if run.ranks == 1:
+            found = [_seen(run)]
+        else:
+            mp.spawn(_rank_of_many, (run, folder), nprocs=run.ranks)
+            found = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(run.ranks)]
+    return _report(found)
+
+
+def _rank_of_many(rank: int, run: Run, folder: str) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.ranks), LOCAL_SIZE=str(run.ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
+    )  # fmt: skip
+    with joined(rank, run.ranks, folder, timedelta(minutes=30)):
+        torch.save(_seen(run), f"{folder}/{rank}.pt")
+
+
+def _hollow() -> torch.library.Library:
+    """PyTorch's attention on a CPU with results of the right layout and no work in them, while this is held."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        batch, heads, rows, _ = q.shape
+        return torch.zeros_like(q), q.new_zeros(batch, rows, heads).transpose(1, 2)
+
+    def backward(grad: Tensor, *operands: Any, **_: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_zeros([x.shape[d] for d in (0, 2, 1, 3)]).transpose(1, 2) for x in operands[:3])
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention_for_cpu", forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", backward, "CPU")
+    return library
+
+
+def _seen(run: Run) -> dict[str, Seen]:
+    warnings.simplefilter("ignore")
+    held = _hollow() if run.hollow else None
+    try:
+        return _turns(run)
+    finally:
+        del held
+
+
+def _turns(run: Run) -> dict[str, Seen]:
     os.environ.update(DS_ACCELERATOR="cpu")
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCAB, (1, tokens), generator=generator)
-    jobs: dict[str, Step] = {}
-    seen: dict[str, Seen] = {}
+    torch.set_num_threads(1)
+    ways = {
+        name: way for name, way in {**(ALONE if run.ranks == 1 else {}), **WAYS}.items() if re.search(run.only, name)
+    }
+    ids = torch.randint(VOCAB, (1, run.tokens), generator=torch.Generator().manual_seed(0))
+    models, jobs = {}, {}
+    for name, way in ways.items():
+        models[name], call = way.make(run.tiles)
+        jobs[name] = _step(way, models[name], call)
+        jobs[name](ids if way.compiled else ids[:, :SHORT])
+    seen = {name: Seen() for name in ways}
     first: list[Tensor] = []
-    for name, make in WAYS.items():
-        model, run = make(tiles)
-        mine = seen[name] = Seen()
-
-        def job(model: nn.Module = model, run: Callable[..., Tensor] = run) -> Tensor:
-            for p in model.parameters():
-                p.grad = None
-            loss = run(ids, ids)
-            loss.backward()
-            return loss.detach()
-
-        jobs[name] = job
-        mine.loss = job().item()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        first = first or gradients
-        mine.gradient = max(_error(a, b) for a, b in zip(first, gradients, strict=True))
-        mine.peak = peak_activation_bytes(lambda job=job: job(), model.parameters(), gradients=True)
-    for _ in range(repeats):
+    for turn in range(run.repeats):
         for name, job in jobs.items():
-            begin = time.process_time()
-            job()
-            seen[name].seconds.append(time.process_time() - begin)
+            mine, parameters = seen[name], list(models[name].parameters())
+
+            def step(job: Callable[[Tensor], Tensor] = job, mine: Seen = mine) -> None:
+                begin = time.process_time()
+                mine.loss = job(ids).item()
+                mine.seconds.append(time.process_time() - begin)
+
+            _together()
+            if turn:
+                step()
+            else:
+                mine.peak = peak_activation_bytes(step, parameters, gradients=True)
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                first = first or [g.clone() for g in gradients]
+                mine.gradient = max(_error(a, b) for a, b in zip(first, gradients, strict=True))
+            for p in parameters:
+                p.grad = None
+    return seen
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _step(way: Way, model: nn.Module, call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Forward and backward of a whole sequence: the loss, and gradients, that of one device, on every rank."""
+
+    def step(ids: Tensor) -> Tensor:
+        loss = call(ids, ids)
+        loss.backward()
+        loss = loss.detach()
+        if way.sums and dist.is_initialized():
+            dist.all_reduce(loss)
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+        return loss
+
+    return step
+
+
+def _report(found: Sequence[dict[str, Seen]]) -> Table:
+    """Of all ranks: the largest peak, CPU seconds together."""
     table = Table("", "loss", "gradients off by", "peak MB", "over ours", "CPU s", "over ours")
-    mine = seen["ours"]
-    for name, one in seen.items():
-        ratio = statistics.median(a / b for a, b in zip(one.seconds, mine.seconds, strict=True))
+    peak = {name: max(one[name].peak for one in found) for name in found[0]}
+    seconds = {name: [sum(turn) for turn in zip(*(one[name].seconds for one in found))] for name in found[0]}
+    for name, one in found[0].items():
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds["ours"], strict=True))
         table.add_row(
-            name, f"{one.loss:.6f}", f"{one.gradient:.0e}", f"{one.peak / 1e6:.1f}", f"{one.peak / mine.peak:.2f}",
-            f"{statistics.median(one.seconds):.1f}", f"{ratio:.2f}",
+            name, f"{one.loss:.6f}", f"{one.gradient:.0e}", f"{peak[name] / 1e6:.1f}",
+            f"{peak[name] / peak['ours']:.2f}", f"{statistics.median(seconds[name]):.1f}", f"{ratio:.2f}",
         )  # fmt: skip
     return table
 

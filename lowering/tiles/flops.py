@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -10,11 +11,18 @@ from torch import Tensor
 from torch.fx import Node, map_arg
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from sp_compile._compat import OpOverload, size_hint
+from sp_compile._compat import OpOverload, schema_of, size_hint
 
 from . import ops  # noqa: F401  (registers the operators)
 from .program import PROGRAMS, TilePart
 from .sums import ADDING, Adding
+
+GROUPED_PRODUCTS = {
+    "aten::_grouped_mm": 1,
+    "transformers::grouped_mm_fallback": 1,
+    "transformers::grouped_mm_fallback_backward": 2,
+}
+"""Products that a grouped one is. torch has no formula for it, and gets none of ours: its counters are the user's."""
 
 
 @register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
@@ -60,8 +68,21 @@ def _flops_of(part: TilePart) -> int:
 
 
 def flops_of(node: Node) -> int:
-    """Of a matrix product or an attention, as torch counts them; 0 of all else."""
+    """Of a matrix product or an attention, as torch counts them, and of a grouped product; 0 of all else."""
+    if is_grouped_product(node):
+        return GROUPED_PRODUCTS[schema_of(node.target).name] * _of_groups(*node.args[:2])
     if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in flop_registry:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     return size_hint(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))
+
+
+def is_grouped_product(node: Node) -> bool:
+    """Does it multiply each group of rows with a matrix of its own, or make one matrix of each?"""
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCTS
+
+
+def _of_groups(a: Node, b: Node) -> int:
+    """(R, I), (E, I, O) or (I, R), (R, O): each row is in one group, so as of one product; of E, where both have E."""
+    x, y = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
+    return 2 * math.prod([*x, y[-1]] if len(x) == len(y) == 3 else [*x[-2:], y[-1]])

@@ -22,8 +22,6 @@ from torch.fx import Graph, Node
 from sp_compile._compat import (
     FakeTensorMode,
     OpOverload,
-    auto_functionalized,
-    auto_functionalized_v2,
     inductor_decompositions,
     make_fx,
     schema_of,
@@ -31,67 +29,38 @@ from sp_compile._compat import (
     storage_of,
 )
 from sp_compile.errors import at
-from sp_compile.graph.call import WAIT, is_tensor, overloads, tensors_of
+from sp_compile.graph.call import WAIT, is_tensor, tensors_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import bytes_now
-from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
 from sp_compile.lowering.dtypes import accumulation_dtype
 from sp_compile.lowering.library import TWICE
-from sp_compile.lowering.tiles.flops import flops_of
+from sp_compile.lowering.tiles.flops import flops_of, is_grouped_product
 from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
+from sp_compile.sharding.matchers import source_of
+
+from .kinds import (
+    ARRIVALS,
+    ATTENTIONS,
+    CAT,
+    ELEMENTWISE,
+    FLASH_OF_CPU,
+    FROM_HOST,
+    IN_PLACE_COLLECTIVES,
+    INLINED_OFTEN,
+    INLINED_ONCE,
+    KEY_BLOCK,
+    MATRIX_PRODUCTS,
+    MUTATIONS,
+    PRIMS,
+    PUT_TOGETHER,
+    QUERY_BLOCKS,
+    REDUCTIONS,
+    TILE_LOOPS,
+    TO_HOST,
+    VIEWS,
+)
 
 Key = int
-TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
-ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.default})
-"""They make nothing, and what they are given stays until then."""
-IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default})
-MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
-"""Inductor lets these write into what they are given."""
-CAT = torch.ops.aten.cat.default
-VIEWS = frozenset(overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias"))
-INLINED_ONCE, INLINED_OFTEN = 8, 4
-"""Places that Inductor lets one value read, if it has one reader and if it has several."""
-MATRIX_PRODUCTS = frozenset(overloads("mm bmm addmm baddbmm convolution"))
-REDUCTIONS = frozenset(
-    overloads(
-        "sum sum.dim_IntList mean mean.dim amax amin max.dim min.dim max min var_mean.correction var.correction any "
-        "any.dim argmax argmin prod prod.dim_int logsumexp index_put scatter.src scatter_add index_add "
-        "_unsafe_masked_index_put_accumulate _unsafe_index_put scatter_reduce.two"
-    )
-)
-"""Their operands are computed inside them; what they give has a place."""
-ELEMENTWISE = frozenset(
-    overloads(
-        "embedding index.Tensor gather cat constant_pad_nd full zeros ones empty.memory_format arange.start_step "
-        "full_like zeros_like ones_like empty_like clone _to_copy slice_scatter select_scatter where.self "
-        "scatter.value repeat flip roll lift_fresh_copy scalar_tensor _unsafe_index.Tensor _unsafe_masked_index "
-        "triu tril new_zeros new_full new_ones new_empty copy masked_fill.Scalar index_select expand view permute"
-    )
-)
-TILE_LOOPS = {
-    torch.ops.sp.tiles_forward.default: (0, "forward", ("results",)),
-    torch.ops.sp.tiles_at_once.default: (0, "gradients", ("results", "gradients")),
-    torch.ops.sp.tiles_backward.default: (1, "gradients", ("gradients",)),
-}
-"""Loops over tiles: where their operands begin, what of a program they call for each, and what comes of it."""
-FLASH_OF_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 1,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,
-    torch.ops.sp.attend.default: 1,
-    torch.ops.sp.attend_backward.default: 2,
-}
-"""Attention of PyTorch's CPU kernel -> blocks of scores that each thread has."""
-ATTENTIONS = frozenset(
-    overloads(
-        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
-        "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
-        "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward"
-    )
-).union(FLASH_OF_CPU)
-QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
-"""(queries from which on, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
-PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())
 
 
 @dataclass(frozen=True)
@@ -168,7 +137,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
         idle = sum(held.nbytes for held in live if held.origin == "reuse")
         product = is_product(node)
         found.moments.append(Moment(node.name, at(node), total, results, idle, product))
-        found.flops += flops_of(node) if node.target in MATRIX_PRODUCTS or node.target in TILE_LOOPS else 0
+        found.flops += 0 if node.target in ATTENTIONS else flops_of(node)
         if not product:
             found.traffic += places.traffic(node)
         if node.target in TILE_LOOPS:
@@ -180,7 +149,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
 
 def is_product(node: Node) -> bool:
     """Is it a matrix product, or an attention?"""
-    return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS
+    return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS or is_grouped_product(node)
 
 
 @dataclass(frozen=True)
@@ -258,6 +227,22 @@ def _inside(node: Node, fused: bool) -> int:
     return own + FLASH_OF_CPU[node.target] * torch.get_num_threads() * block * max(4, operands[0].element_size())
 
 
+def _joining(graph: Graph) -> set[Node]:
+    """What nothing reads but results that it is put into, as gradients of weights, until ranks have added them up."""
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node.users and all(x.op == "output" or (x in found and _passes_on(x)) for x in node.users):
+            found.add(node)
+    return found
+
+
+def _passes_on(node: Node) -> bool:
+    """Does the result hold the operands' elements, or those of all ranks added up?"""
+    if node.target in PUT_TOGETHER or source_of(node) is not None:
+        return True
+    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+
+
 def _alike(a: Node, b: Node) -> bool:
     """Do two sums have the same rows and the same results?"""
     (x, y), (u, v) = ((n.args[0].meta["val"].shape, n.meta["val"].shape) for n in (a, b))  # type: ignore[union-attr]
@@ -290,6 +275,7 @@ class _Places:
             self._fuse_sums()
         self.last = {key: i for i, node in enumerate(self.made) for key in self.taken[node]}
         self.results = {self.key(x) for node in graph.output_node().all_input_nodes for x in tensors_of(node)}
+        self.joining = {self.key(x) for node in _joining(graph) for x in tensors_of(node)}
 
     def key(self, value: torch.Tensor) -> Key:
         """The place that a tensor lies in."""
@@ -351,14 +337,15 @@ class _Places:
                         waiting[k].append(held)
             after = lives[i + 1] if i + 1 < len(lives) else live
             for key in live.keys() - after.keys():
-                if live[key].origin == "value":
+                if live[key].origin != "saved":
                     free[live[key].nbytes, self.dtypes[key]].append((i + 1, replace(live[key], origin="reuse")))
             before = live
         return waiting
 
     def _held(self, key: Key) -> Alive:
         node = self.maker[key]
-        return Alive(node.name, at(node), self.sizes[key], "result" if key in self.results else "value")
+        returned = key in self.results or key in self.joining
+        return Alive(node.name, at(node), self.sizes[key], "result" if returned else "value")
 
     def traffic(self, node: Node) -> int:
         """Bytes that an event reads and writes."""

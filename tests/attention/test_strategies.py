@@ -174,6 +174,14 @@ FREE = {"flops": 1e30, "memory_bandwidth": 1e30, "all_gather_bandwidth": 1e30}
 """Only the number of collectives counts; the toy has one each way, and any other more."""
 
 
+def test_a_model_on_the_meta_device_is_planned_with_the_kernels_of_a_gpu() -> None:
+    with torch.device("meta"):
+        model = Decoder(lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)).bfloat16()
+        ids = torch.zeros(1, 64, dtype=torch.int64)
+    (decision,) = sp_compile.explain(model, ids, sp=2).attention
+    assert decision.shape.kernel == "named"
+
+
 def test_auto_considers_a_strategy_from_outside() -> None:
     report = check(seeded(Decoder), tokens(16), sp=4, cost=FREE)
     (decision,) = report.attention

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers a grouped product)
 from support.models import Decoder, seeded, tokens
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import flop_registry
 
 import sp_compile
 from sp_compile.cost.liveness import walk
@@ -88,6 +90,23 @@ def test_a_step_of_a_decoder() -> None:
     text = step.text(2)
     assert "kept for the backward" in text
     assert "support/models.py" in text
+
+
+def test_flops_of_grouped_products() -> None:
+    """Of each row as many as of a product, whichever its group; torch's own counters stay as they are."""
+    x, w = torch.randn(64, 8, dtype=torch.bfloat16), torch.randn(4, 8, 16, dtype=torch.bfloat16)
+    ends = torch.tensor([16, 16, 40, 64], dtype=torch.int32)
+    torchs = torch.ops.aten._grouped_mm.default
+    rows, matrices, pairs = (
+        walked(torchs, *given, fused=False)
+        for given in ((x, w, ends), (x.t(), torch.randn(64, 16, dtype=torch.bfloat16), ends), (w.mT, w))
+    )
+    theirs = walked(torch.ops.transformers.grouped_mm_fallback_backward, x, w, ends, x @ w[0], fused=False)
+    assert [one.flops for one in (rows, matrices)] == [2 * 64 * 8 * 16] * 2
+    assert theirs.flops == 2 * rows.flops
+    assert pairs.flops == 4 * 2 * 16 * 8 * 16
+    assert all(one.moments[0].product for one in (rows, matrices, pairs))
+    assert torch.ops.aten._grouped_mm not in flop_registry
 
 
 def test_flops_of_tiles() -> None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import size_hint
@@ -221,10 +222,14 @@ def _shape(node: Node, n: int, training: bool) -> Shape:
 
 
 def _kernel(call: Call, data: bool, head_dim: int) -> str:
-    """What computes it: of a kernel with a name, what is known of the mask here decides no more."""
+    """What computes it: of a kernel with a name, what is known of the mask here decides no more.
+
+    A model on the meta device is planned for a GPU, and so are its kernels.
+    """
     q = call.operands[0].meta["val"]
+    device = torch.device("cuda") if q.is_meta else q.device
     kind = Kind.MASKED if data else Kind.FULL
-    need = Need(q.device, q.dtype, kind, call["dropout_p"] > 0, bool(call.get("score")), head_dim, MANY)
+    need = Need(device, q.dtype, kind, call["dropout_p"] > 0, bool(call.get("score")), head_dim, MANY)
     found = next(kernel for kernel in KERNELS if kernel.is_for(need))
     return "fused" if found.fused else "dense" if found.dense else "named"
 
