@@ -20,7 +20,7 @@ from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
 from .args import LocalArgs
 from .case import Kernel, Need
-from .kernels import KERNELS
+from .kernels import kernel_for
 from .masking import CallMask
 from .merge import Average, Sum, merge, rows_of_heads
 from .ring import keys_and_values
@@ -62,7 +62,7 @@ def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterato
         by_element = masking.dropout is not None or mask_grad
         head_dim = max(q.shape[3], v.shape[3])
         need = Need(q.device, q.dtype, kind, by_element, bool(masking.score), head_dim, rows)
-        return next(kernel for kernel in KERNELS if kernel.accepts(need))
+        return kernel_for(need)
 
     blocks, calls = masking.plan.blocks, Strip()
     if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).takes_masks:

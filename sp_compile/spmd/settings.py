@@ -11,7 +11,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
-from sp_compile._compat import in_checkpoint, is_under_no_sync
+from sp_compile._compat import active_flash_attention, in_checkpoint, is_under_no_sync
 from sp_compile.config import SPConfig
 from sp_compile.lowering.library import sources_digest
 
@@ -46,6 +46,8 @@ def settings(options: Mapping[str, Any]) -> dict[str, str]:
     theirs: dict[str, str] = {}
     for config, names in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
         theirs |= {f"{config.__name__}.{name}": _named(getattr(config, name, None)) for name in names}
+    theirs["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
+    theirs["torch.nn.attention.current_flash_attention_impl()"] = active_flash_attention() or "torch's"
     return {**ours, **theirs, "version of torch": torch.__version__, "operators of sp_compile": sources_digest()}
 
 
