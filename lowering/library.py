@@ -22,8 +22,8 @@ COMPOSITES: set[OpOverload] = set()
 MOVES: dict[OpOverload, tuple[str, str]] = {}
 """Exchanges of what they are given -> the collectives that they are, forward and backward; "" is none."""
 
-TWICE: set[OpOverload] = set()
-"""Opaque operators whose results lie in memory twice while they run."""
+INSIDE: dict[OpOverload, Callable[..., int]] = {}
+"""Opaque operators that take memory while they run -> its bytes, besides operands and results: see `opaque`."""
 
 SOURCES: set[Path] = set()
 """The files in which operators are defined, wherever they lie."""
@@ -53,13 +53,14 @@ def composite(schema: str, moves: tuple[str, str] | None = None) -> Callable[[Bo
 
 
 def opaque(
-    schema: str, fake: Callable[..., object], replays: bool = True, twice: bool = False
+    schema: str, fake: Callable[..., object], replays: bool = True, inside: Callable[..., int] | None = None
 ) -> Callable[[Body], Body]:
     """Decorator: register the function as ``sp::<schema>``, which no tracer looks into and no autograd derives.
 
     fake: the function on fake tensors. Results must not be views of operands. replays: may a CUDA graph launch again
-    what it launched once? Not if it waits for the device, nor if it launches by what its operands hold. twice: has it
-    its results twice, as a kernel lays them out, and contiguous?
+    what it launched once? Not if it waits for the device, nor if it launches by what its operands hold. inside: of the
+    bytes that its kernels take for themselves, and its operands: all that it takes while it runs, besides operands
+    and results.
     """
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if not replays else None
     tags = (torch.Tag.pt2_compliant_tag, *([] if unsafe is None else [unsafe]))
@@ -69,8 +70,8 @@ def opaque(
         LIBRARY.define(schema, tags=tags)
         LIBRARY.impl(name, torch.no_grad()(body), "CompositeExplicitAutograd")
         torch.library.register_fake(f"sp::{name}", fake, lib=LIBRARY)
-        if twice:
-            TWICE.add(getattr(torch.ops.sp, name).default)
+        if inside is not None:
+            INSIDE[getattr(torch.ops.sp, name).default] = inside
         _remember(body)
         return body
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from sp_compile._compat import size_hint
 from sp_compile.lowering.dtypes import accumulation_dtype
 from sp_compile.lowering.library import opaque
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
@@ -20,7 +21,7 @@ from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
 from .args import LocalArgs
 from .case import Kernel, Need
-from .kernels import KERNELS
+from .kernels import kernel_for
 from .masking import CallMask
 from .merge import Average, Sum, merge, rows_of_heads
 from .ring import keys_and_values
@@ -62,7 +63,7 @@ def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterato
         by_element = masking.dropout is not None or mask_grad
         head_dim = max(q.shape[3], v.shape[3])
         need = Need(q.device, q.dtype, kind, by_element, bool(masking.score), head_dim, rows)
-        return next(kernel for kernel in KERNELS if kernel.accepts(need))
+        return kernel_for(need)
 
     blocks, calls = masking.plan.blocks, Strip()
     if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).takes_masks:
@@ -148,6 +149,32 @@ def _of_keys(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tupl
     return both, k.new_empty((0,), dtype=dtype)
 
 
+def _bytes(*xs: Tensor) -> int:
+    return sum(size_hint(x.numel()) * x.element_size() for x in xs)
+
+
+def _inside(workspace: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    """Kernels have their workspace; then what they lay out, rows before heads, is copied."""
+    rows = size_hint(q.shape[:3].numel())
+    out, lse = rows * size_hint(v.shape[3]) * q.element_size(), rows * accumulation_dtype(q.dtype).itemsize
+    return max(workspace + lse, out + lse)
+
+
+def _inside_backward(
+    workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> int:
+    """Kernels have their workspace and what they give; then that is cast, or copied to what is sent.
+
+    A gradient of one kernel that is neither is a result as it lies.
+    """
+    _, (_, *others) = LocalArgs.of(rest)
+    wide = accumulation_dtype(q.dtype).itemsize // q.element_size()
+    given, packed = _bytes(q, k, v), any(others[1:])
+    sent = _bytes(k, v) * wide if packed else 0
+    moved = given if wide > 1 else _bytes(k, v) if packed else 0
+    return max(workspace + _bytes(lse) + sent + given - given * wide, moved)
+
+
 @opaque(
     f"attend(Tensor q, Tensor k, Tensor v, {LocalArgs.schema()}, Tensor[]? after=None) -> (Tensor out, Tensor lse)",
     lambda q, k, v, *_: (
@@ -155,7 +182,7 @@ def _of_keys(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tupl
         q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
     ),
     replays=False,  # which kernels it calls, documents tell
-    twice=True,
+    inside=_inside,
 )
 @_again_without_fused
 def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -187,7 +214,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     _fake_backward,
     replays=False,
-    twice=True,
+    inside=_inside_backward,
 )
 @_again_without_fused
 def attend_backward(

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sp_compile._compat import active_flash_attention
 from sp_compile.lowering.masks.blocks import FULL, Kind, PackedCall, Window
 from sp_compile.lowering.triton.flex.texts import Pairs
 
@@ -123,6 +124,14 @@ class Kernel:
     """The fewest."""
     capability: tuple[int, int] = (0, 0)
     """Of CUDA, the least."""
+    generations: frozenset[int] | None = None
+    """The major numbers of capabilities."""
+    flash: str | None = None
+    """What has to be active behind aten's flash attention: "" for torch's own."""
+    repeatable: int | None = None
+    """The widest heads of which its backward gives the same bits each time; 0: none."""
+    rate: str = "named"
+    """What the cost model calls its throughput."""
     switch: Callable[[], bool] = lambda: True
     """What else has to hold in this process."""
 
@@ -133,15 +142,21 @@ class Kernel:
 
     def accepts(self, need: Need) -> bool:
         """Whether it runs such blocks here."""
-        return (
-            self.is_for(need)
-            and (self.capability == (0, 0) or self.capability <= _capability(need.device))
-            and self.switch()
-        )
+        return self.is_for(need) and self._knows(need.device) and self.switch()
+
+    def _knows(self, device: torch.device) -> bool:
+        if self.capability == (0, 0) and self.generations is None:
+            return True
+        capability = _capability(device)
+        return self.capability <= capability and (self.generations is None or capability[0] in self.generations)
 
     def is_for(self, need: Need) -> bool:
         """Whether it runs such blocks on a device that can."""
         if not self.dense and need.head_dim == 0:
+            return False
+        if self.flash is not None and self.flash != _flash_attention():
+            return False
+        if torch.are_deterministic_algorithms_enabled() and not within(need.head_dim, self.repeatable):
             return False
         return (
             self.device in (None, need.device.type)
@@ -149,9 +164,20 @@ class Kernel:
             and (self.kinds is None or need.kind in self.kinds)
             and (self.dense or not need.by_element)
             and (self.dense or self.fused or not need.score)
-            and (self.head_dim is None or need.head_dim <= self.head_dim)
+            and within(need.head_dim, self.head_dim)
             and self.rows <= need.rows
         )
+
+
+def within(width: int, most: int | None) -> bool:
+    """None: there is no most."""
+    return most is None or width <= most
+
+
+def _flash_attention() -> str:
+    """What is active, if it is one that has rows of its own; another does what torch's does, or raises."""
+    active = active_flash_attention()
+    return active if active in ("FA3", "FA4") else ""
 
 
 @cache

@@ -30,7 +30,7 @@ from .args import LocalArgs
 
 
 @register_flop_formula(torch.ops.sp.attend, get_raw=True)
-def attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+def attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_meta: Any) -> int:
     """Two products for each pair, of D and of E. Shapes: those of ``sp::attend``."""
     args, _ = LocalArgs.of(rest)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
@@ -39,7 +39,15 @@ def attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = Non
 
 @register_flop_formula(torch.ops.sp.attend_backward, get_raw=True)
 def attend_backward_flops(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, out_val: Any = None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+    out_val: Any = None,
+    **_meta: Any,
 ) -> int:
     """Five products for each pair: scores again, dq and dk of D, dv and the gradients of the weights of E."""
     args, _ = LocalArgs.of(rest)

@@ -15,7 +15,7 @@ from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import calls as fused
 
 from . import kernels_cuda as cuda
-from .case import Case, Gradients, Kernel, finite_lse, padded
+from .case import Case, Gradients, Kernel, Need, finite_lse, padded
 
 aten = torch.ops.aten
 
@@ -135,30 +135,58 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 WHOLE = frozenset({Kind.FULL, Kind.CAUSAL})
+PIECES = WHOLE | {Kind.BAND, Kind.PACKED}
 
 KERNELS = (
     Kernel(
         "flash, CPU", _cpu_forward, _cpu_backward, device="cpu", dtypes=HALF | {torch.float32, torch.float64},
         kinds=WHOLE | {Kind.MASKED},
     ),
+    # Who has activated one of these wants it to run, and nothing reaches torch's own flash attention any more.
+    Kernel(
+        "FlashAttention-3", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES,
+        head_dim=256, generations=frozenset({9}), flash="FA3", repeatable=192, rate="flash3",
+    ),
+    Kernel(
+        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES,
+        head_dim=256, generations=frozenset({9}), flash="FA4", rate="flash4",
+    ),
+    Kernel(
+        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES,
+        head_dim=128, generations=frozenset({10}), flash="FA4", rate="flash4",
+    ),
     # Up to heads of 128 its backward is old enough to be relied on. It builds a program for each shape, which is worth
     # it where there are few.
     Kernel(
         "cuDNN", cuda.cudnn_forward, cuda.cudnn_backward, device="cuda", dtypes=HALF, kinds=WHOLE, head_dim=128,
-        rows=128, capability=(9, 0), switch=cuda.cudnn_allowed,
+        rows=128, capability=(9, 0), switch=torch.backends.cuda.cudnn_sdp_enabled, repeatable=0, rate="cudnn",
     ),
     Kernel(
-        "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF,
-        kinds=WHOLE | {Kind.BAND, Kind.PACKED}, head_dim=256, capability=(8, 0),
+        "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES, head_dim=256,
+        capability=(8, 0), flash="", rate="flash",
     ),
     Kernel(
         "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
-        dtypes=frozenset({torch.float32, torch.float16}), kinds=WHOLE, capability=(7, 0),
+        dtypes=frozenset({torch.float32, torch.float16}), kinds=WHOLE, capability=(7, 0), rate="efficient",
+    ),
+    Kernel(
+        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
+        dtypes=frozenset({torch.bfloat16}), kinds=WHOLE, capability=(8, 0), rate="efficient",
     ),
     # Compiled for its texts, which takes a minute: a few rows are done before.
     Kernel(
         "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | {torch.float32},
-        head_dim=256, rows=128, capability=(8, 0), switch=_fused_works,
+        head_dim=256, rows=128, capability=(8, 0), switch=_fused_works, rate="fused",
     ),
-    Kernel("dense", _math_forward, _math_backward, dense=True),
+    Kernel("dense", _math_forward, _math_backward, dense=True, rate="dense"),
 )  # fmt: skip
+
+
+def kernel_for(need: Need) -> Kernel:
+    """The one that runs such blocks here."""
+    return next(kernel for kernel in KERNELS if kernel.accepts(need))
+
+
+def expected_kernel(need: Need) -> Kernel:
+    """The one that runs such blocks on the newest device of its kind: what all ranks know, wherever they are."""
+    return next(kernel for kernel in KERNELS if kernel.is_for(need))

@@ -26,20 +26,31 @@ GROUPED_PRODUCTS = {
 
 
 @register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
-def tiles_forward_flops(rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None) -> int:
+def tiles_forward_flops(
+    rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
+) -> int:
     """Of the program. Shapes: those of ``sp::tiles_forward``."""
     return _flops(rows, program, "forward")
 
 
 @register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)
-def tiles_at_once_flops(rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None) -> int:
+def tiles_at_once_flops(
+    rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
+) -> int:
     """Of the program and its gradients."""
     return _flops(rows, program, "gradients")
 
 
 @register_flop_formula(torch.ops.sp.tiles_backward, get_raw=True)
 def tiles_backward_flops(
-    cotangents: Any, rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None
+    cotangents: Any,
+    rows: list[Tensor],
+    whole: Any,
+    tiles: int,
+    program: str,
+    *_: Any,
+    out_val: Any = None,
+    **_meta: Any,
 ) -> int:
     """Of the gradients, and of what is computed again for them."""
     return _flops(rows, program, "gradients")

@@ -43,6 +43,12 @@ set_grad_enabled = torch._C._set_grad_enabled  # the function that Dynamo writes
 PYTHON_STATE_CALLS = frozenset({torch.nn.attention._backend_from_string, torch.nn.attention._sdpa_kernel})
 
 
+def active_flash_attention() -> str:
+    """The implementation that a user has put behind aten's flash attention, "FA3" say; "" for torch's own."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # from 2.11 or 2.12 on
+    return "" if current is None else current() or ""
+
+
 def schema_of(op: OpOverload) -> Any:
     """The schema of an operator: arguments, returns, is_mutable."""
     return op._schema

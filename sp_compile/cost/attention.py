@@ -24,10 +24,11 @@ class Shape:
     """One attention of the global program: q (batch, heads, q_len, head_dim), v (batch, kv_heads, kv_len, v_head_dim).
 
     n: ranks. causal: query i attends to keys 0..i. window: and, of these, to the last `window` only (without causal:
-    to the keys less than `window` away). mask: there is a mask that only data describes. kernel: a "named" one, or what
-    does what none of them knows, "fused" (texts) or "dense" (arithmetic on all scores). order: that in which the whole
-    program keeps its sequence, so that attention in it costs no exchange. documents: a query sees keys of its own
-    document only; how long these are is not known yet, so they count as `halving` ones. training: gradients flow.
+    to the keys less than `window` away). mask: there is a mask that only data describes. kernel: whose throughput
+    counts, by the name that `Machine` has for it; "fused" and "dense" are of texts and of arithmetic on all scores.
+    order: that in which the whole program keeps its sequence, so that attention in it costs no exchange. documents: a
+    query sees keys of its own document only; how long these are is not known yet, so they count as `halving` ones.
+    training: gradients flow.
     """
 
     n: int
@@ -246,8 +247,7 @@ def candidates(shape: Shape, machine: Machine) -> list[Candidate]:
     undealt = (order for order in LAYOUTS.values() if not order.dealt and (order.in_order or halves))
     layouts = [order.name for order in ([shape.order] if shape.order.dealt else undealt)]
     ways = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
-    if shape.kernel != "named":
-        machine = replace(machine, flops=machine.flops * getattr(machine, f"{shape.kernel}_efficiency"))
+    machine = replace(machine, flops=machine.flops * machine.efficiency(shape.kernel))
     found = [c for layout in layouts for s in ways for c in s.candidates(shape, machine, layout)]
     return [_finished(c, shape, machine) for c in found]
 

@@ -29,11 +29,11 @@ from sp_compile._compat import (
     storage_of,
 )
 from sp_compile.errors import at
-from sp_compile.graph.call import WAIT, is_tensor, tensors_of
+from sp_compile.graph.call import WAIT, tensors_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering.dtypes import accumulation_dtype
-from sp_compile.lowering.library import TWICE
+from sp_compile.lowering.library import INSIDE
 from sp_compile.lowering.tiles.flops import flops_of, is_grouped_product
 from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
 from sp_compile.sharding.matchers import source_of
@@ -217,14 +217,21 @@ def _inside(node: Node, fused: bool) -> int:
     """Bytes that an op has while it runs, besides what it is given and gives."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
-    own = sum(map(nbytes_of, tensors_of(node))) if node.target in TWICE else 0
-    operands = [one.meta["val"] for one in node.args if is_tensor(one)]  # queries may be keys, too
-    if node.target not in FLASH_OF_CPU or operands[0].device.type != "cpu":
-        return own
-    first = FLASH_OF_CPU[node.target] - 1  # a backward is given the gradient in front
-    rows, keys = (size_hint(x.shape[-2]) for x in operands[first : first + 2])
+    if node.target not in FLASH_OF_CPU:
+        return 0
+    given = [one.meta["val"] if isinstance(one, Node) else one for one in node.args]
+    workspace = _of_kernels(node.target, [x for x in given if isinstance(x, torch.Tensor)])
+    return INSIDE[node.target](workspace, *given) if node.target in INSIDE else workspace
+
+
+def _of_kernels(target: Any, operands: Sequence[torch.Tensor]) -> int:
+    """What the threads of PyTorch's kernel have: blocks of scores, in half types beside a copy in these."""
+    first = FLASH_OF_CPU[target] - 1  # a backward is given the gradient in front
+    (rows, keys), size = (size_hint(x.shape[-2]) for x in operands[first : first + 2]), operands[0].element_size()
+    if operands[0].device.type != "cpu":
+        return 0
     block = next(size for least, size in QUERY_BLOCKS if rows >= least) * min(keys, KEY_BLOCK)
-    return own + FLASH_OF_CPU[node.target] * torch.get_num_threads() * block * max(4, operands[0].element_size())
+    return FLASH_OF_CPU[target] * torch.get_num_threads() * block * (size if size > 2 else 4 + size)
 
 
 def _joining(graph: Graph) -> set[Node]:

@@ -18,7 +18,9 @@ class Machine:
 
     flops: attention on long sequences. block_keys: the keys at which an attention kernel reaches half of that: a call
         over `k` keys runs at flops / (1 + block_keys / k).
-    fused_efficiency: the rate of attention whose scores or mask one kernel reads as texts, over `flops`.
+    cudnn_efficiency, flash_efficiency, flash3_efficiency, flash4_efficiency, efficient_efficiency: the rate of one of
+        the kernels that have a name, over `flops`: cuDNN's, FlashAttention-2, -3 and -4, memory-efficient attention.
+    fused_efficiency: that of attention whose scores or mask one kernel reads as texts.
     dense_efficiency: that of arithmetic on all scores, which takes what no kernel knows.
     ring_efficiency: the rate of a block of a ring, over that of the same block alone (transfers take some cores).
     overlap: how much of a transfer hides behind the compute that runs with it: 1 all of it, 0 nothing.
@@ -36,6 +38,11 @@ class Machine:
 
     flops: float
     block_keys: float
+    cudnn_efficiency: float
+    flash_efficiency: float
+    flash3_efficiency: float
+    flash4_efficiency: float
+    efficient_efficiency: float
     fused_efficiency: float
     dense_efficiency: float
     ring_efficiency: float
@@ -78,6 +85,10 @@ class Machine:
                 hint = did_you_mean(name, known)
                 raise SpError(f"machine: unknown constant {name!r}{hint}; known: {', '.join(known)}")
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
+
+    def efficiency(self, kernel: str) -> float:
+        """The rate of a kernel of attention over `flops`, by its `rate`; "named" is `flops` itself."""
+        return 1.0 if kernel == "named" else float(getattr(self, f"{kernel}_efficiency"))
 
     def attention(self, flops: float, keys: float) -> float:
         """Seconds of attention kernels that do `flops`, in calls over `keys` keys each."""
@@ -139,12 +150,19 @@ def _expected(name: str, value: Any) -> str:
 # all-to-all; one 400 Gbit/s NIC per GPU at 90 %. Memory: 85 % of 3.35 TB/s. ring_efficiency: half blocks of 4K keys
 # then run at 82 % of `flops`, which is still 8 to 18 % above published ring throughput. An all-reduce's latencies:
 # those that torch._inductor.comm_analysis has for NCCL. The host: PCIe 5.0 of 16 lanes at 80 %, from pinned memory.
-# fused_efficiency: FlexAttention at 0.9 of FlashAttention-2 as published, and that at 0.55 of cuDNN as measured
-# (`lowering/attention/kernels_cuda.py`). dense_efficiency: 50 bytes read and written for each score of heads of 128.
+# The kernels: forward and backward as measured or published for 8K keys (`lowering/attention/kernels_cuda.py`), without
+# what block_keys takes off, over FlashAttention-3; nothing is known of -4 on this device. fused_efficiency:
+# FlexAttention at 0.9 of FlashAttention-2 as published. dense_efficiency: 50 bytes read and written for each score of
+# heads of 128.
 _DEFAULTS = {
     "flops": (5e10, 650e12),
     "block_keys": (100, 340),
-    "fused_efficiency": (1.0, 0.5),
+    "cudnn_efficiency": (1.0, 0.95),
+    "flash_efficiency": (1.0, 0.52),
+    "flash3_efficiency": (1.0, 1.0),
+    "flash4_efficiency": (1.0, 1.0),
+    "efficient_efficiency": (1.0, 0.25),
+    "fused_efficiency": (1.0, 0.47),
     "dense_efficiency": (0.23, 0.045),
     "ring_efficiency": (1.0, 0.888),
     "overlap": (0.0, 1.0),

@@ -29,7 +29,10 @@ from torch import Tensor
 from sp_compile._compat import process_group
 from sp_compile.config import Ranks
 from sp_compile.lowering.attention.args import LocalArgs
+from sp_compile.lowering.attention.case import Kernel, Need
+from sp_compile.lowering.attention.kernels import expected_kernel
 from sp_compile.lowering.communicator import current
+from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.spans import whole
 
 from .line import Line, bytes_of, fitted
@@ -38,6 +41,8 @@ from .machine import Machine
 FILE_VERSION = 2  # of what is kept on disk
 CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
 GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
+HOPPER = 9
+"""The generation of GPUs from which on cuDNN runs, and not FlashAttention-2 in its place."""
 MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
 
 Meet: TypeAlias = Callable[[Exception | None], None]
@@ -62,14 +67,13 @@ def machine(ranks: Ranks, device: torch.device, meet: Meet) -> Machine:
         everyone = [(ranks.group, (tuple(range(ranks.n)),))]
         jobs = [_collective(kind, everyone, where) for kind in ("all_to_all", "all_gather")]
         lines = measured([*jobs, _attention(device)], group, device, where, MACHINE_REPEATS, meet)
-        node, memory = _ranks_per_node(ranks, where), _least_memory(group, device, where)
-        base = replace(Machine.of(device.type), memory=memory)
-        known[device.type] = constants(lines, ranks.n, node, base)
+        node, base = _ranks_per_node(ranks, where), _base(group, device, where)
+        known[device.type] = constants(lines, ranks.n, node, base, _measured_kernel(device).rate)
     return known[device.type]
 
 
-def constants(lines: Sequence[Line], n: int, node: int, base: Machine) -> Machine:
-    """`base` with what the lines of all-to-all, all-gather and attention tell.
+def constants(lines: Sequence[Line], n: int, node: int, base: Machine, kernel: str = "named") -> Machine:
+    """`base` with what the lines of all-to-all, all-gather and attention tell. kernel: what ran that attention.
 
     Over several nodes the all-to-all is bound by the links between them, and `base` is kept for those inside.
     """
@@ -81,7 +85,7 @@ def constants(lines: Sequence[Line], n: int, node: int, base: Machine) -> Machin
     return replace(
         base,
         **links,
-        flops=1 / per_flop if per_flop else base.flops,  # 0: noise
+        flops=1 / per_flop / base.efficiency(kernel) if per_flop else base.flops,  # 0: noise
         block_keys=1 / per_flop / attention.bandwidth if per_flop else base.block_keys,
         all_to_all_latency=exchange.latency,
         all_gather_latency=gather.latency,
@@ -150,10 +154,20 @@ def _collective(kind: str, named: Named, where: torch.device) -> Measurement:
     return Measurement((kind, where.type, parts), where, sizes, call, point)
 
 
+def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
+    """Heads, their dims, and the dtype."""
+    return (4, 64, torch.float32) if device.type == "cpu" else (16, 128, torch.bfloat16)
+
+
+def _measured_kernel(device: torch.device) -> Kernel:
+    """What runs `_attention`."""
+    _, dim, dtype = _attention_sizes(device)
+    return expected_kernel(Need(device, dtype, Kind.FULL, False, False, dim, 1024))
+
+
 def _attention(device: torch.device) -> Measurement:
     """Of one rank, by the kernel that its blocks run: seconds per FLOP are (1 + block_keys / keys) / flops."""
-    cpu = device.type == "cpu"
-    heads, dim, dtype = (4, 64, torch.float32) if cpu else (16, 128, torch.bfloat16)
+    cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:
         q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), whole(length)
@@ -163,7 +177,8 @@ def _attention(device: torch.device) -> Measurement:
     def point(length: int, seconds: float) -> tuple[float, float]:
         return 1 / length, seconds / (4 * heads * dim * length**2)
 
-    return Measurement(("attention", device.type), device, (256, 1024) if cpu else (1024, 8192), call, point)
+    key = ("attention", device.type, *([] if cpu else [_measured_kernel(device).name]))
+    return Measurement(key, device, (256, 1024) if cpu else (1024, 8192), call, point)
 
 
 def measured(
@@ -257,12 +272,19 @@ def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
     return min(Counter(hosts.tolist()).values())
 
 
-def _least_memory(group: Any, device: torch.device, where: torch.device) -> float:
-    """Bytes of the smallest of the ranks' devices; nothing limits a CPU, whose memory others share."""
-    mine = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+def _base(group: Any, device: torch.device, where: torch.device) -> Machine:
+    """The defaults, with the memory of the smallest of the ranks' devices, and what runs on the oldest.
+
+    Nothing limits a CPU, whose memory others share.
+    """
+    mine = [math.inf, math.inf]
+    if device.type == "cuda":
+        mine = [torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_capability(device)[0]]
     least = torch.tensor(mine, dtype=torch.float64, device=where)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    return float(least.item())
+    memory, generation = least.tolist()
+    base = replace(Machine.of(device.type), memory=memory)
+    return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)
 
 
 def _shared(found: Sequence[Line | None], group: Any, where: torch.device) -> list[Line | None]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from sp_compile.graph.call import shape_of
+from sp_compile.graph.call import Call, shape_of
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.sizes import Size, same
 from sp_compile.graph.strides import is_identity
@@ -71,14 +71,17 @@ class Product:
         return is_identity(self.order)
 
 
-def product_of(node: Node) -> Product | None:
-    """The node as a product; None if it is none, or its operands broadcast or have fewer than three dims."""
+def product_of(node: Node, beside: bool = False) -> Product | None:
+    """The node as a product; None if it is none, or its operands broadcast or have fewer than three dims.
+
+    beside: also of one to which something is added: `added_to` says what.
+    """
     found = lookup(node) if node.target in BATCHED_PRODUCTS else None
     call, rule = found if found is not None else (None, None)
     if call is None or rule is None or len(rule.operands) != (3 if "beta" in call.args else 2):
         return None
     scale = call.get("alpha", 1.0)
-    if call.get("beta", 0) != 0 or not isinstance(scale, (int, float)):
+    if (call.get("beta", 0) != 0 and not beside) or not isinstance(scale, (int, float)):
         return None
     (a, b), (out,) = rule.operands[-2:], rule.results
     batch = [x for x in out if x in a and x in b]
@@ -92,6 +95,14 @@ def product_of(node: Node) -> Product | None:
     order = tuple(out.index(x) for x in (*batch, *rows, *columns))
     alike = all(map(same, left.shape[:-2], right.shape[:-2]))
     return Product(left, right, float(scale), order) if alike else None
+
+
+def added_to(node: Node) -> tuple[Node, float] | None:
+    """What a product adds to itself, and how many times: of baddbmm; None if it adds nothing."""
+    call = Call(node) if node.target is aten.baddbmm.default else None
+    if call is None or not isinstance(call["beta"], (int, float)) or call["beta"] == 0:
+        return None
+    return call.operands[0], float(call["beta"])
 
 
 def transposed(product: Product) -> Product:

@@ -12,7 +12,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
-from sp_compile._compat import in_checkpoint, is_under_no_sync
+from sp_compile._compat import active_flash_attention, in_checkpoint, is_under_no_sync
 from sp_compile.config import SPConfig
 from sp_compile.lowering.library import sources_digest
 
@@ -41,6 +41,8 @@ def settings(options: Mapping[str, Any]) -> dict[str, str]:
     for config, patterns in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
         held = {name: x for name, x in config.get_config_copy().items() if _is_one(name, patterns)}
         theirs |= {f"{config.__name__}.{name}": _named(x) for name, x in held.items() if not _is_one(name, TELLING)}
+    theirs["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
+    theirs["torch.nn.attention.current_flash_attention_impl()"] = active_flash_attention() or "torch's"
     return {**ours, **theirs, "version of torch": torch.__version__, "operators of sp_compile": sources_digest()}
 
 

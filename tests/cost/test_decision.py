@@ -30,6 +30,9 @@ def test_table() -> None:
     assert "zigzag, moved" in table(found, chosen)
     other = next(c for c in found if c != chosen and c.legal is None)
     assert "chosen: asked for" in table(found, other)
+    assert "chosen: asked for" in table(found, chosen, asked=True)  # it may be the fastest, too
+    tied = [candidate("ring", 1.0, 4), candidate("ulysses", 1.04)]
+    assert "chosen: within 5 % of ring 1 x 4, as many collectives, and ulysses is preferred to" in table(tied, tied[1])
     tied = [candidate("ring", 1.0, 6), candidate("ulysses", 1.04)]
     assert "chosen: within 5 % of ring 1 x 4, 4 collectives instead of 6" in table(tied, tied[1])
 
@@ -39,6 +42,7 @@ def test_report() -> None:
     found = candidates(s, GPU)
     one = Decision(s, found, choose(found))
     assert [d.nodes for d in merged([one, one, one])] == [3]
+    assert "chosen: asked for" in str(replace(one, asked=True))
     report, other = Report(n=2, attention=[one]), Report(n=2, attention=[one])
     report.merge(other)
     assert [d.nodes for d in report.attention] == [2]

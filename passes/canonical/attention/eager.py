@@ -1,6 +1,6 @@
 """Attention that is spelled out becomes scaled_dot_product_attention, where that says exactly the same.
 
-    s = matmul(q, k.mT) * scale + bias            also einsum, bmm, baddbmm; scale as mul or div; leading dims regrouped
+    s = matmul(q, k.mT) * scale + bias            also einsum, bmm, baddbmm (and its bias); scale as mul or div
     s = tanh(s / cap) * cap                       before the mask; -> sp.masked_attention(..., score="cap*tanh(s)")
     s = s.masked_fill(~allowed, -inf)             also where, and s * allowed - 1e9 * (1 - allowed)
     p = dropout(softmax(s.float(), -1).to(bf16))  also of exponentials (`softmaxes.py`), and nan_to_num of it
@@ -166,13 +166,13 @@ class EagerAttention(Spelling):
         bias, allowed, fits = None, None, True
         if scores.gate is not None:
             return self._gated(scores, scores.gate.made(self, like), shape, like)
-        for each, negative in scores.biases:
+        for each, times in scores.biases:
             node = each.made(self, like)
             if each.dtype != dtype:  # a bias of zeros and fills needs no dtype
-                fits = fits and recognise(node, shape, settled) is not None
+                fits = fits and times > 0 and recognise(node, shape, settled) is not None
                 allowed = self._both(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
-            term = self.compute(aten.neg.default, (node,), like) if negative else node
+            term = self._times(node, times, like)
             fits = fits and (settled or each.node not in self._filling or _is_known(term, shape, dtype))
             bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
         for condition, filled, _ in scores.fills:
@@ -192,9 +192,8 @@ class EagerAttention(Spelling):
         allowed = self.compute(aten.ne.Scalar, (gate, 0), like)
         if len(scores.biases) != 1 or scores.fills:
             return allowed, False
-        ((each, negative),) = scores.biases
-        given = each.made(self, like)
-        fill = self.compute(aten.neg.default, (given,), like) if negative else given
+        ((each, times),) = scores.biases
+        fill = self._times(each.made(self, like), times, like)
         is_one = self.compute(aten.eq.Scalar, (gate, 1), like)
         either = self.compute(aten.logical_or.default, (self.compute(aten.eq.Scalar, (gate, 0), like), is_one), like)
         mask, filled, binary = (recognise(x, shape) for x in (allowed, fill, either))
@@ -202,6 +201,11 @@ class EagerAttention(Spelling):
         if mask is None or filled is None or binary is None or binary.allowed != sympy.true:
             return allowed, False
         return allowed, mask.allowed == filled.allowed and always_attends(mask)
+
+    def _times(self, x: Node, times: float, like: Node) -> Node:
+        if times in (1, -1):
+            return x if times == 1 else self.compute(aten.neg.default, (x,), like)
+        return self.compute(aten.mul.Tensor, (x, times), like)
 
     def _both(self, a: Node | None, b: Node, like: Node) -> Node:
         return b if a is None else self.compute(aten.logical_and.default, (a, b), like)

@@ -23,11 +23,11 @@ from sp_compile._compat import OpOverload
 from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.edit import Editor
-from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.graph.sizes import Size, all_same, product, same, sizes
 from sp_compile.graph.strides import is_identity
 from sp_compile.lowering.masks.score import SCORE
 from sp_compile.sharding.matchers import is_cast, keeps_order, order_of, origin, scalar, source_of, steps_to
-from sp_compile.sharding.products import Product, product_of, transposed
+from sp_compile.sharding.products import Product, added_to, product_of, transposed
 
 from .masks import LARGEST_FILL
 
@@ -44,6 +44,8 @@ class Broadcast:
 
     node: Node
     order: tuple[int, ...]
+    lead: tuple[Size, ...] = ()
+    """The leading dims that it is reshaped to, if it is."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,18 +54,46 @@ class Broadcast:
     @property
     def shape(self) -> tuple[Size, ...]:
         """Its own shape where nothing is to be turned."""
-        own = shape_of(self.node)
+        own = (*(self.lead or shape_of(self.node)[:-2]), *shape_of(self.node)[-2:])
         every = (*[1] * (len(self.order) - len(own)), *own)
         return own if is_identity(self.order) else tuple(every[d] for d in self.order)
 
     def made(self, editor: Editor, like: Node) -> Node:
         """As a node that broadcasts to (leading dims, queries, keys)."""
-        x = self.node
+        x = editor.reshaped(self.node, self.shape, like) if self.lead else self.node
         if is_identity(self.order):
             return x
         while x.meta["val"].ndim < len(self.order):
             x = editor.compute(aten.unsqueeze.default, (x, 0), like)
         return editor.compute(aten.permute.default, (x, list(self.order)), like)
+
+    def regrouped(self, before: tuple[Size, ...], after: tuple[Size, ...]) -> Broadcast | None:
+        """The same for scores whose leading dims are grouped otherwise; None where it has some of them only."""
+        own, order = self.shape, tuple(range(len(after) + 2))
+        lead = (*[1] * (len(before) + 2 - len(own)), *own)[:-2]
+        if not is_identity(self.order):
+            return None
+        if all(same(extent, 1) for extent in lead):
+            return Broadcast(self.node, order, (1,) * len(after) if len(own) > len(order) else ())
+        if not all_same(lead, before):
+            return None
+        source = _before_batches(self.node, after)
+        return Broadcast(source, order) if source is not None else Broadcast(self.node, order, after)
+
+
+def _before_batches(x: Node, lead: tuple[Size, ...]) -> Node | None:
+    """What was repeated for each batch entry, or brought from these leading dims into others, to make x."""
+    node = origin(x)
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    if keeps_order(node) and (source := source_of(node)) is not None:
+        return source if all_same(shape_of(source), (*lead, *shape_of(x)[-2:])) else None
+    if node.target is not aten.repeat.default:
+        return None
+    (times, *others), source = Call(node)["repeats"], Call(node).operands[0]
+    once = len(others) + 1 == len(shape_of(source)) == 3 and all(same(t, 1) for t in others)
+    heads = same(shape_of(source)[0], lead[-1]) and same(sizes([times])[0], product(lead[:-1]))
+    return source if once and heads else None
 
 
 @dataclass(frozen=True)
@@ -79,7 +109,7 @@ class Scores:
     chain: tuple[Node, ...]
     order: tuple[int, ...]
     factors: tuple[tuple[Broadcast, bool], ...] = ()  # (tensor that scales, whether it divides)
-    biases: tuple[tuple[Broadcast, bool], ...] = ()  # (bias, whether it is subtracted)
+    biases: tuple[tuple[Broadcast, float], ...] = ()  # (bias, how many times it is added)
     fills: tuple[tuple[Broadcast, bool, float], ...] = ()  # (condition, what it is where it is filled, the number)
     gate: Broadcast | None = None  # what scores are multiplied with that is no number of a head: a mask, it may be
     masked: tuple[Size, ...] | None = None
@@ -94,10 +124,10 @@ def scores_of(x: Any, keys: int, *users: Node) -> Scores | None:
     if not is_tensor(x) or set(x.users) != set(users) or x.op != "call_function":
         return None
     call = Call(x) if isinstance(x.target, OpOverload) else None
-    product = product_of(x)
+    product = product_of(x, beside=True)
     if call is None or product is not None:
         seen = [p for p in (product, transposed(product)) if p.order[-1] == keys] if product is not None else []
-        return Scores(seen[0], seen[0].scale, (x,), seen[0].order) if seen else None
+        return _alone(seen[0], x) if seen else None
     inner, steps = None, steps_to(x, origin(x)) or [x]
     if any(set(a.users) != {b} for a, b in pairwise(steps)):
         return None
@@ -114,6 +144,17 @@ def scores_of(x: Any, keys: int, *users: Node) -> Scores | None:
     elif x.target in MASKS:
         inner = _filled(call, x, keys)
     return replace(inner, chain=(*inner.chain, *steps)) if inner is not None else None
+
+
+def _alone(product: Product, x: Node) -> Scores | None:
+    """A product, with what it adds to itself."""
+    found, added = Scores(product, product.scale, (x,), product.order), added_to(x)
+    if added is None:
+        return found
+    bias, times = added
+    if bias.meta["val"].dtype != x.meta["val"].dtype:
+        return None
+    return _masked(found, x, bias, biases=((Broadcast(bias, found.order), times),))
 
 
 def _turned(x: Node, keys: int) -> Scores | None:
@@ -171,7 +212,7 @@ def _scaled(call: Call, x: Node, keys: int) -> Scores | None:
             continue
         other = Broadcast(factor, inner.order)
         if inner.score == SCORE and set(other.shape[-2:]) <= {1}:
-            return _masked(inner, x, factor, factors=(*inner.factors, (other, dividing)))
+            return _masked(inner, x, factor, factors=((other, dividing),))
         if inner.gate is None and not dividing:
             return _masked(inner, x, factor, gate=other)
     return None
@@ -193,7 +234,8 @@ def _biased(call: Call, x: Node, keys: int) -> Scores | None:
     for scores, bias in [(a, b)] if negative else [(a, b), (b, a)]:
         inner = scores_of(scores, keys, x)
         if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
-            return _masked(inner, x, bias, biases=(*inner.biases, (Broadcast(bias, inner.order), negative)))
+            times = -1.0 if negative else 1.0
+            return _masked(inner, x, bias, biases=((Broadcast(bias, inner.order), times),))
     return None
 
 
@@ -212,17 +254,35 @@ def _filled(call: Call, x: Node, keys: int) -> Scores | None:
     inner = scores_of(scores, keys, x)
     if inner is None:
         return None
-    return _masked(inner, x, condition, fills=(*inner.fills, (Broadcast(condition, inner.order), filled, number)))
+    return _masked(inner, x, condition, fills=((Broadcast(condition, inner.order), filled, number),))
 
 
-def _masked(inner: Scores, x: Node, mask: Node, **changed: Any) -> Scores | None:
-    """With a tensor that must broadcast to the scores, in the one grouping of leading dims that all of them know."""
+def _masked(inner: Scores, x: Node, mask: Node, gate: Broadcast | None = None, **more: Any) -> Scores | None:
+    """With a tensor more that must broadcast to the scores; `more`: in which role.
+
+    All are brought into the one grouping of leading dims in which the last of them is added.
+    """
     shape, own = shape_of(x), shape_of(mask)
     before = sizes(inner.chain[-1].meta["val"].shape)
     masked = tuple(shape[d] for d in inner.order)
-    if before != shape or len(own) > len(shape) or inner.masked not in (None, masked):
+    if before != shape or len(own) > len(shape):
         return None
-    return replace(inner, masked=masked, **changed)
+    known = inner if inner.masked in (None, masked) else _regrouped(inner, masked)
+    if known is None:
+        return None
+    added = {role: (*getattr(known, role), *new) for role, new in more.items()}
+    return replace(known, masked=masked, gate=gate or known.gate, **added)
+
+
+def _regrouped(inner: Scores, masked: tuple[Size, ...]) -> Scores | None:
+    assert inner.masked is not None
+    roles: dict[str, Any] = {}
+    for role in ("factors", "biases", "fills"):
+        turned = [(x.regrouped(inner.masked[:-2], masked[:-2]), *rest) for x, *rest in getattr(inner, role)]
+        if any(x is None for x, *_ in turned):
+            return None
+        roles[role] = tuple(turned)
+    return replace(inner, **roles) if inner.gate is None else None
 
 
 def between_products(softmax: Node) -> bool:
@@ -235,13 +295,13 @@ def _reaches(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool:
         return [n for n in following(node) if is_tensor(n) and n.op == "call_function"]
 
     near = islice(reached([start], onwards), 1, MOST_STEPS + 1)
-    return any(product_of(node) is not None for node in near)
+    return any(product_of(node, beside=True) is not None for node in near)
 
 
 def why_no_scores(x: Node) -> str:
     """Of what a softmax reads behind a product, and `scores_of` did not take."""
     node = x
-    while product_of(node) is None:
+    while product_of(node, beside=True) is None:
         if len(node.users) > 1:
             return f"something else reads the scores ({node.name})"
         inner = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function" and _scores(i)]
@@ -249,11 +309,11 @@ def why_no_scores(x: Node) -> str:
         if not inner or (node.target not in SCORE_OPS and pointwise):
             break
         node = inner[0]
-    if product_of(node) is not None:
+    if product_of(node, beside=True) is not None:
         read = len(node.users) > 1
         return f"something else reads the scores ({node.name})" if read else "a scale, bias or fill that no op takes so"
     return f"{node.name} ({node.target}) stands between the product and the softmax"
 
 
 def _scores(node: Node) -> bool:
-    return product_of(node) is not None or _reaches(node, lambda n: n.all_input_nodes)
+    return product_of(node, beside=True) is not None or _reaches(node, lambda n: n.all_input_nodes)

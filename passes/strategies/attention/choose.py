@@ -27,7 +27,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
 from sp_compile.lowering.attention.case import Need
-from sp_compile.lowering.attention.kernels import KERNELS
+from sp_compile.lowering.attention.kernels import expected_kernel
 from sp_compile.lowering.frames import LAYOUTS, RowOrder
 from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.predicate import over, symbols, within_documents
@@ -39,7 +39,7 @@ from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import Plan, Shard
 
 from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
-from .layouts import OtherOrder, orders, reason, seconds_to_deal, why_better_not, why_not_dealt
+from .layouts import OtherOrder, orders, reason, seconds_to_deal, seconds_to_undo, why_not_dealt
 from .memory import memory_needed
 
 MANY = 1 << 20
@@ -71,46 +71,60 @@ class ChooseAttention(Pass):
             machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
         tried = orders(list(shapes.values()), plan, job)
         made = {order: _decisions(shapes, machines, order, plan, job) for order in tried}
-        order = self._fastest(gm, made, plan, job)
-        for decision in made[order]:
-            mark(decision.node, choice=decision.chosen)
-        job.decisions += made[order]
+        seconds = {order: sum(d.chosen.seconds for d in found) for order, found in made.items()}
+        for order, found in made.items():
+            if order.dealt and found:
+                seconds[order] += seconds_to_deal(d.shape for d in found)
+        order = min(made, key=lambda order: seconds[order])
         folds = order.folds
-        if order.dealt and not dealt_inputs(job) and _nothing_to_balance(made[order]):
+        if order.dealt and not dealt_inputs(job) and all(d.chosen.ring == 1 for d in made[order]):
             why = "every rank has all rows of its heads, or all attention stays whole: there is nothing to balance"
             self._not_balanced(why)
             folds = job.folds
+        elif order.dealt:
+            order = self._dealt_or_not(order, made[order], seconds, gm, plan, job)
+            folds = order.folds
+        for decision in made[order]:
+            mark(decision.node, choice=decision.chosen)
+        job.decisions += made[order]
         if folds != job.folds:
             job.folds = folds
             job.forget()
         return 0
 
-    def _fastest(self, gm: GraphModule, made: Mapping[RowOrder, list[NodeDecision]], plan: Plan, job: Job) -> RowOrder:
-        """The order in which all attention together is fastest, and may be. Raises SpError: what was asked for not."""
-        seconds = {order: sum(d.chosen.seconds for d in found) for order, found in made.items()}
-        for order, found in made.items():
-            if order.dealt and found:
-                seconds[order] += seconds_to_deal(d.shape for d in found)
-        best = min(made, key=lambda order: seconds[order])
+    def _dealt_or_not(
+        self,
+        dealt: RowOrder,
+        found: Iterable[NodeDecision],
+        seconds: Mapping[RowOrder, float],
+        gm: GraphModule,
+        plan: Plan,
+        job: Job,
+    ) -> RowOrder:
+        """That order, or the best of the others where it may not be. Raises SpError: what was asked for may not."""
         given = bool(dealt_inputs(job))
-        if not best.dealt or (not given and _nothing_to_balance(made[best])):
-            return best
-        apart = {d.node for d in made[best] if d.chosen.ring == 1}  # has the program's order between its exchanges
+        apart = {d.node for d in found if d.chosen.ring == 1}  # has the program's order between its exchanges
         error = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
-        why = reason(error or ("" if given else why_better_not(gm, plan, job)))
         if error is not None and (given or job.layout != "auto"):
             raise OtherOrder(str(error)) if job.inputs else error
-        if job.layout != "auto" or not why:
-            return best
+        if given or job.layout != "auto":
+            return dealt
+        why = reason(error) if error is not None else ""
+        best = min((order for order in seconds if not order.dealt), key=lambda order: seconds[order])
+        lost, of_what = (0.0, "") if why else seconds_to_undo(gm, plan, job)
+        saved = seconds[best] - seconds[dealt]
+        if lost > saved:
+            why = (
+                f"{of_what}, would take {lost * 1e3:.3f} ms to put together where the next graph does not keep its "
+                f"order, and balancing saves {saved * 1e3:.3f} ms"
+            )
+        if not why:
+            return dealt
         self._not_balanced(why)
-        return min((order for order in made if not order.dealt), key=lambda order: seconds[order])
+        return best
 
     def _not_balanced(self, why: str) -> None:
         self.notes.append(Note("not balanced", "layout", "the whole graph", why))
-
-
-def _nothing_to_balance(decisions: Iterable[NodeDecision]) -> bool:
-    return all(d.chosen.ring == 1 for d in decisions)
 
 
 def _decisions(
@@ -122,7 +136,7 @@ def _decisions(
         found = _found(replace(shape, order=order), machines[node])
         choice = _choice(found, node, plan, job)
         if choice is not None:
-            out.append(NodeDecision(shape, found, choice, node=node))
+            out.append(NodeDecision(shape, found, choice, asked=_asked(job) != "auto", node=node))
     return out
 
 
@@ -216,22 +230,22 @@ def _shape(node: Node, n: int, training: bool) -> Shape:
         window=window,
         mask=predicate is None,
         documents=predicate is not None and within_documents(predicate),
-        kernel=_kernel(call, predicate is None, max(q[-1], v[-1])),
+        kernel=_kernel(call, predicate, window, max(q[-1], v[-1])),
         training=training,
     )
 
 
-def _kernel(call: Call, data: bool, head_dim: int) -> str:
-    """What computes it: of a kernel with a name, what is known of the mask here decides no more.
+def _kernel(call: Call, predicate: str | None, window: int | None, head_dim: int) -> str:
+    """The throughput of what computes it, by the name that `Machine` has for it.
 
     A model on the meta device is planned for a GPU, and so are its kernels.
     """
     q = call.operands[0].meta["val"]
     device = torch.device("cuda") if q.is_meta else q.device
-    kind = Kind.MASKED if data else Kind.FULL
+    documents = predicate is not None and within_documents(predicate)
+    kind = Kind.MASKED if predicate is None else Kind.PACKED if documents else Kind.BAND if window else Kind.FULL
     need = Need(device, q.dtype, kind, call["dropout_p"] > 0, bool(call.get("score")), head_dim, MANY)
-    found = next(kernel for kernel in KERNELS if kernel.is_for(need))
-    return "fused" if found.fused else "dense" if found.dense else "named"
+    return expected_kernel(need).rate
 
 
 def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:

@@ -1,9 +1,10 @@
 """The orders in which a whole program may keep its sequence: as it is written, zigzag, or dealt to ranks when it runs.
 
     layout="auto"    as written; zigzag where nothing else depends on the order; dealt where, moreover, masks say which
-                     documents there are, inputs come whole, and nothing stays in shards for another graph
+                     documents there are, and inputs come whole
 
-Dealing takes the host some milliseconds of every graph (`seconds_to_deal`).
+Dealing takes the host some milliseconds of every graph (`seconds_to_deal`). Results that stay in shards go on in its
+order; a graph that cannot keep that takes them whole (`seconds_to_undo`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure
-from sp_compile.graph.sizes import size
+from sp_compile.graph.sizes import bytes_now, size
 from sp_compile.lowering.frames import CONTIGUOUS, DEALT, LAYOUTS, RowOrder, row_order
 from sp_compile.passes.job import Job, Settings
 from sp_compile.passes.localize.deal import KEPT_ENDS, dealt_inputs
@@ -115,15 +116,19 @@ def _at_hand(node: Node, plan: Plan) -> bool:
     return whole and (node.op in ("placeholder", "get_attr") or is_pure(node))
 
 
-def why_better_not(gm: GraphModule, plan: Plan, job: Job) -> str:
-    """What stays in shards where a graph ends, and another may have to take whole if it is dealt. "" if nothing does.
+def seconds_to_undo(gm: GraphModule, plan: Plan, job: Job) -> tuple[float, str]:
+    """What it takes if the next graph cannot keep the order: results that stay in shards, and gradients, put together.
 
-    A result with which the program itself goes on, as logits beside their loss, is not taken to be for another graph.
+    And a word on which that are. A result with which the program itself goes on, as logits beside their loss, is not
+    taken to be for another graph.
     """
-    output = gm.graph.output_node()
+    output, seconds, found = gm.graph.output_node(), 0.0, ""
     for node, words in options_of_results(output, job.outputs).items():
-        stays = isinstance(plan.of(node), Shard) and not why_whole(node.meta["val"], words)
+        value = node.meta["val"]
+        stays = isinstance(plan.of(node), Shard) and not why_whole(value, words)
         if stays and (job.fragment or set(node.users) == {output}):
-            result = f"{node.name} at {at(node)}, a result that stays in shards"
-            return f"{result}, would lie in an order that not every graph takes"
-    return ""
+            ways = 2 if value.is_floating_point() else 1
+            part = -(-bytes_now(value) // job.ranks.n)
+            seconds += ways * job.machine_of(node).seconds("all_gather", part, job.ranks.n)
+            found = found or f"{node.name} at {at(node)}, a result that stays in shards"
+    return seconds, found

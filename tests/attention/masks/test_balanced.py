@@ -252,18 +252,30 @@ class Hidden(Packed):
     ("model", "options", "why"),
     [
         (Shifted, {}, "depends on the order of the sequence"),
-        (Hidden, {"outputs": "lazy"}, "a result that stays in shards"),
+        (Hidden, {"outputs": "lazy", "cost": {**SLOW, "all_gather_latency": 10.0}}, "a result that stays in shards"),
         (Mapped, {}, "is computed from what ranks hold in shards"),
     ],
 )
 def test_auto_says_why_documents_stay(model: type[Packed], options: dict[str, Any], why: str) -> None:
     torch.manual_seed(0)
     _, *inputs = given()
-    report = sp_compile.explain(model(), *inputs, sp=3, attention="ring", cost=SLOW, **options)
+    report = sp_compile.explain(model(), *inputs, sp=3, **{"attention": "ring", "cost": SLOW, **options})
     (note,) = [note for note in report.notes if note.done == "not balanced"]
     assert why in note.why
     assert "layout=" not in note.why
     check(model().double(), *inputs, sp=3, attention="ring", cost=SLOW)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_auto_deals_what_stays_in_shards(n: int) -> None:
+    """Where that saves more than the result would take if the next graph needs another order."""
+    torch.manual_seed(0)
+    _, *inputs = given()
+    model, how = Hidden().double(), {"sp": n, "attention": "ring", "cost": SLOW}
+    report = sp_compile.explain(model, *inputs, outputs="lazy", **how)
+    assert [note.done for note in report.notes].count("balanced") == 1
+    assert not [note for note in report.notes if note.done == "not balanced"]
+    check(model, *inputs, **how)
 
 
 @pytest.mark.parametrize("predicate", ["padding", "causal", "documents, heads for all ranks", "documents, little work"])

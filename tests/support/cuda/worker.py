@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -47,12 +48,12 @@ class AbsentGpu:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """fn(*args) where the GPU seems to be; both ways are pickled. Raises GpuError with the traceback."""
+    def run(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """fn(*args, **options) where the GPU seems to be; both ways are pickled. Raises GpuError with the traceback."""
         if self._process is None or not self._process.is_alive():
             self._start()
         assert self._pipe is not None
-        self._pipe.send_bytes(pickle.dumps((fn, args)))
+        self._pipe.send_bytes(pickle.dumps((partial(fn, **options), args)))
         if not self._pipe.poll(TIMEOUT):
             self.close()
             raise GpuError(f"{fn.__name__}: no answer in {TIMEOUT} s")

@@ -41,6 +41,14 @@ def with_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.softmax(-1) @ rows(v)).unflatten(0, (B, H))
 
 
+def as_bloom(q: Tensor, k: Tensor, v: Tensor, beta: float = 1.0) -> Tensor:
+    """A bias of each head and key added by the product, then a mask on four dims."""
+    bias = (slopes(q) * torch.arange(S)).repeat(B, 1, 1)
+    scores = torch.baddbmm(bias, rows(q), rows(k).transpose(1, 2), beta=beta, alpha=0.5)
+    scores = (scores.view(B, H, S, S) + additive(LOWEST)).softmax(-1).view(B * H, S, S)
+    return torch.bmm(scores, rows(v)).view(B, H, S, D)
+
+
 def repeated(x: Tensor) -> Tensor:
     return x[:, :2, None].expand(B, 2, 2, S, D).reshape(B, H, S, D)
 
@@ -139,6 +147,21 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
     ),
     "bmm": (with_bmm, ("k <= q", 0.5)),
     "baddbmm": (with_baddbmm, ("", 0.5)),
+    "baddbmm of a bias": (
+        lambda q, k, v: (
+            torch.baddbmm(v.mean(-1).view(B * H, 1, S), rows(q), rows(k).mT, beta=0.5).softmax(-1) @ rows(v)
+        ).unflatten(0, (B, H)),
+        ("data", 1.0),
+    ),
+    "baddbmm of a bias, masked on four dims": (
+        lambda q, k, v: (
+            (
+                torch.baddbmm(v.mean(-1).view(B * H, 1, S), rows(q), rows(k).mT).view(B, H, S, S) + additive(LOWEST)
+            ).softmax(-1)
+            @ v
+        ),
+        ("data", 1.0),
+    ),
     "-inf fill": (lambda q, k, v: (q @ k.mT).masked_fill(~before(), -math.inf).softmax(-1) @ v, ("k <= q", 1)),
     "finfo.min fill": (lambda q, k, v: (q @ k.mT).masked_fill(~before(), LOWEST).softmax(-1) @ v, ("k <= q", 1)),
     "fill, then scale": (
@@ -296,6 +319,8 @@ SOFT_CAPS: dict[str, tuple[Attend, str]] = {
         lambda q, k, v: (k @ q.mT + slopes(q) * distance().mT).softmax(-2).mT @ v,
         "head0*(k - q) + s",
     ),
+    "ALiBi in the product, as BLOOM has it": (as_bloom, "head0*k + s"),
+    "half of ALiBi in the product": (lambda q, k, v: as_bloom(q, k, v, 0.5), "head0*k/2 + s"),
     "one slope, and two numbers": (
         lambda q, k, v: (
             (q @ k.mT + 0.5 * distance().to(q.dtype) - torch.exp(-distance().to(q.dtype).abs() * 1.0)).softmax(-1) @ v

@@ -1,0 +1,92 @@
+"""FlashAttention-3 or -4 where a user has activated it: which blocks go there, and what it is given.
+
+torch's registry and its Python glue for FlashAttention-3 run as they are. The kernel behind them is arithmetic: neither
+it nor that of -4 is installed here, and no GPU has run them from this project.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from support.attention.attending import PREDICATES
+from support.cuda.blocks import Found, check, one_device
+from support.cuda.flash3 import GLUE, active, installed
+from support.cuda.worker import AbsentGpu
+
+from sp_compile.lowering.attention import case
+from sp_compile.lowering.attention.case import Need
+from sp_compile.lowering.attention.kernels import expected_kernel
+from sp_compile.lowering.masks.blocks import Kind
+
+FLASH, EFFICIENT = ([f"_{name}_attention_{way}" for way in ("forward", "backward")] for name in ("flash", "efficient"))
+
+
+def with_flash3(
+    name: str, q_len: int, k_len: int, width: int, dtype: torch.dtype, same_bits: bool = False, major: int = 9
+) -> Found:
+    """On a GPU of that generation."""
+    capability = mock.patch.object(torch.cuda, "get_device_capability", return_value=(major, 0))
+    known = mock.patch.object(case, "_capability", return_value=(major, 0))
+    torch.use_deterministic_algorithms(same_bits)
+    try:
+        with installed(), capability, known:
+            return one_device(name, q_len, k_len, 2, (width, width), dtype, GLUE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize(("q_len", "k_len"), [(29, 29), (13, 30), (30, 13)])
+@pytest.mark.parametrize("name", PREDICATES)
+def test_every_mask(gpu: AbsentGpu, name: str, q_len: int, k_len: int) -> None:
+    found, wanted, _ = gpu.run(with_flash3, name, q_len, k_len, 16, torch.bfloat16)
+    check(found, wanted, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "options", "kernels"),
+    [
+        ("causal", 64, {}, FLASH),  # not cuDNN's
+        ("causal", 256, {}, FLASH),
+        ("causal", 264, {}, EFFICIENT),
+        ("causal", 192, {"same_bits": True}, FLASH),
+        ("causal", 200, {"same_bits": True}, EFFICIENT),
+        ("causal", 192, {"major": 8}, EFFICIENT),
+        ("causal", 192, {"major": 10}, EFFICIENT),
+    ],
+)
+def test_what_it_refuses_goes_elsewhere(
+    gpu: AbsentGpu, name: str, width: int, options: dict[str, int], kernels: list[str]
+) -> None:
+    """Or torch's glue, and what stands for the kernel, would raise."""
+    found, wanted, ran = gpu.run(with_flash3, name, 128, 128, width, torch.float16, **options)
+    check(found, wanted, torch.float16)
+    assert ran == kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "width", "rate"),
+    [
+        ("FA3", Kind.FULL, 128, "flash3"),
+        ("FA3", Kind.BAND, 256, "flash3"),
+        ("FA3", Kind.PACKED, 64, "flash3"),
+        ("FA3", Kind.MASKED, 64, "fused"),
+        ("FA4", Kind.CAUSAL, 128, "flash4"),
+        ("another", Kind.FULL, 128, "cudnn"),
+        ("another", Kind.BAND, 128, "flash"),
+        ("", Kind.FULL, 128, "cudnn"),
+        ("", Kind.FULL, 192, "flash"),
+        ("", Kind.PACKED, 64, "flash"),
+        ("", Kind.FULL, 264, "efficient"),
+    ],
+)
+def test_what_is_counted_on(name: str, kind: Kind, width: int, rate: str) -> None:
+    """By its own throughput, without a GPU."""
+    need = Need(torch.device("cuda"), torch.bfloat16, kind, False, False, width, 1 << 20)
+    if not name:
+        assert expected_kernel(need).rate == rate
+        return
+    with active(name):
+        assert expected_kernel(need).rate == rate
