@@ -25,7 +25,10 @@ AFTERWARDS = {
             *("SIGKILL", "SIGKILL, tensor-parallel", "SIGKILL, replicas", "SIGTERM", "SIGSTOP", "os._exit"),
             *("SIGINT while waiting", "MemoryError in forward", "KeyboardInterrupt in forward"),
             *("a weight that changes before backward", "a sum of its own", "a sum of its own meanwhile"),
-            "a rank that destroys its group",
+            *("a rank that destroys its group", "KeyboardInterrupt while compiling"),
+            *(f"KeyboardInterrupt while compiling, {where}" for where in ("tensor-parallel", "grid")),
+            *(f"SIGKILL while compiling, {where}" for where in ("tensor-parallel", "grid")),
+            *(f"a rank that does not come to compile, {where}" for where in ("tensor-parallel", "grid")),
         ],
         BROKEN,
     ),
@@ -38,7 +41,7 @@ AFTERWARDS = {
     ),
     **dict.fromkeys(["a later memory budget", "another memory budget"], "activation_memory_budget"),
     "another setting of functorch": "recompute_views",
-    "another default dtype": "float64",
+    "another default dtype": "different values",
 }
 """Faults that last, that end a group, or behind which ranks stand at different places: what another model over the
 group may be told then. Behind all others it is right."""
