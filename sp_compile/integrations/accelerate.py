@@ -172,7 +172,7 @@ class SequenceParallelAccelerator(Accelerator):
 def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool = False) -> Any:
     """The tensors of all ranks of a group, along their first dim; of anything else the items, in one list.
 
-    First the ranks tell what they have, in words that end in words where one does not come.
+    First the ranks tell what they have, as JSON, in a wait that ends in words.
     Raises SpError: ranks that hand in different things, or do not come.
     """
     ranks, tensors = ranks_of(group), None if as_objects else _tensors(data)
@@ -180,13 +180,13 @@ def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     mine = "values" if plain else "objects" if tensors is None else str([(str(x.dtype), [*x.shape]) for x in tensors])
     everyone = answers(ranks, GATHERS.doing, GATHERS.subject, (mine, data if plain else None))
     rows = [kind for kind, _ in everyone]
-    if len({*rows}) > 1:
-        raise SpError(what_differs(*OTHER_METRICS, rows))
-    if plain:
+    if {*rows} == {"values"}:
         return [x for _, one in everyone for x in one]
+    if len({*rows}) > 1 and not {*rows} <= {"values", "objects"}:
+        raise SpError(what_differs(*OTHER_METRICS, rows))
     wire, begun = wire_of(ranks), time.monotonic()
     try:
-        if tensors is not None:
+        if tensors is not None and "objects" not in rows:
             return recursively_apply(lambda x: _gathered(x, group), data, error_on_other_type=True)
         each: list[Any] = [None] * ranks.n
         dist.all_gather_object(each, data, group)

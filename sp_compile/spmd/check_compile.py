@@ -77,8 +77,8 @@ class Lockstep:
                 self.opened &= apart.__cause__ is not None  # a rank that did not come
         if not self.opened:
             self.left = []
-        for apart in self.apart.values():
-            raise apart
+        for problem in self.apart.values():
+            raise problem
 
     def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
         """Ask these no more; for reasons that all ranks of the group know."""

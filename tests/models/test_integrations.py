@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.parity import error_text
 from support.ranks import Ranks, mesh
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -162,3 +165,31 @@ def test_a_model_under_ddp_is_one_graph(ranks: Ranks) -> None:
         assert graphs == 1
         assert worst < 1e-10
         assert "called for training with none around it" in told
+
+
+def metrics() -> tuple[list[Any], list[str]]:
+    """What both ranks have of metrics in every form, and what they are told of forms that differ, and of none."""
+    from sp_compile.integrations.accelerate import gathered_of_replicas
+
+    rank, group = dist.get_rank(), dist.new_group([0, 1], timeout=timedelta(seconds=3), group_desc="metrics")
+    if rank > 1:
+        return [], []
+    array = np.float64([rank])  # which JSON would give back as a list
+    given = [{"loss": torch.tensor(rank), "more": (torch.full((2,), rank),)}, [rank, ("a", None)], [array]]
+    found = [gathered_of_replicas(one, group) for one in given]
+    found.append(gathered_of_replicas([torch.ones(1)], group, as_objects=True))
+    told = [error_text(lambda: gathered_of_replicas(torch.ones(rank + 1), group))]
+    told.append(error_text(lambda: gathered_of_replicas([1] if rank else torch.ones(2), group)))
+    return found, [*told, error_text(lambda: gathered_of_replicas([1], group)) if rank == 0 else ""]
+
+
+def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
+    for (tensors, plain, arrays, objects), (sizes, kinds, alone) in ranks.run(4, metrics)[:2]:
+        assert tensors["loss"].tolist() == [0, 1]
+        assert tensors["more"][0].tolist() == [0, 0, 1, 1]
+        assert plain == [0, ("a", None), 1, ("a", None)]
+        assert arrays == [np.float64([0]), np.float64([1])]
+        assert objects == [torch.ones(1)] * 2
+        assert "rank 0: [('torch.float32', [1])]\n  rank 1: [('torch.float32', [2])]" in sizes
+        assert "rank 1: values" in kinds
+        assert "did not come" in alone or not alone
