@@ -9,7 +9,8 @@ where groups are declared. Ranks that are about to do different things therefore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import isnan
 from typing import Any
@@ -23,7 +24,7 @@ from sp_compile.lowering.collectives.checksums import ABOUT
 
 from .message import COMPILES, READS, STOPS, TOGETHER, Message
 from .settings import mode
-from .wire import gather, wire_of
+from .wire import STOPPED, gather, stop, wire_of
 
 CLOSE = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
 SHOWN = 8  # fields that differ, in an error message
@@ -78,6 +79,16 @@ def ask(ranks: Ranks, mine: Message) -> list[Message]:
 def answers(ranks: Ranks, doing: str, subject: str, mine: Any) -> list[Any]:
     """Every rank's answer, in the order of the ranks. Raises what `ask` does."""
     return [one.answer for one in ask(ranks, Message(doing, subject, asks=True, answer=mine))]
+
+
+@contextmanager
+def saying_why() -> Iterator[None]:
+    """Say why this rank stops, where it finds something wrong before it meets the others."""
+    try:
+        yield
+    except SpError as error:
+        stop(str(error)[:STOPPED])
+        raise
 
 
 def meeting(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]:

@@ -25,11 +25,10 @@ from sp_compile.config import Ranks, resolve
 from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import is_freed
 
-from .agree import different_work, exchanged, rows_by_rank, what_differs
+from .agree import different_work, exchanged, rows_by_rank, saying_why, what_differs
 from .fingerprint import digest
 from .inputs import local_of
 from .message import Message
-from .wire import saying_why
 
 MOVED = "moves of weights"  # fields of a message
 BYTES = "bytes of weights"

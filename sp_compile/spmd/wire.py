@@ -19,9 +19,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -376,16 +376,6 @@ def stop(
         store, written = _of_all(), json.dumps(astuple(said))
         answered(lambda: [store.set(f"stopped/{name}", written) for name in said.talks], None)
     return said
-
-
-@contextmanager
-def saying_why() -> Iterator[None]:
-    """Say why this rank stops, where it finds something wrong before it meets the others."""
-    try:
-        yield
-    except SpError as error:
-        stop(str(error)[:STOPPED])
-        raise
 
 
 def broken_within() -> str:
