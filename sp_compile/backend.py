@@ -39,7 +39,7 @@ from sp_compile.passes.strategies.sequence import BEHIND_EAGER_CODE
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
-from sp_compile.spmd.between import Edges, Result, follows, remember, symbols_of
+from sp_compile.spmd.between import Edges, Result, have_left_results, leave_results, symbols_of
 from sp_compile.spmd.fingerprint import subject_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
@@ -214,7 +214,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, 
             machine=machine,
             aligned=session.aligned,
         )
-        local, report = run_pipeline(view.graph, settings, view.fragment, follows(session.ranks))
+        local, report = run_pipeline(view.graph, settings, view.fragment, have_left_results(session.ranks))
         plain += [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")[len(plain) :]]  # rows' order
         return plain, settings, local, report
 
@@ -232,7 +232,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, 
     rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
     edges = Edges(view.layouts, _left_in_shards(local, view, session.ranks), rows, view.writes, symbols)
     if edges.results:
-        remember(session.ranks)
+        leave_results(session.ranks)
         written = edges.writes.values()
         report.sharded_outputs = [result.name for i, result in edges.results.items() if i not in written]
     return RankProgram(local, settings, report, plain, _joint(plain, settings, session), edges)

@@ -90,7 +90,7 @@ def _fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
     yield from attributes.get(value, {}).items()
     items = getattr(getattr(value, "_base_vt", value), "items", None)
     if isinstance(items, dict):
-        keys = [(getattr(key, "vt", key), item) for key, item in items.items()]
+        keys: list[tuple[Any, Any]] = [(getattr(key, "vt", key), item) for key, item in items.items()]
         yield from ((key.as_python_constant(), item) for key, item in keys if key.is_python_constant())
     elif items is not None and hasattr(value, "tuple_cls"):
         yield from zip(getattr(value.tuple_cls, "_fields", ()), items, strict=False)

@@ -237,7 +237,7 @@ def _called(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
 
 def _on_its_line(node: Node | None) -> str:
     """The node's name without a number that its line does not have."""
-    if node is None or node.op != "call_function":
+    if node is None or node.op == "placeholder":
         return ""
     name, line = re.sub(r"_\d+$", "", node.name), at(node)
     return name if re.search(rf"\b{name}\b", line) and not re.search(rf"\b{node.name}\b", line) else node.name

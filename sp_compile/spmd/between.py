@@ -195,12 +195,12 @@ _left: set[tuple[int, str]] = set()
 """Groups of whose programs one has left results in shards, each with the number of Dynamo's resets before."""
 
 
-def remember(ranks: Ranks) -> None:
+def leave_results(ranks: Ranks) -> None:
     """A program of these ranks, which is compiled now, leaves results in shards."""
     _left.add((compiled_frame()[0], ranks.group))
 
 
-def follows(ranks: Ranks) -> bool:
+def have_left_results(ranks: Ranks) -> bool:
     """Has a program of these ranks done so that was compiled before this one?"""
     return (compiled_frame()[0], ranks.group) in _left
 

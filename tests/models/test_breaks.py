@@ -77,7 +77,9 @@ def test_breaks_in_each_block(ranks: Ranks, n: int, how: str, outputs: str, leng
         torch.testing.assert_close(*(torch.tensor([x for _, x in saw]) for saw in (found, right)))
 
 
-def behind_eager_code(layout: str, attention: str, changes: bool) -> tuple[list[Outcome], list[str]]:
+def behind_eager_code(
+    layout: str, attention: str, changes: bool, lengths: list[int]
+) -> tuple[list[Outcome], list[str]]:
     """Blocks whose results a hook reads, and after the last one changes, before a compiled loss; what is said of it."""
     model, said = build(Packed, shifts=False), list[str]()
     alone = copy.deepcopy(model)
@@ -96,7 +98,7 @@ def behind_eager_code(layout: str, attention: str, changes: bool) -> tuple[list[
     handler.emit = lambda record: said.append(record.getMessage())
     log.addHandler(handler)
     outcomes = []
-    for length in (24, 27):
+    for length in lengths:
         args = text(length)[0], documents(length, length)
         found, right = model(*args), alone(*args)
         grads = [torch.autograd.grad(one, [*m.parameters()]) for one, m in ((found, model), (right, alone))]
@@ -105,12 +107,20 @@ def behind_eager_code(layout: str, attention: str, changes: bool) -> tuple[list[
     return outcomes, [words for words in said if "no sequence" in words]
 
 
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("changes", [True, False])
-@pytest.mark.parametrize(("layout", "attention"), [("balanced", "ring"), ("contiguous", "ulysses")])
-def test_eager_code_before_a_compiled_tail(ranks: Ranks, layout: str, attention: str, changes: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "attention", "changes", "lengths"),
+    [
+        ("balanced", "ring", True, [24]),
+        pytest.param("balanced", "ring", False, [24, 27], marks=pytest.mark.slow),
+        pytest.param("contiguous", "ulysses", True, [24, 27], marks=pytest.mark.slow),
+        pytest.param("contiguous", "ulysses", False, [24], marks=pytest.mark.slow),
+    ],
+)
+def test_eager_code_before_a_compiled_tail(
+    ranks: Ranks, layout: str, attention: str, changes: bool, lengths: list[int]
+) -> None:
     """What it reads stays in shards. What it makes is whole, and so is then what has no sequence: rank 0 says so."""
-    results = ranks.run(2, behind_eager_code, layout, attention, changes)
+    results = ranks.run(2, behind_eager_code, layout, attention, changes, lengths)
     for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
     (of_first, of_second) = (said for _, said in results)
@@ -136,6 +146,7 @@ def test_what_the_report_says_of_breaks() -> None:
     assert ("logits = self.head" in where, "every rank runs it whole" in why) == (True, True)
 
 
+@pytest.mark.slow
 def test_what_the_report_says_of_small_results() -> None:
     report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=1), *text(9), sp=2)
     (small,) = [note for note in report.notes if note.done == "whole"]

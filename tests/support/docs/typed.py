@@ -25,7 +25,8 @@ HEADER = (
     "recipe",
     "steps",
     "loss, first to last",
-    "largest difference",
+    "difference of a loss",
+    "of a weight",
     "s to the first step",
     "s until the loss falls",
     "s in all",
@@ -36,7 +37,7 @@ ABOUT = """# Recipes as typed
 - {}, torch {}, {} cores
 - `make recipes`: `torchrun --nproc-per-node 2`, Inductor, empty caches; seconds from the
   command on, importing torch included; CPU seconds of both ranks, of the C++ compiler and of torchrun
-- the difference of a loss is to one device that runs the same lines eagerly, in float32 (blocks: in bf16)
+- the largest differences are to one device that runs the same lines eagerly, in float32 (blocks: in bf16)
 """
 
 
@@ -52,10 +53,11 @@ def row(name: str, folder: Path, beside: str) -> list[str]:
     losses, ends = found["losses"], [end - begun for end in found["ends"]]
     assert len(losses) == len(alone["losses"])
     worst = max(abs(a - b) for a, b in zip(losses, alone["losses"], strict=True))
-    falls = next((i for i, loss in enumerate(losses) if loss < losses[0]), None)  # of random tokens it may not
-    until = "" if falls is None else f"{ends[min(len(ends) - 1, falls * len(ends) // len(losses))]:.0f}"
-    numbers = f"{len(ends)}", f"{losses[0]:.3f} to {losses[-1]:.3f}", f"{worst:.0e}"
-    return [name, *numbers, f"{ends[0]:.0f}", until, f"{whole:.0f}", f"{cpu:.0f}", said(beside)]
+    weights = max((found["weights"][key] - weight).abs().max().item() for key, weight in alone["weights"].items())
+    falls = next(i for i, loss in enumerate(losses) if loss < losses[0])
+    until = ends[min(len(ends) - 1, falls * len(ends) // len(losses))]
+    numbers = f"{len(ends)}", f"{losses[0]:.3f} to {losses[-1]:.3f}", f"{worst:.0e}", f"{weights:.0e}"
+    return [name, *numbers, *(f"{seconds:.0f}" for seconds in (ends[0], until, whole, cpu)), said(beside)]
 
 
 def cpu_seconds() -> float:
